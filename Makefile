@@ -1,0 +1,47 @@
+# Each target makes what it needs: a virtual environment, the install with its compiled kernels, then the job.
+PYTHON ?= python3
+# Any torch from 2.11 to 2.13 works, with or without CUDA: make serve TORCH="torch==2.11.0"
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
+
+.PHONY: install serve test bench soak lint clean
+
+$(VENV)/.python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.python pyproject.toml $(KERNELS)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.test-installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[test,bench]'
+	touch $@
+
+install: $(VENV)/.installed
+
+serve: $(VENV)/.installed
+	$(BIN)/deltic serve $(ARGS)
+
+test: $(VENV)/.test-installed
+	$(BIN)/python -m pytest $(ARGS)
+
+# ARGS are `deltic bench serve`'s, e.g. make bench ARGS="--dummy qwen3.5-0.8b --n 1,2,4"
+bench: $(VENV)/.test-installed
+	$(BIN)/deltic bench serve $(ARGS)
+
+soak: $(VENV)/.test-installed
+	$(BIN)/python -m deltic.bench.soak --minutes 30 $(ARGS)
+
+lint: $(VENV)/.test-installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build deltic/ops/lib dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

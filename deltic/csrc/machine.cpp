@@ -1,0 +1,42 @@
+// What the machine can do at best: the roofs that `deltic plan` and `deltic bench ops` print beside every figure.
+#include "kernel.h"
+#include "linear.h"
+#include "pool.h"
+
+// Reads every byte once. data, n_bytes, out f32 [n_blocks of 1 MiB]
+KERNEL(deltic_read_memory) {
+    Arguments a{arguments};
+    auto data = a.pointer<const float>();
+    int64_t n_blocks = a.integer() >> 20;
+    auto out = a.pointer<float>();
+    parallel_for(n_blocks, [&](int64_t block, int) {
+        const float* x = data + block * (1 << 18);
+        v16 sums[8] = {};
+        for (int64_t i = 0; i < (1 << 18); i += 128)
+            for (int j = 0; j < 8; j++) sums[j] = sums[j] + load(x + i + 16 * j);
+        for (int j = 1; j < 8; j++) sums[0] = sums[0] + sums[j];
+        out[block] = sum(sums[0]);
+    });
+}
+
+// Multiplies a 6 x 4 tile that stays in the first-level cache, n_repeats times on n_tasks tasks: 2 * 6 * 4 * 512 operations each.
+// data bf16 [10, 512], n_tasks, n_repeats, out f32 [n_tasks]
+KERNEL(deltic_multiply_peak) {
+    Arguments a{arguments};
+    auto data = a.pointer<const bf16>();
+    int64_t n_tasks = a.integer(), n_repeats = a.integer();
+    auto out = a.pointer<float>();
+    parallel_for(n_tasks, [&](int64_t task, int) {
+        const bf16 *x[6], *w[4];
+        for (int i = 0; i < 6; i++) x[i] = data + i * 512;
+        for (int i = 0; i < 4; i++) w[i] = data + (6 + i) * 512;
+        float total = 0;
+        for (int64_t r = 0; r < n_repeats; r++) {
+            float sums[6][4];
+            dot_tile<6, 4>(x, w, 512, sums);
+            total += sums[r % 6][r % 4];
+            asm volatile("" ::: "memory");
+        }
+        out[task] = total;
+    });
+}

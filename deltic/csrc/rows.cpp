@@ -1,0 +1,50 @@
+// Operators on single rows: embed, rms_norm, silu_mul.
+#include "kernel.h"
+#include "pool.h"
+#include "simd.h"
+
+// table bf16 [V, H], token_ids i32 [T], out f32 [T, H], T (counted), H
+KERNEL(deltic_embed) {
+    Arguments a{arguments};
+    auto table = a.pointer<const bf16>();
+    auto ids = a.pointer<const int32_t>();
+    auto out = a.pointer<float>();
+    int64_t n_tokens = a.count(), width = a.integer();
+    parallel_for(n_tokens, [&](int64_t t, int) {
+        const bf16* row = table + (int64_t)ids[t] * width;
+        for (int64_t i = 0; i < width; i += 16) store(out + t * width + i, load_bf16(row + i));
+    });
+}
+
+// Zero-centred RMSNorm: out = x * rsqrt(mean(x^2) + eps) * (1 + w), rounded once to bfloat16.
+// x f32 [T, H], w f32 [H], out bf16 [M, H], rows i32 [M] or null (row m of the output reads row rows[m] of x), M (counted), H, eps
+KERNEL(deltic_rms_norm) {
+    Arguments a{arguments};
+    auto x = a.pointer<const float>();
+    auto w = a.pointer<const float>();
+    auto out = a.pointer<bf16>();
+    auto rows = a.pointer<const int32_t>();
+    int64_t n_rows = a.count(), width = a.integer();
+    float eps = a.number();
+    parallel_for(n_rows, [&](int64_t m, int) {
+        const float* row = x + (rows ? rows[m] : m) * width;
+        v16 squares = {};
+        for (int64_t i = 0; i < width; i += 16) squares = fma(load(row + i), load(row + i), squares);
+        v16 scale = splat(1.0f / sqrtf(sum(squares) / (float)width + eps));
+        for (int64_t i = 0; i < width; i += 16)
+            store_bf16(out + m * width + i, load(row + i) * scale * (splat(1.0f) + load(w + i)));
+    });
+}
+
+// out = SiLU(gate) * up. gate_up f32 [M, 2F] (gate first), out bf16 [M, F], M (counted), F
+KERNEL(deltic_silu_mul) {
+    Arguments a{arguments};
+    auto gate_up = a.pointer<const float>();
+    auto out = a.pointer<bf16>();
+    int64_t n_rows = a.count(), width = a.integer();
+    parallel_for(n_rows, [&](int64_t m, int) {
+        const float* gate = gate_up + m * 2 * width;
+        for (int64_t i = 0; i < width; i += 16)
+            store_bf16(out + m * width + i, silu(load(gate + i)) * load(gate + width + i));
+    });
+}

@@ -1,0 +1,228 @@
+// sample and logprobs: from rows of logits to tokens, one row a task.
+//
+// Order of the transformations (reference/sample.py): bias, repetition, frequency and presence penalties, banned ids,
+// temperature, top-k, softmax, min-p, top-p, one draw. The draw uses Philox4x32-10 keyed by the seed and counted by the
+// position (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): it depends on logits, seed and position.
+#include <algorithm>
+
+#include "kernel.h"
+#include "pool.h"
+#include "simd.h"
+
+namespace {
+
+struct Candidate {
+    float value;
+    int32_t id;
+};
+bool likelier(const Candidate& a, const Candidate& b) { return a.value != b.value ? a.value > b.value : a.id < b.id; }
+bool lower_id(const Candidate& a, const Candidate& b) { return a.id < b.id; }
+
+double uniform(uint64_t seed, uint32_t position) {
+    uint32_t x[4] = {position, 0, 0, 0}, k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xD2511F53u * x[0], b = (uint64_t)0xCD9E8D57u * x[2];
+        uint32_t y[4] = {(uint32_t)(b >> 32) ^ x[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ x[3] ^ k1, (uint32_t)a};
+        memcpy(x, y, sizeof x);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return (double)(x[0] >> 8) * 0x1p-24;
+}
+
+// One row's parameters, gathered from the batch arrays.
+struct Row {
+    float temperature;
+    int32_t top_k;
+    float top_p, min_p, repetition, frequency, presence;
+    uint64_t seed;
+    uint32_t position;
+    const int32_t *history, *history_end, *generated;
+    const int32_t *bias_ids, *bias_ids_end;
+    const float* bias;
+    const int32_t *banned, *banned_end;
+};
+
+void penalise(const Row& r, float* values, int32_t* counts) {
+    constexpr int32_t SEEN = 1 << 30;
+    for (const int32_t* t = r.generated; t < r.history_end; t++) counts[*t]++;
+    for (const int32_t* t = r.history; t < r.history_end; t++) {
+        int32_t count = counts[*t];
+        if (count & SEEN) continue;
+        float& v = values[*t];
+        v = v > 0 ? v / r.repetition : v * r.repetition;
+        if (count > 0) v -= r.frequency * (float)count + r.presence;
+        counts[*t] = count | SEEN;
+    }
+    for (const int32_t* t = r.history; t < r.history_end; t++) counts[*t] = 0;
+}
+
+int32_t argmax(const float* values, int64_t n) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < n; i++)
+        if (values[i] > values[best]) best = i;
+    return (int32_t)best;
+}
+
+// Sorts the likeliest candidates to the front until their weights reach `target`; returns how many that takes.
+int64_t nucleus(Candidate* c, int64_t n, double target) {
+    int64_t n_sorted = 0;
+    double reached = 0;
+    for (int64_t size = 64;; size *= 8) {
+        int64_t end = std::min(size, n);
+        std::partial_sort(c + n_sorted, c + end, c + n, likelier);
+        for (int64_t i = n_sorted; i < end; i++) {
+            reached += c[i].value;
+            if (reached >= target) return i + 1;
+        }
+        if (end == n) return n;
+        n_sorted = end;
+    }
+}
+
+int32_t draw(const Row& r, float* values, int64_t n, Candidate* c) {
+    for (int64_t i = 0; i < n; i++) values[i] /= r.temperature;
+    int64_t m = n;
+    for (int64_t i = 0; i < n; i++) c[i] = {values[i], (int32_t)i};
+    if (r.top_k > 0 && r.top_k < n) {
+        m = r.top_k;
+        std::nth_element(c, c + m - 1, c + n, likelier);
+        std::sort(c, c + m, lower_id);
+    }
+    float top = c[0].value;
+    for (int64_t i = 1; i < m; i++) top = std::max(top, c[i].value);
+    double total = 0;
+    for (int64_t i = 0; i < m; i += 16) {
+        v16 p = {};
+        int64_t lanes = std::min<int64_t>(16, m - i);
+        for (int64_t j = 0; j < lanes; j++) p[j] = c[i + j].value - top;
+        p = vexp(p);
+        for (int64_t j = 0; j < lanes; j++) total += c[i + j].value = p[j];
+    }
+    if (r.min_p > 0) {
+        total = 0;
+        int64_t kept = 0;
+        for (int64_t i = 0; i < m; i++)
+            if (c[i].value >= r.min_p) {  // the likeliest weighs exactly 1
+                total += c[i].value;
+                c[kept++] = c[i];
+            }
+        m = kept;
+    }
+    if (r.top_p < 1) {
+        m = nucleus(c, m, r.top_p * total);
+        std::sort(c, c + m, lower_id);
+        total = 0;
+        for (int64_t i = 0; i < m; i++) total += c[i].value;
+    }
+    double threshold = uniform(r.seed, r.position) * total, reached = 0;
+    int32_t last = c[0].id;
+    for (int64_t i = 0; i < m; i++) {
+        if (c[i].value == 0) continue;  // a banned id must not be the last resort
+        last = c[i].id;
+        reached += c[i].value;
+        if (reached > threshold) break;
+    }
+    return last;
+}
+
+}  // namespace
+
+// logits f32 [R, V], V, n_real (ids from there on are padding), D draws (counted), then per draw: row i32 [D] (of logits),
+// slot i32 [D], position i32 [D], n_history i32 [D] (0: no penalties), n_prompt i32 [D] (history entries of the prompt);
+// per slot: temperature, top_k, top_p, min_p, repetition, frequency, presence, seed u64, history i32 [slots, stride], stride;
+// bias_begin i32 [D + 1], bias_ids, bias, banned_begin i32 [D + 1], banned;
+// scratch per thread: values f32 [n, V], counts i32 [n, V] (zeros), candidates [n, V]; out token_ids i32 [D]
+KERNEL(deltic_sample) {
+    Arguments a{arguments};
+    auto logits = a.pointer<const float>();
+    int64_t n_vocab = a.integer(), n_real = a.integer(), n_draws = a.count();
+    auto row = a.pointer<const int32_t>();
+    auto slots = a.pointer<const int32_t>();
+    auto position = a.pointer<const int32_t>();
+    auto n_history = a.pointer<const int32_t>();
+    auto n_prompt = a.pointer<const int32_t>();
+    auto temperature = a.pointer<const float>();
+    auto top_k = a.pointer<const int32_t>();
+    auto top_p = a.pointer<const float>();
+    auto min_p = a.pointer<const float>();
+    auto repetition = a.pointer<const float>();
+    auto frequency = a.pointer<const float>();
+    auto presence = a.pointer<const float>();
+    auto seed = a.pointer<const uint64_t>();
+    auto histories = a.pointer<const int32_t>();
+    int64_t history_stride = a.integer();
+    auto bias_begin = a.pointer<const int32_t>();
+    auto bias_ids = a.pointer<const int32_t>();
+    auto bias = a.pointer<const float>();
+    auto banned_begin = a.pointer<const int32_t>();
+    auto banned = a.pointer<const int32_t>();
+    auto values_all = a.pointer<float>();
+    auto counts_all = a.pointer<int32_t>();
+    auto candidates_all = a.pointer<Candidate>();
+    auto out = a.pointer<int32_t>();
+    parallel_for(n_draws, [&](int64_t d, int i_thread) {
+        int64_t slot = slots[d];
+        const int32_t* history = histories + slot * history_stride;
+        Row r{temperature[slot], top_k[slot], top_p[slot], min_p[slot], repetition[slot], frequency[slot],
+              presence[slot], seed[slot], (uint32_t)position[d], history, history + n_history[d],
+              history + n_prompt[d], bias_ids + bias_begin[d], bias_ids + bias_begin[d + 1],
+              bias + bias_begin[d], banned + banned_begin[d], banned + banned_begin[d + 1]};
+        const float* raw = logits + row[d] * n_vocab;
+        bool plain = n_history[d] == 0 && r.bias_ids == r.bias_ids_end && r.banned == r.banned_end;
+        if (r.temperature == 0 && plain) {
+            out[d] = argmax(raw, n_real);
+            return;
+        }
+        float* values = values_all + i_thread * n_vocab;
+        memcpy(values, raw, n_real * 4);
+        for (const int32_t* id = r.bias_ids; id < r.bias_ids_end; id++) values[*id] += r.bias[id - r.bias_ids];
+        if (n_history[d] > 0) penalise(r, values, counts_all + i_thread * n_vocab);
+        for (const int32_t* id = r.banned; id < r.banned_end; id++) values[*id] = -INFINITY;
+        out[d] = r.temperature == 0 ? argmax(values, n_real) : draw(r, values, n_real, candidates_all + i_thread * n_vocab);
+    });
+}
+
+// Log-softmax of raw logits at a target id, and the k likeliest ids (ties: lower id first).
+// logits, V, n_real, N (counted), row i32 [N], target i32 [N], n_top i32 [N] (-1: skip), stride (most alternatives),
+// out: logprob f32 [N], top_ids i32 [N, stride], top_logprobs f32 [N, stride]
+KERNEL(deltic_logprobs) {
+    Arguments a{arguments};
+    auto logits = a.pointer<const float>();
+    int64_t n_vocab = a.integer(), n_real = a.integer(), n = a.count();
+    auto row = a.pointer<const int32_t>();
+    auto target = a.pointer<const int32_t>();
+    auto n_top = a.pointer<const int32_t>();
+    int64_t stride = a.integer();
+    auto logprob = a.pointer<float>();
+    auto top_ids = a.pointer<int32_t>();
+    auto top_logprobs = a.pointer<float>();
+    parallel_for(n, [&](int64_t i, int) {
+        if (n_top[i] < 0) return;
+        const float* x = logits + row[i] * n_vocab;
+        float high = -INFINITY;
+        for (int64_t j = 0; j < n_real; j++) high = x[j] > high ? x[j] : high;
+        v16 sums = {};
+        int64_t j = 0;
+        for (; j + 16 <= n_real; j += 16) sums = sums + vexp(load(x + j) - splat(high));
+        float total = sum(sums);
+        for (; j < n_real; j++) total += exp1(x[j] - high);
+        float log_total = high + logf(total);
+        logprob[i] = x[target[i]] - log_total;
+
+        int32_t* ids = top_ids + i * stride;
+        float* best = top_logprobs + i * stride;
+        int64_t n_kept = 0, n_wanted = n_top[i];
+        for (int64_t id = 0; id < n_real && n_wanted > 0; id++) {
+            if (n_kept == n_wanted && !(x[id] > best[n_kept - 1])) continue;
+            int64_t at = n_kept < n_wanted ? n_kept++ : n_kept - 1;
+            for (; at > 0 && x[id] > best[at - 1]; at--) {
+                best[at] = best[at - 1];
+                ids[at] = ids[at - 1];
+            }
+            best[at] = x[id];
+            ids[at] = (int32_t)id;
+        }
+        for (int64_t at = 0; at < n_kept; at++) best[at] -= log_total;
+    });
+}

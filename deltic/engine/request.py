@@ -1,0 +1,252 @@
+"""Requests, sequences and events: the plain data that crosses the queue and lives in the engine.
+
+Everything here is msgspec or plain Python; this file imports neither torch nor any other part of the engine.
+Structs with a tag travel over ZeroMQ as msgpack; `Sequence` never leaves the engine process.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+PAGE_SIZE = 64
+"""Tokens in one KV page; also the chunk of the parallel DeltaNet form and the grid of prefill cuts."""
+
+MAX_BIASES = 1024
+"""Ids that one request may bias, and stop ids it may have: the sampler's buffers hold as many for each sequence."""
+
+MAX_LOGPROBS = 100
+"""Alternatives per position that the sampler's buffers hold; the server usually allows fewer."""
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request's tokens are drawn. Defaults are the neutral ones: temperature 1, no filter, no penalty.
+
+    The order of the transformations is the one of `reference/sample.py`. Penalties count as in the OpenAI API:
+    presence and frequency look at generated tokens, repetition at prompt and generated tokens.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    """None: drawn by the server, so that two equal requests differ."""
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    """None: none; k: the drawn token's log-probability and the k most likely alternatives'."""
+    prompt_logprobs: int | None = None
+
+
+class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
+    """One prompt with its parameters, as the server sends it to the engine."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs first; equal priorities are first come, first served."""
+    boundaries: list[int] = []
+    """Token offsets at which a chat message ends (from the template): where prompts branch."""
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Ends a request (index None) or one of its n sequences. Unknown ids are ignored: it may have just ended."""
+
+    id: str
+    index: int | None = None
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """The engine process leaves its loop and exits 0."""
+
+
+Command = Request | Abort | Shutdown
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """Log-probability of one position's token and of the most likely ones, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Output(msgspec.Struct, array_like=True):
+    """What one step brought for one sequence. Exactly one Output of a sequence has a finish_reason: its last."""
+
+    id: str
+    index: int = 0
+    token_ids: list[int] = []
+    """New tokens; the stop token itself is included (the server does not print it)."""
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """Whole list, once, with the first Output of index 0; the first entry is None."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed because the prefix cache had them."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop or eos token that ended it, when one did."""
+    error: str | None = None
+
+
+class Stats(msgspec.Struct, array_like=True):
+    """The engine's gauges and monotonic counters, sent with every step's outputs and when it idles."""
+
+    n_running: int = 0
+    n_waiting: int = 0
+    n_pages_used: int = 0
+    n_pages: int = 0
+    n_slots_used: int = 0
+    n_slots: int = 0
+    n_steps: int = 0
+    n_prompt_tokens: int = 0
+    n_generated_tokens: int = 0
+    n_preemptions: int = 0
+    last_step_ms: float = 0.0
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What the engine resolved at start; the server needs it to validate requests."""
+
+    model_name: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_model_len: int
+    max_num_seqs: int
+    max_step_tokens: int
+    n_pages: int
+    n_slots: int
+    device: str
+    operators: dict[str, str] = {}
+    """Operator name -> implementation chosen."""
+    notices: list[str] = []
+    start_s: dict[str, float] = {}
+    """Seconds spent in each stage of the start."""
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """Progress of the start: stage name and the part done, 0 to 1."""
+
+    stage: str
+    done: float
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    info: EngineInfo
+
+
+class StepOutputs(msgspec.Struct, tag="step"):
+    """All Outputs of one step, and the gauges after it."""
+
+    outputs: list[Output]
+    stats: Stats
+
+
+class StartFailed(msgspec.Struct, tag="start_failed"):
+    """The engine cannot serve (bad checkpoint, plan that does not fit); it exits. The message says what to do."""
+
+    message: str
+
+
+Event = Loading | Ready | StepOutputs | StartFailed
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence in the engine: its tokens and what it owns.
+
+    `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `slot`; the rest is still to be run.
+    While running, exactly one token (the last drawn) is not computed yet.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    """Seed of this sequence's draws: the request's seed, mixed with `index` when n > 1."""
+    tokens: array[int]
+    n_prompt: int
+    n_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    arrival: int = 0
+    """Order of arrival, to break ties of equal priority."""
+    siblings: list[Sequence] = field(default_factory=list)
+    """n > 1: sequences that start when this one's prompt is done (they share its pages)."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    n_preempted: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def n_generated(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens known but not computed: the whole prompt at first, one while decoding."""
+        return len(self.tokens) - self.n_computed
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A run of one sequence's tokens in a step: `tokens[start : start + length]`."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    prompt_logprobs: bool = False
+    """The log-probabilities of this chunk's own tokens are wanted (a logits row for each)."""
+
+
+@dataclass(slots=True)
+class Draw:
+    """A token to draw: from the logits after `chunk`'s last token, with `sequence`'s parameters."""
+
+    chunk: int
+    """Index into Step.chunks."""
+    sequence: Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    """What runs in one forward. Decodes (length 1) come first, then prefill chunks.
+
+    After the forward and before the draws are read, states and pages are copied for sequences that fork off a
+    finished prompt: `slot_copies` and `page_copies` are (source, destination) pairs.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the device gave back: `token_ids[i]` and `logprobs[i]` belong to `Step.draws[i]`.
+
+    `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose predecessor
+    is in the chunk and which exist in the prompt).
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: dict[int, list[TokenLogprob]]

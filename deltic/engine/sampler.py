@@ -1,0 +1,183 @@
+"""Logits to tokens: the sampling parameters in batch tensors, and the draws read back.
+
+Parameters are kept by state slot and written once, when a sequence takes the slot. Each draw is a function of its row of
+logits, the parameters, the seed and the position (P6): a sequence that is preempted or shares a batch draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+
+from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams, Sequence, Step, StepResult, TokenLogprob
+from deltic.models.qwen import Allocate
+from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
+from deltic.ops.table import Program
+
+
+class Sampler:
+    """The buffers of up to n_slots draws and n_logit_rows prompt positions a step."""
+
+    def __init__(
+        self, n_slots: int, max_model_len: int, n_logit_rows: int, n_vocab: int, n_real: int,
+        eos_token_ids: tuple[int, ...], n_threads: int, allocate: Allocate,
+    ) -> None:  # fmt: skip
+        i32, f32 = torch.int32, torch.float32
+        self.n_real = n_real
+        self.eos_token_ids = eos_token_ids
+        self.slots = SlotParameters(
+            **{name: allocate(name, (n_slots,), f32) for name in ("temperature", "top_p", "min_p")},
+            **{name: allocate(name, (n_slots,), f32) for name in ("repetition", "frequency", "presence")},
+            top_k=allocate("top_k", (n_slots,), i32),
+            seed=allocate("seed", (n_slots,), torch.int64),
+            history=allocate("history", (n_slots, max_model_len), i32),
+        )
+        self._n_draws = allocate("n draws", (), i32)
+        per_draw = ("row", "slot", "position", "n_history", "n_prompt")
+        self.draws = DrawInputs(
+            n_draws=self._n_draws,
+            **{name: allocate(f"draw {name}", (n_slots,), i32) for name in per_draw},
+            bias_begin=allocate("bias begin", (n_slots + 1,), i32),
+            bias_ids=allocate("bias ids", (n_slots * MAX_BIASES,), i32),
+            bias=allocate("bias", (n_slots * MAX_BIASES,), f32),
+            banned_begin=allocate("banned begin", (n_slots + 1,), i32),
+            banned=allocate("banned", (n_slots * MAX_BIASES,), i32),
+        )
+        self.scratch = DrawScratch(
+            values=allocate("draw values", (n_threads, n_vocab), f32),
+            counts=allocate("draw counts", (n_threads, n_vocab), i32),
+            candidates=allocate("draw candidates", (n_threads, n_vocab), torch.int64),
+        )
+        n_entries = n_slots + n_logit_rows
+        self._n_entries = allocate("n logprob entries", (), i32)
+        self._row = allocate("logprob row", (n_entries,), i32)
+        self._target = allocate("logprob target", (n_entries,), i32)  # the draws come first: tokens land here
+        self._n_top = allocate("logprob n top", (n_entries,), i32)
+        self._logprob = allocate("logprob", (n_entries,), f32)
+        self._top_ids = allocate("top ids", (n_entries, MAX_LOGPROBS), i32)
+        self._top_logprobs = allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32)
+        self._owner: list[Sequence | None] = [None] * n_slots
+        self._n_history = [0] * n_slots
+        self._arrays = {name: getattr(self.slots, name).numpy() for name in self.slots.__dataclass_fields__}
+        self._draw_arrays = {name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__}
+        self._has_lists = False
+
+    def record(self, program: Program, logits: torch.Tensor) -> None:
+        """Appends the draws and the log-probabilities to the step's program."""
+        sample(program, logits, self.n_real, self.slots, self.draws, self.scratch, self._target)
+        logprobs(
+            program, logits, self.n_real, self._n_entries, self._row, self._target, self._n_top,
+            self._logprob, self._top_ids, self._top_logprobs,
+        )  # fmt: skip
+
+    def fill(self, step: Step, first_row: list[int]) -> None:
+        """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""
+        rows, slots, positions, n_history, n_top = [], [], [], [], []
+        lists: list[tuple[int, SamplingParams, Sequence]] = []
+        for i, draw in enumerate(step.draws):
+            chunk, sequence, params = step.chunks[draw.chunk], draw.sequence, draw.sequence.request.params
+            slot = sequence.slot
+            assert slot is not None
+            if self._owner[slot] is not sequence:
+                self._take_slot(slot, sequence)
+            rows.append(first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else 0))
+            slots.append(slot)
+            positions.append(len(sequence.tokens))
+            n_history.append(self._extend_history(slot, sequence) if _has_penalties(params) else 0)
+            n_top.append(-1 if params.logprobs is None else params.logprobs)
+            if params.logit_bias or sequence.n_generated < params.min_tokens:
+                lists.append((i, params, sequence))
+        n = len(rows)
+        d = self._draw_arrays
+        d["row"][:n] = rows
+        d["slot"][:n] = slots
+        d["position"][:n] = positions
+        d["n_history"][:n] = n_history
+        d["n_prompt"][:n] = [draw.sequence.n_prompt for draw in step.draws]
+        self._n_draws.fill_(n)
+        if lists or self._has_lists:
+            self._fill_lists(n, lists)
+        targets: list[int] = []
+        for c, chunk in enumerate(step.chunks):
+            if chunk.prompt_logprobs:
+                end = min(chunk.start + chunk.length + 1, chunk.sequence.n_prompt)
+                targets += chunk.sequence.tokens[chunk.start + 1 : end]
+                n_entries = end - chunk.start - 1
+                rows += range(first_row[c], first_row[c] + n_entries)
+                n_top += [chunk.sequence.request.params.prompt_logprobs or 0] * n_entries
+        n_entries = n + len(targets)
+        self._row.numpy()[:n_entries] = rows
+        self._n_top.numpy()[:n_entries] = n_top
+        self._target.numpy()[n:n_entries] = targets
+        self._n_entries.fill_(n_entries)
+
+    def read(self, step: Step) -> StepResult:
+        """The tokens drawn, and the log-probabilities that were asked for."""
+        n = len(step.draws)
+        tokens = self._target[:n].tolist()
+        result = StepResult(tokens, [None] * n, {})
+        for i, draw in enumerate(step.draws):
+            if draw.sequence.request.params.logprobs is not None:
+                result.logprobs[i] = self._entry(i)
+        at = n
+        for c, chunk in enumerate(step.chunks):
+            if chunk.prompt_logprobs:
+                n_entries = min(chunk.length, chunk.sequence.n_prompt - chunk.start - 1)
+                result.prompt_logprobs[c] = [self._entry(at + i) for i in range(n_entries)]
+                at += n_entries
+        return result
+
+    def _entry(self, i: int) -> TokenLogprob:
+        k = int(self._n_top[i])
+        top = list(zip(self._top_ids[i, :k].tolist(), self._top_logprobs[i, :k].tolist(), strict=True))
+        return TokenLogprob(int(self._target[i]), float(self._logprob[i]), top)
+
+    def _take_slot(self, slot: int, sequence: Sequence) -> None:
+        params, a = sequence.request.params, self._arrays
+        self._owner[slot] = sequence
+        self._n_history[slot] = 0
+        a["temperature"][slot] = params.temperature
+        a["top_k"][slot] = params.top_k
+        a["top_p"][slot] = params.top_p
+        a["min_p"][slot] = params.min_p
+        a["repetition"][slot] = params.repetition_penalty
+        a["frequency"][slot] = params.frequency_penalty
+        a["presence"][slot] = params.presence_penalty
+        a["seed"][slot] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
+
+    def _extend_history(self, slot: int, sequence: Sequence) -> int:
+        known, n_tokens = self._n_history[slot], len(sequence.tokens)
+        self._arrays["history"][slot, known:n_tokens] = sequence.tokens[known:]
+        self._n_history[slot] = n_tokens
+        return n_tokens
+
+    def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, Sequence]]) -> None:
+        """Biases and, below min_tokens, the ids that would end the sequence: ragged lists over the n draws."""
+        d = self._draw_arrays
+        bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        bias_ids: list[int] = []
+        biases: list[float] = []
+        banned: list[int] = []
+        for i, params, sequence in lists:
+            bias_ids += params.logit_bias.keys()
+            biases += params.logit_bias.values()
+            bias_counts[i] = len(params.logit_bias)
+            if sequence.n_generated < params.min_tokens:
+                ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+                banned += [id for id in ends if id < self.n_real]
+                banned_counts[i] = sum(id < self.n_real for id in ends)
+        d["bias_begin"][1 : n + 1] = np.cumsum(bias_counts)
+        d["banned_begin"][1 : n + 1] = np.cumsum(banned_counts)
+        d["bias_ids"][: len(bias_ids)] = bias_ids
+        d["bias"][: len(biases)] = biases
+        d["banned"][: len(banned)] = banned
+        self._has_lists = bool(lists)
+        if not lists:  # leave neutral lists behind for every later number of draws
+            d["bias_begin"][:] = 0
+            d["banned_begin"][:] = 0
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0

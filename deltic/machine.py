@@ -1,0 +1,48 @@
+"""What the machine can do at best: the two roofs beside which every figure is printed."""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from deltic.ops.table import Program
+
+
+def cpu_model() -> str:
+    """The CPU's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:
+    """Bytes per second of reading memory once, best of five passes over `n_bytes` (more than the caches hold)."""
+    data = torch.ones(n_bytes // 4, dtype=torch.float32)
+    program = Program(n_threads)
+    program.call("deltic_read_memory", data, n_bytes, torch.empty(n_bytes >> 20))
+    return n_bytes / _best_s(program)
+
+
+def multiply_peak(n_threads: int) -> float:
+    """Operations per second (a multiply-add is two) of the kernels' inner tile on bfloat16 rows in the first-level cache."""
+    n_tasks, n_repeats = 4 * n_threads, 4000
+    data = torch.full((10, 512), 0.5, dtype=torch.bfloat16)
+    program = Program(n_threads)
+    program.call("deltic_multiply_peak", data, n_tasks, n_repeats, torch.empty(n_tasks))
+    return 2 * 6 * 4 * 512 * n_tasks * n_repeats / _best_s(program)
+
+
+def _best_s(program: Program, n_runs: int = 5) -> float:
+    times = []
+    for _ in range(n_runs):
+        start = time.perf_counter()
+        program.run()
+        times.append(time.perf_counter() - start)
+    return min(times)

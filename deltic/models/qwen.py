@@ -1,0 +1,212 @@
+"""The hybrid decoder: gated DeltaNet and gated attention layers, recorded as one program of operators.
+
+    h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (spec 2.1; Qwen3-Next, 3.5, 3.6, 3.8)
+
+The residual stream, norms, gates, states, router and logits are float32; matrices, pages and the inputs of every
+linear are bfloat16. There is one layout of the weights (models/weights.py) and one path for decode and prefill.
+Left out: the vision tower and the MTP head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.models.shapes import ModelShape
+from deltic.models.weights import AttnLayer, GdnLayer, Moe, Weights
+from deltic.ops.attention import AttentionHeads, attention, attn_prepare
+from deltic.ops.embed import embed
+from deltic.ops.gdn import GdnHeads, GdnScratch, GdnWeights, gdn
+from deltic.ops.linear import linear
+from deltic.ops.moe import MoeScratch, moe
+from deltic.ops.rms_norm import rms_norm
+from deltic.ops.silu_mul import silu_mul
+from deltic.ops.table import Program
+
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+"""Gives a named, zeroed tensor that lives as long as the engine."""
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """What the forward reads of a step, in buffers that keep their addresses. int32; S sequences, T tokens, R rows."""
+
+    n_tokens: Tensor
+    n_seqs: Tensor
+    n_logit_rows: Tensor
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    token_seq: Tensor  # [T]
+    token_slot: Tensor  # [T]
+    seq_start: Tensor  # [S + 1]
+    seq_context: Tensor  # [S]
+    slot: Tensor  # [S]
+    page_table: Tensor  # [slots, max_pages]
+    logit_token: Tensor  # [R] the tokens whose logits are wanted
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The two memories. pages: bfloat16 [n_pages, n_attn, 2, nk, 64, d]; states float32 [n_slots, n_gdn, Hv, dk, dv];
+    columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot."""
+
+    pages: Tensor
+    states: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class Activations:
+    """One set of buffers for all layers, T tokens long."""
+
+    residual: Tensor  # float32 [T, H]
+    normed: Tensor  # bfloat16 [T, H]
+    proj: Tensor  # float32, flat: the widest projection
+    mixed: Tensor  # bfloat16, flat: a mixer's output or the MLP's inner activation
+    query: Tensor  # bfloat16, flat
+    gdn: GdnScratch
+    moe: MoeScratch | None
+    router: Tensor | None  # float32 [T, E]
+    shared: Tensor | None  # float32 [T, H]
+    final: Tensor  # bfloat16 [R, H]
+    logits: Tensor  # float32 [R, V]
+
+
+def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, allocate: Allocate) -> Activations:
+    """Every buffer of a forward of up to n_tokens tokens and n_logit_rows rows of logits."""
+    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
+    t, h = n_tokens, shape.hidden_size
+    value, inner = shape.gdn_value_size, max(shape.intermediate_size, shape.shared_intermediate_size)
+    q_size = shape.n_q_heads * shape.head_dim
+    scratch = router = shared = None
+    if shape.is_moe:
+        k, m, e = shape.n_experts_per_tok, shape.moe_intermediate_size, shape.n_experts
+        scratch = MoeScratch(
+            expert=allocate("expert", (t, k), i32),
+            weight=allocate("expert weight", (t, k), f32),
+            order=allocate("expert order", (t * k,), i32),
+            begin=allocate("expert begin", (e + 1,), i32),
+            probabilities=allocate("router probabilities", (t, e + 16), f32),
+            up=allocate("experts up", (t * k, 2 * m), f32),
+            act=allocate("experts act", (t * k, m), bf16),
+            y=allocate("experts out", (t * k, h), f32),
+        )
+        router = allocate("router logits", (t, e), f32)
+        shared = allocate("shared expert", (t, h), f32)
+    return Activations(
+        residual=allocate("residual", (t, h), f32),
+        normed=allocate("normed", (t, h), bf16),
+        proj=allocate("projections", (t * max(shape.gdn_in_proj_rows, shape.attn_qkv_rows, 2 * inner),), f32),
+        mixed=allocate("mixed", (t * max(value, q_size, inner),), bf16),
+        query=allocate("queries", (t * q_size,), bf16),
+        gdn=GdnScratch(
+            u=allocate("gdn convolved", (t, shape.conv_channels), f32),
+            gates=allocate("gdn gates", (t, 2 * shape.gdn_n_v_heads), f32),
+            o=allocate("gdn out", (t, value), f32),
+        ),
+        moe=scratch,
+        router=router,
+        shared=shared,
+        final=allocate("final", (n_logit_rows, h), bf16),
+        logits=allocate("logits", (n_logit_rows, shape.vocab_size), f32),
+    )
+
+
+class Qwen:
+    """The weights in the form the operators read, and the recording of a forward over given buffers."""
+
+    def __init__(self, shape: ModelShape, weights: Weights, max_len: int) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
+        self.gdn_heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
+        self.gdn_weights = {
+            i: GdnWeights(layer.conv.t().contiguous(), layer.a_log, layer.dt_bias, layer.norm)
+            for i, layer in enumerate(weights.layers)
+            if isinstance(layer, GdnLayer)
+        }
+        # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation (spec 2.5).
+        angles = torch.arange(max_len, dtype=torch.float64)[:, None] * torch.tensor(shape.inv_freq(), dtype=torch.float64)
+        self.cos = (angles.cos() * shape.rope_attention_factor).float()
+        self.sin = (angles.sin() * shape.rope_attention_factor).float()
+
+    def record(self, program: Program, inputs: ForwardInputs, memory: Memory, act: Activations) -> None:
+        """Appends the whole forward: token ids to act.logits[:n_logit_rows]."""
+        w, eps = self.weights, self.shape.rms_norm_eps
+        embed(program, w.embed, inputs.token_ids, act.residual, inputs.n_tokens)
+        i_gdn = i_attn = 0
+        for i, layer in enumerate(w.layers):
+            rms_norm(program, act.residual, layer.input_norm, eps, act.normed, inputs.n_tokens)
+            if isinstance(layer, GdnLayer):
+                self._gdn(program, i, layer, inputs, memory.states[:, i_gdn], memory.columns[:, i_gdn], act)
+                i_gdn += 1
+            else:
+                self._attention(program, layer, inputs, memory.pages[:, i_attn], act)
+                i_attn += 1
+            rms_norm(program, act.residual, layer.post_norm, eps, act.normed, inputs.n_tokens)
+            self._feed_forward(program, layer, inputs.n_tokens, act)
+        rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
+        linear(program, act.final, w.lm_head, act.logits, inputs.n_logit_rows)
+
+    def _gdn(
+        self, program: Program, i: int, layer: GdnLayer, inputs: ForwardInputs, state: Tensor, columns: Tensor, act: Activations
+    ) -> None:
+        proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
+        mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
+        linear(program, act.normed, layer.in_proj, proj, inputs.n_tokens)
+        gdn(
+            program, proj, self.gdn_heads, self.gdn_weights[i], self.shape.rms_norm_eps,
+            n_tokens=inputs.n_tokens, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context,
+            slot=inputs.slot, token_seq=inputs.token_seq, conv_state=columns, state=state, scratch=act.gdn, out=mixed,
+        )  # fmt: skip
+        linear(program, mixed, layer.out_proj, act.residual, inputs.n_tokens, add=True)
+
+    def _attention(
+        self, program: Program, layer: AttnLayer, inputs: ForwardInputs, pages: Tensor, act: Activations
+    ) -> None:
+        proj = _rows(act.proj, act.residual, self.heads.row)
+        query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
+        mixed = _rows(act.mixed, act.residual, self.heads.n_q * self.heads.dim)
+        linear(program, act.normed, layer.qkv, proj, inputs.n_tokens)
+        attn_prepare(
+            program, proj, self.heads, layer.q_norm, layer.k_norm, self.shape.rms_norm_eps,
+            n_tokens=inputs.n_tokens, positions=inputs.positions, token_slot=inputs.token_slot,
+            page_table=inputs.page_table, cos=self.cos, sin=self.sin, q_out=query, pages=pages,
+        )  # fmt: skip
+        attention(
+            program, query, proj, self.heads, pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
+            seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table, out=mixed,
+        )  # fmt: skip
+        linear(program, mixed, layer.o_proj, act.residual, inputs.n_tokens, add=True)
+
+    def _feed_forward(self, program: Program, layer: GdnLayer | AttnLayer, n_tokens: Tensor, act: Activations) -> None:
+        mlp = layer.mlp
+        if isinstance(mlp, Moe):
+            assert act.router is not None and act.shared is not None and act.moe is not None
+            linear(program, act.normed, mlp.router, act.router, n_tokens)
+            self._swiglu(program, mlp.shared_gate_up, mlp.shared_down, act.shared, n_tokens, act, add=False)
+            moe(
+                program, act.normed, act.router, mlp.gate_up, mlp.down, mlp.shared_gate, act.shared, act.residual,
+                n_per_token=self.shape.n_experts_per_tok, normalise=self.shape.norm_topk_prob,
+                n_tokens=n_tokens, scratch=act.moe,
+            )  # fmt: skip
+        else:
+            self._swiglu(program, mlp.gate_up, mlp.down, act.residual, n_tokens, act, add=True)
+
+    def _swiglu(
+        self, program: Program, gate_up: Tensor, down: Tensor, out: Tensor, n_tokens: Tensor, act: Activations, *, add: bool
+    ) -> None:
+        width = down.shape[1]
+        up = _rows(act.proj, act.residual, 2 * width)
+        inner = _rows(act.mixed, act.residual, width)
+        linear(program, act.normed, gate_up, up, n_tokens)
+        silu_mul(program, up, inner, n_tokens)
+        linear(program, inner, down, out, n_tokens, add=add)
+
+
+def _rows(flat: Tensor, like: Tensor, width: int) -> Tensor:
+    """A [T, width] view of a flat buffer."""
+    return flat[: like.shape[0] * width].view(like.shape[0], width)

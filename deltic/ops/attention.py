@@ -1,0 +1,94 @@
+"""attn_prepare and attention: gated full attention over 64-token pages (csrc/attention.cpp).
+
+A page holds, for each attention layer, k [nk, 64, d] and v [nk, 64, d] in bfloat16. The pages of the sequence that
+holds state slot i are page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order.
+Leaves out: a split of long contexts over threads (one head of one sequence is one task).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.ops.table import Program, check
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 32  # query heads that share a key head: the rows of one task
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """Geometry: query and key/value heads and their width. A projection row is q | gate | k | v."""
+
+    n_q: int
+    n_kv: int
+    dim: int
+
+    @property
+    def row(self) -> int:
+        return 2 * (self.n_q + self.n_kv) * self.dim
+
+
+def attn_prepare(
+    program: Program,
+    proj: Tensor,
+    heads: AttentionHeads,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    *,
+    n_tokens: Tensor,
+    positions: Tensor,
+    token_slot: Tensor,
+    page_table: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_out: Tensor,
+    pages: Tensor,
+) -> None:
+    """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v to the token's place in its page.
+
+    proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions, token_slot: int32 [T];
+    page_table: int32 [slots, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d]
+    (this layer's part, any page stride). Rotation: spec 2.5, the first `rotary` dims, pairs (i, i + rotary/2).
+    """
+    rotary = 2 * cos.shape[1]
+    check("attn_prepare", proj.shape[1] == heads.row, f"proj [T, {heads.row}]")
+    check("attn_prepare", pages.shape[1:] == (2, heads.n_kv, 64, heads.dim), "pages [n, 2, nk, 64, d]")
+    check("attn_prepare", pages.dtype == q_out.dtype == torch.bfloat16, "bfloat16 pages and q")
+    check("attn_prepare", heads.dim % 32 == 0 and heads.dim <= MAX_HEAD_DIM, f"head_dim % 32 == 0, <= {MAX_HEAD_DIM}")
+    check("attn_prepare", rotary % 32 == 0 and rotary <= heads.dim, f"rotary dims a multiple of 32, found {rotary}")
+    program.call(
+        "deltic_attn_prepare", proj, heads.n_q, heads.n_kv, heads.dim, n_tokens, positions, token_slot,
+        page_table, page_table.stride(0), q_norm, k_norm, eps, cos, sin, rotary, q_out, pages, pages.stride(0),
+    )  # fmt: skip
+
+
+def attention(
+    program: Program,
+    q: Tensor,
+    proj: Tensor,
+    heads: AttentionHeads,
+    pages: Tensor,
+    *,
+    n_seqs: Tensor,
+    seq_start: Tensor,
+    seq_context: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    out: Tensor,
+) -> None:
+    """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), causal; query head j reads key head j // (nq/nk).
+
+    q: bfloat16 [T, nq, d]; proj: float32 [T, row] for the gates; out: bfloat16 [T, nq d]; the rest as in attn_prepare
+    and gdn. The keys of the tokens themselves must be in the pages already.
+    """
+    check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
+    check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
+    check("attention", out.shape[1] == heads.n_q * heads.dim and out.dtype == torch.bfloat16, "bfloat16 out [T, nq d]")
+    program.call(
+        "deltic_attention", q, proj, heads.n_q, heads.n_kv, heads.dim, pages, pages.stride(0), n_seqs,
+        seq_start, seq_context, slot, page_table, page_table.stride(0), out,
+    )  # fmt: skip

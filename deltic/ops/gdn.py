@@ -1,0 +1,88 @@
+"""gdn: the gated DeltaNet mixer between its two projections, for decodes and prefill chunks in one call.
+
+Convolution update, gates, l2-norm, recurrence in place on the state slot, gated norm (csrc/gdn.cpp has the equations
+and their source). A chunk is stepped token by token with the arithmetic of a decode: prefill and decode agree in bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.ops.table import Program, check
+
+
+@dataclass(frozen=True)
+class GdnHeads:
+    """Geometry: key and value heads, and their widths."""
+
+    n_k: int
+    n_v: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.n_k * self.k_dim + self.n_v * self.v_dim
+
+
+@dataclass(frozen=True)
+class GdnWeights:
+    """conv: float32 [4, C] (tap 3 multiplies the current token); a_log, dt_bias: float32 [Hv]; norm: float32 [dv]."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True)
+class GdnScratch:
+    """float32 workspaces: u [T, C], gates [T, 2 Hv], o [T, Hv dv]."""
+
+    u: Tensor
+    gates: Tensor
+    o: Tensor
+
+
+def gdn(
+    program: Program,
+    proj: Tensor,
+    heads: GdnHeads,
+    weights: GdnWeights,
+    eps: float,
+    *,
+    n_tokens: Tensor,
+    n_seqs: Tensor,
+    seq_start: Tensor,
+    seq_context: Tensor,
+    slot: Tensor,
+    token_seq: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    scratch: GdnScratch,
+    out: Tensor,
+) -> None:
+    """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]; states advance in place.
+
+    Sequence s owns tokens seq_start[s] .. seq_start[s+1]-1 (int32 [S+1]); seq_context[s] tokens came before them (0 resets
+    the state); slot[s] names its rows of conv_state (bfloat16 [slots, 3, C], any slot stride) and state (float32
+    [slots, Hv, dk, dv], any slot stride); token_seq: int32 [T].
+    """
+    n_channels = heads.channels
+    check("gdn", proj.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 proj, bfloat16 out")
+    check("gdn", state.dtype == torch.float32 and conv_state.dtype == torch.bfloat16, "float32 state, bfloat16 columns")
+    check("gdn", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
+    check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [slots, Hv, dk, dv]")
+    check("gdn", conv_state.shape[1:] == (3, n_channels), f"conv_state [slots, 3, {n_channels}]")
+    check("gdn", state[0].is_contiguous() and conv_state[0].is_contiguous(), "contiguous slots")
+    check("gdn", heads.k_dim % 16 == 0 and heads.v_dim % 16 == 0 and heads.k_dim <= 256, "dk, dv % 16 == 0, dk <= 256")
+    check("gdn", proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
+    program.call(
+        "deltic_gdn", proj, proj.shape[1], n_tokens, n_seqs, seq_start, seq_context, slot, token_seq,
+        weights.conv, conv_state, conv_state.stride(0), state, state.stride(0),
+        weights.a_log, weights.dt_bias, weights.norm, eps, heads.n_k, heads.n_v, heads.k_dim, heads.v_dim,
+        scratch.u, scratch.gates, scratch.o, out,
+    )  # fmt: skip

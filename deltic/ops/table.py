@@ -1,0 +1,121 @@
+"""Operator table: which implementation runs each operator here, chosen once at start.
+
+The CPU kernels are one C++ source compiled for several instruction sets (CMakeLists.txt). The best one that this
+machine can run is loaded; when there is none, loading fails with what to do. Nothing falls back silently.
+
+A step is a `Program`: a flat list of kernel calls with fixed arguments, recorded once by the operators' functions and
+run with a single crossing from Python. What changes from step to step (row counts, token ids, lengths) is read by the
+kernels from the batch buffers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+OPERATORS = (
+    "embed", "linear", "rms_norm", "silu_mul", "gdn", "attn_prepare", "attention", "moe", "sample", "logprobs",
+)  # fmt: skip
+
+# Best first: library name and the /proc/cpuinfo flags it needs.
+INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("avx512_bf16", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16"})),
+    ("avx512", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"})),
+    ("avx2", frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})),
+    ("baseline", frozenset()),
+)
+
+_LIBRARIES = Path(__file__).parent / "lib"
+
+
+class KernelError(RuntimeError):
+    """The compiled kernels are missing or an operator was given what its contract excludes."""
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction-set flags of this CPU as Linux names them; empty where /proc/cpuinfo has none (ARM)."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+@cache
+def instruction_set() -> str:
+    """Name of the best compiled instruction set that this machine can run. Raises KernelError if there is none."""
+    for name, needed in INSTRUCTION_SETS:
+        if needed <= cpu_flags() and (_LIBRARIES / f"cpu_{name}.so").exists():
+            return name
+    raise KernelError(
+        f"no compiled kernels for {platform.machine()} in {_LIBRARIES}; install again with a C++20 compiler at hand "
+        "(pip install --force-reinstall --no-deps .)"
+    )
+
+
+@cache
+def load_library(name: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(_LIBRARIES / f"cpu_{name}.so"))
+    library.deltic_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.deltic_run.restype = None
+    library.deltic_start_threads.argtypes = [ctypes.c_int64]
+    library.deltic_n_threads.restype = ctypes.c_int64
+    return library
+
+
+def chosen() -> dict[str, str]:
+    """Operator name -> implementation, for the start-up lines and `deltic doctor`."""
+    return {operator: f"cpu {instruction_set()}" for operator in OPERATORS}
+
+
+class Program:
+    """A recorded list of kernel calls. Arguments are tensors (passed by address and kept alive), ints and floats."""
+
+    def __init__(self, n_threads: int, library: str | None = None) -> None:
+        self.library = load_library(library or instruction_set())
+        self.n_threads = n_threads
+        self.n_calls = 0
+        self._words: list[int] = []
+        self._alive: list[Tensor] = []
+        self._code = np.empty(0, np.int64)
+
+    def call(self, kernel: str, *arguments: Tensor | int | float | None) -> None:
+        """Appends one kernel call. Raises KernelError for a tensor that a kernel could not address."""
+        address = ctypes.cast(getattr(self.library, kernel), ctypes.c_void_p).value
+        assert address is not None
+        words = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if argument.device.type != "cpu":
+                    raise KernelError(f"{kernel}: tensor on {argument.device}; the CPU kernels take CPU tensors")
+                self._alive.append(argument)
+                words.append(argument.data_ptr())
+            elif isinstance(argument, float):
+                words.append(struct.unpack("<q", struct.pack("<d", argument))[0])
+            else:
+                words.append(int(argument or 0))
+        self._words += [address, len(words), *words]
+        self.n_calls += 1
+
+    def run(self) -> None:
+        """Runs all calls in order. The interpreter lock is released meanwhile."""
+        if len(self._code) != len(self._words):
+            self._code = np.array(self._words, np.int64)
+        if self.library.deltic_n_threads() != self.n_threads:
+            self.library.deltic_start_threads(self.n_threads)
+        self.library.deltic_run(self._code.ctypes.data, len(self._code))
+
+
+def check(operator: str, condition: bool, expected: str) -> None:
+    """Raises KernelError naming the operator when its contract does not hold. Costs nothing after recording."""
+    if not condition:
+        raise KernelError(f"{operator}: expected {expected}")

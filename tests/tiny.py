@@ -1,0 +1,339 @@
+"""Tiny random checkpoints on disk, in every layout that the published ones come in.
+
+    path = tiny_checkpoint("moe", experts="split", tied=True)
+
+Head geometry is the real one (DeltaNet 128/128, attention head 256, 64 rotary dims) so that production
+kernels can run them; widths, head, layer and expert counts are small: 5 to 10 million parameters. Made from
+plain torch by names and shapes, without the published model code: that is only the oracle which
+`test_reference.py` compares with. Checkpoints of one seed and kind hold equal values in every layout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import Tensor
+
+_ADDED = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
+    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> "
+    "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> "
+    "<|file_sep|> <tool_response> </tool_response> <think> </think> <|audio_start|> <|audio_end|> <tts_pad> "
+    "<tts_text_bos> <tts_text_eod> <tts_text_bos_single> <|audio_pad|>"
+)
+ADDED_TOKENS = _ADDED.split()
+NOT_SPECIAL = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
+TOKEN_ID = {token: 256 + i for i, token in enumerate(ADDED_TOKENS)}
+N_REAL_VOCAB = 256 + len(ADDED_TOKENS)
+VOCAB_SIZE = 512
+EOS_TOKEN_IDS = (TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"])
+
+HIDDEN, N_Q_HEADS, N_KV_HEADS, HEAD_DIM = 256, 4, 2, 256
+N_K_HEADS, K_DIM, V_DIM, CONV_WIDTH = 2, 128, 128, 4
+FFN, N_EXPERTS, EXPERT_WIDTH, SHARED_WIDTH = 512, 16, 128, 128
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking %}<think>
+{% endif -%}
+{%- endif -%}
+"""
+
+_ARCHITECTURE = {
+    ("dense", "wrapped"): "Qwen3_5ForConditionalGeneration",
+    ("dense", "flat"): "Qwen3_5ForCausalLM",
+    ("moe", "wrapped"): "Qwen3_5MoeForConditionalGeneration",
+    ("moe", "flat"): "Qwen3_5MoeForCausalLM",
+    ("next", "flat"): "Qwen3NextForCausalLM",
+}
+
+
+@functools.cache
+def tiny_checkpoint(
+    kind: str,
+    *,
+    tied: bool = False,
+    layout: str | None = None,
+    experts: str | None = None,
+    shards: int = 1,
+    extras: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    n_layers: int = 4,
+    seed: int = 0,
+) -> Path:
+    """A checkpoint directory, made once a session.
+
+    kind: "dense" | "moe" | "next". layout: "wrapped" (multimodal names; default) | "flat" (always for
+    next). experts: "fused" | "split" (default for next). extras: a few `model.visual.*` and `mtp.*` tensors
+    as well. Every fourth layer is attention.
+    """
+    layout = "flat" if kind == "next" else layout or "wrapped"
+    experts = experts or ("split" if kind == "next" else "fused")
+    path = Path(_session_dir()) / f"{kind}-{len(list(Path(_session_dir()).iterdir()))}"
+    path.mkdir()
+
+    tensors = _random_values(_text_shapes(kind, n_layers, tied), seed)
+    if experts == "split":
+        tensors = _split_experts(tensors)
+    prefix = "model.language_model." if layout == "wrapped" else "model."
+    tensors = {(n if n == "lm_head.weight" else prefix + n): t for n, t in tensors.items()}
+    if extras:
+        tensors |= _random_values(_extra_shapes(), seed + 1)
+    _write_tensors(path, {n: t.to(dtype) for n, t in tensors.items()}, shards)
+
+    _write_json(path / "config.json", tiny_config(kind, tied=tied, layout=layout, n_layers=n_layers))
+    _write_json(path / "generation_config.json", {"eos_token_id": list(EOS_TOKEN_IDS)})
+    _write_json(path / "tokenizer_config.json", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+def tiny_config(kind: str, *, tied: bool, layout: str, n_layers: int = 4) -> dict[str, Any]:
+    """config.json as the published checkpoints of this kind write it."""
+    n_v_heads = _n_v_heads(kind)
+    text: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": N_Q_HEADS,
+        "num_key_value_heads": N_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "linear_conv_kernel_dim": CONV_WIDTH,
+        "linear_key_head_dim": K_DIM,
+        "linear_value_head_dim": V_DIM,
+        "linear_num_key_heads": N_K_HEADS,
+        "linear_num_value_heads": n_v_heads,
+        "full_attention_interval": 4,
+        "tie_word_embeddings": tied,
+        "eos_token_id": TOKEN_ID["<|endoftext|>"],
+        "dtype": "bfloat16",
+    }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
+    if kind == "dense":
+        text["intermediate_size"] = FFN
+    else:
+        text |= {
+            "num_experts": N_EXPERTS,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": EXPERT_WIDTH,
+            "shared_expert_intermediate_size": SHARED_WIDTH,
+        }
+    architectures = [_ARCHITECTURE[kind, layout]]
+    if kind == "next":
+        moe = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        head = {"architectures": architectures, "model_type": "qwen3_next"}
+        return head | text | moe | {"rope_parameters": rope, "partial_rotary_factor": 0.25}
+    model_type = "qwen3_5" if kind == "dense" else "qwen3_5_moe"
+    text |= {
+        "rope_parameters": rope | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+        "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(n_layers)],
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "model_type": f"{model_type}_text",
+    }
+    if layout == "flat":
+        return {"architectures": architectures} | text
+    vision = {
+        "depth": 1,
+        "hidden_size": 144,
+        "num_heads": 2,
+        "intermediate_size": 192,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "in_channels": 3,
+        "out_hidden_size": HIDDEN,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [],
+    }
+    return {
+        "architectures": architectures,
+        "model_type": model_type,
+        "tie_word_embeddings": tied,
+        "image_token_id": TOKEN_ID["<|image_pad|>"],
+        "video_token_id": TOKEN_ID["<|video_pad|>"],
+        "vision_start_token_id": TOKEN_ID["<|vision_start|>"],
+        "vision_end_token_id": TOKEN_ID["<|vision_end|>"],
+        "text_config": text,
+        "vision_config": vision | {"model_type": model_type},
+    }
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level, without merges: 256 bytes, then the family's 33 added tokens."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.normalizer, tokenizer.decoder = normalizers.NFC(), decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.add_tokens(
+        [AddedToken(t, special=t not in NOT_SPECIAL, normalized=False) for t in ADDED_TOKENS]
+    )
+    return tokenizer
+
+
+@functools.cache
+def _session_dir() -> str:
+    path = tempfile.mkdtemp(prefix="deltic-tiny-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def _n_v_heads(kind: str) -> int:
+    return 6 if kind == "dense" else 4
+
+
+def _text_shapes(kind: str, n_layers: int, tied: bool) -> dict[str, tuple[int, ...]]:
+    """Stored names, without the prefix, and shapes; experts fused."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
+        "norm.weight": (HIDDEN,),
+    }
+    if not tied:
+        shapes["lm_head.weight"] = (VOCAB_SIZE, HIDDEN)
+    for i in range(n_layers):
+        mixer = _attention_shapes() if i % 4 == 3 else _gdn_shapes(kind)
+        for name, shape in {**mixer, **_feed_forward_shapes(kind)}.items():
+            shapes[f"layers.{i}.{name}"] = shape
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"layers.{i}.{norm}.weight"] = (HIDDEN,)
+    return shapes
+
+
+def _gdn_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    n_v_heads = _n_v_heads(kind)
+    key, value = N_K_HEADS * K_DIM, n_v_heads * V_DIM
+    if kind == "next":
+        inputs = {"qkvz": (2 * key + 2 * value, HIDDEN), "ba": (2 * n_v_heads, HIDDEN)}
+    else:
+        inputs = {
+            "qkv": (2 * key + value, HIDDEN),
+            "z": (value, HIDDEN),
+            "b": (n_v_heads, HIDDEN),
+            "a": (n_v_heads, HIDDEN),
+        }
+    return {f"linear_attn.in_proj_{part}.weight": shape for part, shape in inputs.items()} | {
+        "linear_attn.conv1d.weight": (2 * key + value, 1, CONV_WIDTH),
+        "linear_attn.A_log": (n_v_heads,),
+        "linear_attn.dt_bias": (n_v_heads,),
+        "linear_attn.norm.weight": (V_DIM,),
+        "linear_attn.out_proj.weight": (HIDDEN, value),
+    }
+
+
+def _attention_shapes() -> dict[str, tuple[int, ...]]:
+    return {
+        "self_attn.q_proj.weight": (2 * N_Q_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj.weight": (N_KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj.weight": (N_KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj.weight": (HIDDEN, N_Q_HEADS * HEAD_DIM),
+        "self_attn.q_norm.weight": (HEAD_DIM,),
+        "self_attn.k_norm.weight": (HEAD_DIM,),
+    }
+
+
+def _feed_forward_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    def swiglu(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{prefix}gate_proj.weight": (width, HIDDEN),
+            f"{prefix}up_proj.weight": (width, HIDDEN),
+            f"{prefix}down_proj.weight": (HIDDEN, width),
+        }
+
+    if kind == "dense":
+        return swiglu("mlp.", FFN)
+    return {
+        "mlp.gate.weight": (N_EXPERTS, HIDDEN),
+        "mlp.shared_expert_gate.weight": (1, HIDDEN),
+        "mlp.experts.gate_up_proj": (N_EXPERTS, 2 * EXPERT_WIDTH, HIDDEN),
+        "mlp.experts.down_proj": (N_EXPERTS, HIDDEN, EXPERT_WIDTH),
+        **swiglu("mlp.shared_expert.", SHARED_WIDTH),
+    }
+
+
+def _extra_shapes() -> dict[str, tuple[int, ...]]:
+    """Enough of a vision tower and of a draft head to be recognised and skipped."""
+    return {
+        "model.visual.patch_embed.proj.weight": (144, 3, 2, 16, 16),
+        "model.visual.patch_embed.proj.bias": (144,),
+        "model.visual.blocks.0.attn.qkv.weight": (432, 144),
+        "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
+        "mtp.layers.0.self_attn.k_proj.weight": (N_KV_HEADS * HEAD_DIM, HIDDEN),
+    }
+
+
+def _random_values(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Nothing at its trivial initial value: norms off their rest, long and short memories, spread routing."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {}
+    for name, shape in shapes.items():
+        value = torch.randn(shape, generator=generator)
+        if name.endswith("A_log"):
+            value = torch.empty(shape).uniform_(0.5, 4.0, generator=generator).log()
+        elif name.endswith("dt_bias"):  # inverse softplus of a log-uniform step
+            step = torch.empty(shape).uniform_(math.log(1e-3), math.log(0.3), generator=generator).exp()
+            value = step + torch.log(-torch.expm1(-step))
+        elif name.endswith("linear_attn.norm.weight"):
+            value = 1 + 0.1 * value  # the one plain norm
+        elif len(shape) == 1 or name == "embed_tokens.weight":
+            value = 0.1 * value  # small embeddings: the layers, not the last token, decide the logits
+        elif name.endswith("conv1d.weight"):
+            value = 0.5 * value
+        else:
+            value = value / math.sqrt(shape[-1])
+        values[name] = value.to(torch.bfloat16)
+    return values
+
+
+def _split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    split = {}
+    for name, tensor in tensors.items():
+        base, _, last = name.rpartition("experts.")
+        if last == "gate_up_proj":
+            for e, both in enumerate(tensor):
+                split[f"{base}experts.{e}.gate_proj.weight"] = both[:EXPERT_WIDTH]
+                split[f"{base}experts.{e}.up_proj.weight"] = both[EXPERT_WIDTH:]
+        elif last == "down_proj":
+            split |= {f"{base}experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+        else:
+            split[name] = tensor
+    return split
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
+    tensors = {n: t.clone() for n, t in tensors.items()}
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = {n: tensors[n] for n in sorted(tensors)[i::shards]}
+        save_file(part, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(path / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1))
