@@ -16,7 +16,9 @@ from deltic.models.qwen import Allocate, ForwardInputs
 class Batch:
     """The forward's inputs for steps of up to n_tokens tokens, n_slots sequences and n_logit_rows rows of logits."""
 
-    def __init__(self, n_tokens: int, n_slots: int, n_pages_per_seq: int, n_logit_rows: int, allocate: Allocate) -> None:
+    def __init__(
+        self, n_tokens: int, n_slots: int, n_pages_per_seq: int, n_logit_rows: int, allocate: Allocate
+    ) -> None:
         def buffer(name: str, *size: int) -> torch.Tensor:
             return allocate(name, size, torch.int32)
 
@@ -39,7 +41,11 @@ class Batch:
         self._counts = counts.numpy()
         self._token_ids, self._positions = i.token_ids.numpy(), i.positions.numpy()
         self._token_seq, self._token_slot = i.token_seq.numpy(), i.token_slot.numpy()
-        self._seq_start, self._seq_context, self._slot = i.seq_start.numpy(), i.seq_context.numpy(), i.slot.numpy()
+        self._seq_start, self._seq_context, self._slot = (
+            i.seq_start.numpy(),
+            i.seq_context.numpy(),
+            i.slot.numpy(),
+        )
         self._page_table, self._logit_token = i.page_table.numpy(), i.logit_token.numpy()
         self._owner: list[Sequence | None] = [None] * n_slots
         self._n_pages_known = [0] * n_slots
@@ -47,7 +53,9 @@ class Batch:
     def fill(self, step: Step) -> list[int]:
         """Writes the step's inputs; returns, for each chunk, its first row of logits (-1 where it has none)."""
         draws = {draw.chunk for draw in step.draws}
-        starts, contexts, slots, logit_tokens, first_row = [0], [], [], [], []
+        starts, contexts, slots = [0], [], []
+        logit_tokens: list[int] = []
+        first_row: list[int] = []
         at = 0
         for i, chunk in enumerate(step.chunks):
             sequence, end = chunk.sequence, at + chunk.length

@@ -9,16 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from io import StringIO
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
 from deltic.engine.batch import Batch
 from deltic.engine.cache import pages_for
 from deltic.engine.request import PAGE_SIZE
 from deltic.engine.sampler import Sampler
+from deltic.machine import multiply_peak, read_bandwidth
 from deltic.models.qwen import Activations, allocate_activations
+from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.shapes import ModelShape
 
 DEFAULT_MODEL_LEN = 32768
@@ -126,17 +131,26 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
             f"give at most {shape.max_position_embeddings}"
         )
     n_threads = config.threads or n_usable_cpus()
-    plan = Plan(shape, n_real, length, config.max_num_seqs or DEFAULT_SEQS, config.max_step_tokens, 0, n_threads, 0, 0)
+    plan = Plan(
+        shape, n_real, length, config.max_num_seqs or DEFAULT_SEQS, config.max_step_tokens, 0, n_threads, 0, 0
+    )
     plan = _with_workspace(plan)
     most = int(config.memory_gb * 1e9) if config.memory_gb is not None else int(free * FREE_SHARE)
     if most > free:
-        raise ConfigError(f"--memory-gb {config.memory_gb}: only {free / 1e9:.1f} GB are free; give at most that")
+        raise ConfigError(
+            f"--memory-gb {config.memory_gb}: only {free / 1e9:.1f} GB are free; give at most that"
+        )
     if config.max_num_seqs is None:  # fewer sequences rather than none
         while plan.max_num_seqs > 1 and _left(plan, most) < _one_sequence(plan):
             plan = _with_workspace(replace(plan, max_num_seqs=plan.max_num_seqs // 2))
     budget = most
     if config.memory_gb is None and config.n_pages is None:
-        budget = min(most, shape.weight_bytes + plan.workspace_bytes + max(DEFAULT_POOL_BYTES, plan.slots_bytes + _one_sequence(plan)))
+        budget = min(
+            most,
+            shape.weight_bytes
+            + plan.workspace_bytes
+            + max(DEFAULT_POOL_BYTES, plan.slots_bytes + _one_sequence(plan)),
+        )
     if config.max_model_len is None and 0 < _left(plan, budget) < _one_sequence(plan):
         n_fit = _left(plan, budget) // shape.page_bytes(PAGE_SIZE)
         plan = _with_workspace(replace(plan, max_model_len=max(1, n_fit) * PAGE_SIZE))
@@ -179,8 +193,95 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
     if plan.n_pages < n_seq_pages:
         n_seqs = (_left(plan, budget) + plan.slots_bytes - _one_sequence(plan)) // max(1, shape.state_bytes)
         if config.max_num_seqs is not None and n_seqs >= 1 and config.n_pages is None:
-            raise ConfigError(f"--max-num-seqs {plan.max_num_seqs} does not fit into {have}; at most {n_seqs} do")
+            raise ConfigError(
+                f"--max-num-seqs {plan.max_num_seqs} does not fit into {have}; at most {n_seqs} do"
+            )
         raise ConfigError(
             f"--max-model-len {plan.max_model_len} needs {n_seq_pages} pages and there are {plan.n_pages}; "
             f"give at most --max-model-len {max(1, plan.n_pages) * PAGE_SIZE}"
         )
+
+
+def plan_report(config: EngineConfig) -> str:
+    """What `deltic plan` prints: the memory plan, what fits in it, and the speed that the roofs allow.
+
+    Raises ConfigError or another ValueError when the model cannot be served with these settings.
+    """
+    name, directory, shape = locate(config)
+    plan = make_plan(config, shape, n_real_ids(directory, shape.vocab_size))
+    out = StringIO()
+    console = Console(file=out, width=100)
+    sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
+    console.print(
+        f"{name}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
+        f"{shape.n_attn_layers} attention layers"
+    )
+    console.print(_memory_table(plan))
+    console.print(_fit_table(plan))
+    console.print(_speed_table(plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads)))
+    return out.getvalue()
+
+
+def _memory_table(plan: Plan) -> Table:
+    shape = plan.shape
+    table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
+    rows = (
+        ("weights", shape.weight_bytes, "bfloat16 matrices, float32 norms and gates"),
+        (
+            "workspace",
+            plan.workspace_bytes,
+            f"a step of up to {plan.n_batch_tokens} tokens, {plan.n_threads} threads",
+        ),
+        ("state slots", plan.slots_bytes, f"{plan.max_num_seqs} of {shape.state_bytes / 1e6:.2f} MB"),
+        (
+            "pages",
+            plan.pages_bytes,
+            f"{plan.n_pages} of {PAGE_SIZE} tokens, {shape.page_bytes(PAGE_SIZE) / 1e3:.0f} kB each",
+        ),
+        ("total", plan.total_bytes, f"of {plan.budget_bytes / 1e9:.2f} GB that may be used"),
+    )
+    for name, n_bytes, what in rows:
+        table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
+    return table
+
+
+def _fit_table(plan: Plan) -> Table:
+    title = f"Sequences of a length that run at once (longest: {plan.max_model_len} tokens)"
+    table = Table("tokens", "sequences", "limited by", title=title, title_justify="left")
+    lengths = [n for n in (1024, 4096, 16384, 65536, 262144) if n < plan.max_model_len] + [plan.max_model_len]
+    for length in lengths:
+        by_pages = plan.n_pages // pages_for(length)
+        by_slots = by_pages >= plan.max_num_seqs
+        table.add_row(f"{length}", f"{min(by_pages, plan.max_num_seqs)}", "slots" if by_slots else "pages")
+    return table
+
+
+def decode_bytes(shape: ModelShape, n_seqs: int, context: int) -> float:
+    """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that uniform
+    routing touches), each state read and written, each context's keys and values read."""
+    weights = shape.weight_bytes
+    if not shape.tie_word_embeddings:
+        weights -= 2 * shape.vocab_size * shape.hidden_size  # the embedding is a lookup
+    if shape.is_moe:
+        idle = (1 - shape.n_experts_per_tok / shape.n_experts) ** n_seqs
+        experts = shape.n_layers * shape.n_experts * 3 * shape.hidden_size * shape.moe_intermediate_size * 2
+        weights -= int(idle * experts)
+    return weights + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
+
+
+def _speed_table(plan: Plan, bandwidth: float, peak: float) -> Table:
+    """Roofs, not forecasts: the larger of bytes over bandwidth and operations over the multiply rate."""
+    shape, context = plan.shape, min(1024, plan.max_model_len)
+    head = 2 * shape.vocab_size * shape.hidden_size
+    body = 2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2)
+    title = f"Roofline at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} GFLOP/s (measured now)"
+    table = Table("step", "tokens/s at most", "bound by", title=title, title_justify="left")
+    for n_seqs in (n for n in (1, 4, 16, 64) if n <= plan.max_num_seqs):
+        memory_s = decode_bytes(shape, n_seqs, context) / bandwidth
+        compute_s = n_seqs * (body + head) / peak
+        bound = "memory" if memory_s >= compute_s else "arithmetic"
+        table.add_row(
+            f"decode, {n_seqs} at {context} tokens", f"{n_seqs / max(memory_s, compute_s):.1f}", bound
+        )
+    table.add_row("prefill", f"{peak / body:.0f}", "arithmetic")
+    return table

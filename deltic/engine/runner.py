@@ -9,20 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import msgspec
 import torch
 
-from deltic.config import BUILT_IN, EngineConfig
+from deltic.config import EngineConfig
 from deltic.engine.plan import Arena, Plan, build_workspace, make_plan
 from deltic.engine.request import PAGE_SIZE, EngineInfo, Step, StepResult
+from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.qwen import Memory, Qwen
-from deltic.models.shapes import CheckpointError, ModelShape, published_shape, resolve_model
 from deltic.models.weights import Weights, dummy_weights, load_weights
 from deltic.ops.table import Program, chosen
-
-DEMO = Path(__file__).parent.parent / "demo"
 
 Progress = Callable[[str, float], None]
 
@@ -43,7 +39,13 @@ class Runner:
             ),
             states=arena.allocate(
                 "states",
-                (plan.max_num_seqs, shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim),
+                (
+                    plan.max_num_seqs,
+                    shape.n_gdn_layers,
+                    shape.gdn_n_v_heads,
+                    shape.gdn_k_dim,
+                    shape.gdn_v_dim,
+                ),
                 torch.float32,
             ),
             columns=arena.allocate(
@@ -87,44 +89,6 @@ class Runner:
     def logits(self, n_rows: int) -> torch.Tensor:
         """float32 [n_rows, V]: the logits of the last step, in the order of its rows. For tests and benches."""
         return self.workspace.activations.logits[:n_rows]
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-
-
-class _Vocabulary(msgspec.Struct):
-    vocab: dict[str, int]
-
-
-class _TokenizerFile(msgspec.Struct):
-    model: _Vocabulary
-    added_tokens: list[_AddedToken] = []
-
-
-def n_real_ids(directory: Path, vocab_size: int) -> int:
-    """Ids that mean something: rows of the embedding past the tokenizer's last id are padding and are never drawn."""
-    try:
-        file = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile)
-    except OSError:
-        return vocab_size
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{directory / 'tokenizer.json'}: not a tokenizer file ({error})") from None
-    highest = max([*file.model.vocab.values(), *(token.id for token in file.added_tokens)], default=vocab_size - 1)
-    return min(vocab_size, highest + 1)
-
-
-def locate(config: EngineConfig) -> tuple[str, Path, ModelShape]:
-    """Name, directory of the text files (tokenizer, template) and shape of the configured model.
-
-    Raises CheckpointError, UnsupportedModelError, or ConfigError for an unknown dummy shape.
-    """
-    if config.dummy is not None:
-        return f"dummy-{config.dummy.lower()}", DEMO, published_shape(config.dummy)
-    if config.model == BUILT_IN:
-        return "deltic-demo", DEMO, ModelShape.from_directory(DEMO)
-    directory = resolve_model(config.model)
-    return Path(config.model).name or config.model, directory, ModelShape.from_directory(directory)
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> Runner:

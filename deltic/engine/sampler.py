@@ -11,7 +11,15 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import torch
 
-from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams, Sequence, Step, StepResult, TokenLogprob
+from deltic.engine.request import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    SamplingParams,
+    Sequence,
+    Step,
+    StepResult,
+    TokenLogprob,
+)
 from deltic.models.qwen import Allocate
 from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
 from deltic.ops.table import Program
@@ -61,7 +69,9 @@ class Sampler:
         self._owner: list[Sequence | None] = [None] * n_slots
         self._n_history = [0] * n_slots
         self._arrays = {name: getattr(self.slots, name).numpy() for name in self.slots.__dataclass_fields__}
-        self._draw_arrays = {name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__}
+        self._draw_arrays = {
+            name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__
+        }
         self._has_lists = False
 
     def record(self, program: Program, logits: torch.Tensor) -> None:

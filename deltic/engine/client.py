@@ -1,0 +1,433 @@
+"""The HTTP side of the queue: starts the engine process, feeds it, hands out what it says, starts it again.
+
+Everything runs in one asyncio loop and one thread. A step arrives as one message; its outputs go to the
+streams of their requests without a task or a queue object in between, so a token costs a few microseconds
+here.
+
+Each engine process gets its own pair of sockets: nothing meant for one that died can reach the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import zmq
+
+from deltic.config import EngineConfig
+from deltic.engine.loop import Launch
+from deltic.engine.request import (
+    Abort,
+    Command,
+    EngineInfo,
+    Event,
+    FinishReason,
+    Loading,
+    Output,
+    Request,
+    Shutdown,
+    StartFailed,
+    Stats,
+    StepOutputs,
+)
+
+log = logging.getLogger("deltic.engine.client")
+
+PROGRAM = (sys.executable, "-m", "deltic.engine.loop")
+
+State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+
+MAX_EARLY_DEATHS = 3
+"""Deaths in a row, before the process was ready, after which the engine is not started again."""
+
+BACK_OFF_S = 0.25
+MAX_BACK_OFF_S = 8.0
+DEATHS_WINDOW_S = 60.0
+"""Restarts wait the longer, the more deaths there were within the window."""
+
+LAST_WORDS_S = 0.05
+"""What a process said just before it died may still be on its way for this long."""
+
+COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions")
+"""The fields of Stats that only grow."""
+
+SHUTDOWN_S = 5.0
+"""How long a process that was told to stop may finish its step before it is killed."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine cannot be started; the message says why."""
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine takes no requests at the moment: it loads, restarts, failed or stops."""
+
+
+class QueueFull(RuntimeError):
+    """As many sequences wait as may. `retry_after_s`: seconds after which a place is likely."""
+
+    def __init__(self, n_waiting: int, retry_after_s: int) -> None:
+        super().__init__(f"the queue is full ({n_waiting} sequences wait); try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class Stream:
+    """The outputs of one request as they come, of all its n sequences; ends when each has had its last.
+
+    For one consumer. Outputs that are not consumed are kept; dropping a stream does not end its request:
+    `abort` does.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request_id = request.id
+        self.n_open = request.params.n
+        self.submitted_s = time.monotonic()
+        self._is_open = [True] * self.n_open
+        self._outputs: deque[Output] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._outputs:
+            if not self.n_open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outputs.popleft()
+
+    def take_ready(self) -> list[Output]:
+        """What has come and was not consumed yet, without waiting; several steps' outputs after a stall."""
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
+
+    def push(self, output: Output) -> bool:
+        """Adds an output; True when it ends its sequence. One for a sequence that has ended is dropped."""
+        if not self._is_open[output.index]:
+            return False
+        self._outputs.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if output.finish_reason is None:
+            return False
+        self._is_open[output.index] = False
+        self.n_open -= 1
+        return True
+
+    def end(self, reason: FinishReason, message: str) -> int:
+        """Ends every sequence that is open; how many those were."""
+        open_indices = [index for index, is_open in enumerate(self._is_open) if is_open]
+        for index in open_indices:
+            self.push(Output(self.request_id, index, finish_reason=reason, error=message))
+        return len(open_indices)
+
+
+class EngineClient:
+    """One engine, whatever processes it takes.
+
+    `max_queue` sequences may be open beyond the engine's `max_num_seqs`. `on_event` is called, in the event
+    loop, with everything the engine process says, after the client has taken note. `program` is the command
+    that runs `deltic.engine.loop.main`; a Launch is added to it as its last argument.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_queue: int,
+        on_event: Callable[[Event], None] | None = None,
+        *,
+        program: tuple[str, ...] = PROGRAM,
+    ) -> None:
+        self.config = config
+        self.max_queue = max_queue
+        self.state: State = "starting"
+        self.info: EngineInfo | None = None
+        self.stats = Stats()
+        """Gauges of the process that runs; counters over all there were."""
+        self.loading: Loading | None = None
+        self.failure: str | None = None
+        """Why the last process died or could not start."""
+        self.n_restarts = 0
+        self.n_open = 0
+        """Sequences whose last output has not come."""
+        self._on_event = on_event
+        self._program = program
+        self._streams: dict[str, Stream] = {}
+        self._mean_request_s = 1.0
+        self._counted = Stats()  # the counters of the processes that died
+        self._state_changed = asyncio.Event()
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._commands: zmq.Socket[bytes] | None = None
+        self._commands_endpoint = ""
+        self._events: zmq.Socket[bytes] | None = None
+        self._events_fd = -1
+        self._directory: Path | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._refusal: str | None = None  # the message, when the process said StartFailed
+        self._n_early_deaths = 0  # in a row, before they were ready
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, if there is one."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        """Starts the engine process and returns; it loads meanwhile. Raises OSError when it cannot be started."""
+        self._context = zmq.Context()
+        self._directory = Path(tempfile.mkdtemp(prefix="deltic-"))  # only its owner can enter
+        await self._spawn()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def ready(self) -> EngineInfo:
+        """Waits until the engine takes requests. Raises EngineFailed when it never will."""
+        while self.state in ("starting", "restarting"):
+            await self._state_changed.wait()
+        if self.state != "ready" or self.info is None:
+            raise EngineFailed(self.failure or "the engine was stopped")
+        return self.info
+
+    def submit(self, request: Request) -> Stream:
+        """Sends a request; its outputs come from the stream.
+
+        Raises QueueFull or EngineUnavailable at once, or ValueError when the id is in use or n is below 1.
+        What else is wrong with a request, the engine says in an Output.
+        """
+        if self.state != "ready" or self.info is None:
+            raise EngineUnavailable(self._why_unavailable())
+        n = request.params.n
+        if n < 1 or request.id in self._streams:
+            raise ValueError(f"request {request.id!r}: n = {n} must be 1 or more, and the id not in use")
+        n_waiting = max(0, self.n_open - self.info.max_num_seqs)
+        # More than max_num_seqs are not waited for: the engine refuses them.
+        if self.n_open + min(n, self.info.max_num_seqs) > self.info.max_num_seqs + self.max_queue:
+            raise QueueFull(n_waiting, self._retry_after_s(n_waiting))
+        self._send(request)
+        stream = self._streams[request.id] = Stream(request)
+        self.n_open += n
+        self._all_ended.clear()
+        return stream
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one of its sequences, within a step; its stream gets the last outputs."""
+        if request_id in self._streams:
+            self._send(Abort(request_id, index))
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Takes no more requests, gives those that run `drain_s` seconds, ends the rest and the process."""
+        if self.state == "stopped":
+            return
+        was_ready = self.state == "ready"
+        self._set_state("stopped")
+        if was_ready:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), drain_s)
+        self._end_all("abort", "the server is shutting down")
+        if was_ready:
+            self._send(Shutdown())
+            await self._exit_within(SHUTDOWN_S)
+        if self._supervisor:
+            self._supervisor.cancel()  # it may wait for the process, or before a restart
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self.pid is not None and self._process:
+            self._process.kill()
+            await self._process.wait()
+        self._hang_up()
+        if self._context:
+            self._context.term()
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # The process.
+
+    async def _spawn(self) -> None:
+        """Starts an engine process with sockets of its own."""
+        assert self._context and self._directory
+        self._refusal = None
+        endpoint = f"ipc://{self._directory}/{self.n_restarts}"
+        self._events = self._context.socket(zmq.PULL)
+        self._commands = self._context.socket(zmq.PUSH)
+        for socket in (self._events, self._commands):
+            socket.set_hwm(0)  # `submit` bounds what is open; a socket must not block the event loop
+            socket.linger = 0
+        self._events.bind(f"{endpoint}-events")
+        self._events_fd = self._events.fileno()
+        asyncio.get_running_loop().add_reader(self._events_fd, self._receive)
+        launch = Launch(
+            config=self.config,
+            commands=f"{endpoint}-commands",
+            events=f"{endpoint}-events",
+            parent_pid=os.getpid(),
+            started_at=time.time(),
+        )
+        self._commands_endpoint = launch.commands
+        self._process = await asyncio.create_subprocess_exec(
+            *self._program,
+            msgspec.json.encode(launch).decode(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,  # stdout is the server's, or holds the answers of a batch run
+            start_new_session=True,  # Ctrl-C is for the server, which drains
+        )
+
+    async def _supervise(self) -> None:
+        """Waits for the process to end and starts the next, until there is no hope or `stop` cancels this."""
+        deaths: list[float] = []
+        while True:
+            assert self._process
+            code = await self._process.wait()
+            if self.state == "stopped":
+                self._end_all("error", "the engine process ended while the server was shutting down")
+                return
+            was_ready = self._is_ready()
+            self._set_state("restarting")
+            await asyncio.sleep(LAST_WORDS_S)
+            self._receive()
+            if self._is_ready():  # it said so just before it died
+                was_ready = True
+                self._set_state("restarting")
+            self._hang_up()
+            self.failure = self._refusal or f"the engine process ended ({_describe(code)})"
+            log.error("%s", self.failure)
+            self._end_all("error", f"{self.failure}; send the request again")
+            self._forget_gauges()
+            deaths = [t for t in deaths if time.monotonic() - t < DEATHS_WINDOW_S] + [time.monotonic()]
+            self._n_early_deaths = 0 if was_ready else self._n_early_deaths + 1
+            refused_at_first = self._refusal is not None and self.info is None
+            if refused_at_first or self._n_early_deaths >= MAX_EARLY_DEATHS:
+                self._set_state("failed")
+                return
+            # The first restart is at once; then ever longer, since whatever kills it may go on doing so.
+            await asyncio.sleep(min(BACK_OFF_S * (2 ** (len(deaths) - 1) - 1), MAX_BACK_OFF_S))
+            self.n_restarts += 1
+            try:
+                await self._spawn()
+            except OSError as error:
+                self.failure = f"the engine process cannot be started again: {error}"
+                self._set_state("failed")
+                return
+
+    def _is_ready(self) -> bool:
+        return self.state == "ready"
+
+    async def _exit_within(self, seconds: float) -> None:
+        if self._process:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), seconds)
+
+    def _hang_up(self) -> None:
+        """Closes the sockets of a process that is gone."""
+        if self._events is None or self._commands is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._events_fd)
+        self._events.close()
+        self._commands.close()
+        self._events = self._commands = None
+
+    # Messages.
+
+    def _send(self, command: Command) -> None:
+        if self._commands is not None:
+            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        """Takes every message that has come. Not one may be left: the socket signals only new ones."""
+        while self._events is not None:
+            try:
+                message = self._events.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = self._decoder.decode(message)
+            try:
+                self._take(event)
+                if self._on_event:
+                    self._on_event(event)
+            except Exception:
+                log.exception("an event of the engine could not be handled")
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, StepOutputs):
+            self._count(event.stats)
+            for output in event.outputs:
+                stream = self._streams.get(output.id)
+                if stream is not None and stream.push(output):
+                    self._note_ended(stream, 1)
+        elif isinstance(event, Loading):
+            self.loading = event
+        elif isinstance(event, StartFailed):
+            self._refusal = event.message
+        elif self.state != "stopped" and self._commands is not None:
+            # Only now: the process has bound its end, and a command sent before could not be answered.
+            self._commands.connect(self._commands_endpoint)
+            self.info, self.loading = event.info, None
+            self._n_early_deaths = 0
+            self._set_state("ready")
+
+    def _note_ended(self, stream: Stream, n: int) -> None:
+        """`n` sequences of `stream` had their last output."""
+        self.n_open -= n
+        if stream.n_open == 0:
+            del self._streams[stream.request_id]
+            self._mean_request_s += 0.1 * (time.monotonic() - stream.submitted_s - self._mean_request_s)
+            if not self._streams:
+                self._all_ended.set()
+
+    def _end_all(self, reason: FinishReason, message: str) -> None:
+        for stream in list(self._streams.values()):
+            self._note_ended(stream, stream.end(reason, message))
+
+    def _count(self, stats: Stats) -> None:
+        """Takes the gauges as they are, and the counters on top of those of the processes that died."""
+        for name in COUNTERS:
+            setattr(stats, name, getattr(stats, name) + getattr(self._counted, name))
+        self.stats = stats
+
+    def _forget_gauges(self) -> None:
+        """Nothing runs any more; the counters keep what they have."""
+        self._counted = Stats(**{name: getattr(self.stats, name) for name in COUNTERS})
+        self.stats = msgspec.structs.replace(self._counted)
+
+    def _set_state(self, state: State) -> None:
+        self.state = state
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
+
+    def _why_unavailable(self) -> str:
+        if self.state == "stopped":
+            return "the server is shutting down"
+        if self.state == "failed":
+            return f"the engine could not be started: {self.failure}"
+        if self.state == "restarting":
+            return "the engine is being restarted; try again in a few seconds"
+        stage = f" ({self.loading.stage}, {self.loading.done:.0%})" if self.loading else ""
+        return f"the engine is loading{stage}; try again in a few seconds"
+
+    def _retry_after_s(self, n_waiting: int) -> int:
+        """When one of those that wait will have got its turn, if requests go on taking as long as the last did."""
+        assert self.info
+        return min(60, max(1, math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)))
+
+
+def _describe(code: int) -> str:
+    """An exit status in words."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit status {code}"

@@ -1,0 +1,337 @@
+"""The engine: scheduler, cache and runner put together, and the process that serves it over two sockets.
+
+`Engine` is synchronous and knows no sockets; the offline API uses it as it is. `main` is the engine process:
+commands in, step, outputs out. It takes everything that waits in its queue before each step, never waits for
+the queue while there is work, and sends the outputs of a step as one message.
+
+The process ends when its parent does, when told to, and when it can no longer be trusted: a scheduler that
+raises, pages that do not add up, steps that fail one after another. The client starts a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from deltic.config import EngineConfig
+from deltic.engine.cache import Cache
+from deltic.engine.request import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    Abort,
+    Command,
+    EngineInfo,
+    Event,
+    Loading,
+    Output,
+    Ready,
+    Request,
+    Shutdown,
+    StartFailed,
+    Stats,
+    Step,
+    StepOutputs,
+    StepResult,
+)
+from deltic.engine.scheduler import RequestError, Scheduler
+
+log = logging.getLogger("deltic.engine")
+
+MAX_FAILURES = 3
+"""Steps that may fail in a row before the process gives up on itself."""
+
+IDLE_POLL_S = 1.0
+"""How long an idle process waits before it looks whether its parent still lives."""
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Progress = Callable[[str, float], None]
+"""Called with the name of a stage of the start and the part of it that is done, 0 to 1."""
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: `deltic.engine.runner.Runner`, or a fake in tests.
+
+    A chunk that starts at 0 starts from the zero state, whatever its slot held before.
+    """
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def max_logit_rows(self) -> int: ...
+
+    def step(self, step: Step) -> StepResult: ...
+
+
+Build = Callable[[EngineConfig, Progress], StepRunner]
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client tells the process it starts, as JSON in its last argument."""
+
+    config: EngineConfig
+    commands: str
+    """Endpoint that the process binds; the client connects to it once the process is ready."""
+    events: str
+    """Endpoint that the client has bound."""
+    parent_pid: int
+    started_at: float
+    """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
+
+
+def check_request(request: Request, info: EngineInfo) -> None:
+    """Refuses what the sampler could not handle; a request that passes can do no harm to those beside it.
+
+    Raises RequestError.
+    """
+    p, vocab_size = request.params, info.vocab_size
+    most_logprobs = min(vocab_size, MAX_LOGPROBS)
+    ranges: list[tuple[str, float, float, float]] = [
+        ("max_tokens", p.max_tokens, 0, math.inf),
+        ("min_tokens", p.min_tokens, 0, math.inf),
+        ("temperature", p.temperature, 0.0, 1e6),
+        ("top_k", p.top_k, 0, 2**31 - 1),
+        ("top_p", p.top_p, 0.0, 1.0),
+        ("min_p", p.min_p, 0.0, 1.0),
+        ("repetition_penalty", p.repetition_penalty, 1e-6, 1e6),
+        ("presence_penalty", p.presence_penalty, -1e6, 1e6),
+        ("frequency_penalty", p.frequency_penalty, -1e6, 1e6),
+        ("seed", p.seed or 0, -(2**63), 2**63 - 1),
+        ("logprobs", p.logprobs or 0, 0, most_logprobs),
+        ("prompt_logprobs", p.prompt_logprobs or 0, 0, most_logprobs),
+        ("the number of stop_token_ids", len(p.stop_token_ids), 0, MAX_BIASES - len(info.eos_token_ids)),
+        ("the number of entries of logit_bias", len(p.logit_bias), 0, MAX_BIASES),
+    ]
+    for name, value, least, most in ranges:
+        if not least <= value <= most:  # false for NaN too
+            raise RequestError(f"{name} = {value}: must be from {least} to {most}")
+    for name, ids in (
+        ("prompt", request.prompt_ids),
+        ("stop_token_ids", p.stop_token_ids),
+        ("logit_bias", p.logit_bias),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise RequestError(f"{name} has a token id outside the vocabulary (0 to {vocab_size - 1})")
+    if not all(math.isfinite(bias) for bias in p.logit_bias.values()):
+        raise RequestError("logit_bias has a value that is not finite")
+
+
+class Engine:
+    """Requests in, outputs out, one step at a time, in the caller's thread."""
+
+    def __init__(self, runner: StepRunner, max_itl_ms: float | None = None) -> None:
+        self.runner = runner
+        self.info = info = runner.info
+        self.scheduler = Scheduler(
+            Cache(info.n_pages, info.n_slots),
+            max_num_seqs=info.max_num_seqs,
+            max_step_tokens=info.max_step_tokens,
+            max_model_len=info.max_model_len,
+            max_logit_rows=runner.max_logit_rows,
+            eos_token_ids=info.eos_token_ids,
+            max_itl_ms=max_itl_ms,
+        )
+        self.n_steps = 0
+        self.n_failures = 0
+        """Steps that failed since the last one that did not."""
+        self.last_step_s = 0.0
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError, a ValueError, when it cannot be run; nothing is queued then."""
+        check_request(request, self.info)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Output]:
+        """Ends a request or one of its sequences at once: their last Outputs. Unknown ids are ignored."""
+        return self.scheduler.abort(request_id, index)
+
+    def has_work(self) -> bool:
+        return self.scheduler.n_open > 0
+
+    def step(self) -> list[Output]:
+        """Runs one step. A step that fails ends its sequences with an error; the others go on."""
+        start = time.perf_counter()
+        step = self.scheduler.plan()
+        if step is None:
+            return []
+        try:
+            result = self.runner.step(step)
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(step.chunks))
+            self.n_failures += 1
+            return self.scheduler.fail(
+                step,
+                f"the engine could not run this step ({type(error).__name__}: {error}); send the request again",
+            )
+        outputs = self.scheduler.commit(step, result)
+        self.n_failures = 0
+        self.n_steps += 1
+        self.last_step_s = time.perf_counter() - start
+        self.scheduler.observe(step, self.last_step_s)
+        return outputs
+
+    def stats(self) -> Stats:
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        return Stats(
+            n_running=scheduler.n_running,
+            n_waiting=scheduler.n_open - scheduler.n_running,
+            n_pages_used=cache.n_pages_used,
+            n_pages=self.info.n_pages,
+            n_slots_used=cache.n_slots_used,
+            n_slots=self.info.n_slots,
+            n_steps=self.n_steps,
+            n_prompt_tokens=scheduler.n_prompt_tokens,
+            n_generated_tokens=scheduler.n_generated_tokens,
+            n_preemptions=scheduler.n_preemptions,
+            last_step_ms=self.last_step_s * 1000,
+        )
+
+    def check(self) -> None:
+        """Raises IntegrityError unless pages and slots add up."""
+        self.scheduler.check()
+
+
+class EngineProcess:
+    """An engine between its two sockets."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PULL)
+        self._events = self._context.socket(zmq.PUSH)
+        for socket in (self._commands, self._events):
+            socket.set_hwm(0)  # the client bounds what is open; a limit here would only block the step
+        self._commands.bind(launch.commands)
+        self._events.connect(launch.events)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+    def send(self, event: Event) -> None:
+        self._events.send(self._encoder.encode(event))
+
+    def close(self) -> None:
+        """Closes the sockets; what was sent gets a second to arrive."""
+        self._commands.close(linger=0)
+        self._events.close(linger=1000)
+        self._context.term()
+
+    def progress(self, stage: str, done: float) -> None:
+        self.send(Loading(stage, done))
+
+    def load(self, build: Build | None) -> Engine | None:
+        """Builds the engine and says so; None when it cannot be built, which is said too."""
+        start_s = {"python": time.time() - self.launch.started_at}
+        try:
+            if build is None:
+                self.progress("import", 0.0)
+                start = time.perf_counter()
+                from deltic.engine.runner import build_runner  # imports torch
+
+                start_s["import"] = time.perf_counter() - start
+                build = build_runner
+            engine = Engine(build(self.launch.config, self.progress), self.launch.config.max_itl_ms)
+        except (ValueError, MemoryError) as error:
+            log.error("the engine cannot start: %s", error)
+            text = str(error) or "out of memory while loading; free some, or lower --memory-gb"
+            self.send(StartFailed(text))
+            return None
+        engine.info.start_s = start_s | engine.info.start_s
+        # What was loaded stays: the collector need not walk it again, nor pause a step for it.
+        gc.collect()
+        gc.freeze()
+        self.send(Ready(engine.info))
+        return engine
+
+    def serve(self, engine: Engine) -> int:
+        """Runs until told to stop; the exit status."""
+        was_idle = True
+        while self._parent_lives():
+            outputs: list[Output] = []
+            if not self._obey(engine, outputs):
+                return 0
+            busy = engine.has_work()
+            if busy:
+                outputs += engine.step()
+            if busy or outputs:
+                self.send(StepOutputs(outputs, engine.stats()))
+                was_idle = False
+            if engine.n_failures >= MAX_FAILURES:
+                log.critical("%d steps failed in a row; the engine process gives up", engine.n_failures)
+                return 1
+            if not engine.has_work():
+                if not was_idle:
+                    engine.check()
+                    was_idle = True
+                self._commands.poll(int(IDLE_POLL_S * 1000))
+        return 0
+
+    def _obey(self, engine: Engine, outputs: list[Output]) -> bool:
+        """Takes every command that waits; False when told to stop."""
+        while int(self._commands.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            message = self._commands.recv()
+            try:
+                command = self._decoder.decode(message)
+            except msgspec.ValidationError as error:
+                outputs += _refusals(message, str(error))
+                continue
+            if isinstance(command, Abort):
+                outputs += engine.abort(command.id, command.index)
+            elif isinstance(command, Shutdown):
+                return False
+            else:
+                try:
+                    engine.add(command)
+                except RequestError as error:
+                    outputs += _refusals(message, str(error))
+        return True
+
+    def _parent_lives(self) -> bool:
+        return os.getppid() == self.launch.parent_pid
+
+
+def _refusals(message: bytes, error: str) -> list[Output]:
+    """An error for each sequence of a request that cannot be run, or whose fields have not even the right types."""
+    command = msgspec.msgpack.decode(message)
+    n = command.get("params", {}).get("n", 1)
+    return [Output(command["id"], index, finish_reason="error", error=error) for index in range(n)]
+
+
+def die_with_parent() -> None:
+    """Asks the kernel, where it can be asked, to kill this process when the one that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(build: Build | None = None, argument: str | None = None) -> int:
+    """The engine process; the exit status. `argument` is a Launch as JSON, by default the last of the command line."""
+    die_with_parent()
+    # The terminal's Ctrl-C and a service manager's SIGTERM go to every process; the server drains, then says
+    # Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    launch = msgspec.json.decode(argument or sys.argv[-1], type=Launch)
+    if os.getppid() != launch.parent_pid:  # it ended before the kernel was asked to tell
+        return 1
+    process = EngineProcess(launch)
+    try:
+        engine = process.load(build)
+        return process.serve(engine) if engine else 1
+    finally:
+        process.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""The client with a real engine process behind it, whose runner is the fake one.
+
+Cost of the queue, for one token: `python tests/null/test_client.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from deltic.config import EngineConfig
+from deltic.engine.client import EngineClient, EngineFailed, EngineUnavailable, QueueFull, Stream
+from deltic.engine.request import Event, Loading, Output, Ready, Request, SamplingParams, StepOutputs
+from tests.fakes import POISON, expected_tokens
+
+FAKES = str(Path(__file__).resolve().parents[1] / "fakes.py")
+
+
+def request(id: str = "a", n_prompt: int = 10, **params: Any) -> Request:
+    return Request(
+        id=id,
+        prompt_ids=[20 + i % 900 for i in range(n_prompt)],
+        params=SamplingParams(**{"seed": 1, "ignore_eos": True} | params),
+    )
+
+
+async def collect(stream: Stream) -> list[Output]:
+    return [output async for output in stream]
+
+
+def tokens(outputs: list[Output], index: int = 0) -> list[int]:
+    return [token for output in outputs if output.index == index for token in output.token_ids]
+
+
+def reasons(outputs: list[Output]) -> list[str | None]:
+    return [output.finish_reason for output in outputs if output.finish_reason]
+
+
+@asynccontextmanager
+async def engine(
+    max_queue: int = 100,
+    step_ms: float = 0.0,
+    on_event: Callable[[Event], None] | None = None,
+    **config: Any,
+) -> AsyncIterator[EngineClient]:
+    """A client whose engine is ready."""
+    program = (sys.executable, FAKES, "--step-ms", str(step_ms))
+    client = EngineClient(EngineConfig(**config), max_queue, on_event, program=program)
+    await client.start()
+    try:
+        await client.ready()
+        yield client
+    finally:
+        await client.stop()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        await asyncio.sleep(0.005)
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
+    """Runs a test in event loops of its own, asyncio's and the one the server has, for at most half a minute."""
+
+    @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+    def run(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(asyncio.wait_for(test(), 30))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@in_loop
+async def test_from_start_to_stop() -> None:
+    events: list[Event] = []
+    program = (sys.executable, FAKES)
+    client = EngineClient(EngineConfig(n_pages=64), 20, events.append, program=program)
+    with pytest.raises(EngineUnavailable, match="loading"):
+        client.submit(request())
+    await client.start()
+    assert client.state == "starting" and client.info is None
+    info = await client.ready()
+    assert client.state == "ready" and client.info is info and info.n_pages == 64
+    assert isinstance(events[0], Loading) and isinstance(events[-1], Ready)
+
+    requests = [request(str(i), 100 + i, max_tokens=10 + i, n=1 + i % 3) for i in range(10)]
+    streams = [client.submit(r) for r in requests]
+    with pytest.raises(ValueError, match="in use"):
+        client.submit(request("3"))
+    for r, outputs in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens(outputs) == expected_tokens(r.prompt_ids, r.params)
+        assert reasons(outputs) == ["length"] * r.params.n
+    assert client.n_open == 0 and client.stats.n_generated_tokens > 0
+    assert any(isinstance(event, StepOutputs) for event in events)
+
+    pid = client.pid
+    assert pid is not None
+    await client.stop()
+    assert client.state == "stopped" and client.pid is None and not Path(f"/proc/{pid}").exists()
+    assert client._directory is not None and not client._directory.exists()
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        client.submit(request())
+    with pytest.raises(EngineFailed, match="stopped"):
+        await client.ready()
+    await client.stop()
+
+
+@in_loop
+async def test_a_bad_request_fails_alone() -> None:
+    async with engine(max_num_seqs=4) as client:
+        good = client.submit(request("good", max_tokens=40))
+        bad = client.submit(request("bad", n=5, max_tokens=4))
+        assert reasons(await collect(bad)) == ["error"] * 5
+        outputs = await collect(good)
+        assert len(tokens(outputs)) == 40 and reasons(outputs) == ["length"]
+        with pytest.raises(ValueError, match="n = 0"):
+            client.submit(request("zero", n=0))
+
+
+@in_loop
+async def test_queue_full_is_refused_at_once_and_opens_again() -> None:
+    async with engine(max_queue=3, max_num_seqs=2, step_ms=2.0) as client:
+        streams = [client.submit(request(str(i), max_tokens=20)) for i in range(5)]
+        with pytest.raises(QueueFull) as refusal:
+            client.submit(request("full"))
+        assert 1 <= refusal.value.retry_after_s <= 60 and "3 sequences wait" in str(refusal.value)
+        await collect(streams[0])
+        await collect(client.submit(request("now", max_tokens=2)))
+        for stream in streams[1:]:
+            await collect(stream)
+        assert client.n_open == 0
+
+
+@in_loop
+async def test_abort_of_a_request_and_of_one_sequence() -> None:
+    async with engine(step_ms=2.0) as client:
+        stream = client.submit(request("one", max_tokens=50, n=3))
+        await anext(stream)
+        client.abort("one", 1)
+        outputs = await collect(stream)
+        assert sorted((o.index, o.finish_reason) for o in outputs if o.finish_reason) == [
+            (0, "length"), (1, "abort"), (2, "length"),
+        ]  # fmt: skip
+        stream = client.submit(request("all", max_tokens=3000, n=2))
+        await anext(stream)
+        start = time.monotonic()
+        client.abort("all")
+        assert reasons(await collect(stream)) == ["abort", "abort"]
+        assert time.monotonic() - start < 0.5
+        await until(lambda: client.stats.n_slots_used == 0 and client.stats.n_pages_used == 0)
+        client.abort("all")
+        client.abort("unknown")
+
+
+@in_loop
+async def test_abort_storm() -> None:
+    """Hundreds of requests, most of them aborted at any moment; each ends once, and nothing stays in use."""
+    rng = random.Random(5)
+    async with engine(max_queue=500, max_num_seqs=8, n_pages=40, max_model_len=2048, max_step_tokens=128) as client:
+
+        async def one(i: int) -> None:
+            await asyncio.sleep(rng.random() * 0.5)
+            n = rng.choice([1, 1, 1, 2, 4])
+            r = request(str(i), rng.randint(1, 300), max_tokens=rng.randint(1, 60), n=n)
+            stream = client.submit(r)
+            kind = rng.random()
+            if kind < 0.3:
+                client.abort(r.id)
+            elif kind < 0.6:
+                asyncio.get_running_loop().call_later(rng.random() * 0.1, client.abort, r.id, rng.randrange(n))
+            outputs = await collect(stream)
+            assert len(reasons(outputs)) == n
+            if "length" in [o.finish_reason for o in outputs if o.index == 0]:
+                assert tokens(outputs) == expected_tokens(r.prompt_ids, r.params)
+
+        await asyncio.gather(*(one(i) for i in range(300)))
+        await until(lambda: client.stats.n_slots_used == client.stats.n_pages_used == 0)
+        assert client.n_open == 0 and client.n_restarts == 0 and client.stats.n_running == 0
+
+
+@in_loop
+async def test_killed_under_load_and_back() -> None:
+    async with engine(step_ms=2.0, max_num_seqs=4) as client:
+        await collect(client.submit(request("before", max_tokens=5)))
+        streams = [client.submit(request(str(i), 100, max_tokens=3000, n=1 + i % 2)) for i in range(8)]
+        await anext(streams[0])
+        assert client.pid is not None
+        pid, n_steps = client.pid, client.stats.n_steps
+        os.kill(pid, signal.SIGKILL)
+        for i, stream in enumerate(streams):
+            outputs = await collect(stream)
+            assert reasons(outputs) == ["error"] * (1 + i % 2)
+            assert "SIGKILL" in (outputs[-1].error or "")
+        assert client.state == "restarting" and client.n_open == 0 and client.stats.n_running == 0
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            client.submit(request())
+        await client.ready()
+        assert client.pid not in (None, pid) and client.n_restarts == 1
+        r = request("0", max_tokens=20)  # an id of the old process's, free again
+        assert tokens(await collect(client.submit(r))) == expected_tokens(r.prompt_ids, r.params)
+        assert client.stats.n_steps >= n_steps + 20  # counters go on
+
+
+@in_loop
+async def test_steps_that_fail_restart_the_process_in_the_end() -> None:
+    async with engine() as client:
+        for i in range(3):
+            bad = Request(id=str(i), prompt_ids=[POISON], params=SamplingParams())
+            (output,) = await collect(client.submit(bad))
+            assert output.finish_reason == "error"
+        await until(lambda: client.state != "ready")
+        await client.ready()
+        assert client.n_restarts == 1
+        assert reasons(await collect(client.submit(request()))) == ["length"]
+
+
+@in_loop
+async def test_a_configuration_that_cannot_work_is_not_tried_again() -> None:
+    client = EngineClient(EngineConfig(model="missing"), 1, program=(sys.executable, FAKES))
+    await client.start()
+    with pytest.raises(EngineFailed, match="no checkpoint at 'missing'"):
+        await client.ready()
+    assert client.state == "failed" and client.n_restarts == 0
+    with pytest.raises(EngineUnavailable, match="no checkpoint"):
+        client.submit(request())
+    await client.stop()
+
+
+@in_loop
+async def test_a_process_that_dies_at_once_is_given_up() -> None:
+    client = EngineClient(EngineConfig(), 1, program=(sys.executable, "-c", "raise SystemExit(7)"))
+    await client.start()
+    with pytest.raises(EngineFailed, match="exit status 7"):
+        await client.ready()
+    assert client.state == "failed" and client.n_restarts == 2
+    await client.stop()
+
+
+@in_loop
+async def test_stop_drains_then_aborts() -> None:
+    async with engine(step_ms=2.0) as client:
+        short = client.submit(request("short", max_tokens=20))
+        long = client.submit(request("long", max_tokens=3000))
+        left = client.submit(request("left", max_tokens=3000))
+        stopping = asyncio.create_task(client.stop(drain_s=0.4))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable):
+            client.submit(request("late"))
+        assert reasons(await collect(short)) == ["length"]
+        client.abort("left")  # while it drains
+        assert reasons(await collect(left)) == ["abort"] and not stopping.done()
+        outputs = await collect(long)
+        assert reasons(outputs) == ["abort"] and len(tokens(outputs)) > 20
+        await stopping
+
+
+@in_loop
+async def test_stop_just_after_the_process_died() -> None:
+    async with engine(step_ms=2.0) as client:
+        stream = client.submit(request(max_tokens=3000))
+        await anext(stream)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.state == "restarting")
+        assert client.n_open == 1
+        await client.stop()
+        assert reasons(await collect(stream)) == ["abort"]
+
+
+@in_loop
+async def test_a_process_that_dies_as_it_gets_ready() -> None:
+    async with engine() as client:
+        assert client._process is not None
+        ready = Ready(client.info or pytest.fail())
+        os.kill(client._process.pid, signal.SIGKILL)
+        await until(lambda: client.state == "restarting")
+        client._take(ready)
+        assert client.state == "ready"  # as it believes, until it hangs up
+        await until(lambda: client.state == "restarting")
+        await client.ready()
+        assert reasons(await collect(client.submit(request()))) == ["length"]
+
+
+@in_loop
+async def test_stop_while_it_loads_or_restarts() -> None:
+    client = EngineClient(EngineConfig(), 1, program=(sys.executable, "-c", "import time; time.sleep(60)"))
+    await client.start()
+    start = time.monotonic()
+    await client.stop(drain_s=10)
+    assert client.pid is None and time.monotonic() - start < 2
+    client = EngineClient(EngineConfig(), 1, program=(sys.executable, "-c", "raise SystemExit(7)"))
+    await client.start()
+    await until(lambda: client.state == "restarting")
+    await client.stop()
+    assert client.pid is None and client.state == "stopped"
+
+
+@in_loop
+async def test_a_slow_consumer_finds_everything() -> None:
+    async with engine() as client:
+        r = request(max_tokens=300)
+        stream = client.submit(r)
+        await until(lambda: stream.n_open == 0)
+        assert tokens([await anext(stream), *stream.take_ready()]) == expected_tokens(r.prompt_ids, r.params)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+@in_loop
+async def test_a_cancelled_consumer_does_not_stop_the_others() -> None:
+    async with engine(step_ms=2.0) as client:
+        gone, stays = client.submit(request("gone", max_tokens=100)), client.submit(request("stays", max_tokens=30))
+        task = asyncio.create_task(collect(gone))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert len(tokens(await collect(stays))) == 30
+        client.abort("gone")
+        await until(lambda: client.n_open == 0)
+
+
+async def time_queue(n: int, n_tokens: int) -> None:
+    """Prints what a token costs in the client's process and altogether, for n streams at once."""
+    async with engine(max_num_seqs=n, n_pages=n * 40) as client:
+        requests = [request(str(i), 4, max_tokens=n_tokens) for i in range(n)]
+        start, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(collect(client.submit(r)) for r in requests))
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        print(f"N = {n:3}: {cpu / n / n_tokens * 1e6:5.1f} us of the client, {wall / n_tokens * 1e6:6.0f} us a step")
+
+
+if __name__ == "__main__":
+    for n in (1, 8, 32, 128):
+        asyncio.run(time_queue(n, 500))

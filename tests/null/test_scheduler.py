@@ -1,0 +1,540 @@
+"""The scheduler and its books, driven by the fake runner, which checks the memory it is given at every draw.
+
+Cost of the host side, for one decode of a step of N: `python tests/null/test_scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from deltic.engine.cache import Cache
+from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams, Step, StepResult
+from deltic.engine.scheduler import RequestError, Scheduler, StepCost
+from tests.fakes import EOS, FakeRunner, expected_tokens
+
+
+class Bench:
+    """A scheduler with its runner; `outputs` by (id, index)."""
+
+    def __init__(self, runner: FakeRunner, max_itl_ms: float | None = None) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(
+            Cache(runner.n_pages, runner.n_slots),
+            max_num_seqs=runner.max_num_seqs,
+            max_step_tokens=runner.max_step_tokens,
+            max_model_len=runner.max_model_len,
+            max_logit_rows=runner.max_logit_rows,
+            eos_token_ids=[EOS],
+            max_itl_ms=max_itl_ms,
+        )
+        self.outputs: dict[tuple[str, int], list[Output]] = {}
+        self.steps: list[list[tuple[str, int, int]]] = []
+        """For each step its chunks: request id, start, length."""
+
+    def add(self, id: str, n_prompt: int, priority: int = 0, **params: object) -> list[int]:
+        """Queues a request with a prompt that no other has; the prompt."""
+        prompt = [20 + (sum(map(ord, id)) * 31 + 7 * i) % 900 for i in range(n_prompt)]
+        params = {"seed": 1, "ignore_eos": True} | params
+        request = Request(id=id, prompt_ids=prompt, params=SamplingParams(**params), priority=priority)
+        self.scheduler.add(request)
+        return prompt
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            history = self.outputs.setdefault((output.id, output.index), [])
+            assert not history or history[-1].finish_reason is None, "an output after the last"
+            history.append(output)
+
+    def step(self) -> Step | None:
+        step = self.scheduler.plan()
+        if step is not None:
+            self.scheduler.check()
+            self.steps.append([(c.sequence.request.id, c.start, c.length) for c in step.chunks])
+            self.take(self.scheduler.commit(step, self.runner.step(step)))
+            self.scheduler.check()
+        return step
+
+    def run(self, n_most: int = 10_000) -> None:
+        for _ in range(n_most):
+            if self.step() is None:
+                break
+        assert self.scheduler.n_open == 0, f"not done after {n_most} steps"
+        assert self.scheduler.cache.n_pages_used == self.scheduler.cache.n_slots_used == 0
+
+    def tokens(self, id: str, index: int = 0) -> list[int]:
+        return [token for output in self.outputs[id, index] for token in output.token_ids]
+
+    def reason(self, id: str, index: int = 0) -> str | None:
+        return self.outputs[id, index][-1].finish_reason
+
+    def seeds(self, id: str) -> dict[int, int]:
+        return {s.index: s.seed for s in self.scheduler.sequences() if s.request.id == id}
+
+
+def test_one_request_from_prompt_to_length() -> None:
+    bench = Bench(FakeRunner())
+    prompt = bench.add("a", 100, max_tokens=70)
+    bench.run()
+    assert bench.tokens("a") == expected_tokens(prompt, SamplingParams(max_tokens=70, seed=1, ignore_eos=True))
+    assert bench.reason("a") == "length"
+    assert len(bench.steps) == 70
+    assert bench.scheduler.n_generated_tokens == 70 and bench.scheduler.n_prompt_tokens == 100
+
+
+def test_stop_ids_eos_and_ignore_eos() -> None:
+    bench = Bench(FakeRunner())
+    prompt = bench.add("free", 5, max_tokens=50)
+    bench.run()
+    third = bench.tokens("free")[2]
+    first = bench.tokens("free").index(third)
+    bench.scheduler.add(
+        Request(
+            id="stop", prompt_ids=prompt, params=SamplingParams(max_tokens=50, seed=1, stop_token_ids=(third,))
+        )
+    )
+    bench.run()
+    assert bench.tokens("stop") == bench.tokens("free")[: first + 1]
+    assert bench.reason("stop") == "stop" and bench.outputs["stop", 0][-1].stop_token_id == third
+    # Find a seed that meets eos early; the same one with ignore_eos runs on.
+    seed = next(s for s in range(1000) if expected_tokens(prompt, SamplingParams(seed=s, max_tokens=20))[-1] == EOS)
+    for id, ignore_eos in (("eos", False), ("on", True)):
+        params = SamplingParams(max_tokens=20, seed=seed, ignore_eos=ignore_eos)
+        bench.scheduler.add(Request(id=id, prompt_ids=prompt, params=params))
+    bench.run()
+    assert bench.reason("eos") == "stop" and bench.outputs["eos", 0][-1].stop_token_id == EOS
+    assert bench.tokens("eos")[-1] == EOS
+    assert bench.reason("on") == "length" and len(bench.tokens("on")) == 20
+
+
+def test_prompt_only() -> None:
+    bench = Bench(FakeRunner())
+    bench.add("a", 130, max_tokens=0, prompt_logprobs=2)
+    bench.run()
+    (output,) = bench.outputs["a", 0]
+    assert output.token_ids == [] and output.finish_reason == "length"
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 130
+
+
+def test_prefill_is_cut_on_the_grid_beside_decodes() -> None:
+    bench = Bench(FakeRunner(max_step_tokens=200))
+    bench.add("d", 10, max_tokens=20)
+    bench.step()
+    bench.add("p", 500, max_tokens=2)
+    bench.run()
+    assert bench.steps[1] == [("d", 10, 1), ("p", 0, 192)]  # 199 are left
+    assert bench.steps[2] == [("d", 11, 1), ("p", 192, 192)]
+    assert bench.steps[3] == [("d", 12, 1), ("p", 384, 116)]
+    assert bench.steps[4] == [("d", 13, 1), ("p", 500, 1)]
+
+
+def test_decodes_cannot_starve_a_prefill() -> None:
+    bench = Bench(FakeRunner(max_step_tokens=4, max_num_seqs=8))
+    for i in range(6):
+        bench.add(f"d{i}", 1, max_tokens=60)
+    for _ in range(7):
+        bench.step()
+    bench.add("p", 150, max_tokens=1)
+    bench.run()
+    chunks = [chunk for step in bench.steps for chunk in step if chunk[0] == "p"]
+    assert chunks == [("p", 0, 64), ("p", 64, 64), ("p", 128, 22)]
+    # Each step since has all the decodes too.
+    assert all(sum(c[0] != "p" for c in s) == 6 for s in bench.steps if any(c[0] == "p" for c in s))
+
+
+def test_first_come_first_served_within_a_priority() -> None:
+    bench = Bench(FakeRunner(max_num_seqs=1))
+    for id, priority in (("first", 0), ("late", 1), ("second", 0), ("urgent", -1)):
+        bench.add(id, 70, priority, max_tokens=2)
+    bench.run()
+    order = list(dict.fromkeys(step[0][0] for step in bench.steps))
+    assert order == ["urgent", "first", "second", "late"]
+
+
+def test_short_prompts_share_a_step_and_do_not_overtake() -> None:
+    bench = Bench(FakeRunner(max_step_tokens=128))
+    bench.add("a", 100, max_tokens=1)
+    bench.add("b", 100, max_tokens=1)  # 28 tokens are left, less than a cut: it waits
+    bench.add("c", 10, max_tokens=1)  # would fit, but b was first
+    bench.run()
+    assert bench.steps == [[("a", 0, 100)], [("b", 0, 100), ("c", 0, 10)]]
+
+
+def test_n_shares_the_prefill() -> None:
+    bench = Bench(FakeRunner())
+    prompt = bench.add("a", 150, n=3, max_tokens=5)
+    seeds = bench.seeds("a")
+    step = bench.step()
+    assert step is not None
+    assert bench.steps == [[("a", 0, 150)]] and len(step.draws) == 3
+    assert len(step.slot_copies) == 2 and len(step.page_copies) == 2
+    assert bench.scheduler.cache.n_pages_used == 2 + 3  # two full ones shared, a partial one each
+    bench.run()
+    for index in range(3):
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        assert bench.tokens("a", index) == expected_tokens(prompt, params, seeds[index])
+    assert len(set(seeds.values())) == 3 and seeds[0] == 1
+    assert len({tuple(bench.tokens("a", i)) for i in range(3)}) == 3
+
+
+def test_n_with_a_prompt_of_whole_pages_copies_none() -> None:
+    bench = Bench(FakeRunner())
+    bench.add("a", 128, n=2, max_tokens=3)
+    step = bench.step()
+    assert step is not None and step.page_copies == [] and bench.scheduler.cache.n_pages_used == 2
+    bench.run()
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("n_steps", [0, 1, 3, 5])
+def test_abort_of_one_of_n_at_any_time(index: int, n_steps: int) -> None:
+    bench = Bench(FakeRunner(max_step_tokens=64))
+    prompt = bench.add("a", 200, n=3, max_tokens=5)  # four chunks
+    seeds = bench.seeds("a")
+    for _ in range(n_steps):
+        bench.step()
+    bench.take(bench.scheduler.abort("a", index))
+    assert bench.reason("a", index) == "abort"
+    bench.scheduler.check()
+    bench.run()
+    # What was computed before is not computed again.
+    n_prefill = sum(length for step in bench.steps for _, start, length in step if start < 200)
+    assert n_prefill == 200
+    for other in {0, 1, 2} - {index}:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        assert bench.tokens("a", other) == expected_tokens(prompt, params, seeds[other])
+
+
+def test_abort_frees_at_once() -> None:
+    bench = Bench(FakeRunner(max_num_seqs=2))
+    bench.add("a", 200, max_tokens=50, n=2)
+    bench.add("b", 10, max_tokens=2)
+    for _ in range(3):
+        bench.step()
+    assert ("b", 0) not in bench.outputs
+    bench.take(bench.scheduler.abort("a"))
+    assert bench.scheduler.cache.n_pages_used == bench.scheduler.cache.n_slots_used == 0
+    bench.step()
+    assert len(bench.tokens("b")) == 1
+    bench.take(bench.scheduler.abort("never heard of"))
+    bench.take(bench.scheduler.abort("b", 7))
+    bench.run()
+    assert bench.reason("b") == "length"
+
+
+def test_preempted_sequences_do_not_change() -> None:
+    bench = Bench(FakeRunner(n_pages=7, max_num_seqs=4, max_model_len=448))
+    prompts = {id: bench.add(id, 60, max_tokens=130) for id in "abcd"}
+    bench.run()
+    assert bench.scheduler.n_preemptions > 0
+    for id, prompt in prompts.items():
+        params = SamplingParams(max_tokens=130, seed=1, ignore_eos=True)
+        assert bench.tokens(id) == expected_tokens(prompt, params)
+    # The first was never the one to make way: one chunk for the prompt, one for each further token.
+    assert sum(chunk[0] == "a" for step in bench.steps for chunk in step) == 130
+
+
+def test_preemption_takes_the_lowest_priority_then_the_youngest() -> None:
+    bench = Bench(FakeRunner(n_pages=3, max_num_seqs=3, max_model_len=192))
+    bench.add("low", 60, priority=5, max_tokens=10)
+    bench.add("old", 60, max_tokens=10)
+    bench.add("young", 60, max_tokens=10)
+    for _ in range(6):
+        bench.step()
+    assert [chunk[0] for chunk in bench.steps[-1]] == ["old"]
+    bench.run()
+    ended = [id for id, _ in sorted(bench.outputs, key=lambda k: list(bench.outputs).index(k))]
+    assert set(ended) == {"low", "old", "young"}
+
+
+def test_preempted_prefill_gives_back_its_siblings_slots() -> None:
+    bench = Bench(FakeRunner(n_pages=6, max_num_seqs=4, max_model_len=384, max_step_tokens=64))
+    bench.add("old", 60, max_tokens=200)
+    for _ in range(3):
+        bench.step()
+    prompt = bench.add("young", 300, n=3, max_tokens=2)
+    seeds = bench.seeds("young")
+    while not bench.scheduler.n_preemptions:
+        bench.step()
+    assert bench.scheduler.cache.n_slots_used == 1
+    bench.run()
+    for index in range(3):
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        assert bench.tokens("young", index) == expected_tokens(prompt, params, seeds[index])
+
+
+def test_prefill_starts_only_when_its_whole_prompt_fits() -> None:
+    bench = Bench(FakeRunner(n_pages=10, max_model_len=640, max_step_tokens=128))
+    bench.add("a", 250, max_tokens=6)  # 4 pages, and none more
+    bench.add("b", 250, max_tokens=6)
+    bench.add("c", 250, max_tokens=6)  # of its 4 pages only 2 are free until a ends
+    bench.run()
+    first = next(i for i, step in enumerate(bench.steps) if any(id == "c" for id, _, _ in step))
+    assert all(id != "a" for step in bench.steps[first:] for id, _, _ in step)
+    assert bench.scheduler.n_preemptions == 0
+
+
+def test_siblings_without_a_page_start_over() -> None:
+    bench = Bench(FakeRunner(n_pages=4, max_num_seqs=4, max_model_len=256))
+    prompt = bench.add("a", 140, n=4, max_tokens=20)
+    seeds = bench.seeds("a")
+    bench.run()
+    for index in range(4):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        assert bench.tokens("a", index) == expected_tokens(prompt, params, seeds[index])
+
+
+def test_prompt_logprobs_respect_the_rows_and_come_once() -> None:
+    runner = FakeRunner(max_num_seqs=4, max_logit_rows=80, n_pages=12)
+    bench = Bench(runner)
+    bench.add("d", 4, max_tokens=30)
+    bench.add("a", 300, max_tokens=3, prompt_logprobs=1, n=2)
+    prompt = bench.add("b", 90, max_tokens=3, prompt_logprobs=0)
+    bench.run()
+    for id, index in (("a", 0), ("b", 0)):
+        first, *rest = bench.outputs[id, index]
+        assert first.prompt_logprobs is not None and all(o.prompt_logprobs is None for o in rest)
+    entries = bench.outputs["b", 0][0].prompt_logprobs
+    assert entries is not None and entries[0] is None
+    assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
+    assert len(bench.outputs["a", 0][0].prompt_logprobs or []) == 300
+    assert all(output.prompt_logprobs is None for output in bench.outputs["a", 1])
+
+
+def test_preempted_prefill_collects_its_prompt_logprobs_anew() -> None:
+    bench = Bench(FakeRunner(n_pages=6, max_num_seqs=2, max_model_len=384, max_step_tokens=64))
+    bench.add("old", 60, max_tokens=200)
+    bench.step()
+    prompt = bench.add("young", 300, max_tokens=2, prompt_logprobs=0)
+    bench.run()
+    assert bench.scheduler.n_preemptions > 0
+    entries = bench.outputs["young", 0][0].prompt_logprobs
+    assert entries is not None and [e and e.token_id for e in entries] == [None, *prompt[1:]]
+
+
+def test_logprobs_of_drawn_tokens() -> None:
+    bench = Bench(FakeRunner())
+    bench.add("a", 4, max_tokens=3, logprobs=2)
+    bench.run()
+    for output in bench.outputs["a", 0]:
+        assert output.logprobs is not None
+        assert [entry.token_id for entry in output.logprobs] == output.token_ids
+        assert len(output.logprobs[0].top) == 2
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "params", "words"),
+    [
+        (0, {}, "empty"),
+        (3, {"n": 9}, "n = 9"),
+        (512, {"max_tokens": 1}, "max_model_len is 512"),
+        (513, {"max_tokens": 0}, "max_model_len is 512"),
+        (300, {"max_tokens": 200}, "8 pages"),
+    ],
+)
+def test_what_cannot_run_alone_is_refused(n_prompt: int, params: dict[str, int], words: str) -> None:
+    bench = Bench(FakeRunner(n_pages=7, max_model_len=512))
+    with pytest.raises(RequestError, match=words):
+        bench.add("a", n_prompt, **params)
+    assert bench.scheduler.n_open == 0 and bench.scheduler.plan() is None
+
+
+def test_max_tokens_is_clipped_to_the_context() -> None:
+    bench = Bench(FakeRunner(max_model_len=100))
+    bench.add("a", 90, max_tokens=1000)
+    bench.run()
+    assert len(bench.tokens("a")) == 10 and bench.reason("a") == "length"
+
+
+def test_an_id_in_use_is_refused() -> None:
+    bench = Bench(FakeRunner())
+    bench.add("a", 5)
+    with pytest.raises(RequestError, match="in use"):
+        bench.add("a", 5)
+    bench.run()
+    bench.add("a", 5)
+    bench.scheduler.abort("a")
+
+
+def test_limits_without_progress_are_refused() -> None:
+    limits = {"max_num_seqs": 8, "max_step_tokens": 64, "max_model_len": 64}
+    with pytest.raises(ValueError, match="slots"):
+        Scheduler(Cache(4, 7), max_logit_rows=100, **limits)
+    with pytest.raises(ValueError, match="max_logit_rows"):
+        Scheduler(Cache(4, 8), max_logit_rows=71, **limits)
+
+
+def test_a_failed_step_frees_its_sequences_and_leaves_the_others() -> None:
+    bench = Bench(FakeRunner(max_num_seqs=3))
+    bench.add("a", 100, n=3, max_tokens=5)
+    prompt = bench.add("b", 10, max_tokens=5)
+    step = bench.scheduler.plan()
+    assert step is not None
+    outputs = bench.scheduler.fail(step, "broken")
+    assert {(o.id, o.index, o.finish_reason, o.error) for o in outputs} == {
+        ("a", i, "error", "broken") for i in range(3)
+    }
+    bench.scheduler.check()
+    bench.run()
+    assert bench.tokens("b") == expected_tokens(prompt, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
+
+
+REQUESTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "at": st.integers(0, 30),
+            "n_prompt": st.sampled_from([1, 5, 63, 64, 65, 128, 140, 200]),
+            "max_tokens": st.integers(0, 130),
+            "n": st.integers(1, 4),
+            "priority": st.integers(0, 1),
+            "prompt_logprobs": st.sampled_from([None, None, 0]),
+            "ignore_eos": st.booleans(),
+        }
+    ),
+    min_size=1,
+    max_size=8,
+)
+ABORTS = st.dictionaries(
+    st.integers(0, 60), st.tuples(st.integers(0, 7), st.sampled_from([None, 0, 1, 2, 3])), max_size=6
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=REQUESTS,
+    aborts=ABORTS,
+    n_pages=st.integers(6, 14),
+    max_num_seqs=st.integers(4, 6),
+    max_step_tokens=st.sampled_from([1, 64, 100, 256]),
+    max_itl_ms=st.sampled_from([None, 1.0]),
+)
+def test_everything_ends_and_the_books_balance(
+    requests: list[dict[str, int]],
+    aborts: dict[int, tuple[int, int | None]],
+    n_pages: int,
+    max_num_seqs: int,
+    max_step_tokens: int,
+    max_itl_ms: float | None,
+) -> None:
+    """Whatever comes, in pools that are far too small: one last output each, the tokens of a run alone."""
+    runner = FakeRunner(
+        n_pages=n_pages, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, max_model_len=384
+    )
+    bench = Bench(runner, max_itl_ms)
+    prompts: dict[str, list[int]] = {}
+    seeds: dict[tuple[str, int], int] = {}
+    params: dict[str, SamplingParams] = {}
+    pending = sorted(enumerate(requests), key=lambda item: item[1]["at"])
+    for t in range(5000):
+        while pending and pending[0][1]["at"] <= t:
+            i, spec = pending.pop(0)
+            given_params = {k: spec[k] for k in ("max_tokens", "n", "prompt_logprobs", "ignore_eos")}
+            id = f"r{i}"
+            prompts[id] = bench.add(id, spec["n_prompt"], spec["priority"], **given_params)
+            params[id] = SamplingParams(**given_params)
+            seeds |= {(id, index): seed for index, seed in bench.seeds(id).items()}
+        if t in aborts:
+            i, index = aborts[t]
+            bench.take(bench.scheduler.abort(f"r{i}", index))
+            bench.scheduler.check()
+        step = bench.step()
+        if step is not None:
+            bench.scheduler.observe(step, 1e-4 * step.n_tokens)
+        elif not pending:
+            break
+    bench.run(n_most=1)
+    assert set(bench.outputs) == set(seeds)
+    for (id, index), seed in seeds.items():
+        expected = expected_tokens(prompts[id], params[id], seed)
+        got = bench.tokens(id, index)
+        if bench.reason(id, index) == "abort":
+            assert got == expected[: len(got)]
+        else:
+            assert got == expected
+            logprobs = [o.prompt_logprobs for o in bench.outputs[id, index] if o.prompt_logprobs is not None]
+            if params[id].prompt_logprobs is not None and index == 0:
+                assert [e and e.token_id for e in logprobs[0]] == [None, *prompts[id][1:]]
+            else:
+                assert not logprobs
+
+
+def test_step_cost_learns_the_line() -> None:
+    cost = StepCost(target_s=0.052)
+    assert cost.prefill_budget(4) == PAGE_SIZE  # nothing is known
+    for i in range(100):
+        n, p = 1 + i % 8, 64 * (i % 5)
+        cost.observe(p, n, 0.010 + 0.001 * n + 0.0001 * p)
+    assert cost.base_s(4) == pytest.approx(0.014, rel=0.02)
+    assert cost.prefill_budget(4) == 320  # 38 ms at 0.1 ms
+    assert cost.prefill_budget(8) == 320
+    assert cost.prefill_budget(100) == PAGE_SIZE  # over the target by itself: never less
+
+
+def test_step_cost_follows_a_machine_that_slows_down() -> None:
+    cost = StepCost(target_s=0.050)
+    for factor in (1.0, 3.0):
+        for i in range(200):
+            cost.observe(0 if i % 2 else 128, 4, factor * (0.010 + (0.0 if i % 2 else 0.0128)))
+    assert cost.base_s(4) == pytest.approx(0.030, rel=0.02)
+    assert cost.prefill_budget(4) == PAGE_SIZE
+
+
+def test_step_cost_without_a_pure_decode_step_stays_below_the_target() -> None:
+    cost = StepCost(target_s=0.050)
+    budget = cost.prefill_budget(4)
+    for _ in range(50):
+        seconds = 0.010 + 0.0001 * budget
+        assert seconds <= 0.050
+        cost.observe(budget, 4, seconds)
+        budget = cost.prefill_budget(4)
+    assert budget >= 256
+
+
+def test_step_cost_of_prefill_that_costs_nothing() -> None:
+    cost = StepCost(target_s=0.050)
+    cost.observe(0, 4, 0.010)
+    cost.observe(64, 4, 0.009)
+    assert cost.prefill_budget(4) > 10_000
+
+
+def test_step_target_bounds_prefill_beside_decodes_only() -> None:
+    bench = Bench(FakeRunner(max_step_tokens=512), max_itl_ms=20.0)
+    bench.add("a", 300, max_tokens=60)
+    for _ in range(20):
+        step = bench.step()
+        assert step is not None
+        bench.scheduler.observe(step, 0.010 + 0.00005 * step.n_tokens)
+    bench.add("b", 1000, max_tokens=1)
+    bench.run()
+    assert bench.steps[0] == [("a", 0, 300)]
+    chunks = [length for step in bench.steps for id, _, length in step if id == "b" and len(step) > 1]
+    assert chunks and max(chunks) <= 192  # 10 ms at 0.05 ms
+
+
+def time_host_side(n: int, n_steps: int = 500) -> float:
+    """Seconds of plan and commit for one decode in a step of `n`."""
+    runner = FakeRunner(n_pages=32 * n, max_num_seqs=n, max_model_len=2048)
+    bench = Bench(runner)
+    for i in range(n):
+        bench.add(str(i), 64, max_tokens=1900)
+    while len(bench.scheduler._decodes) < n:
+        bench.step()
+    spent = 0.0
+    for _ in range(n_steps):
+        start = time.perf_counter()
+        step = bench.scheduler.plan()
+        spent += time.perf_counter() - start
+        assert step is not None and len(step.draws) == n
+        result = StepResult([7] * n, [None] * n, {})
+        start = time.perf_counter()
+        bench.scheduler.commit(step, result)
+        spent += time.perf_counter() - start
+    return spent / n_steps / n
+
+
+if __name__ == "__main__":
+    for n in (1, 8, 32, 128):
+        print(f"N = {n:3}: {time_host_side(n) * 1e6:5.2f} us")
