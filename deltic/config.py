@@ -25,7 +25,9 @@ class ConfigError(ValueError):
     """A setting that cannot be honoured; the message says which, why, and what would work."""
 
 
-def knob(default: Any, text: str, *, choices: tuple[str, ...] | None = None, metavar: str | None = None) -> Any:
+def knob(
+    default: Any, text: str, *, choices: tuple[str, ...] | None = None, metavar: str | None = None
+) -> Any:
     """A dataclass field that is a command-line flag: its default and its help text."""
     metadata = {"help": text, "choices": choices, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata)
@@ -42,12 +44,18 @@ class EngineConfig:
         None, "memory for weights, pages, slots and workspace (default: 80 %% of what is free)", metavar="GB"
     )
     max_model_len: int | None = knob(
-        None, "longest sequence, prompt and answer together (default: the model's, at most 32768)", metavar="TOKENS"
+        None,
+        "longest sequence, prompt and answer together (default: the model's, at most 32768)",
+        metavar="TOKENS",
     )
-    max_num_seqs: int | None = knob(None, "sequences that run at once (default: 32, fewer if they do not fit)")
+    max_num_seqs: int | None = knob(
+        None, "sequences that run at once (default: 32, fewer if they do not fit)"
+    )
     max_step_tokens: int = knob(512, "most tokens of one step: decodes first, then prefill", metavar="TOKENS")
     max_itl_ms: float | None = knob(
-        None, "target for the time between a running sequence's tokens; prefill shrinks to meet it", metavar="MS"
+        None,
+        "target for the time between a running sequence's tokens; prefill shrinks to meet it",
+        metavar="MS",
     )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     seed: int = knob(0, "seed of dummy weights")
@@ -94,7 +102,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[T], skip: tuple[str, ..
             action="append" if many else "store",
             default=argparse.SUPPRESS,
             choices=field.metadata["choices"],
-            metavar=field.metadata["metavar"] or (None if field.metadata["choices"] else kind.__name__.upper()),
+            metavar=field.metadata["metavar"]
+            or (None if field.metadata["choices"] else kind.__name__.upper()),
             help=text,
         )
 

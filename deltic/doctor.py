@@ -18,7 +18,11 @@ PROMISES = (
     ("P1 batch", "holds", "a sequence's logits have the same bits alone and in any batch"),
     ("P2 chunking", "holds", "any cut of the prompt gives the same bits, not only cuts at multiples of 64"),
     ("P3 cache", "not yet", "there is no prefix cache: every prompt is computed"),
-    ("P4 life", "holds", "a preempted sequence is computed again with the same bits; there is no disk tier yet"),
+    (
+        "P4 life",
+        "holds",
+        "a preempted sequence is computed again with the same bits; there is no disk tier yet",
+    ),
     ("P5 speculation", "not yet", "there is no speculative decoding"),
     ("P6 sampling", "holds", "a token depends on its logits, the seed and the position only"),
 )
@@ -41,7 +45,10 @@ def report() -> str:
     console.print(
         f"read bandwidth {read_bandwidth(n_cpus) / 1e9:.1f} GB/s · bfloat16 multiply {multiply_peak(n_cpus) / 1e9:.0f} GFLOP/s"
     )
-    console.print(f"instruction set: {name}" + ("" if better[0] == name else f" (the CPU could run {better[0]}: install again)"))
+    console.print(
+        f"instruction set: {name}"
+        + ("" if better[0] == name else f" (the CPU could run {better[0]}: install again)")
+    )
     table = Table("operator", "implementation", title="Operators", title_justify="left")
     for operator, implementation in chosen().items():
         table.add_row(operator, implementation)

@@ -75,7 +75,9 @@ class Activations:
     logits: Tensor  # float32 [R, V]
 
 
-def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, allocate: Allocate) -> Activations:
+def allocate_activations(
+    shape: ModelShape, n_tokens: int, n_logit_rows: int, allocate: Allocate
+) -> Activations:
     """Every buffer of a forward of up to n_tokens tokens and n_logit_rows rows of logits."""
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
     t, h = n_tokens, shape.hidden_size
@@ -129,9 +131,12 @@ class Qwen:
             if isinstance(layer, GdnLayer)
         }
         # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation (spec 2.5).
-        angles = torch.arange(max_len, dtype=torch.float64)[:, None] * torch.tensor(shape.inv_freq(), dtype=torch.float64)
-        self.cos = (angles.cos() * shape.rope_attention_factor).float()
-        self.sin = (angles.sin() * shape.rope_attention_factor).float()
+        # The angles are float32 products, as in training: at far positions a more exact angle is a different one.
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
+            shape.inv_freq(), dtype=torch.float32
+        )
+        self.cos = angles.cos() * shape.rope_attention_factor
+        self.sin = angles.sin() * shape.rope_attention_factor
 
     def record(self, program: Program, inputs: ForwardInputs, memory: Memory, act: Activations) -> None:
         """Appends the whole forward: token ids to act.logits[:n_logit_rows]."""
@@ -152,7 +157,14 @@ class Qwen:
         linear(program, act.final, w.lm_head, act.logits, inputs.n_logit_rows)
 
     def _gdn(
-        self, program: Program, i: int, layer: GdnLayer, inputs: ForwardInputs, state: Tensor, columns: Tensor, act: Activations
+        self,
+        program: Program,
+        i: int,
+        layer: GdnLayer,
+        inputs: ForwardInputs,
+        state: Tensor,
+        columns: Tensor,
+        act: Activations,
     ) -> None:
         proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
         mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
@@ -182,7 +194,9 @@ class Qwen:
         )  # fmt: skip
         linear(program, mixed, layer.o_proj, act.residual, inputs.n_tokens, add=True)
 
-    def _feed_forward(self, program: Program, layer: GdnLayer | AttnLayer, n_tokens: Tensor, act: Activations) -> None:
+    def _feed_forward(
+        self, program: Program, layer: GdnLayer | AttnLayer, n_tokens: Tensor, act: Activations
+    ) -> None:
         mlp = layer.mlp
         if isinstance(mlp, Moe):
             assert act.router is not None and act.shared is not None and act.moe is not None
@@ -197,7 +211,15 @@ class Qwen:
             self._swiglu(program, mlp.gate_up, mlp.down, act.residual, n_tokens, act, add=True)
 
     def _swiglu(
-        self, program: Program, gate_up: Tensor, down: Tensor, out: Tensor, n_tokens: Tensor, act: Activations, *, add: bool
+        self,
+        program: Program,
+        gate_up: Tensor,
+        down: Tensor,
+        out: Tensor,
+        n_tokens: Tensor,
+        act: Activations,
+        *,
+        add: bool,
     ) -> None:
         width = down.shape[1]
         up = _rows(act.proj, act.residual, 2 * width)

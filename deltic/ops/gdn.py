@@ -73,13 +73,25 @@ def gdn(
     """
     n_channels = heads.channels
     check("gdn", proj.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 proj, bfloat16 out")
-    check("gdn", state.dtype == torch.float32 and conv_state.dtype == torch.bfloat16, "float32 state, bfloat16 columns")
+    check(
+        "gdn",
+        state.dtype == torch.float32 and conv_state.dtype == torch.bfloat16,
+        "float32 state, bfloat16 columns",
+    )
     check("gdn", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
     check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [slots, Hv, dk, dv]")
     check("gdn", conv_state.shape[1:] == (3, n_channels), f"conv_state [slots, 3, {n_channels}]")
     check("gdn", state[0].is_contiguous() and conv_state[0].is_contiguous(), "contiguous slots")
-    check("gdn", heads.k_dim % 16 == 0 and heads.v_dim % 16 == 0 and heads.k_dim <= 256, "dk, dv % 16 == 0, dk <= 256")
-    check("gdn", proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
+    check(
+        "gdn",
+        heads.k_dim % 16 == 0 and heads.v_dim % 16 == 0 and heads.k_dim <= 256,
+        "dk, dv % 16 == 0, dk <= 256",
+    )
+    check(
+        "gdn",
+        proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v,
+        "six projections in a row",
+    )
     program.call(
         "deltic_gdn", proj, proj.shape[1], n_tokens, n_seqs, seq_start, seq_context, slot, token_seq,
         weights.conv, conv_state, conv_state.stride(0), state, state.stride(0),

@@ -19,7 +19,11 @@ def linear(program: Program, x: Tensor, w: Tensor, out: Tensor, n_rows: Tensor, 
     x: bfloat16 [T, K]; w: bfloat16 [N, K]; out: float32 [T, N]; n_rows: int32 scalar, rows in use. K % 32 == 0.
     """
     n, k = w.shape
-    check("linear", x.dtype == w.dtype == torch.bfloat16 and out.dtype == torch.float32, "bfloat16 x, w; float32 out")
+    check(
+        "linear",
+        x.dtype == w.dtype == torch.bfloat16 and out.dtype == torch.float32,
+        "bfloat16 x, w; float32 out",
+    )
     check("linear", x.shape[1] == k and out.shape[1] == n, f"x [T, {k}] and out [T, {n}]")
     check("linear", k % 32 == 0, f"K a multiple of 32, found {k}")
     check("linear", x.is_contiguous() and w.is_contiguous() and out.is_contiguous(), "contiguous tensors")

@@ -50,7 +50,9 @@ def moe(
     largest (ties: lower expert), renormalised when `normalise`; n_tokens: int32 scalar.
     """
     n_experts, width, inner = down.shape
-    check("moe", gate_up.shape == (n_experts, 2 * inner, width), f"gate_up [{n_experts}, {2 * inner}, {width}]")
+    check(
+        "moe", gate_up.shape == (n_experts, 2 * inner, width), f"gate_up [{n_experts}, {2 * inner}, {width}]"
+    )
     check("moe", h.dtype == gate_up.dtype == down.dtype == torch.bfloat16, "bfloat16 h, gate_up, down")
     check("moe", logits.shape[1] == n_experts and n_per_token <= n_experts, "logits [T, E], k <= E")
     check("moe", width % 32 == 0 and inner % 32 == 0, "widths that are multiples of 32")

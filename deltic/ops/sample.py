@@ -56,7 +56,13 @@ class DrawScratch:
 
 
 def sample(
-    program: Program, logits: Tensor, n_real: int, slots: SlotParameters, draws: DrawInputs, scratch: DrawScratch, out: Tensor
+    program: Program,
+    logits: Tensor,
+    n_real: int,
+    slots: SlotParameters,
+    draws: DrawInputs,
+    scratch: DrawScratch,
+    out: Tensor,
 ) -> None:
     """Draws one token for each of the n_draws first entries; out: int32 [D].
 

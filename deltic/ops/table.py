@@ -96,7 +96,9 @@ class Program:
         for argument in arguments:
             if isinstance(argument, Tensor):
                 if argument.device.type != "cpu":
-                    raise KernelError(f"{kernel}: tensor on {argument.device}; the CPU kernels take CPU tensors")
+                    raise KernelError(
+                        f"{kernel}: tensor on {argument.device}; the CPU kernels take CPU tensors"
+                    )
                 self._alive.append(argument)
                 words.append(argument.data_ptr())
             elif isinstance(argument, float):

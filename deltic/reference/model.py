@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layers import (
+from deltic.reference.layers import (
     Precision,
     attention,
     causal_conv,

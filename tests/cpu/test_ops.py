@@ -1,0 +1,392 @@
+"""Every CPU operator, at every compiled instruction set this machine runs, against the oracle in deltic/reference.
+
+Shapes are ugly, outputs and scratch are poisoned with NaN, and rows beyond the count must stay untouched.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.engine.request import SamplingParams
+from deltic.ops.attention import AttentionHeads, attention, attn_prepare
+from deltic.ops.embed import embed
+from deltic.ops.gdn import GdnHeads, GdnScratch, GdnWeights, gdn
+from deltic.ops.linear import linear
+from deltic.ops.moe import MoeScratch, moe
+from deltic.ops.rms_norm import rms_norm
+from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
+from deltic.ops.silu_mul import silu_mul
+from deltic.ops.table import _LIBRARIES, INSTRUCTION_SETS, KernelError, Program, cpu_flags
+from deltic.reference import layers as oracle
+from deltic.reference import sample as sample_oracle
+
+BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+SETS = [
+    name
+    for name, needed in INSTRUCTION_SETS
+    if needed <= cpu_flags() and (_LIBRARIES / f"cpu_{name}.so").exists()
+]
+ONE_BF16_ULP = 2**-7  # relative
+
+
+@pytest.fixture(params=SETS)
+def program(request: pytest.FixtureRequest) -> Program:
+    torch.manual_seed(0)
+    return Program(2, library=request.param)
+
+
+def i32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=I32)
+
+
+def count(n: int) -> Tensor:
+    return torch.tensor(n, dtype=I32)
+
+
+def poison(*size: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.full(size, float("nan"), dtype=dtype)
+
+
+def close(actual: Tensor, expected: Tensor, relative: float, absolute: float = 1e-5) -> None:
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=relative, atol=absolute)
+
+
+def test_embed(program: Program) -> None:
+    table, out = torch.randn(50, 48).to(BF16), poison(9, 48)
+    embed(program, table, i32(3, 49, 0, 7, 7, 1, 1, 1, 1), out, count(5))
+    program.run()
+    assert torch.equal(out[:5], table[[3, 49, 0, 7, 7]].float())
+    assert out[5:].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 63, 130])
+@pytest.mark.parametrize(("n", "k"), [(1, 32), (35, 96), (70, 2048), (33, 4128)])
+def test_linear(program: Program, rows: int, n: int, k: int) -> None:
+    x, w = torch.randn(rows + 2, k).to(BF16), (torch.randn(n, k) / k**0.5).to(BF16)
+    out, residual = poison(rows + 2, n), torch.randn(rows + 2, n)
+    added = residual.clone()
+    linear(program, x, w, out, count(rows))
+    linear(program, x, w, added, count(rows), add=True)
+    program.run()
+    expected = x.double() @ w.double().T
+    close(out[:rows], expected[:rows], 1e-5, 3e-6)
+    close(added[:rows], (residual + expected)[:rows], 1e-5, 3e-6)
+    assert out[rows:].isnan().all() and torch.equal(added[rows:], residual[rows:])
+
+
+def test_linear_row_count_keeps_bits(program: Program) -> None:
+    x, w = torch.randn(101, 4128).to(BF16), torch.randn(67, 4128).to(BF16)
+    many, one = poison(101, 67), poison(1, 67)
+    linear(program, x, w, many, count(101))
+    program.run()
+    for row in (0, 5, 96, 100):
+        single = Program(1, library=next(s for s in SETS if program.library._name.endswith(f"cpu_{s}.so")))
+        linear(single, x[row : row + 1].contiguous(), w, one, count(1))
+        single.run()
+        assert torch.equal(one[0].view(I32), many[row].view(I32))
+
+
+def test_linear_refuses_what_it_cannot_do(program: Program) -> None:
+    with pytest.raises(KernelError, match="K a multiple of 32, found 40"):
+        linear(program, torch.zeros(1, 40).to(BF16), torch.zeros(8, 40).to(BF16), torch.zeros(1, 8), count(1))
+
+
+@pytest.mark.parametrize("rows", [1, 65])
+@pytest.mark.parametrize("width", [16, 144, 2048])
+def test_rms_norm(program: Program, rows: int, width: int) -> None:
+    x, w, out, picked = (
+        torch.randn(rows + 1, width),
+        torch.randn(width),
+        poison(rows + 1, width, dtype=BF16),
+        poison(2, width, dtype=BF16),
+    )
+    rms_norm(program, x, w, 1e-6, out, count(rows))
+    rms_norm(program, x, w, 1e-6, picked, count(1), rows=i32(rows, 0))
+    program.run()
+    expected = oracle.rms_norm(x, w, 1e-6)
+    close(out[:rows], expected[:rows], ONE_BF16_ULP)
+    close(picked[0], expected[rows], ONE_BF16_ULP)
+    assert out[rows:].isnan().all() and picked[1].isnan().all()
+
+
+def test_silu_mul(program: Program) -> None:
+    gate_up, out = torch.randn(7, 2 * 80) * 20, poison(7, 80, dtype=BF16)
+    gate_up[0, :3] = torch.tensor([-1e4, 1e4, -90.0])
+    silu_mul(program, gate_up, out, count(6))
+    program.run()
+    gate, up = gate_up.chunk(2, -1)
+    close(out[:6], (torch.nn.functional.silu(gate) * up)[:6], ONE_BF16_ULP)
+    assert out[6:].isnan().all()
+
+
+HEADS = GdnHeads(n_k=2, n_v=6, k_dim=128, v_dim=128)
+
+
+class GdnCase:
+    """Weights, slots and a way to run the operator on chunks of sequences and the oracle on whole ones."""
+
+    def __init__(self, program: Program, heads: GdnHeads, n_slots: int) -> None:
+        self.program, self.heads = program, heads
+        self.weights = GdnWeights(
+            conv=torch.randn(4, heads.channels) * 0.5,
+            a_log=torch.rand(heads.n_v).mul(3).add(0.5).log(),
+            dt_bias=torch.randn(heads.n_v) - 4,
+            norm=1 + 0.1 * torch.randn(heads.v_dim),
+        )
+        self.state = poison(n_slots, heads.n_v, heads.k_dim, heads.v_dim)
+        self.columns = poison(n_slots, 3, heads.channels, dtype=BF16)
+
+    def projection(self, n_tokens: int) -> Tensor:
+        return torch.randn(
+            n_tokens, self.heads.channels + self.heads.n_v * self.heads.v_dim + 2 * self.heads.n_v
+        )
+
+    def run(self, chunks: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+        """(slot, tokens before, projection rows) of each sequence -> its output rows."""
+        h, proj = self.heads, torch.cat([rows for _, _, rows in chunks])
+        lengths = torch.tensor([len(rows) for _, _, rows in chunks])
+        t, s = len(proj), len(chunks)
+        out = poison(t, h.n_v * h.v_dim, dtype=BF16)
+        scratch = GdnScratch(poison(t, h.channels), poison(t, 2 * h.n_v), poison(t, h.n_v * h.v_dim))
+        program = Program(2)
+        program.library = self.program.library
+        gdn(
+            program, proj, h, self.weights, 1e-6, n_tokens=count(t), n_seqs=count(s),
+            seq_start=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(I32),
+            seq_context=i32(*(before for _, before, _ in chunks)), slot=i32(*(slot for slot, _, _ in chunks)),
+            token_seq=torch.repeat_interleave(torch.arange(s), lengths).to(I32),
+            conv_state=self.columns, state=self.state, scratch=scratch, out=out,
+        )  # fmt: skip
+        program.run()
+        return list(out.split(lengths.tolist()))
+
+    def expected(self, proj: Tensor) -> tuple[Tensor, Tensor]:
+        h, w = self.heads, self.weights
+        qkv, z, b, a = proj.split([h.channels, h.n_v * h.v_dim, h.n_v, h.n_v], -1)
+        u, _ = oracle.causal_conv(oracle.rounded(qkv, "bfloat16"), w.conv.T)
+        q, k, v = u.split([h.n_k * h.k_dim, h.n_k * h.k_dim, h.n_v * h.v_dim], -1)
+        q, k = (oracle.l2_norm(x.unflatten(-1, (h.n_k, h.k_dim))) for x in (q, k))
+        beta, g = oracle.gdn_gates(b, a, w.a_log, w.dt_bias)
+        o, state = oracle.naive_gdn(q * h.k_dim**-0.5, k, v.unflatten(-1, (h.n_v, h.v_dim)), g, beta)
+        return oracle.gated_rms_norm(o, z.view_as(o), w.norm, 1e-6).flatten(1), state
+
+
+@pytest.mark.parametrize("heads", [HEADS, GdnHeads(1, 2, 64, 48)])
+def test_gdn(program: Program, heads: GdnHeads) -> None:
+    """Ragged chunks, decodes and continued sequences in one batch, against whole sequences by the oracle."""
+    case = GdnCase(program, heads, n_slots=5)
+    proj = {slot: case.projection(n) for slot, n in ((4, 70), (0, 1), (2, 9), (1, 131))}
+    parts: dict[int, list[Tensor]] = {slot: [] for slot in proj}
+    for cuts in (
+        {4: (0, 64), 0: (0, 1), 2: (0, 2)},
+        {4: (64, 65), 1: (0, 65), 2: (2, 3)},
+        {2: (3, 9), 1: (65, 131), 4: (65, 70)},
+    ):
+        outputs = case.run([(slot, a, proj[slot][a:b]) for slot, (a, b) in cuts.items()])
+        for slot, out in zip(cuts, outputs, strict=True):
+            parts[slot].append(out)
+    for slot, rows in proj.items():
+        expected, state = case.expected(rows)
+        close(torch.cat(parts[slot]), expected, ONE_BF16_ULP, 1e-4)
+        close(case.state[slot], state, 1e-4, 1e-5)
+        n_kept = min(3, len(rows))
+        assert torch.equal(case.columns[slot, 3 - n_kept :], rows[-n_kept:, : heads.channels].to(BF16))
+    assert case.state[3].isnan().all() and case.columns[3].isnan().all()
+
+
+def test_gdn_chunks_keep_bits(program: Program) -> None:
+    """Any cut of a sequence, down to single tokens, gives the same bits."""
+    case = GdnCase(program, HEADS, n_slots=3)
+    rows = case.projection(67)
+    (whole,) = case.run([(0, 0, rows)])
+    stepped = torch.cat([case.run([(1, t, rows[t : t + 1])])[0] for t in range(67)])
+    cut = torch.cat([case.run([(2, 0, rows[:5])])[0], case.run([(2, 5, rows[5:])])[0]])
+    for other in (stepped, cut):
+        assert torch.equal(whole.view(torch.int16), other.view(torch.int16))
+    for slot in (1, 2):
+        assert torch.equal(case.state[0].view(I32), case.state[slot].view(I32))
+
+
+@pytest.mark.parametrize(("n_q", "n_kv", "dim"), [(4, 2, 256), (6, 1, 64), (32, 1, 128)])
+def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
+    """Two sequences over shuffled pages, prefilled in ragged chunks and a decode, against the oracle."""
+    heads, rotary, eps = AttentionHeads(n_q, n_kv, dim), 32, 1e-6
+    pages = poison(8, 2, n_kv, 64, dim, dtype=BF16)
+    page_table = i32(5, 2, 7, -1, 0, 6, 1, -1).view(2, 4)
+    q_norm, k_norm = 0.1 * torch.randn(dim), 0.1 * torch.randn(dim)
+    inv_freq = torch.tensor([1e4 ** (-2 * i / rotary) for i in range(rotary // 2)], dtype=torch.float64)
+    angles = (torch.arange(256)[:, None] * inv_freq).float()
+    lengths = (141, 66)
+    proj = [torch.randn(n, heads.row) for n in lengths]
+    parts: list[list[Tensor]] = [[], []]
+    done = [0, 0]
+    for takes in ((64, 1), (70, 64), (6, 1), (1, 0)):
+        live = [s for s in (0, 1) if takes[s]]
+        rows = torch.cat([proj[s][done[s] : done[s] + takes[s]] for s in live])
+        t = len(rows)
+        counts = torch.tensor([takes[s] for s in live])
+        slots = i32(*live)
+        positions = torch.cat([torch.arange(done[s], done[s] + takes[s]) for s in live]).to(I32)
+        q, out = poison(t, n_q * dim, dtype=BF16), poison(t, n_q * dim, dtype=BF16)
+        step = Program(2)
+        step.library = program.library
+        attn_prepare(
+            step, rows, heads, q_norm, k_norm, eps, n_tokens=count(t), positions=positions,
+            token_slot=torch.repeat_interleave(slots, counts).to(I32), page_table=page_table,
+            cos=angles.cos(), sin=angles.sin(), q_out=q, pages=pages,
+        )  # fmt: skip
+        attention(
+            step, q, rows, heads, pages, n_seqs=count(len(live)),
+            seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(done[s] for s in live)),
+            slot=slots, page_table=page_table, out=out,
+        )  # fmt: skip
+        step.run()
+        for s, part in zip(live, out.split(counts.tolist()), strict=True):
+            parts[s].append(part)
+            done[s] += takes[s]
+    for s, length in enumerate(lengths):
+        q, gate, k, v = proj[s].split([n_q * dim, n_q * dim, n_kv * dim, n_kv * dim], -1)
+        at = torch.arange(length)
+        q, k = (
+            oracle.rounded(
+                oracle.rope(oracle.rms_norm(x.unflatten(-1, (-1, dim)), w, eps), at, inv_freq), "bfloat16"
+            )
+            for x, w in ((q, q_norm), (k, k_norm))
+        )
+        o = oracle.attention(q, k, oracle.rounded(v, "bfloat16").unflatten(-1, (-1, dim))).flatten(1)
+        close(torch.cat(parts[s]), o * gate.sigmoid(), ONE_BF16_ULP, 2e-3)
+
+
+@pytest.mark.parametrize(("n_tokens", "n_experts", "k"), [(1, 16, 4), (37, 10, 3), (130, 16, 1)])
+def test_moe(program: Program, n_tokens: int, n_experts: int, k: int) -> None:
+    width, inner, t = 96, 64, n_tokens + 1
+    h = torch.randn(t, width).to(BF16)
+    router = torch.randn(n_experts, width).to(BF16)
+    gate_up, down = (
+        torch.randn(n_experts, 2 * inner, width).to(BF16) / 8,
+        torch.randn(n_experts, width, inner).to(BF16) / 8,
+    )
+    shared_gate, shared, residual = torch.randn(width).to(BF16), torch.randn(t, width), torch.randn(t, width)
+    out, logits = residual.clone(), poison(t, n_experts)
+    scratch = MoeScratch(
+        expert=torch.full((t, k), -1, dtype=I32), weight=poison(t, k), order=torch.full((t * k,), -1, dtype=I32),
+        begin=torch.full((n_experts + 1,), -1, dtype=I32), probabilities=poison(t, n_experts + 16),
+        up=poison(t * k, 2 * inner), act=poison(t * k, inner, dtype=BF16), y=poison(t * k, width),
+    )  # fmt: skip
+    linear(program, h, router, logits, count(n_tokens))
+    moe(
+        program, h, logits, gate_up, down, shared_gate, shared, out,
+        n_per_token=k, normalise=True, n_tokens=count(n_tokens), scratch=scratch,
+    )  # fmt: skip
+    program.run()
+    weights, ids = oracle.route(h.float(), router, k, True, "bfloat16")
+    assert torch.equal(scratch.expert[:n_tokens], ids[:n_tokens].to(I32))
+    gate = (h.float() @ shared_gate.float()).sigmoid()
+    for token in range(n_tokens):
+        expected = residual[token] + gate[token] * shared[token]
+        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+            expected = (
+                expected
+                + weight
+                * oracle.swiglu(h[token : token + 1].float(), gate_up[expert], down[expert], "bfloat16")[0]
+            )
+        close(out[token], expected, 1e-2, 1e-2)
+    assert torch.equal(out[n_tokens:], residual[n_tokens:])
+
+
+class Draws:
+    """One draw for each set of parameters, over given logits."""
+
+    def __init__(
+        self,
+        program: Program,
+        logits: Tensor,
+        n_real: int,
+        draws: list[tuple[SamplingParams, int, list[int], list[int]]],
+    ) -> None:
+        n, n_vocab = len(draws), logits.shape[1]
+        params = [p for p, *_ in draws]
+
+        def f32(name: str) -> Tensor:
+            return torch.tensor([getattr(p, name) for p in params], dtype=F32)
+
+        histories = [prompt + output for _, _, prompt, output in draws]
+        slots = SlotParameters(
+            temperature=f32("temperature"), top_k=f32("top_k").to(I32), top_p=f32("top_p"), min_p=f32("min_p"),
+            repetition=f32("repetition_penalty"), frequency=f32("frequency_penalty"), presence=f32("presence_penalty"),
+            seed=torch.tensor([p.seed for p in params]),
+            history=torch.tensor([h + [0] * (64 - len(h)) for h in histories], dtype=I32),
+        )  # fmt: skip
+        bias = [list(p.logit_bias.items()) for p in params]
+        inputs = DrawInputs(
+            n_draws=count(n), row=i32(*range(n)), slot=i32(*range(n)), position=i32(*(d[1] for d in draws)),
+            n_history=i32(*(len(h) for h in histories)), n_prompt=i32(*(len(d[2]) for d in draws)),
+            bias_begin=torch.tensor([0, *(len(b) for b in bias)]).cumsum(0).to(I32),
+            bias_ids=i32(*(id for b in bias for id, _ in b), 0), bias=torch.tensor([*(x for b in bias for _, x in b), 0.0]),
+            banned_begin=torch.tensor([0, *(len(p.stop_token_ids) for p in params)]).cumsum(0).to(I32),
+            banned=i32(*(id for p in params for id in p.stop_token_ids), 0),
+        )  # fmt: skip
+        scratch = DrawScratch(
+            poison(2, n_vocab), torch.zeros(2, n_vocab, dtype=I32), torch.zeros(2, n_vocab, dtype=torch.int64)
+        )
+        self.tokens = torch.full((n,), -1, dtype=I32)
+        sample(program, logits, n_real, slots, inputs, scratch, self.tokens)
+        program.run()
+        assert not scratch.counts.any()
+
+
+def test_sample(program: Program) -> None:
+    """1,200 draws over all parameters agree with the oracle, but where the draw falls on a boundary by rounding."""
+    n_vocab, n_real = 300, 289
+    generator = torch.Generator().manual_seed(7)
+    pick = lambda *values: values[int(torch.randint(len(values), (), generator=generator))]  # noqa: E731
+    draws, expected = [], []
+    logits = torch.randn(1200, n_vocab, generator=generator) * 3
+    logits[::7, 5:9] = logits[::7].max()  # ties, also at the top
+    for row in logits:
+        params = SamplingParams(
+            temperature=pick(0.0, 0.3, 1.0, 2.5), top_k=pick(0, 0, 1, 5, 40, 400), top_p=pick(1.0, 0.95, 0.5, 0.01),
+            min_p=pick(0.0, 0.0, 0.1), repetition_penalty=pick(1.0, 1.3), frequency_penalty=pick(0.0, 0.7),
+            presence_penalty=pick(0.0, 0.4), seed=int(torch.randint(2**62, (), generator=generator)),
+            logit_bias=pick({}, {3: 4.0, 200: -100.0}), stop_token_ids=pick((), (0, 7)),
+        )  # fmt: skip
+        history = torch.randint(n_real, (20,), generator=generator).tolist()
+        position = int(torch.randint(5000, (), generator=generator))
+        draws.append((params, position, history[:11], history[11:]))
+        expected.append(
+            sample_oracle.sample(
+                row,
+                params,
+                params.seed or 0,
+                position,
+                history[:11],
+                history[11:],
+                params.stop_token_ids,
+                n_real,
+            )
+        )
+    tokens = Draws(program, logits, n_real, draws).tokens.tolist()
+    differing = [i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
+    assert len(differing) <= 2, [(draws[i], tokens[i], expected[i]) for i in differing]
+
+
+def test_logprobs(program: Program) -> None:
+    logits, n_real, n = torch.randn(5, 300) * 4, 289, 5
+    logits[0, 10:14] = logits.max()
+    logprob, ids, top = poison(n), torch.full((n, 8), -1, dtype=I32), poison(n, 8)
+    target = i32(0, 288, 17, 3, 3)
+    logprobs(
+        program, logits, n_real, count(n), i32(0, 1, 2, 3, 0), target, i32(8, 0, -1, 3, 1), logprob, ids, top
+    )
+    program.run()
+    for i, (row, n_top) in enumerate(((0, 8), (1, 0), (2, -1), (3, 3), (0, 1))):
+        expected = sample_oracle.token_logprobs(logits[row], n_real)
+        if n_top < 0:
+            assert logprob[i].isnan()
+            continue
+        close(logprob[i], expected[target[i]], 1e-5)
+        values, order = expected.sort(descending=True, stable=True)
+        assert ids[i, :n_top].tolist() == order[:n_top].tolist()
+        close(top[i, :n_top], values[:n_top], 1e-5)

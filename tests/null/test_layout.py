@@ -1,0 +1,94 @@
+"""The shape of the code: imports run one way, files and functions stay small, nobody is called utils.
+
+The rules are the ones of ARCHITECTURE.md; raise a ceiling there and here, with the reason, or not at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "deltic"
+FILES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
+
+MAX_SOURCE_FILES = 60
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+MAX_PACKAGE_LINES = 13_000
+
+LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
+LEAVES = {"config", "metrics", "engine.request"}
+WITHOUT_TORCH = ["engine.request", "engine.scheduler", "engine.cache", "engine.client", "models.shapes", "models.checkpoint"]
+WITHOUT_TORCH += ["config", "metrics", "text", "__init__", "__main__", "server"]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imports(path: Path, everywhere: bool = True) -> set[str]:
+    """Names of the modules a file imports; with everywhere=False, not those inside functions or for type checkers."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if everywhere else iter(tree.body)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def ours(names: set[str]) -> set[str]:
+    return {name.removeprefix("deltic.") for name in names if name.startswith("deltic.")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_run_one_way(path: Path) -> None:
+    name, used = module_name(path), ours(imports(path))
+    part = name.split(".")[0]
+    if name in LEAVES:
+        allowed = {"config", "engine.request"} if name == "metrics" else set()
+        assert not {u for u in used if not any(u.startswith(a) for a in allowed)}, f"{name} is a leaf"
+    if part == "reference":
+        assert all(u.startswith("reference") for u in used), "reference imports nothing of ours"
+    else:
+        assert not any(u.startswith("reference") for u in used), "only tests import the reference"
+    if part in LAYERS:
+        above = LAYERS[: LAYERS.index(part)]
+        assert not {u for u in used if u.split(".")[0] in above}, f"{part} imports from above"
+    if any(name == free or name.startswith(free + ".") for free in WITHOUT_TORCH):
+        assert not {i for i in imports(path, everywhere=False) if i.split(".")[0] == "torch"}, f"{name} imports torch"
+
+
+def test_server_process_loads_no_torch() -> None:
+    """Not even through somebody else's import: a second of start-up and 200 MB."""
+    import subprocess
+
+    code = "import deltic.server.http, deltic.server.serve, deltic.__main__, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_size_ceilings() -> None:
+    n_lines = {path: len(path.read_text().splitlines()) for path in SOURCES}
+    long = {str(path.relative_to(ROOT)): n for path, n in n_lines.items() if n > MAX_FILE_LINES}
+    assert not long, f"over {MAX_FILE_LINES} lines: {long}"
+    assert len([path for path in FILES if path.name != "__init__.py"]) <= MAX_SOURCE_FILES
+    assert sum(n_lines.values()) <= MAX_PACKAGE_LINES, sum(n_lines.values())
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_functions_are_short_and_names_say_something(path: Path) -> None:
+    assert path.stem not in ("utils", "helpers", "common", "base")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines"
+        if isinstance(node, ast.ClassDef):
+            assert not node.name.endswith(("Manager", "Handler", "Helper", "Wrapper")), node.name
