@@ -47,7 +47,7 @@ class Batch:
             i.slot.numpy(),
         )
         self._page_table, self._logit_token = i.page_table.numpy(), i.logit_token.numpy()
-        self._owner: list[Sequence | None] = [None] * n_slots
+        self._holder: list[tuple[Sequence, int] | None] = [None] * n_slots
         self._n_pages_known = [0] * n_slots
 
     def fill(self, step: Step) -> list[int]:
@@ -90,9 +90,13 @@ class Batch:
         return first_row
 
     def _extend_pages(self, sequence: Sequence, slot: int) -> None:
-        """Brings the slot's row of the page table up to date: whole when the slot has a new owner."""
-        if self._owner[slot] is not sequence or self._n_pages_known[slot] > len(sequence.pages):
-            self._owner[slot] = sequence
+        """Brings the slot's row of the page table up to date: whole when the slot was taken anew."""
+        holder = (
+            sequence,
+            sequence.n_preempted,
+        )  # a preempted sequence may get its slot back, with other pages
+        if self._holder[slot] != holder:
+            self._holder[slot] = holder
             self._n_pages_known[slot] = 0
         known, n_pages = self._n_pages_known[slot], len(sequence.pages)
         if known < n_pages:

@@ -28,7 +28,7 @@ from deltic.models.shapes import ModelShape
 
 DEFAULT_MODEL_LEN = 32768
 DEFAULT_SEQS = 32
-DEFAULT_POOL_BYTES = 4 << 30
+DEFAULT_POOL_BYTES = 2 << 30
 """Pages and slots take this much when no --memory-gb is given and it is free."""
 FREE_SHARE = 0.8
 

@@ -121,6 +121,30 @@ def test_any_cut_of_the_prompt(runner: Runner) -> None:
         assert torch.equal(expected.view(torch.int32), last_logits(cuts, slot).view(torch.int32))
 
 
+def test_preempted_sequence_returns_to_its_slot_with_other_pages(runner: Runner) -> None:
+    """The page table must follow, even though slot and sequence are the same as before."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+    def drawn(preempt: bool) -> list[int]:
+        engine = Engine(runner)
+        scheduler = engine.scheduler
+        engine.add(Request(id="a", prompt_ids=prompt(100), params=params))
+        outputs = engine.step() + engine.step()
+        if preempt:
+            (sequence,) = scheduler.sequences()
+            slot, pages = sequence.slot, list(sequence.pages)
+            scheduler._preempt(sequence)
+            scheduler.cache.pages._free.reverse()
+            outputs += engine.step()
+            assert sequence.slot == slot and not set(pages) & set(sequence.pages)
+            runner.memory.pages[pages] = float("nan")
+        while engine.has_work():
+            outputs += engine.step()
+        return tokens(outputs)
+
+    assert drawn(preempt=True) == drawn(preempt=False)
+
+
 def test_n_shares_the_prefill(runner: Runner) -> None:
     """n sequences fork off one prompt; each is what the same seed gives alone, and the prompt is computed once."""
     engine = Engine(runner)

@@ -78,7 +78,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
     """Runs a test in event loops of its own, asyncio's and the one the server has, for at most half a minute."""
 
-    @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+    @pytest.mark.parametrize(
+        "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+    )
     def run(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(asyncio.wait_for(test(), 30))
@@ -173,7 +175,9 @@ async def test_abort_of_a_request_and_of_one_sequence() -> None:
 async def test_abort_storm() -> None:
     """Hundreds of requests, most of them aborted at any moment; each ends once, and nothing stays in use."""
     rng = random.Random(5)
-    async with engine(max_queue=500, max_num_seqs=8, n_pages=40, max_model_len=2048, max_step_tokens=128) as client:
+    async with engine(
+        max_queue=500, max_num_seqs=8, n_pages=40, max_model_len=2048, max_step_tokens=128
+    ) as client:
 
         async def one(i: int) -> None:
             await asyncio.sleep(rng.random() * 0.5)
@@ -184,7 +188,9 @@ async def test_abort_storm() -> None:
             if kind < 0.3:
                 client.abort(r.id)
             elif kind < 0.6:
-                asyncio.get_running_loop().call_later(rng.random() * 0.1, client.abort, r.id, rng.randrange(n))
+                asyncio.get_running_loop().call_later(
+                    rng.random() * 0.1, client.abort, r.id, rng.randrange(n)
+                )
             outputs = await collect(stream)
             assert len(reasons(outputs)) == n
             if "length" in [o.finish_reason for o in outputs if o.index == 0]:
@@ -326,7 +332,10 @@ async def test_a_slow_consumer_finds_everything() -> None:
 @in_loop
 async def test_a_cancelled_consumer_does_not_stop_the_others() -> None:
     async with engine(step_ms=2.0) as client:
-        gone, stays = client.submit(request("gone", max_tokens=100)), client.submit(request("stays", max_tokens=30))
+        gone, stays = (
+            client.submit(request("gone", max_tokens=100)),
+            client.submit(request("stays", max_tokens=30)),
+        )
         task = asyncio.create_task(collect(gone))
         await asyncio.sleep(0.02)
         task.cancel()
@@ -343,7 +352,9 @@ async def time_queue(n: int, n_tokens: int) -> None:
         start, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(collect(client.submit(r)) for r in requests))
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-        print(f"N = {n:3}: {cpu / n / n_tokens * 1e6:5.1f} us of the client, {wall / n_tokens * 1e6:6.0f} us a step")
+        print(
+            f"N = {n:3}: {cpu / n / n_tokens * 1e6:5.1f} us of the client, {wall / n_tokens * 1e6:6.0f} us a step"
+        )
 
 
 if __name__ == "__main__":

@@ -183,7 +183,9 @@ def test_the_process_serves_and_stops(process: Process) -> None:
     process.send(Abort("gone"))
     process.send(Abort("unknown"))
     outputs = process.receive_last(6)
-    assert [t for o in outputs if o.id == "good" for t in o.token_ids] == expected_tokens(good.prompt_ids, good.params)
+    assert [t for o in outputs if o.id == "good" for t in o.token_ids] == expected_tokens(
+        good.prompt_ids, good.params
+    )
     assert [(o.index, o.finish_reason) for o in outputs if o.id == "bad"] == [(i, "error") for i in range(3)]
     assert [o.error for o in outputs if o.id == "odd"] == ["Expected `int`, got `str` - at `$.params.top_k`"]
     assert [o.finish_reason for o in outputs if o.id == "gone"][-1] == "abort"
