@@ -125,7 +125,9 @@ class FakeRunner:
         for i, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
                 sequence = chunk.sequence
-                scored = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.length + 1, sequence.n_prompt)]
+                scored = sequence.tokens[
+                    chunk.start + 1 : min(chunk.start + chunk.length + 1, sequence.n_prompt)
+                ]
                 n_top = sequence.request.params.prompt_logprobs or 0
                 prompt_logprobs[i] = [self._logprob(token, n_top) for token in scored]
         return StepResult(tokens, logprobs, prompt_logprobs)
@@ -157,7 +159,9 @@ class FakeRunner:
         """The state of a sequence that draws, after comparing its memory with its tokens."""
         assert sequence.slot is not None
         written = [token for page in sequence.pages for token in self._pages[page]][: len(sequence.tokens)]
-        assert written == list(sequence.tokens), f"pages of {sequence.request.id}/{sequence.index} are not its own"
+        assert written == list(sequence.tokens), (
+            f"pages of {sequence.request.id}/{sequence.index} are not its own"
+        )
         state = START_STATE
         for token in sequence.tokens:
             state = fold(state, token)
@@ -190,7 +194,9 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("launch")
     args = parser.parse_args()
-    return loop.main(lambda config, progress: build_runner(config, progress, args.step_ms / 1000), args.launch)
+    return loop.main(
+        lambda config, progress: build_runner(config, progress, args.step_ms / 1000), args.launch
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,261 @@
+"""The command line: `deltic serve | chat | run | plan | doctor | bench serve | bench ops | version`.
+
+Each subcommand imports what it needs when it runs, so `deltic --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from deltic import __version__
+from deltic.config import (
+    BUILT_IN,
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+    add_flags,
+    check_environment,
+    resolve,
+)
+
+MODEL_HELP = "checkpoint directory or hub name (default: the small built-in model)"
+REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists)"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; each subcommand's function is in `command`."""
+    top = argparse.ArgumentParser(
+        "deltic", description="A serving engine for the Qwen gated-DeltaNet hybrids."
+    )
+    top.add_argument("--version", action="version", version=f"deltic {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, command: Any, text: str, under: Any = commands) -> argparse.ArgumentParser:
+        summary = text[0].upper() + text[1:] + "."
+        sub: argparse.ArgumentParser = under.add_parser(name, help=text, description=summary)
+        sub.set_defaults(command=command)
+        return sub
+
+    serve = add("serve", _serve, "serve a model over the OpenAI API")
+    _add_model(serve)
+    add_flags(serve, EngineConfig, skip=("model",))
+    add_flags(serve, ServerConfig)
+
+    chat = add("chat", _chat, "chat with a model in the terminal")
+    _add_remote(chat)
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument(
+        "--think", action=argparse.BooleanOptionalAction, help="thinking on or off (default: the model's)"
+    )
+    chat.add_argument(
+        "--temperature", type=float, metavar="T", help="sampling temperature (default: the model's)"
+    )
+    chat.add_argument("--max-tokens", type=int, metavar="TOKENS", help="longest answer")
+    add_flags(chat, EngineConfig, skip=("model",))
+
+    run = add(
+        "run", _run, "answer a file of requests: JSON lines in, JSON lines out; resumes where it stopped"
+    )
+    run.add_argument(
+        "input", metavar="IN.jsonl", help='lines of {"custom_id": ..., "body": {...}}, or bare bodies'
+    )
+    run.add_argument("output", metavar="OUT.jsonl", help="results, one line each, in order of completion")
+    _add_remote(run, positional=False)
+    run.add_argument(
+        "--in-flight", type=int, default=64, metavar="N", help="requests sent at once (default: 64)"
+    )
+    add_flags(run, EngineConfig, skip=("model",))
+
+    plan = add("plan", _plan, "print what fits in memory and the speed to expect")
+    _add_model(plan)
+    add_flags(plan, EngineConfig, skip=("model",))
+
+    add("doctor", _doctor, "print the machine, the operators chosen and which promises hold here")
+    add("version", _version, "print the version")
+
+    bench = commands.add_parser("bench", help="measure a server or the operators", description="Measure.")
+    benches = bench.add_subparsers(title="benches", metavar="WHAT", required=True)
+    serving = add("serve", _bench_serve, "measure any OpenAI endpoint, or a server started for it", benches)
+    _add_bench_serve(serving)
+    ops = add("ops", _bench_ops, "time each operator at a model's shapes", benches)
+    ops.add_argument(
+        "shape",
+        nargs="?",
+        metavar="SHAPE",
+        help="published shape or checkpoint (default: the built-in model)",
+    )
+    ops.add_argument("--rows", default="1,4,16,64,512", help="row counts (default: 1,4,16,64,512)")
+    ops.add_argument("--threads", type=int, help="CPU threads (default: the CPUs this process may use)")
+    ops.add_argument(
+        "--seconds", type=float, default=0.3, help="time spent on each measurement (default: 0.3)"
+    )
+    ops.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
+    return top
+
+
+def _add_model(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=MODEL_HELP)
+
+
+def _add_remote(sub: argparse.ArgumentParser, positional: bool = True) -> None:
+    """MODEL and the flags that name a running server."""
+    if positional:
+        sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=REMOTE_HELP)
+    text = "the same as MODEL" if positional else REMOTE_HELP
+    sub.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+    sub.add_argument("--url", help="use this running server instead of starting one")
+    sub.add_argument("--api-key", metavar="KEY", help="key of the server at --url")
+
+
+def _add_bench_serve(sub: argparse.ArgumentParser) -> None:
+    """The load generator's flags. Without --url, `MODEL` and the engine flags say what server to start."""
+    _add_remote(sub)
+    load = sub.add_argument_group("load")
+    load.add_argument(
+        "--n", default=None, metavar="N,N,...", help="requests in flight, closed loop (default: 1,2,4,8,16)"
+    )
+    load.add_argument(
+        "--requests-per-n", type=int, metavar="R", help="requests for each N (default: 4 N, at least 8)"
+    )
+    load.add_argument(
+        "--duration", type=float, metavar="S", help="seconds for each N or rate, instead of a count"
+    )
+    load.add_argument(
+        "--poisson", metavar="RATE,...", help="open loop: requests a second with random arrivals"
+    )
+    load.add_argument("--prompt-tokens", type=int, default=128, metavar="T", help="default: 128")
+    load.add_argument("--output-tokens", type=int, default=128, metavar="T", help="default: 128")
+    load.add_argument(
+        "--shared-prefix-tokens",
+        type=int,
+        default=0,
+        metavar="T",
+        help="start all prompts alike (default: 0)",
+    )
+    load.add_argument("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0")
+    load.add_argument("--stream-endpoint", choices=("completions", "chat"), default="completions")
+    load.add_argument(
+        "--warmup",
+        type=int,
+        default=1,
+        metavar="W",
+        help="unmeasured requests per stream before each N (default: 1)",
+    )
+    load.add_argument(
+        "--seed",
+        dest="load_seed",
+        type=int,
+        default=0,
+        metavar="INT",
+        help="seed of prompts and arrivals (default: 0)",
+    )
+    load.add_argument("--label", default=None, help="name of this run in tables, plots and file names")
+    load.add_argument(
+        "--out", metavar="DIR", help="directory of the results (default: bench/runs/<date>-<machine>)"
+    )
+    load.add_argument("--no-plot", dest="plot", action="store_false", help="write no PNG")
+    load.add_argument(
+        "--serve-args", default="", metavar="ARGS", help="more flags for the server started, in one string"
+    )
+    add_flags(sub, EngineConfig, skip=("model", "seed"))
+
+
+def _given(arguments: argparse.Namespace, config_class: Any) -> dict[str, Any]:
+    """The settings of `config_class` that were on the command line."""
+    return {
+        name: value for name, value in vars(arguments).items() if name in config_class.__dataclass_fields__
+    }
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    check_environment()
+    engine_config = resolve(EngineConfig, _given(arguments, EngineConfig))
+    server_config = resolve(ServerConfig, _given(arguments, ServerConfig))
+    from deltic.server.serve import serve
+
+    return serve(engine_config, server_config) or 0
+
+
+def _server_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Arguments of `deltic serve` for a server child; the settings are checked here, before it starts."""
+    from deltic.remote import flags
+
+    check_environment()
+    given = {name: value for name, value in _given(arguments, EngineConfig).items() if value is not None}
+    model = given.pop("model", BUILT_IN)
+    if arguments.url:
+        if given:
+            raise ConfigError(
+                f"--url names a running server: {', '.join(sorted(given))} cannot be set from here"
+            )
+        return []
+    resolve(EngineConfig, {"model": model, **given})
+    return [model, *flags(EngineConfig, given)]
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from deltic.terminal import chat
+
+    return chat(arguments, _server_arguments(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from deltic.jobs import run
+
+    return run(arguments, _server_arguments(arguments))
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    check_environment()
+    config = resolve(EngineConfig, _given(arguments, EngineConfig))
+    from deltic.engine.plan import plan_report
+
+    print(plan_report(config))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from deltic.doctor import report
+
+    print(report())
+    return 0
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    print(f"deltic {__version__}")
+    return 0
+
+
+def _bench_serve(arguments: argparse.Namespace) -> int:
+    from deltic.bench.serve import bench
+
+    return bench(arguments, _server_arguments(arguments))
+
+
+def _bench_ops(arguments: argparse.Namespace) -> int:
+    from deltic.bench.ops import bench
+
+    return bench(arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status. 2: wrong arguments or settings, 130: interrupted."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments) or 0)
+    except ValueError as error:
+        # ConfigError and the loaders' errors are ValueErrors meant for the user; any other is a defect and
+        # keeps its trace.
+        if type(error).__module__.partition(".")[0] != "deltic":
+            raise
+        print(f"deltic: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

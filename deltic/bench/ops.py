@@ -1,0 +1,405 @@
+"""`deltic bench ops`: each operator at a model's shapes, beside what the machine can do at best.
+
+Up to 64 rows are that many decodes, each with 1,024 tokens behind it; more rows are one prefill chunk of
+one sequence with as much behind it. Weights are copied until they no longer fit into the caches, as a
+model's layers do not; a time is the best of many. Bytes are those that must move at least once: the
+weights, the state or pages, and each activation in and out. The roof of a row is the larger of its bytes
+over the read bandwidth and its operations over the multiply peak. "x" is how often a step runs the
+operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.serve import numbers
+from deltic.config import BUILT_IN, EngineConfig, n_usable_cpus
+from deltic.engine.batch import Batch
+from deltic.engine.cache import pages_for
+from deltic.engine.request import PAGE_SIZE, Chunk, Draw, Request, SamplingParams, Sequence, Step
+from deltic.engine.sampler import Sampler
+from deltic.machine import multiply_peak, read_bandwidth
+from deltic.models.checkpoint import locate
+from deltic.models.qwen import Activations, allocate_activations
+from deltic.models.shapes import PUBLISHED, ModelShape
+from deltic.ops.attention import AttentionHeads, attention, attn_prepare
+from deltic.ops.embed import embed
+from deltic.ops.gdn import GdnHeads, GdnWeights, gdn
+from deltic.ops.linear import linear
+from deltic.ops.moe import moe
+from deltic.ops.rms_norm import rms_norm
+from deltic.ops.sample import logprobs, sample
+from deltic.ops.silu_mul import silu_mul
+from deltic.ops.table import Program, instruction_set
+
+MAX_DECODES = 64
+CONTEXT = 1024
+CACHE_BYTES = 256 << 20
+"""Copies of a weight go on until they take this much."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator at one shape. `n_calls`: kernel calls in the program, over which the time is divided."""
+
+    name: str
+    size: str
+    n_per_step: int
+    program: Program
+    n_calls: int
+    n_bytes: Callable[[int], float]
+    n_operations: Callable[[int], float]
+    """Both by number of rows."""
+    decodes_only: bool = False
+
+
+class Workload:
+    """Buffers of one layer of each kind, and the operators recorded over them."""
+
+    def __init__(self, shape: ModelShape, max_rows: int, n_threads: int) -> None:
+        self.shape = shape
+        self.n_threads = n_threads
+        self.n_slots = min(MAX_DECODES, max_rows)
+        n_tokens = CONTEXT + max_rows
+        n_seq_pages = pages_for(n_tokens)
+        self.batch = Batch(max_rows, self.n_slots, n_seq_pages, max_rows, _allocate)
+        self.sampler = Sampler(
+            self.n_slots, n_tokens, max_rows, shape.vocab_size, shape.vocab_size, (), n_threads, _allocate
+        )
+        self.activations: Activations = allocate_activations(shape, max_rows, max_rows, _allocate)
+        for name in ("normed", "mixed", "query", "final", "proj", "logits"):
+            getattr(self.activations, name).normal_()
+        n_pages = max(self.n_slots * pages_for(CONTEXT + 1), n_seq_pages)
+        self.pages = _matrix(n_pages, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
+        self.states = torch.zeros(self.n_slots, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
+        self.columns = torch.zeros(self.n_slots, 3, shape.conv_channels, dtype=torch.bfloat16)
+
+    def fill(self, n_rows: int) -> None:
+        """Writes the step of `n_rows` decodes, or one chunk, into the buffers that the operators read."""
+        params = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=1)
+        is_decode = n_rows <= MAX_DECODES
+        n_sequences, length = (n_rows, 1) if is_decode else (1, n_rows)
+        step = Step()
+        for i in range(n_sequences):
+            tokens = array("i", range(1, CONTEXT + length + 1))
+            n_pages = pages_for(len(tokens))
+            sequence = Sequence(Request(id=str(i), prompt_ids=[], params=params), 0, 1, tokens, CONTEXT)
+            sequence.pages, sequence.slot = list(range(i * n_pages, (i + 1) * n_pages)), i
+            step.chunks.append(Chunk(sequence, CONTEXT, length))
+            step.draws.append(Draw(i, sequence))
+        self.sampler.fill(step, self.batch.fill(step))
+        # The head is timed over as many rows as the rest, though a chunk wants one.
+        self.batch.inputs.n_logit_rows.fill_(n_rows)
+        self.batch.inputs.logit_token[:n_rows] = torch.arange(n_rows, dtype=torch.int32)
+
+    def case(
+        self,
+        name: str,
+        size: str,
+        n_per_step: int,
+        record: Callable[[Program], None],
+        n_bytes: Callable[[int], float],
+        n_operations: Callable[[int], float] = lambda m: 0.0,
+        decodes_only: bool = False,
+    ) -> Case:
+        """An operator without weights worth copying."""
+        program = Program(self.n_threads)
+        record(program)
+        return Case(name, size, n_per_step, program, 1, n_bytes, n_operations, decodes_only)
+
+    def linear_case(self, what: str, n_out: int, n_in: int, n_per_step: int) -> Case:
+        """A linear over copies of its weight, each used once a run."""
+        weight = n_out * n_in * 2
+        n_copies = max(1, min(n_per_step, CACHE_BYTES // weight))
+        program = Program(self.n_threads)
+        n_rows = self.batch.inputs.n_tokens
+        rows = self.activations.residual.shape[0]
+        x, out = _matrix(rows, n_in), torch.zeros(rows, n_out)
+        for _ in range(n_copies):
+            linear(program, x, _matrix(n_out, n_in), out, n_rows)
+        return Case(
+            "linear",
+            f"{what} {n_out} x {n_in}",
+            n_per_step,
+            program,
+            n_copies,
+            lambda m: weight + m * (2 * n_in + 4 * n_out),
+            lambda m: 2.0 * m * n_in * n_out,
+        )
+
+    def cases(self) -> Iterator[Case]:
+        """Every operator of the CPU table, in the order of a step."""
+        shape = self.shape
+        h, v, layers = shape.hidden_size, shape.vocab_size, shape.n_layers
+        yield from self._row_cases()
+        yield self.linear_case("GDN in", shape.gdn_in_proj_rows, h, shape.n_gdn_layers)
+        yield self._gdn_case()
+        yield self.linear_case("GDN out", h, shape.gdn_value_size, shape.n_gdn_layers)
+        yield self.linear_case("attention in", shape.attn_qkv_rows, h, shape.n_attn_layers)
+        yield from self._attention_cases()
+        yield self.linear_case("attention out", h, shape.n_q_heads * shape.head_dim, shape.n_attn_layers)
+        inner = shape.shared_intermediate_size if shape.is_moe else shape.intermediate_size
+        yield self.linear_case("gate, up", 2 * inner, h, layers)
+        yield self.linear_case("down", h, inner, layers)
+        if shape.is_moe:
+            yield self.linear_case("router", shape.n_experts, h, layers)
+            yield self._moe_case()
+        yield self.linear_case("head", v, h, 1)
+        yield from self._sample_cases()
+
+    def _row_cases(self) -> Iterator[Case]:
+        shape, act, inputs = self.shape, self.activations, self.batch.inputs
+        h, v, layers = shape.hidden_size, shape.vocab_size, shape.n_layers
+        table = _matrix(v, h)
+        yield self.case(
+            "embed", f"{v} x {h}", 1,
+            lambda p: embed(p, table, inputs.token_ids, act.residual, inputs.n_tokens), lambda m: 6.0 * m * h,
+        )  # fmt: skip
+        weight = torch.zeros(h)
+        yield self.case(
+            "rms_norm", f"{h}", 2 * layers + 1,
+            lambda p: rms_norm(p, act.residual, weight, 1e-6, act.normed, inputs.n_tokens),
+            lambda m: 6.0 * m * h,
+        )  # fmt: skip
+        inner = shape.shared_intermediate_size if shape.is_moe else shape.intermediate_size
+        rows = act.residual.shape[0]
+        up, out = torch.zeros(rows, 2 * inner), _matrix(rows, inner)
+        yield self.case(
+            "silu_mul", f"{inner}", layers, lambda p: silu_mul(p, up, out, inputs.n_tokens),
+            lambda m: 10.0 * m * inner,
+        )  # fmt: skip
+
+    def _gdn_case(self) -> Case:
+        shape, inputs = self.shape, self.batch.inputs
+        heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
+        n_v, values, channels = heads.n_v, shape.gdn_value_size, shape.conv_channels
+        weights = GdnWeights(
+            torch.zeros(4, channels), torch.zeros(n_v), torch.zeros(n_v), torch.ones(heads.v_dim)
+        )
+        rows = self.activations.residual.shape[0]
+        proj, out = torch.zeros(rows, shape.gdn_in_proj_rows), _matrix(rows, values)
+        state = n_v * heads.k_dim * heads.v_dim
+
+        def record(program: Program) -> None:
+            gdn(
+                program, proj, heads, weights, 1e-6, n_tokens=inputs.n_tokens, n_seqs=inputs.n_seqs,
+                seq_start=inputs.seq_start, seq_context=inputs.seq_context, slot=inputs.slot,
+                token_seq=inputs.token_seq, conv_state=self.columns, state=self.states,
+                scratch=self.activations.gdn, out=out,
+            )  # fmt: skip
+
+        def n_bytes(m: int) -> float:
+            n_sequences = m if m <= MAX_DECODES else 1
+            rows = m * (4.0 * shape.gdn_in_proj_rows + 2 * values)
+            return n_sequences * (8.0 * state + 12.0 * channels) + rows
+
+        # A token and head: decay, S k, the rank-1 update, S q.
+        size = f"{n_v} heads {heads.k_dim} x {heads.v_dim}"
+        return self.case("gdn", size, shape.n_gdn_layers, record, n_bytes, lambda m: 7.0 * m * state)
+
+    def _attention_cases(self) -> Iterator[Case]:
+        shape, inputs = self.shape, self.batch.inputs
+        heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
+        rows = self.activations.residual.shape[0]
+        q_size, kv_row = heads.n_q * heads.dim, 2 * heads.n_kv * heads.dim
+        proj, query, out = torch.zeros(rows, heads.row), _matrix(rows, q_size), _matrix(rows, q_size)
+        cos, sin = (torch.ones(CONTEXT + rows, shape.rotary_dim // 2) for _ in range(2))
+        norm = torch.zeros(heads.dim)
+        size = f"{heads.n_q} / {heads.n_kv} heads {heads.dim}"
+        yield self.case(
+            "attn_prepare", size, shape.n_attn_layers,
+            lambda p: attn_prepare(
+                p, proj, heads, norm, norm, 1e-6, n_tokens=inputs.n_tokens, positions=inputs.positions,
+                token_slot=inputs.token_slot, page_table=inputs.page_table, cos=cos, sin=sin, q_out=query,
+                pages=self.pages,
+            ),
+            lambda m: m * (4.0 * (heads.row - q_size) + 2 * q_size + 2 * kv_row),
+        )  # fmt: skip
+
+        def n_keys(m: int) -> float:
+            """Keys that each row sees, summed over the rows."""
+            return m * (CONTEXT + 1.0) if m <= MAX_DECODES else m * (CONTEXT + (m + 1) / 2)
+
+        def n_bytes(m: int) -> float:
+            n_read = m * (CONTEXT + 1) if m <= MAX_DECODES else CONTEXT + m
+            return n_read * 2.0 * kv_row + m * 8.0 * q_size
+
+        yield self.case(
+            "attention", size, shape.n_attn_layers,
+            lambda p: attention(
+                p, query, proj, heads, self.pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
+                seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table, out=out,
+            ),
+            n_bytes, lambda m: 4.0 * q_size * n_keys(m),
+        )  # fmt: skip
+
+    def _moe_case(self) -> Case:
+        shape, act = self.shape, self.activations
+        assert act.moe is not None and act.router is not None and act.shared is not None
+        router, shared, scratch = act.router.normal_(), act.shared, act.moe
+        h, e, k, inner = (
+            shape.hidden_size,
+            shape.n_experts,
+            shape.n_experts_per_tok,
+            shape.moe_intermediate_size,
+        )
+        gate_up, down, gate = _matrix(e, 2 * inner, h), _matrix(e, h, inner), _matrix(h)
+
+        def record(program: Program) -> None:
+            moe(
+                program, act.normed, router, gate_up, down, gate, shared, act.residual, n_per_token=k,
+                normalise=shape.norm_topk_prob, n_tokens=self.batch.inputs.n_tokens, scratch=scratch,
+            )  # fmt: skip
+
+        def n_bytes(m: int) -> float:
+            n_used = len(set(torch.topk(router[:m], k).indices.flatten().tolist()))
+            return n_used * 6.0 * inner * h + m * (2.0 * h + 4 * e + 12 * h)
+
+        size = f"{k} of {e} experts {inner} x {h}"
+        return self.case("moe", size, shape.n_layers, record, n_bytes, lambda m: 6.0 * m * k * inner * h)
+
+    def _sample_cases(self) -> Iterator[Case]:
+        v, s, logits = self.shape.vocab_size, self.sampler, self.activations.logits
+        target = torch.zeros(self.n_slots, dtype=torch.int32)
+        yield self.case(
+            "sample", f"{v}, top-k 20, top-p 0.95", 1,
+            lambda p: sample(p, logits, v, s.slots, s.draws, s.scratch, target),
+            lambda m: 4.0 * m * v, decodes_only=True,
+        )  # fmt: skip
+        row, n_top = (
+            torch.arange(self.n_slots, dtype=torch.int32),
+            torch.full((self.n_slots,), 5, dtype=torch.int32),
+        )
+        logprob = torch.zeros(self.n_slots)
+        top_ids, top = torch.zeros(self.n_slots, 20, dtype=torch.int32), torch.zeros(self.n_slots, 20)
+        yield self.case(
+            "logprobs", f"{v}, top 5", 0,
+            lambda p: logprobs(
+                p, logits, v, self.batch.inputs.n_tokens, row, target, n_top, logprob, top_ids, top
+            ),
+            lambda m: 4.0 * m * v, decodes_only=True,
+        )  # fmt: skip
+
+
+def _allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(size, dtype=dtype)
+
+
+def _matrix(*size: int) -> torch.Tensor:
+    """bfloat16, every byte written: memory that was never written is all one page of zeros to the system."""
+    return torch.full(size, 0.01, dtype=torch.bfloat16)
+
+
+def best_s(program: Program, seconds: float) -> float:
+    """The shortest of as many runs as fit into `seconds`, at least three, after one that does not count."""
+    program.run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        program.run()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def measure(
+    workload: Workload, rows: list[int], seconds: float, roofs: tuple[float, float]
+) -> list[dict[str, Any]]:
+    """A row for each operator and row count. roofs: bytes and operations a second."""
+    found = []
+    for case in workload.cases():
+        for m in rows:
+            if case.decodes_only and m > MAX_DECODES:
+                continue
+            workload.fill(m)
+            took = best_s(case.program, seconds) / case.n_calls
+            n_bytes, n_operations = case.n_bytes(m), case.n_operations(m)
+            roof = max(n_bytes / roofs[0], n_operations / roofs[1])
+            found.append({
+                "operator": case.name, "size": case.size, "per_step": case.n_per_step, "rows": m,
+                "us": round(took * 1e6, 2), "bytes": int(n_bytes), "gb_s": round(n_bytes / took / 1e9, 2),
+                "gflop_s": round(n_operations / took / 1e9, 2), "roof_share": round(roof / took, 3),
+            })  # fmt: skip
+    return found
+
+
+def table(results: list[dict[str, Any]], title: str) -> Table:
+    """The rows for people."""
+    out = Table(title=title, title_justify="left")
+    out.add_column("operator")
+    out.add_column("size")
+    for name in ("x", "rows", "us", "GB/s", "GFLOP/s", "of roof"):
+        out.add_column(name, justify="right")
+    last: tuple[str, str] | None = None
+    for row in results:
+        key = (row["operator"], row["size"])
+        if last is not None and key != last:
+            out.add_section()
+        head = ("", "", "") if key == last else (*key, str(row["per_step"]))
+        flops = f"{row['gflop_s']:.1f}" if row["gflop_s"] else "-"
+        shown = (
+            str(row["rows"]),
+            f"{row['us']:.1f}",
+            f"{row['gb_s']:.1f}",
+            flops,
+            f"{row['roof_share']:.0%}",
+        )
+        out.add_row(*head, *shown)
+        last = key
+    return out
+
+
+def find_shape(name: str | None) -> tuple[str, ModelShape]:
+    """A published shape, a checkpoint's, or the built-in model's. Raises the loader's ValueErrors."""
+    is_published = name is not None and name.lower() in PUBLISHED
+    config = EngineConfig(dummy=name) if is_published else EngineConfig(model=name or BUILT_IN)
+    label, _, shape = locate(config)
+    return label.removeprefix("dummy-"), shape
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """The command."""
+    rows = sorted(numbers(arguments.rows, "--rows", int))
+    n_threads = arguments.threads or n_usable_cpus()
+    name, shape = find_shape(arguments.shape)
+    console = Console(stderr=True)
+    with console.status("measuring the machine"):
+        roofs = read_bandwidth(n_threads), multiply_peak(n_threads)
+    with console.status(f"measuring the operators of {name}"):
+        results = measure(Workload(shape, max(rows), n_threads), rows, arguments.seconds, roofs)
+    step_ms = {
+        m: round(sum(r["us"] * r["per_step"] for r in results if r["rows"] == m) / 1e3, 3)
+        for m in rows
+        if m <= MAX_DECODES
+    }
+    head = {
+        "bench": "ops", "shape": name, "date": now().isoformat(), "machine": machine(), "code": code(),
+        "threads": n_threads, "instructions": instruction_set(),
+        "read_gb_s": round(roofs[0] / 1e9, 1), "multiply_gflop_s": round(roofs[1] / 1e9, 1),
+        "decode_step_ms": step_ms,
+    }  # fmt: skip
+    directory = runs_directory(arguments.out)
+    path: Path = directory / f"ops-{name}-{now():%H%M%S}.json"
+    path.write_text(json.dumps(head | {"rows": results}, indent=1) + "\n")
+    title = (
+        f"{name} on {n_threads} threads, {instruction_set()}: memory reads {roofs[0] / 1e9:.1f} GB/s, "
+        f"multiplies {roofs[1] / 1e9:.0f} GFLOP/s"
+    )
+    Console(width=None if sys.stdout.isatty() else 120).print(table(results, title))
+    for m, took in step_ms.items():
+        print(f"a step of {m} decodes, from the table: {took:.2f} ms, {1e3 * m / took:.0f} tok/s")
+    print(json.dumps(head | {"file": str(path)}))
+    return 0

@@ -1,0 +1,97 @@
+"""Plots of `deltic bench serve` results: one file, or several over each other to compare servers or changes.
+
+python -m deltic.bench.plot A.json B.json -o compared.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.ticker import NullLocator, ScalarFormatter
+
+Row = dict[str, Any]
+
+
+def draw(paths: Sequence[Path], picture: Path) -> None:
+    """Writes `picture` (PNG): speed and latency over requests in flight and over the arrival rate.
+
+    One row of four panels for each mode found in the files; percentiles are lines of one colour per file.
+    """
+    results = [json.loads(path.read_text()) for path in paths]
+    modes = [
+        mode for mode in ("closed", "open") if any(row["mode"] == mode for r in results for row in r["rows"])
+    ]
+    figure, axes = pyplot.subplots(len(modes), 4, figsize=(18, 4.2 * len(modes)), squeeze=False)
+    for line, mode in zip(axes, modes, strict=True):
+        label = "requests in flight" if mode == "closed" else "requests a second"
+        for result, color in zip(
+            results, pyplot.rcParams["axes.prop_cycle"].by_key()["color"] * 9, strict=False
+        ):
+            rows = sorted(
+                (row for row in result["rows"] if row["mode"] == mode), key=lambda row: row["value"]
+            )
+            if rows:
+                _draw_rows(line, rows, color, result["label"])
+        for axis in line:
+            _scale(axis, sorted({row["value"] for r in results for row in r["rows"] if row["mode"] == mode}))
+            axis.set_xlabel(label)
+        line[0].legend(frameon=False)
+    load, machine = results[0]["load"], results[0]["machine"]
+    figure.suptitle(
+        f"{load['prompt_tokens']} prompt + {load['output_tokens']} output tokens, {load['kind']} · "
+        f"client on {machine['cpu']}, {machine['cores']} cores · {results[0]['date'][:10]}"
+    )
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_rows(axes: Sequence[Any], rows: list[Row], color: str, label: str) -> None:
+    def line(axis: Any, value: Callable[[Row], float | None], title: str, **style: Any) -> None:
+        found = [(row["value"], y) for row in rows if (y := value(row)) is not None]
+        axis.plot([x for x, _ in found], [y for _, y in found], color=color, **style)
+        axis.set_title(title)
+
+    line(axes[0], lambda row: row["output_tok_s"], "output tok/s, all requests", marker="o", label=label)
+    line(axes[1], lambda row: row["decode_tok_s"], "decode tok/s, one request (median)", marker="o")
+    for q, style in (("p50", "-"), ("p95", "--"), ("p99", ":")):
+        line(axes[2], partial(_at, "ttft_ms", q), "TTFT ms: p50, p95 dashed, p99 dotted", linestyle=style)
+        line(axes[3], partial(_at, "itl_ms", q), "ITL ms: p50, p95 dashed, p99 dotted", linestyle=style)
+
+
+def _at(key: str, q: str, row: Row) -> float | None:
+    value: float | None = row[key][q]
+    return value
+
+
+def _scale(axis: Any, ticks: list[float]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks)
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+
+
+def main() -> None:
+    """Compares result files in one picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of deltic bench serve")
+    parser.add_argument("-o", "--out", type=Path, default=Path("compared.png"))
+    arguments = parser.parse_args()
+    draw(arguments.results, arguments.out)
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

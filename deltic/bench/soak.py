@@ -1,0 +1,339 @@
+"""A soak: random traffic on loopback against a server of our own, with its promises checked all along.
+
+    python -m deltic.bench.soak --minutes 30 [--kill-engine 5] [--seed 0]
+
+Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
+other with a status), no 5xx except then, the answers' form, the same text for the same seed; at quiet
+points, that nothing runs or waits and all pages and slots are free; at the end, that memory is flat. Stops
+by itself, prints a table, writes a JSON report and ends with a line of JSON; exit status 1 when a promise
+broke.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deltic.bench import traffic as kinds
+from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.traffic import Lost, Traffic, Violation
+from deltic.remote import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
+
+MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES = 1024, 8, 16, 48
+"""Small on purpose: 8 sequences of 16 pages do not fit into 48, so sequences are preempted."""
+
+SERVE = [
+    "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue", str(MAX_QUEUE),
+    "--n-pages", str(N_PAGES), "--max-body-mb", "1", "--log-level", "warning",
+]  # fmt: skip
+
+IDLE = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
+"""Gauges of /metrics, each `deltic_<name>`, that are 0 when nothing runs."""
+
+MEMORY_TOLERANCE = (0.04, 6e6)
+"""The median of a process's memory in the last third may exceed the second third's by 4 % and 6 MB."""
+
+WARM_UP_S, WARM_UP_BYTES = 600.0, 20e6
+"""A run shorter than this may grow by this much more: the allocator has not found its level yet."""
+
+QUIET_S = 10.0
+"""How soon after the last request everything must be free."""
+
+
+def rss_bytes(pid: int) -> int | None:
+    """Resident memory of a process; None when it is gone."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^VmRSS:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    return None
+
+
+def engine_pid(server_pid: int) -> int | None:
+    """The engine process: the server's child that runs deltic.engine.loop."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, LookupError):
+            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == server_pid and b"deltic.engine.loop" in (directory / "cmdline").read_bytes():
+                return int(directory.name)
+    return None
+
+
+def gauges(metrics: str) -> dict[str, float]:
+    """Samples of a /metrics page that have no labels, without the `deltic_` prefix."""
+    return {name: float(value) for name, value in re.findall(r"^deltic_(\w+) (\S+)$", metrics, re.MULTILINE)}
+
+
+@dataclass
+class Soak:
+    """One run: the server, its traffic, and what was found."""
+
+    server: LocalServer
+    traffic: Traffic
+    seed: int
+    deadline: float
+    max_requests: int
+    timeout_s: float
+    violations: list[str] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    """A row for each quiet point: seconds since the start, resident bytes of both processes."""
+    recoveries_s: list[float] = field(default_factory=list)
+    gauges: dict[str, float] = field(default_factory=dict)
+    n_requests: int = 0
+    n_lost: int = 0
+    killing: bool = False
+
+    def __post_init__(self) -> None:
+        self.begin = time.monotonic()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._n_busy = 0
+
+    def violate(self, message: str) -> None:
+        """Notes a broken promise."""
+        self.violations.append(f"{time.monotonic() - self.begin:.1f} s: {message}")
+
+    def over(self) -> bool:
+        """Time or count is used up, or so much is broken that more would say nothing new."""
+        spent = time.monotonic() > self.deadline or self.n_requests >= self.max_requests
+        return spent or len(self.violations) >= 50 or self.server.process.poll() is not None
+
+    async def client(self, number: int) -> None:
+        """One client: random requests, one after another, paused at quiet points."""
+        rng = random.Random(f"{self.seed} {number}")
+        while not self.over():
+            await self._open.wait()
+            self.n_requests += 1
+            self._n_busy += 1
+            killed_before = len(self.recoveries_s)
+            try:
+                await kinds.one(self.traffic, rng, self.timeout_s)
+            except Violation as violation:
+                self.violate(str(violation))
+            except Lost as lost:
+                if self.killing or len(self.recoveries_s) > killed_before:
+                    self.n_lost += 1
+                    await asyncio.sleep(0.1)
+                else:
+                    self.violate(str(lost))
+            finally:
+                self._n_busy -= 1
+
+    async def quiet(self) -> None:
+        """Lets the traffic run out, then looks whether everything is free, and measures memory."""
+        self._open.clear()
+        limit = time.monotonic() + self.timeout_s
+        while self._n_busy and time.monotonic() < limit:
+            await asyncio.sleep(0.02)
+        limit = time.monotonic() + QUIET_S
+        held: dict[str, float] = {}
+        while time.monotonic() < limit:
+            with contextlib.suppress(EndpointError):
+                reply = await self.traffic.endpoint.open("GET", "/metrics")
+                self.gauges = gauges((await reply.read()).decode())
+                held = {name: self.gauges.get(name, float("nan")) for name in IDLE}
+                if not any(held.values()):
+                    break
+            await asyncio.sleep(0.1)
+        else:
+            self.violate(f"not free {QUIET_S:.0f} s after the last request: {held}")
+        pid = engine_pid(self.server.process.pid)
+        self.memory.append(
+            {
+                "s": round(time.monotonic() - self.begin, 1),
+                "server": rss_bytes(self.server.process.pid),
+                "engine": rss_bytes(pid) if pid else None,
+                "engine_pid": pid,
+                "requests": self.n_requests,
+            }
+        )
+        self._open.set()
+
+    async def kill(self) -> None:
+        """Kills the engine process under load and waits until the server is ready again."""
+        pid = engine_pid(self.server.process.pid)
+        if pid is None:
+            self.violate("no engine process to kill")
+            return
+        self.killing = True
+        begin = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        seen: set[int] = set()
+        probe = Endpoint(self.server.url, self.server.api_key)
+        while time.monotonic() < begin + 60:
+            with contextlib.suppress(EndpointError):
+                status, _ = await probe.json("GET", "/health")
+                seen.add(status)
+                status, _ = await probe.json("GET", "/ready")
+                if status == 200 and seen != {200}:
+                    break
+            await asyncio.sleep(0.02)
+        else:
+            self.violate("not ready again 60 s after the engine was killed")
+        if 503 not in seen:
+            self.violate(f"/health never said 503 while the engine was down, but {sorted(seen)}")
+        probe.close()
+        self.recoveries_s.append(round(time.monotonic() - begin, 2))
+        self.killing = False
+
+    async def run(self, n_clients: int, kill_every_s: float | None) -> None:
+        """Traffic until the deadline, with quiet points and kills between."""
+        every = min(30.0, (self.deadline - self.begin) / 13)
+        clients = [asyncio.create_task(self.client(number)) for number in range(n_clients)]
+        next_kill = self.begin + kill_every_s if kill_every_s else float("inf")
+        while not self.over():
+            await asyncio.sleep(min(every, max(0.0, self.deadline - time.monotonic())))
+            if time.monotonic() >= next_kill and not self.over():
+                await self.kill()
+                next_kill = time.monotonic() + (kill_every_s or 0.0)
+            await self.quiet()
+        await asyncio.gather(*clients)
+        if self.server.process.poll() is not None:
+            self.violate(
+                f"the server ended with status {self.server.process.returncode}:\n{self.server.log_tail()}"
+            )
+        else:
+            await self.quiet()
+
+    def check_memory(self) -> dict[str, Any]:
+        """Growth of each process's memory from the second third to the last; too much is a violation.
+
+        An engine that was started again is another process: the one seen most often is looked at.
+        """
+        growth: dict[str, Any] = {}
+        for name in ("server", "engine") if self.memory else ():
+            pid = statistics.mode(row["engine_pid"] for row in self.memory)
+            rows = self.memory if name == "server" else [r for r in self.memory if r["engine_pid"] == pid]
+            sizes = [row[name] for row in rows if row[name]]
+            if len(sizes) < 6:
+                growth[name] = None
+                continue
+            third = len(sizes) // 3
+            middle, last = statistics.median(sizes[third : 2 * third]), statistics.median(sizes[-third:])
+            share, room = MEMORY_TOLERANCE
+            room += WARM_UP_BYTES if time.monotonic() - self.begin < WARM_UP_S else 0.0
+            growth[name] = {"second_third_mb": middle / 1e6, "last_third_mb": last / 1e6}
+            if last > middle * (1 + share) + room:
+                self.violate(f"the {name}'s memory grew from {middle / 1e6:.1f} to {last / 1e6:.1f} MB")
+        return growth
+
+    def report(self) -> dict[str, Any]:
+        """Everything that was seen."""
+        return {
+            "minutes": round((time.monotonic() - self.begin) / 60, 2),
+            "requests": self.n_requests,
+            "kinds": dict(sorted(self.traffic.counts.items())),
+            "generated_tokens_checked": self.traffic.n_tokens,
+            "lost_to_kills": self.n_lost,
+            "kills": len(self.recoveries_s),
+            "recoveries_s": self.recoveries_s,
+            "memory_growth": self.check_memory(),
+            "memory": self.memory,
+            "gauges": self.gauges,
+            "violations": self.violations,
+        }
+
+
+async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    extra = shlex.split(arguments.serve_args)
+    server = LocalServer([*([arguments.model] if arguments.model else []), *SERVE, *extra])
+    try:
+        with console.status("starting the server"):
+            endpoint = await server.wait_ready()
+        traffic = Traffic(endpoint, await model_name(endpoint), MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE)
+        deadline = time.monotonic() + arguments.minutes * 60
+        soak = Soak(server, traffic, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
+        with console.status(f"{arguments.minutes:g} minutes of traffic"):
+            await soak.run(arguments.clients, arguments.kill_engine * 60 if arguments.kill_engine else None)
+        report = soak.report()
+        endpoint.close()
+        begin = time.monotonic()
+        status = server.stop()
+        if status != 0:
+            report["violations"].append(f"the server ended with status {status} on SIGTERM")
+        return report | {"stop_s": round(time.monotonic() - begin, 2)}
+    finally:
+        server.stop()
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The report for people."""
+    out = Table(
+        title=f"soak: {report['minutes']:g} minutes, {report['requests']} requests", title_justify="left"
+    )
+    out.add_column("what")
+    out.add_column("", justify="right")
+    for name, value in report["kinds"].items():
+        out.add_row(name, str(value))
+    out.add_row("tokens in checked answers", str(report["generated_tokens_checked"]))
+    out.add_row("engine kills, requests lost to them", f"{report['kills']}, {report['lost_to_kills']}")
+    for name, sizes in report["memory_growth"].items():
+        if sizes:
+            shown = f"{sizes['second_third_mb']:.1f} -> {sizes['last_third_mb']:.1f}"
+            out.add_row(f"{name} memory MB, second third -> last", shown)
+    out.add_row("violations", str(len(report["violations"])))
+    return out
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser("python -m deltic.bench.soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("model", nargs="?", help="what to serve (default: the built-in model)")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--clients", type=int, default=12, help="clients at once (default: 12)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kill-engine", type=float, metavar="MINUTES", help="SIGKILL the engine this often")
+    parser.add_argument("--max-requests", type=int, default=1_000_000)
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds until a request must have ended"
+    )
+    parser.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
+    parser.add_argument(
+        "--out", metavar="DIR", help="directory of the report (default: bench/runs/<date>-<machine>)"
+    )
+    arguments = parser.parse_args()
+    console = Console(stderr=True)
+    try:
+        report = asyncio.run(_run(arguments, console))
+    except (EndpointError, ServerFailed) as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 1
+    head = {
+        "bench": "soak",
+        "date": now().isoformat(),
+        "machine": machine(),
+        "client": code(),
+        "seed": arguments.seed,
+    }
+    report = head | report
+    path = runs_directory(arguments.out) / f"soak-{now():%H%M%S}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    Console(width=None if sys.stdout.isatty() else 130).print(table(report))
+    for violation in report["violations"][:20]:
+        print(f"VIOLATION {violation}")
+    keys = ("minutes", "requests", "kills", "lost_to_kills", "recoveries_s", "memory_growth")
+    line = {name: report[name] for name in keys} | {
+        "violations": len(report["violations"]),
+        "file": str(path),
+    }
+    print(json.dumps({"bench": "soak"} | line))
+    return 1 if report["violations"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,404 @@
+"""The soak's traffic: random requests of every kind, each with what its answer must look like.
+
+An answer that breaks a promise raises Violation. What a request asks depends on the random generator only, so
+a seed gives the same traffic again (its timing is the machine's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltic.bench.load import WORDS
+from deltic.remote import DONE, Endpoint, EndpointError, Reply
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+FINISH_REASONS = {"stop", "length", "tool_calls"}
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": what,
+            "parameters": {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]},
+        },
+    }
+    for name, what, key in (
+        ("weather", "Weather of a city", "city"),
+        ("calculator", "Computes", "expression"),
+    )
+]
+
+
+class Violation(Exception):
+    """A promise of the server that did not hold; the message says what came instead."""
+
+
+class Lost(Exception):
+    """What is right only while the engine is being killed: 5xx, an error event, a broken connection."""
+
+
+@dataclass
+class Traffic:
+    """Where requests go, what the server was started with, and what has been seen."""
+
+    endpoint: Endpoint
+    model: str
+    max_model_len: int
+    n_queue_and_running: int
+    """Sequences that the server takes before it answers 429."""
+    counts: dict[str, int] = field(default_factory=dict)
+    n_tokens: int = 0
+    golden: dict[str, str] = field(default_factory=dict)
+    """Answers of seeded requests, by request: the same must come again whatever else runs."""
+
+    def count(self, what: str) -> None:
+        """Adds one to a line of the summary."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+def text(rng: random.Random, most: int) -> str:
+    """One to `most` words: few, mostly."""
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, rng.choice([4, 20, most]))))
+
+
+def options(rng: random.Random, chat: bool) -> dict[str, Any]:
+    """Sampling and other fields, each with some probability; always valid together."""
+    some: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 20, 40, 90])}
+    choices: list[tuple[float, Callable[[], dict[str, Any]]]] = [
+        (0.6, lambda: {"temperature": rng.choice([0.0, 0.3, 1.0, 1.8])}),
+        (0.2, lambda: {"top_p": rng.uniform(0.1, 1.0)}),
+        (0.2, lambda: {"top_k": rng.choice([1, 5, 50])}),
+        (0.1, lambda: {"min_p": rng.uniform(0.0, 0.5)}),
+        (0.2, lambda: {"presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2)}),
+        (0.1, lambda: {"repetition_penalty": rng.uniform(0.8, 1.5)}),
+        (0.3, lambda: {"seed": rng.randint(-(2**63), 2**63 - 1)}),
+        (0.2, lambda: {"stop": rng.choice(["e", ["the", "and"], [".", "\n", "story"]])}),
+        (0.1, lambda: {"logit_bias": {str(rng.randint(0, 200)): rng.uniform(-100, 100)}}),
+        (0.2, lambda: {"n": rng.randint(2, 5)}),
+        (0.2, lambda: {"priority": rng.randint(-3, 3)}),
+        (0.1, lambda: {"ignore_eos": True}),
+        (0.1, lambda: {"min_tokens": 1}),
+        (0.2, lambda: {"logprobs": True, "top_logprobs": rng.randint(0, 5)} if chat else {"logprobs": 3}),
+        (0.2, lambda: {"tools": TOOLS} if chat else {"echo": True}),
+        (0.2, lambda: {"enable_thinking": rng.random() < 0.5} if chat else {}),
+    ]
+    for probability, make in choices:
+        if rng.random() < probability:
+            some |= make()
+    return some
+
+
+def body(traffic: Traffic, rng: random.Random, stream: bool) -> tuple[str, dict[str, Any]]:
+    """A path and a valid request for it."""
+    chat = rng.random() < 0.5
+    n_words = traffic.max_model_len // 20
+    request: dict[str, Any] = {"model": traffic.model, "stream": stream} | options(rng, chat)
+    if chat:
+        messages = [{"role": "system", "content": text(rng, 10)}] if rng.random() < 0.3 else []
+        for _ in range(rng.choice([0, 0, 0, 1, 3])):
+            messages += [
+                {"role": "user", "content": text(rng, 10)},
+                {"role": "assistant", "content": text(rng, 10)},
+            ]
+        request["messages"] = [*messages, {"role": "user", "content": text(rng, n_words)}]
+    else:
+        request["prompt"] = text(rng, n_words)
+    if stream and rng.random() < 0.7:
+        request["stream_options"] = {"include_usage": True}
+    return (CHAT if chat else COMPLETIONS), request
+
+
+@dataclass
+class Answered:
+    """What a request brought: text and finish reason by index, and the usage."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
+        """A choice of a chunk or of a whole answer."""
+        index = choice["index"]
+        if index in self.finish_reasons:
+            raise Violation(f"index {index} went on after its finish_reason")
+        said = choice.get("delta") or choice.get("message") or choice
+        self.texts[index] = self.texts.get(index, "") + (said.get("content") or said.get("text") or "")
+        if choice.get("finish_reason"):
+            self.finish_reasons[index] = choice["finish_reason"]
+
+    def check(self, request: dict[str, Any]) -> None:
+        """Raises Violation unless every sequence ended as the request says."""
+        n = request.get("n", 1)
+        if sorted(self.finish_reasons) != list(range(n)):
+            raise Violation(f"n = {n}, but finish reasons came for {sorted(self.finish_reasons)}")
+        if not set(self.finish_reasons.values()) <= FINISH_REASONS:
+            raise Violation(f"finish reasons {self.finish_reasons}")
+        if self.usage is None:
+            if not request["stream"] or "stream_options" in request:
+                raise Violation("no usage")
+        elif not 0 <= self.usage["completion_tokens"] <= n * request["max_tokens"]:
+            raise Violation(
+                f"{self.usage['completion_tokens']} tokens for n = {n}, {request['max_tokens']} at most"
+            )
+        stops = request.get("stop", [])
+        for stop in [stops] if isinstance(stops, str) else stops:
+            if not request.get("echo") and any(stop in said for said in self.texts.values()):
+                raise Violation(f"the stop string {stop!r} was emitted")
+
+
+async def _refused(reply: Reply) -> str:
+    """The message of an answer that is not 200, after its error body has been looked at."""
+    data = await reply.read()
+    if reply.status >= 500:
+        raise Lost(f"HTTP {reply.status}: {data[:200]!r}")
+    try:
+        message = json.loads(data)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        raise Violation(f"HTTP {reply.status} without OpenAI's error body: {data[:200]!r}") from None
+    if not message:
+        raise Violation(f"HTTP {reply.status} with an empty message")
+    return str(message)
+
+
+async def _stream(reply: Reply, answered: Answered, pause_s: float = 0.0) -> None:
+    """Reads a stream to its end. Raises Lost for an error event, Violation for an end without [DONE]."""
+    done = False
+    async with contextlib.aclosing(reply.events()) as events:
+        async for _, payload in events:
+            if done:
+                raise Violation("an event after [DONE]")
+            if payload == DONE:
+                done = True
+                continue
+            event = json.loads(payload)
+            if "error" in event:
+                raise Lost(f"error event: {event['error']}")
+            answered.usage = event.get("usage") or answered.usage
+            for choice in event["choices"]:
+                answered.add(choice)
+            if pause_s:
+                await asyncio.sleep(pause_s)
+    if not done:
+        raise Violation("the stream ended without [DONE]")
+
+
+async def ask(traffic: Traffic, path: str, request: dict[str, Any], pause_s: float = 0.0) -> Answered | None:
+    """Sends a valid request and checks its answer; None when the queue was full."""
+    reply = await traffic.endpoint.open("POST", path, request)
+    if reply.status != 200:
+        retry_after = reply.headers.get("retry-after")
+        message = await _refused(reply)
+        if reply.status != 429:
+            raise Violation(f"a valid request got HTTP {reply.status}: {message}; it was {request}")
+        if retry_after is None:
+            raise Violation("429 without Retry-After")
+        traffic.count("answered 429")
+        return None
+    answered = Answered()
+    if request["stream"]:
+        await _stream(reply, answered, pause_s)
+    else:
+        answer = json.loads(await reply.read())
+        answered.usage = answer["usage"]
+        for choice in answer["choices"]:
+            answered.add(choice)
+    answered.check(request)
+    traffic.n_tokens += (answered.usage or {}).get("completion_tokens", 0)
+    return answered
+
+
+# The kinds of requests. Each is counted under its name.
+
+
+async def streamed(traffic: Traffic, rng: random.Random) -> None:
+    path, request = body(traffic, rng, stream=True)
+    await ask(traffic, path, request, pause_s=0.02 if rng.random() < 0.05 else 0.0)
+
+
+async def whole(traffic: Traffic, rng: random.Random) -> None:
+    path, request = body(traffic, rng, stream=False)
+    await ask(traffic, path, request)
+
+
+async def gone_stream(traffic: Traffic, rng: random.Random) -> None:
+    """The client goes away after some events, or before the first."""
+    path, request = body(traffic, rng, stream=True)
+    request["max_tokens"] = 200
+    reply = await traffic.endpoint.open("POST", path, request)
+    n_events = rng.choice([0, 0, 1, 2, 10, 40])
+    async with contextlib.aclosing(reply.events()) as events:
+        while n_events and reply.status == 200:
+            n_events -= 1
+            if await anext(events, None) is None:
+                break
+    reply.close()
+
+
+async def gone_waiting(traffic: Traffic, rng: random.Random) -> None:
+    """The client goes away while it waits for the head of an answer."""
+    path, request = body(traffic, rng, stream=rng.random() < 0.3)
+    request["max_tokens"] = 200
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(rng.choice([0.001, 0.02, 0.1, 0.5])):
+            reply = await traffic.endpoint.open("POST", path, request)
+            reply.close()
+
+
+async def too_long(traffic: Traffic, rng: random.Random) -> None:
+    """A prompt beyond the context: 400 with limit and length."""
+    request = {
+        "model": traffic.model,
+        "prompt": text(rng, 1) + " word" * (traffic.max_model_len * rng.randint(2, 20)),
+    }
+    reply = await traffic.endpoint.open("POST", COMPLETIONS, request)
+    await _refused(reply)
+    if reply.status != 400:
+        raise Violation(f"a prompt too long got HTTP {reply.status}")
+
+
+async def burst(traffic: Traffic, rng: random.Random) -> None:
+    """More at once than the queue takes: each is answered or gets 429."""
+    requests = [body(traffic, rng, stream=rng.random() < 0.5) for _ in range(traffic.n_queue_and_running + 8)]
+    tasks = [ask(traffic, path, request | {"max_tokens": 8}) for path, request in requests]
+    failures = [
+        f for f in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(f, BaseException)
+    ]
+    for failure in sorted(failures, key=lambda f: isinstance(f, Lost | EndpointError)):
+        raise failure
+
+
+async def again(traffic: Traffic, rng: random.Random) -> None:
+    """A seeded request that was asked before: the same text, whatever runs beside it."""
+    which = rng.randrange(6)
+    own = random.Random(which)
+    request: dict[str, Any] = {"model": traffic.model, "stream": rng.random() < 0.5, "prompt": text(own, 60)}
+    request |= {
+        "max_tokens": 24,
+        "temperature": 0.9,
+        "seed": which,
+        "stream_options": {"include_usage": True},
+    }
+    if not request["stream"]:
+        del request["stream_options"]
+    answered = await ask(traffic, COMPLETIONS, request)
+    if answered is not None:
+        first = traffic.golden.setdefault(str(which), answered.texts[0])
+        if answered.texts[0] != first:
+            raise Violation(f"the same seeded request gave {first!r}, then {answered.texts[0]!r}")
+
+
+async def look(traffic: Traffic, rng: random.Random) -> None:
+    """The routes beside the two big ones."""
+    request = {"model": traffic.model, "prompt": text(rng, 30)}
+    for method, path, sent in [
+        ("GET", "/v1/models", None), ("GET", "/metrics", None), ("GET", "/version", None),
+        ("GET", "/health", None),
+        ("POST", "/tokenize", request), ("POST", "/detokenize", {"model": traffic.model, "tokens": [65, 66]}),
+    ]:  # fmt: skip
+        reply = await traffic.endpoint.open(method, path, sent)
+        if reply.status != 200:
+            await _refused(reply)
+            raise Violation(f"{method} {path} got HTTP {reply.status}")
+        await reply.read()
+
+
+async def bad(traffic: Traffic, rng: random.Random) -> None:
+    """A request that cannot be right: a 4xx with OpenAI's error body."""
+    hi = [{"role": "user", "content": "hi"}]
+    ok_chat, ok_prompt = {"model": traffic.model, "messages": hi}, {"model": traffic.model, "prompt": "hi"}
+    wrong_chat: list[dict[str, Any]] = [
+        {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "wizard", "content": "x"}]},
+        {"messages": [{"role": "user", "content": 7}]}, {"messages": [{"role": "user"}]},
+        {"messages": [None]},
+        {"temperature": -1}, {"temperature": "hot"}, {"temperature": 1e999}, {"top_p": 1.5},
+        {"n": 0}, {"n": 10**6}, {"n": 10**30}, {"max_tokens": -5}, {"max_tokens": 1.5}, {"seed": "x"},
+        {"logit_bias": {"99999999": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": [1]}, {"stream": "perhaps"},
+        {"no_such_field": 1}, {"tools": "hammer"}, {"tools": [{"type": "x"}]}, {"tool_choice": "required"},
+        {"top_logprobs": 3}, {"top_logprobs": 10**4, "logprobs": True}, {"stop": [1]}, {"stop": {"a": 1}},
+        {"response_format": {"type": "json_schema", "json_schema": {}}}, {"model": "no-such-model"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"chat_template_kwargs": 3}, {"priority": "high"}, {"presence_penalty": 99},
+    ]  # fmt: skip
+    wrong_prompt: list[dict[str, Any]] = [
+        {"prompt": 5}, {"prompt": None}, {"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": [[]]},
+        {"prompt": [1, "a"]},
+        {"suffix": "x"}, {"logprobs": 10**4}, {"best_of": 20}, {"messages": hi}, {"min_tokens": -1},
+        {"top_k": "x"},
+        {"stop_token_ids": [10**9]}, {"min_p": 3}, {"repetition_penalty": 0}, {"prompt": {"a": 1}},
+    ]  # fmt: skip
+    raw = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"hi"',
+        b"\xff\xfe",
+        b"[" * 50_000,
+        b'{"a":' * 20_000,
+        b'{"messages": NaN}',
+    ]
+    kind = rng.randrange(5)
+    reply: Reply
+    if kind == 0:
+        reply = await traffic.endpoint.open("POST", CHAT, ok_chat | rng.choice(wrong_chat))
+    elif kind == 1:
+        reply = await traffic.endpoint.open("POST", COMPLETIONS, ok_prompt | rng.choice(wrong_prompt))
+    elif kind == 2:
+        reply = await traffic.endpoint.open(
+            "POST", rng.choice([CHAT, COMPLETIONS, "/tokenize"]), rng.choice(raw)
+        )
+    elif kind == 3:
+        method, path = rng.choice(
+            [("GET", CHAT), ("POST", "/nowhere"), ("DELETE", "/v1/models"), ("GET", "/v1")]
+        )
+        reply = await traffic.endpoint.open(method, path)
+    else:
+        big = {"model": traffic.model, "prompt": "x" * 1_500_000}
+        reply = await traffic.endpoint.open("POST", COMPLETIONS, big)
+    if reply.status < 400:
+        reply.close()
+        raise Violation(f"a bad request ({kind}) got HTTP {reply.status}")
+    await _refused(reply)
+
+
+async def wrong_key(traffic: Traffic, rng: random.Random) -> None:
+    stranger = Endpoint(traffic.endpoint.url, "guess" * rng.randint(1, 100))
+    try:
+        reply = await stranger.open("POST", CHAT, {"model": traffic.model, "messages": []})
+        await _refused(reply)
+        if reply.status != 401:
+            raise Violation(f"a wrong key got HTTP {reply.status}")
+    finally:
+        stranger.close()
+
+
+KINDS: dict[Callable[[Traffic, random.Random], Awaitable[None]], float] = {
+    streamed: 30, whole: 20, gone_stream: 14, gone_waiting: 8, bad: 14, too_long: 3, again: 6, look: 3,
+    wrong_key: 2, burst: 0.3,
+}  # fmt: skip
+"""Kind of request: how often, relative to the others."""
+
+
+async def one(traffic: Traffic, rng: random.Random, timeout_s: float) -> None:
+    """One random request. Raises Violation, or Lost where the engine seems to have gone."""
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    traffic.count(kind.__name__.replace("_", " "))
+    try:
+        async with asyncio.timeout(timeout_s):
+            await kind(traffic, rng)
+    except TimeoutError:
+        raise Violation(f"{kind.__name__}: no end within {timeout_s:.0f} s") from None
+    except (EndpointError, Lost) as error:
+        raise Lost(f"{kind.__name__}: {error}") from None
+    except Violation as violation:
+        raise Violation(f"{kind.__name__}: {violation}") from None
+    except (LookupError, TypeError, ValueError) as error:
+        raise Violation(f"{kind.__name__}: malformed answer: {type(error).__name__}: {error}") from None

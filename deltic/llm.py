@@ -1,0 +1,249 @@
+"""The offline API: a model in this process, without server and queue.
+
+    from deltic import LLM, SamplingParams
+    llm = LLM("Qwen/Qwen3.5-0.8B")
+    for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
+        print(answer.text)
+
+It runs the engine that the server runs, with the same steps, so the same request gives the same tokens.
+An LLM is for one thread at a time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deltic.config import BUILT_IN, EngineConfig, resolve
+from deltic.engine.loop import MAX_FAILURES, Engine
+from deltic.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from deltic.server.chat import ChatTemplate
+from deltic.server.errors import ApiError
+from deltic.server.parser import Delta, OutputParser
+from deltic.server.protocol import SamplingDefaults
+from deltic.text import Detokenizer, StopMatcher, Tokenizer, text_directory
+
+Message = dict[str, Any]
+
+
+class EngineStopped(RuntimeError):
+    """The engine failed several steps in a row; make a new LLM."""
+
+
+@dataclass
+class Completion:
+    """One answer. With n > 1 a prompt has n of them, next to each other."""
+
+    prompt_index: int
+    index: int
+    """0 to n - 1."""
+    prompt_ids: list[int]
+    text: str = ""
+    """Without the stop string or token; from `chat`, without reasoning and tool calls."""
+    token_ids: list[int] = field(default_factory=list)
+    """All that were drawn, the stop token included."""
+    finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    tool_calls: list[dict[str, str]] = field(default_factory=list)
+    """Each with `id`, `name` and `arguments` (JSON text); from `chat` with tools."""
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+    """Why, when finish_reason is "error"."""
+
+
+class LLM:
+    """A loaded model. Making one reads the weights and allocates all memory it will ever use."""
+
+    def __init__(self, model: str = BUILT_IN, *, chat_template: Path | None = None, **settings: Any) -> None:
+        """`settings` are the fields of EngineConfig: dummy, threads, memory_gb, max_model_len, ...
+
+        Raises ConfigError, TokenizerError, UnsupportedModelError or CheckpointError: all of them ValueErrors
+        that say what to do.
+        """
+        self.config = resolve(EngineConfig, {"model": model, **settings})
+        directory = text_directory(model, dummy=self.config.dummy is not None)
+        self.tokenizer = Tokenizer.load(directory)
+        self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
+        from deltic.engine.runner import build_runner  # imports torch: after what can fail at once
+
+        self._engine = Engine(build_runner(self.config, lambda stage, done: None), self.config.max_itl_ms)
+        self.info = self._engine.info
+        self._ids = count()
+        # Where no SamplingParams are given: the checkpoint's own, for as long as the context lasts.
+        defaults = msgspec.structs.asdict(SamplingDefaults.load(directory))
+        self.default_params = SamplingParams(max_tokens=self.info.max_model_len, **defaults)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        priority: int = 0,
+    ) -> list[Completion]:
+        """Continues each prompt (text, or token ids); completions in the prompts' order.
+
+        `params`: for all prompts, or one for each. Raises ValueError, and runs none, when one cannot run.
+        """
+        given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
+        ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
+        answers = self._answers(ids, params, stop)
+        self._run(answers, [[] for _ in ids], priority)
+        return [answer.completion for answer in answers]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        stop: str | Sequence[str] = (),
+        priority: int = 0,
+        **template_settings: Any,
+    ) -> list[Completion]:
+        """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
+
+        `tools` as in OpenAI's API; `template_settings` are the template's, e.g. enable_thinking. Raises
+        ValueError.
+        """
+        if self._template is None:
+            raise ValueError(
+                "this model has no chat template; use generate(), or give LLM(chat_template=FILE)"
+            )
+        first: Any = messages[0] if messages else None
+        many: Sequence[Any] = messages if first is None or not isinstance(first, dict) else [messages]
+        offered = [dict(tool) for tool in tools] if tools else None
+        try:
+            rendered = [self._template.render(list(m), offered, settings=template_settings) for m in many]
+        except ApiError as error:
+            raise ValueError(error.message) from None
+        functions = [tool.get("function", tool) for tool in offered or ()]
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions} or None
+        answers = self._answers([prompt.ids for prompt in rendered], params, stop)
+        for answer in answers:
+            thinking = rendered[answer.completion.prompt_index].thinking
+            answer.parser = OutputParser(thinking=thinking, tools=schemas)
+        self._run(answers, [prompt.boundaries for prompt in rendered], priority)
+        return [answer.completion for answer in answers]
+
+    def _answers(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        stop: str | Sequence[str],
+    ) -> list[_Answer]:
+        """One for each sequence to come. A request without a seed gets one, as the server would give it."""
+        each = [params or self.default_params] * len(prompts) if not isinstance(params, Sequence) else params
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each"
+            )
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        answers = []
+        for at, (ids, p) in enumerate(zip(prompts, each, strict=True)):
+            own = p if p.seed is not None else msgspec.structs.replace(p, seed=secrets.randbits(63))
+            for index in range(p.n):
+                completion = Completion(at, index, ids)
+                answers.append(_Answer(completion, own, Detokenizer(self.tokenizer), StopMatcher(stops)))
+        return answers
+
+    def _run(self, answers: list[_Answer], boundaries: list[list[int]], priority: int) -> None:
+        """Adds the requests and steps until all their answers are complete."""
+        ids: dict[int, str] = {}
+        open_answers: dict[tuple[str, int], _Answer] = {}
+        engine = self._engine
+        try:
+            for answer in answers:
+                at = answer.completion.prompt_index
+                if at not in ids:
+                    ids[at] = str(next(self._ids))
+                    engine.add(
+                        Request(
+                            id=ids[at],
+                            prompt_ids=answer.completion.prompt_ids,
+                            params=answer.params,
+                            priority=priority,
+                            boundaries=boundaries[at],
+                        )
+                    )
+                open_answers[ids[at], answer.completion.index] = answer
+            for output in self._outputs(open_answers):
+                answer = open_answers[output.id, output.index]
+                if answer.take(output):
+                    del open_answers[output.id, output.index]
+                    if output.finish_reason is None:
+                        engine.abort(output.id, output.index)
+        finally:
+            # An exception or Ctrl-C on the way: what is open must not run on in the next call.
+            for request_id in {request_id for request_id, _ in open_answers}:
+                engine.abort(request_id)
+
+    def _outputs(self, open_answers: Mapping[tuple[str, int], _Answer]) -> Iterator[Output]:
+        while open_answers:
+            for output in self._engine.step():
+                if (output.id, output.index) in open_answers:
+                    yield output
+            if self._engine.n_failures >= MAX_FAILURES:
+                raise EngineStopped(f"{MAX_FAILURES} steps failed in a row; the log says why; make a new LLM")
+
+
+@dataclass
+class _Answer:
+    """A completion in the making."""
+
+    completion: Completion
+    params: SamplingParams
+    detokenizer: Detokenizer
+    stop: StopMatcher
+    parser: OutputParser | None = None
+
+    def take(self, output: Output) -> bool:
+        """Adds an output; whether the answer is complete (by a stop string: before the engine knows)."""
+        done = self.completion
+        done.token_ids += output.token_ids
+        done.cached_tokens = max(done.cached_tokens, output.cached_tokens)
+        done.prompt_logprobs = output.prompt_logprobs or done.prompt_logprobs
+        if output.logprobs is not None:
+            done.logprobs = (done.logprobs or []) + output.logprobs
+        stopped = output.stop_token_id is not None
+        text = self.detokenizer.push(output.token_ids[:-1] if stopped else output.token_ids)
+        if output.finish_reason is not None:
+            text += self.detokenizer.flush()
+        text = self.stop.push(text)
+        found = self.stop.matched is not None
+        if output.finish_reason is not None and not found:
+            text += self.stop.flush()
+        self._say(text)
+        if not found and output.finish_reason is None:
+            return False
+        done.finish_reason = "stop" if found else output.finish_reason
+        done.error = None if found else output.error
+        if self.parser is not None:
+            self._add(self.parser.finish(truncated=done.finish_reason == "length"))
+        return True
+
+    def _say(self, text: str) -> None:
+        if self.parser is None:
+            self.completion.text += text
+        else:
+            self._add(self.parser.push(text))
+
+    def _add(self, delta: Delta) -> None:
+        done = self.completion
+        done.reasoning += delta.reasoning
+        done.text += delta.content
+        for call in delta.calls:
+            if call.index == len(done.tool_calls):
+                done.tool_calls.append({"id": "", "name": "", "arguments": ""})
+            known = done.tool_calls[call.index]
+            known["id"] = call.id or known["id"]
+            known["name"] = call.name or known["name"]
+            known["arguments"] += call.arguments

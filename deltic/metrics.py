@@ -1,0 +1,121 @@
+"""Counters and histograms of the server, for /metrics.
+
+Kept as plain numbers, since every token passes here; they become Prometheus' text when it is asked for. The engine's
+gauges and counters are read from its last Stats at that moment.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from deltic.engine.request import Stats
+
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
+    1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
+)  # fmt: skip
+TOKENS = tuple(2.0**k for k in range(18))
+
+
+class Histogram:
+    """How often a value fell into which bucket. `bounds`: upper ends, included, ascending."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self.name = name
+        self.text = text
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def family(self) -> HistogramMetricFamily:
+        buckets: list[tuple[str, float]] = []
+        below = 0
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        family = HistogramMetricFamily(self.name, self.text)
+        family.add_metric([], buckets, self.total)
+        return family
+
+
+class Metrics(Collector):
+    """All of the server's numbers. One instance an app; no global state."""
+
+    def __init__(
+        self, stats: Callable[[], Stats], n_restarts: Callable[[], int], is_ready: Callable[[], bool]
+    ) -> None:
+        """stats, n_restarts, is_ready: read when the metrics are."""
+        self._stats = stats
+        self._n_restarts = n_restarts
+        self._is_ready = is_ready
+        self.ttft_s = Histogram(
+            "deltic_time_to_first_token_seconds", "From the request to its first token.", SECONDS
+        )
+        self.itl_s = Histogram(
+            "deltic_inter_token_latency_seconds", "Between two tokens of a sequence.", SECONDS
+        )
+        self.e2e_s = Histogram(
+            "deltic_request_duration_seconds", "From the request to its last token.", SECONDS
+        )
+        self.n_prompt = Histogram("deltic_prompt_length_tokens", "Tokens of a prompt.", TOKENS)
+        self.n_generated = Histogram("deltic_generation_length_tokens", "Tokens of an answer.", TOKENS)
+        self.finished: Counter[str] = Counter()
+        """Sequences by finish reason."""
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """HTTP responses by route and status."""
+        self.n_cached = 0
+        """Prompt tokens taken from the prefix cache."""
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def exposition(self) -> bytes:
+        """Prometheus' text format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        for name, text, value in (
+            ("deltic_engine_ready", "1 while the engine takes requests.", int(self._is_ready())),
+            ("deltic_sequences_running", "Sequences that own a state slot.", stats.n_running),
+            ("deltic_sequences_waiting", "Sequences that wait for a place.", stats.n_waiting),
+            ("deltic_pages_used", "KV pages in use.", stats.n_pages_used),
+            ("deltic_pages", "KV pages there are.", stats.n_pages),
+            ("deltic_state_slots_used", "State slots in use.", stats.n_slots_used),
+            ("deltic_state_slots", "State slots there are.", stats.n_slots),
+            ("deltic_last_step_seconds", "Duration of the last step.", stats.last_step_ms / 1000),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in (
+            ("deltic_steps", "Steps of the engine.", stats.n_steps),
+            ("deltic_prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
+            ("deltic_cached_prompt_tokens", "Prompt tokens taken from the prefix cache.", self.n_cached),
+            ("deltic_generated_tokens", "Tokens drawn.", stats.n_generated_tokens),
+            ("deltic_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
+            ("deltic_engine_restarts", "Times the engine process was started again.", self._n_restarts()),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        finished = CounterMetricFamily(
+            "deltic_sequences_finished", "Sequences that ended.", labels=["finish_reason"]
+        )
+        for reason, count in self.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+        responses = CounterMetricFamily("deltic_http_responses", "HTTP responses.", labels=["route", "code"])
+        for (route, code), count in self.responses.items():
+            responses.add_metric([route, str(code)], count)
+        yield responses
+        for histogram in (self.ttft_s, self.itl_s, self.e2e_s, self.n_prompt, self.n_generated):
+            yield histogram.family()

@@ -1,0 +1,396 @@
+"""From the engine's outputs to the JSON of an answer: one `Choice` a sequence, then whole bodies or stream chunks.
+
+A chunk is written as bytes: what all chunks of an answer share is encoded once, so that a token costs one small
+JSON encoding.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from deltic.engine.request import Output, TokenLogprob
+from deltic.server.parser import CallDelta, Delta, OutputParser
+from deltic.text import Detokenizer, StopMatcher, Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Scores(msgspec.Struct):
+    """Log-probabilities of some tokens of an answer: parallel lists."""
+
+    token_ids: list[int] = []
+    entries: list[TokenLogprob | None] = []
+    """None: the first token of a prompt, which nothing predicts."""
+    offsets: list[int] = []
+    """Where each token begins in the answer's text, in characters."""
+
+    def extend(self, other: Scores) -> None:
+        self.token_ids += other.token_ids
+        self.entries += other.entries
+        self.offsets += other.offsets
+
+
+class Piece(msgspec.Struct):
+    """What one output added to a choice. `finish_reason` is set in its last."""
+
+    index: int
+    delta: Delta
+    scores: Scores | None = None
+    finish_reason: str | None = None
+
+
+class Choice:
+    """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if `parser`)."""
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        *,
+        stops: list[str],
+        skip_special_tokens: bool = True,
+        parser: OutputParser | None = None,
+        logprobs: bool = False,
+        silent: bool = False,
+        offset: int = 0,
+    ) -> None:
+        """silent: the prompt is all that was asked for (max_tokens 0); the one token drawn is not shown.
+
+        offset: characters of the answer before the generated text (an echoed prompt).
+        """
+        self.index = index
+        self.n_tokens = 0
+        """Generated tokens, the one that ended it included."""
+        self.n_reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._stops = StopMatcher(stops)
+        self._parser = parser
+        self._logprobs = logprobs
+        self._silent = silent
+        self._n_characters = offset
+
+    def push(self, output: Output) -> Piece:
+        """Takes the next output of this sequence. `matched_stop` tells that the engine is to end it."""
+        ids = output.token_ids
+        reason: str | None = output.finish_reason
+        if self._silent:
+            self.finish_reason = "length" if reason else None
+            return Piece(self.index, Delta(), finish_reason=self.finish_reason)
+        self.n_tokens += len(ids)
+        if output.stop_token_id is not None and ids and ids[-1] == output.stop_token_id:
+            ids = ids[:-1]  # the stop token is not printed, special or not
+        piece = Piece(self.index, Delta())
+        text = self._push_with_offsets(ids, output, piece) if self._logprobs else self._detokenizer.push(ids)
+        if reason is not None:
+            text += self._detokenizer.flush()
+        text = self._stops.push(text)
+        if self._stops.matched is not None:
+            reason = "stop"
+        elif reason is not None:
+            text += self._stops.flush()
+        self._parse(text, reason, len(output.token_ids), piece)
+        return piece
+
+    def _parse(self, text: str, reason: str | None, n_tokens: int, piece: Piece) -> None:
+        parser = self._parser
+        if parser is None:
+            piece.delta.content = text
+        else:
+            was_reasoning = parser.in_reasoning
+            piece.delta = parser.push(text)
+            if was_reasoning or parser.in_reasoning:
+                self.n_reasoning_tokens += n_tokens
+            if reason is not None:
+                piece.delta.add(parser.finish(truncated=reason == "length"))
+                if parser.n_calls and reason == "stop":
+                    reason = "tool_calls"
+        self.finish_reason = piece.finish_reason = reason
+
+    def _push_with_offsets(self, ids: list[int], output: Output, piece: Piece) -> str:
+        scores = piece.scores = Scores(ids, [*(output.logprobs or ())[: len(ids)]])
+        texts = []
+        for token_id in ids:
+            scores.offsets.append(self._n_characters)
+            texts.append(self._detokenizer.push((token_id,)))
+            self._n_characters += len(texts[-1])
+        return "".join(texts)
+
+    @property
+    def matched_stop(self) -> bool:
+        return self._stops.matched is not None
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one HTTP request, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+
+class Message:
+    """A choice's pieces put together: what a client of the stream would have at the end."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.content: list[str] = []
+        self.calls: list[CallDelta] = []
+        self.scores: Scores | None = None
+        self.finish_reason: str | None = None
+        self.prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.reasoning.append(piece.delta.reasoning)
+        self.content.append(piece.delta.content)
+        for delta in piece.delta.calls:
+            if delta.index == len(self.calls):
+                self.calls.append(delta)
+            else:
+                self.calls[delta.index].arguments += delta.arguments
+        if piece.scores is not None:
+            self.scores = self.scores or Scores()
+            self.scores.extend(piece.scores)
+        self.finish_reason = piece.finish_reason or self.finish_reason
+
+
+class Answer:
+    """The JSON of one HTTP request's answer, whole or in chunks."""
+
+    object = ""
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool = False
+    ) -> None:
+        """include_usage: chunks have `usage: null`, and a last one has the counts."""
+        self.id = request_id
+        self.model = model
+        self._tokenizer = tokenizer
+        self._head = {"id": request_id, "object": self.object, "created": int(time.time()), "model": model}
+        chunk = self._head | {"object": self.chunk_object}
+        self._start = b"data: " + _encode(chunk)[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    @property
+    def chunk_object(self) -> str:
+        return self.object
+
+    def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> bytes:
+        """The whole answer. extra: further fields of it."""
+        choices = [self._choice(index, message) for index, message in enumerate(messages)]
+        return _encode(self._head | {"choices": choices, "usage": usage.plain()} | (extra or {}))
+
+    def _choice(self, index: int, message: Message) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._start + b'],"usage":' + _encode(usage.plain()) + b"}\n\n"
+
+    def _text_of(self, token_id: int) -> tuple[str, bytes]:
+        data = self._tokenizer.token_bytes(token_id)
+        return data.decode("utf-8", "replace"), data
+
+
+class ChatAnswer(Answer):
+    object = "chat.completion"
+
+    @property
+    def chunk_object(self) -> str:
+        return "chat.completion.chunk"
+
+    def role_chunk(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        return self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
+
+    def chunks(self, piece: Piece) -> bytes:
+        """The chunks for a piece: one for what it adds, if anything; one that ends the choice, at its end."""
+        written = b""
+        if piece.delta or (piece.scores and piece.scores.token_ids):
+            logprobs = _encode(self.logprobs(piece.scores))
+            written = self._chunk(piece.index, _encode(_plain_delta(piece.delta)), logprobs, b"null")
+        if piece.finish_reason is not None:
+            written += self._chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason))
+        return written
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
+        return b'%s{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s}%s' % (
+            self._start, index, delta, logprobs, reason, self._end,
+        )  # fmt: skip
+
+    def _choice(self, index: int, message: Message) -> dict[str, Any]:
+        content, reasoning = "".join(message.content), "".join(message.reasoning)
+        plain: dict[str, Any] = {"role": "assistant", "content": content}
+        if message.calls:
+            plain["content"] = content or None
+            plain["tool_calls"] = [_plain_call(call) for call in message.calls]
+        if reasoning:
+            plain["reasoning_content"] = reasoning
+        logprobs = self.logprobs(message.scores)
+        return {
+            "index": index,
+            "message": plain,
+            "logprobs": logprobs,
+            "finish_reason": message.finish_reason,
+        }
+
+    def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
+        """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
+        if scores is None:
+            return None
+        content = []
+        for entry in scores.entries:
+            assert entry is not None  # a chat shows no prompt tokens
+            plain = self._plain_token(entry.token_id, entry.logprob)
+            plain["top_logprobs"] = [self._plain_token(token_id, logprob) for token_id, logprob in entry.top]
+            content.append(plain)
+        return {"content": content}
+
+    def _plain_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, data = self._text_of(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+
+class CompletionAnswer(Answer):
+    object = "text_completion"
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool = False, n_top: int = 0
+    ) -> None:
+        """n_top: alternatives to show for each token (a prompt's entries may have more)."""
+        super().__init__(request_id, model, tokenizer, include_usage)
+        self._n_top = n_top
+
+    def chunks(self, piece: Piece) -> bytes:
+        """The chunk for a piece, if it says anything."""
+        if (
+            not piece.delta.content
+            and piece.finish_reason is None
+            and not (piece.scores and piece.scores.token_ids)
+        ):
+            return b""
+        return b'%s{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}%s' % (
+            self._start,
+            piece.index,
+            _encode(piece.delta.content),
+            _encode(self.logprobs(piece.scores)),
+            _encode(piece.finish_reason),
+            self._end,
+        )
+
+    def _choice(self, index: int, message: Message) -> dict[str, Any]:
+        logprobs = self.logprobs(message.scores)
+        text = "".join(message.content)
+        plain = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": message.finish_reason}
+        if message.prompt_logprobs is not None:
+            plain["prompt_logprobs"] = message.prompt_logprobs
+        return plain
+
+    def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
+        """Four parallel lists; the drawn token is always among its alternatives."""
+        if scores is None:
+            return None
+        tokens = [self._token(token_id) for token_id in scores.token_ids]
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        for token, entry in zip(tokens, scores.entries, strict=True):
+            if entry is None:
+                logprobs.append(None)
+                tops.append(None)
+                continue
+            logprobs.append(finite(entry.logprob))
+            top = {self._token(token_id): finite(logprob) for token_id, logprob in entry.top[: self._n_top]}
+            tops.append({token: finite(entry.logprob)} | top)
+        return {
+            "text_offset": scores.offsets,
+            "token_logprobs": logprobs,
+            "tokens": tokens,
+            "top_logprobs": tops,
+        }
+
+    def _token(self, token_id: int) -> str:
+        """A token's text; OpenAI's `bytes:\\xe2` notation for one that is only a part of a character."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def finite(logprob: float) -> float:
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+def _plain_delta(delta: Delta) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    if delta.reasoning:
+        plain["reasoning_content"] = delta.reasoning
+    if delta.content or not (delta.reasoning or delta.calls):
+        plain["content"] = delta.content
+    if delta.calls:
+        plain["tool_calls"] = [_plain_call_delta(call) for call in delta.calls]
+    return plain
+
+
+def _plain_call_delta(call: CallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index} | _plain_call(call)
+
+
+def _plain_call(call: CallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def prompt_logprobs(entries: list[TokenLogprob | None], tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each prompt token None (the first) or id -> {logprob, rank, decoded_token}.
+
+    A prompt token that is not among the most likely has rank null: it was not computed.
+    """
+    plain: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry is None:
+            plain.append(None)
+            continue
+        ranked: list[tuple[int, float, int | None]] = [
+            (i, p, rank + 1) for rank, (i, p) in enumerate(entry.top)
+        ]
+        if entry.token_id not in {token_id for token_id, _ in entry.top}:
+            ranked.append((entry.token_id, entry.logprob, None))
+        plain.append(
+            {
+                str(token_id): {
+                    "logprob": finite(logprob),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
+                }
+                for token_id, logprob, rank in ranked
+            }
+        )
+    return plain
+
+
+def prompt_scores(ids: list[int], entries: list[TokenLogprob | None] | None, tokenizer: Tokenizer) -> Scores:
+    """An echoed prompt's log-probabilities, with the place of each token in its text."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    scores = Scores(ids, entries or [None] * len(ids))
+    at = 0
+    for token_id in ids:
+        scores.offsets.append(at)
+        at += len(detokenizer.push((token_id,)))
+    return scores

@@ -1,0 +1,181 @@
+"""Chat on the way in: messages through the checkpoint's own template to token ids.
+
+The template is executed as shipped (Jinja in an immutable sandbox, with the few globals that templates of this family
+expect). Only special tokens written by the template itself become ids: their literals are marked in the template's
+source (see `text.TRUSTED`), so no content, tool name or argument can end a turn or start another, not even in pieces.
+The way out, reasoning and tool calls, is in `parser.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+import msgspec
+
+from deltic.server.errors import ApiError, bad_request
+from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
+
+CUT = "\udcfe"
+"""Put at the end of a message that the answer continues; the rendered text is cut there. No user can write it."""
+
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
+_GLOBALS = frozenset({"raise_exception", "strftime_now"})
+_THINKING = frozenset({"enable_thinking", "reasoning_effort"})
+"""Accepted for every template: one without the switch has one behaviour only."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A rendered chat: its ids, where messages end in them, and whether the answer begins inside a thinking block."""
+
+    ids: list[int]
+    boundaries: list[int]
+    thinking: bool
+
+
+class ChatTemplate:
+    """A checkpoint's chat template(s), compiled once."""
+
+    def __init__(
+        self, sources: Mapping[str, str], tokenizer: Tokenizer, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """sources: "default" and perhaps "tool_use"; variables: eos_token and the like. Raises TokenizerError."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+        self._tokenizer = tokenizer
+        self._constants = {name: tokenizer.trust(text) for name, text in (variables or {}).items()}
+        self._compiled: dict[str, jinja2.Template] = {}
+        self.variables: set[str] = set()
+        """Names that the template reads and a request may set."""
+        for name, source in sources.items():
+            try:
+                self._compiled[name] = environment.from_string(tokenizer.trust(source))
+                self.variables |= jinja2.meta.find_undeclared_variables(environment.parse(source))
+            except jinja2.TemplateSyntaxError as error:
+                raise TokenizerError(
+                    f"the chat template is not valid Jinja: line {error.lineno}: {error}"
+                ) from error
+        self.variables -= _OWN_VARIABLES | _GLOBALS | self._constants.keys()
+
+    @classmethod
+    def load(cls, directory: Path, tokenizer: Tokenizer, override: Path | None = None) -> ChatTemplate | None:
+        """From `override`, `chat_template.jinja`, or tokenizer_config.json; None when there is none.
+
+        Raises TokenizerError for one that cannot be read.
+        """
+        settings = read_json(directory / "tokenizer_config.json")
+        variables = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = settings.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                variables[name] = token
+        path = override or directory / "chat_template.jinja"
+        if override or path.exists():
+            try:
+                return cls({"default": path.read_text(encoding="utf-8")}, tokenizer, variables)
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
+        shipped = settings.get("chat_template") or read_json(directory / "chat_template.json").get(
+            "chat_template"
+        )
+        if isinstance(shipped, str):
+            return cls({"default": shipped}, tokenizer, variables)
+        if isinstance(shipped, list):
+            return cls({entry["name"]: entry["template"] for entry in shipped}, tokenizer, variables)
+        return None
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Messages to ids. settings: further variables, e.g. enable_thinking.
+
+        Raises ApiError (400) when the template refuses the messages or does not know a setting.
+        """
+        settings = settings or {}
+        for name in settings:
+            if name not in self.variables and name not in _THINKING:
+                known = ", ".join(sorted(self.variables)) or "none"
+                raise bad_request(
+                    f"chat_template_kwargs.{name}",
+                    f"this model's chat template has no such setting; it has: {known}",
+                )
+        if continue_final_message:
+            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CUT}]
+        compiled = self._compiled.get("tool_use") if tools else None
+        compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
+        variables = self._constants | dict(settings)
+        try:
+            text = compiled.render(
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except jinja2.TemplateError as error:
+            raise bad_request("messages", f"the chat template refuses them: {error}") from error
+        except RecursionError as error:
+            raise bad_request("messages", "nested too deeply") from error
+        except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
+            raise bad_request("messages", f"the chat template cannot render them: {error}") from error
+        if continue_final_message:
+            text, cut, _ = text.partition(CUT)
+            if not cut:
+                raise bad_request(
+                    "continue_final_message", "the chat template drops the end of the last message"
+                )
+        return self._prompt(text)
+
+    def _prompt(self, text: str) -> Prompt:
+        ids = self._tokenizer.encode(text, "trusted")
+        # A turn starts with the special token that the prompt starts with (<|im_start|>); where one starts, the
+        # message before it has ended. Such an offset is a token boundary by construction.
+        boundaries: list[int] = []
+        if ids and ids[0] in self._tokenizer.special_ids:
+            try:
+                while True:
+                    boundaries.append(ids.index(ids[0], boundaries[-1] + 1 if boundaries else 1))
+            except ValueError:
+                pass
+        answer = text[text.rfind(TRUSTED) :] if TRUSTED in text else text
+        thinking = "<think>" in answer.rpartition("</think>")[2]
+        return Prompt(ids, boundaries, thinking)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as the checkpoints were trained on: keys in their order, no escapes, `, ` and `: ` between."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def no_template() -> ApiError:
+    """The answer to a chat when the checkpoint has no template."""
+    return ApiError(
+        400,
+        "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+    )

@@ -1,0 +1,48 @@
+"""The one exception of the HTTP side, and the error body every failed request gets."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ApiError(Exception):
+    """A request that fails with an HTTP status and OpenAI's error body.
+
+    `param` names the field at fault (`messages[0].content`), `code` is a word a program can test.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind or _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """`{"error": {"message", "type", "param", "code"}}`."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
+
+
+def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """A 400 about one field; the message is prefixed with its name."""
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)

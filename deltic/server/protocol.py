@@ -1,0 +1,555 @@
+"""What the OpenAI API says on the wire, and how it becomes a Request of the engine.
+
+Every field is either honoured or refused with a 400 that names it: an unknown field, a value out of range, and a
+feature that is not supported unless its value asks for nothing (`store: false`). Extra sampling fields are named as
+in vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from deltic.config import ServerConfig
+from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, PAGE_SIZE, EngineInfo, SamplingParams
+from deltic.server.errors import bad_request
+from deltic.text import TokenizerError, read_json
+
+MAX_STOPS = 32
+MAX_STOP_LENGTH = 1024
+"""Characters of one stop string."""
+GREEDY_BELOW = 1e-4
+"""A temperature under this draws as 0 does: the most likely token; dividing by it would overflow float32."""
+
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chats and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Count | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    # Carry no promise about the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    # Supported only with a value that asks for nothing: see NEUTRAL.
+    store: Any = None
+    service_tier: Any = None
+    include_stop_str_in_output: Any = None
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "include_stop_str_in_output": (False,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "verbosity": ("medium",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "suffix": ("",),
+    "refusal": ("",),
+    "annotations": ([],),
+}
+"""Values, besides null, with which a field that is not supported is accepted."""
+
+
+class SystemMessage(Struct, tag="system", tag_field="role", kw_only=True, forbid_unknown_fields=True):
+    content: str | list[dict[str, Any]]
+    name: str | None = None
+
+
+class DeveloperMessage(SystemMessage, tag="developer", tag_field="role", kw_only=True):
+    """OpenAI's newer name of the system message."""
+
+
+class UserMessage(Struct, tag="user", tag_field="role", kw_only=True, forbid_unknown_fields=True):
+    content: str | list[dict[str, Any]]
+    name: str | None = None
+
+
+class ToolMessage(Struct, tag="tool", tag_field="role", kw_only=True, forbid_unknown_fields=True):
+    content: str | list[dict[str, Any]]
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class CalledFunction(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct, kw_only=True, forbid_unknown_fields=True):
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class AssistantMessage(Struct, tag="assistant", tag_field="role", kw_only=True, forbid_unknown_fields=True):
+    content: str | list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+    tool_calls: list[ToolCall] | None = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+class ToolFunction(Struct):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    function: ToolFunction
+    type: Literal["function"] = "function"
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    modalities: Any = None
+    audio: Any = None
+    response_format: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    functions: Any = None
+    function_call: Any = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: Count | None = None
+    best_of: Positive | None = None
+    suffix: Any = None
+    response_format: Any = None
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a text, or a chat as /v1/chat/completions would render it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    parse_special_tokens: bool = True
+    """Whether `<|im_end|>` written in the prompt is the token or its letters."""
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[int, Meta(ge=0)]]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+T = TypeVar("T")
+
+_PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*?)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """The JSON in a request's body as `kind`. Raises ApiError (400) naming the field at fault."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(None, f"the body is not valid UTF-8: {error.reason}", "invalid_json") from None
+    except RecursionError:
+        raise bad_request(None, "the body is nested too deeply", "invalid_json") from None
+
+
+def _refusal(text: str, root: str = "") -> Exception:
+    """The 400 for a message of msgspec's, which ends in the path of the value: ` - at `$.messages[0].role``."""
+    match = _PLACE.match(text)
+    reason, path = (match.group(1), match.group(2) or "") if match else (text, "")
+    path = f"{root}{path}"
+    for pattern, said, code in (
+        (_UNKNOWN, "unknown field; it is not supported, leave it out", "unknown_field"),
+        (_MISSING, "is missing", "missing_field"),
+    ):
+        if named := pattern.fullmatch(reason):
+            field = f"{path}.{named.group(1)}" if path else named.group(1)
+            return bad_request(field, said, code)
+    return bad_request(path or None, reason[:1].lower() + reason[1:], "invalid_value")
+
+
+def check_neutral(value: Struct, path: str = "") -> None:
+    """Raises ApiError (400) for a field of `value` that asks for something that is not supported."""
+    for field in value.__struct_fields__:
+        given = getattr(value, field)
+        if given is None or field not in _UNSUPPORTED:
+            continue
+        if given not in NEUTRAL.get(field, ()):
+            name = f"{path}{field}"
+            raise bad_request(name, "not supported by this server; leave it out", "unsupported_field")
+
+
+_UNSUPPORTED = frozenset(
+    {*NEUTRAL, "audio", "prediction", "web_search_options"}
+)  # fields that are read by name in this file are not here
+
+
+class SamplingDefaults(Struct, frozen=True):
+    """What a request gets that names no value: the checkpoint's generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def load(cls, directory: Path) -> SamplingDefaults:
+        """Raises TokenizerError for a file that cannot be read."""
+        path = directory / "generation_config.json"
+        shipped = read_json(path)
+        values = {name: shipped[name] for name in cls.__struct_fields__ if shipped.get(name) is not None}
+        if shipped.get("do_sample") is False:
+            values["temperature"] = 0.0
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise TokenizerError(f"{path}: {error}") from error
+
+
+def answer_length(
+    request: ChatRequest | CompletionRequest, n_prompt: int, info: EngineInfo, config: ServerConfig
+) -> int:
+    """max_tokens of the answer: what was asked for, and no more than the context leaves.
+
+    Raises ApiError (400) when the prompt leaves no room, with the limit and the length.
+    """
+    limit = min(info.max_model_len, info.n_pages * PAGE_SIZE)
+    prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if n_prompt == 0:
+        raise bad_request(prompt, "is empty; the answer needs at least one token to start from")
+    if n_prompt >= limit:
+        raise prompt_too_long(prompt, str(n_prompt), limit)
+    asked = request.max_tokens
+    if isinstance(request, ChatRequest):
+        newer = request.max_completion_tokens
+        if asked is not None and newer is not None and asked != newer:
+            raise bad_request("max_tokens", "differs from max_completion_tokens; give one of the two")
+        asked = newer if newer is not None else asked
+        if asked == 0:
+            raise bad_request("max_tokens", "must be at least 1")
+    if asked is None:
+        asked = config.default_max_tokens or (limit if isinstance(request, ChatRequest) else 16)
+    return min(asked, limit - n_prompt)
+
+
+def prompt_too_long(param: str, n_prompt: str, limit: int) -> Exception:
+    return bad_request(
+        param,
+        f"the prompt has {n_prompt} tokens, but prompt and answer together may have {limit} "
+        f"(so the prompt at most {limit - 1}); shorten it",
+        "context_length_exceeded",
+    )
+
+
+def sampling_params(
+    request: ChatRequest | CompletionRequest,
+    max_tokens: int,
+    info: EngineInfo,
+    defaults: SamplingDefaults,
+    config: ServerConfig,
+) -> SamplingParams:
+    """The request's parameters, checked against what this engine has. Raises ApiError (400)."""
+    n = request.n or 1
+    most = min(config.max_n, info.max_num_seqs)
+    if n > most:
+        raise bad_request("n", f"{n} is more than this server gives at once ({most})")
+    for field in ("logit_bias", "stop_token_ids"):
+        for token_id in getattr(request, field) or ():
+            if not 0 <= token_id < info.vocab_size:
+                raise bad_request(
+                    field, f"{token_id} is not a token id; they go from 0 to {info.vocab_size - 1}"
+                )
+    if len(request.logit_bias or ()) > MAX_BIASES:
+        raise bad_request("logit_bias", f"may have at most {MAX_BIASES} entries")
+    if (request.min_tokens or 0) > max_tokens:
+        raise bad_request(
+            "min_tokens", f"{request.min_tokens} is more than the answer may have ({max_tokens} tokens)"
+        )
+    most_logprobs = min(config.max_logprobs, MAX_LOGPROBS, info.vocab_size)
+    logprobs = _n_logprobs(request, most_logprobs)
+    if (request.prompt_logprobs or 0) > most_logprobs:
+        raise bad_request("prompt_logprobs", f"may be at most {most_logprobs}")
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs", "not available in a stream; set stream to false")
+    temperature = _first(request.temperature, defaults.temperature)
+    top_p, top_k = _first(request.top_p, defaults.top_p), _first(request.top_k, defaults.top_k)
+    if top_p == 0.0:  # no probability at all: what is left is the most likely token
+        top_p, top_k = 1.0, 1
+    prompt_logprobs = request.prompt_logprobs
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        prompt_logprobs = max(prompt_logprobs or 0, request.logprobs)
+    return SamplingParams(
+        max_tokens=max(1, max_tokens),
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=max(0, top_k),
+        top_p=top_p,
+        min_p=_first(request.min_p, defaults.min_p),
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=request.logit_bias or {},
+        seed=request.seed,
+        min_tokens=request.min_tokens or 0,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _first(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _n_logprobs(request: ChatRequest | CompletionRequest, most: int) -> int | None:
+    """How many alternatives a token's log-probability comes with; None: no log-probabilities."""
+    if isinstance(request, CompletionRequest):
+        field, wanted, k = "logprobs", request.logprobs is not None, request.logprobs or 0
+    else:
+        field, wanted, k = "top_logprobs", bool(request.logprobs), request.top_logprobs or 0
+        if request.top_logprobs and not wanted:
+            raise bad_request("top_logprobs", "needs logprobs: true")
+    if k > most:
+        raise bad_request(field, f"may be at most {most}")
+    return k if wanted else None
+
+
+def stop_strings(request: Sampling) -> list[str]:
+    """Raises ApiError (400) for one that is empty or very long, or too many."""
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > MAX_STOPS:
+        raise bad_request("stop", f"may have at most {MAX_STOPS} strings")
+    for i, stop in enumerate(stops):
+        if not stop:
+            raise bad_request(
+                f"stop[{i}]" if isinstance(request.stop, list) else "stop", "is an empty string"
+            )
+        if len(stop) > MAX_STOP_LENGTH:
+            raise bad_request("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters")
+    return stops
+
+
+def prompts(request: CompletionRequest, info: EngineInfo) -> list[str | list[int]]:
+    """The prompts of a completion: each a text or ids. Raises ApiError (400)."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt", "is an empty list")
+    if all(isinstance(entry, str) for entry in prompt):
+        return list(prompt)
+    if not any(isinstance(entry, list) for entry in prompt):
+        return [_token_ids("prompt", prompt, info)]
+    return [_token_ids(f"prompt[{i}]", entry, info) for i, entry in enumerate(prompt)]
+
+
+def _token_ids(param: str, ids: Any, info: EngineInfo) -> list[int]:
+    try:
+        checked = msgspec.convert(ids, list[int])
+    except msgspec.ValidationError:
+        raise bad_request(
+            param, "expected a text, a list of texts, token ids, or a list of token id lists"
+        ) from None
+    if checked and not 0 <= min(checked) <= max(checked) < info.vocab_size:
+        raise bad_request(
+            param, f"has an id outside the vocabulary, which goes from 0 to {info.vocab_size - 1}"
+        )
+    return checked
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as the template expects them: text parts joined, arguments as objects, absent fields left out.
+
+    Raises ApiError (400) for parts that are not text and for arguments that are not a JSON object.
+    """
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: Message, path: str) -> dict[str, Any]:
+    tag = str(message.__struct_config__.tag)
+    plain: dict[str, Any] = {"role": "system" if tag == "developer" else tag}
+    content = _text(message.content, f"{path}.content")
+    if not isinstance(message, AssistantMessage):
+        plain["content"] = content
+        if isinstance(message, ToolMessage) and message.tool_call_id is not None:
+            plain["tool_call_id"] = message.tool_call_id
+        return plain | ({"name": message.name} if message.name is not None else {})
+    check_neutral(message, f"{path}.")
+    plain["content"] = content
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _template_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
+    elif message.content is None and reasoning is None:
+        raise bad_request(f"{path}.content", "is missing, and the message has no tool_calls")
+    return plain
+
+
+def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            # The same decoder as the body's: no lone surrogate gets through.
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise bad_request(f"{path}.function.arguments", "expected the text of a JSON object")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type")
+        if kind != "text":
+            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported; this server reads text only")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise bad_request(f"{path}[{i}].text", "expected a string")
+        unknown = part.keys() - {"type", "text", "cache_control"}
+        if unknown:
+            raise bad_request(
+                f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def tool_schemas(
+    tools: list[dict[str, Any]] | None, tool_choice: Any = None
+) -> dict[str, dict[str, Any]] | None:
+    """Name to schema of the arguments, of the tools that the answer may call; None when it may call none.
+
+    Raises ApiError (400) for a malformed tool and for what would need constrained decoding.
+    """
+    if tool_choice not in (None, "auto", "none"):
+        raise bad_request(
+            "tool_choice",
+            "only 'auto' and 'none' are supported; a call cannot be forced yet",
+            "unsupported_field",
+        )
+    try:
+        parsed = msgspec.convert(tools or [], list[Tool])
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), "tools") from None
+    for i, tool in enumerate(parsed):
+        if tool.function.strict:
+            raise bad_request(
+                f"tools[{i}].function.strict",
+                "not supported; arguments cannot be forced to the schema",
+                "unsupported_field",
+            )
+    if not parsed or tool_choice == "none":
+        return None
+    return {tool.function.name: tool.function.parameters or {} for tool in parsed}
+
+
+def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Variables for the chat template; `reasoning_effort` also sets `enable_thinking`. Raises ApiError (400)."""
+    settings = dict(request.chat_template_kwargs or {})
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in settings:
+            raise bad_request(
+                f"chat_template_kwargs.{name}", "is a field of the request, not a template setting"
+            )
+    if isinstance(request, TokenizeRequest):
+        return settings
+    switches = {}
+    if "enable_thinking" in settings:
+        switches["chat_template_kwargs.enable_thinking"] = settings["enable_thinking"]
+    if request.enable_thinking is not None:
+        switches["enable_thinking"] = request.enable_thinking
+    if request.reasoning_effort is not None:
+        switches["reasoning_effort"] = request.reasoning_effort != "none"
+        settings["reasoning_effort"] = request.reasoning_effort
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise bad_request(name, "expected true or false")
+        if settings.setdefault("enable_thinking", value) != value:
+            raise bad_request(name, f"contradicts {next(iter(switches))}; give one of the two")
+    return settings

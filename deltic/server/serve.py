@@ -1,0 +1,204 @@
+"""The server process: the engine is started first, everything else is imported and built while it loads.
+
+SIGTERM or Ctrl-C: new requests get 503, those that run may finish within `drain_s`, then the rest is ended. A second
+signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from deltic.config import ConfigError, EngineConfig, ServerConfig
+from deltic.engine.client import PROGRAM, EngineClient, EngineFailed
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from deltic.server.service import Service
+
+log = logging.getLogger("deltic.server")
+
+LAST_WORDS_S = 2.0
+"""After the drain, how long connections have to take the errors of what was ended."""
+
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections: one that is closed as it is used again looks like a failure to them."""
+
+
+def serve(
+    engine_config: EngineConfig, server_config: ServerConfig, *, program: tuple[str, ...] = PROGRAM
+) -> int:
+    """Serves until a signal; returns the exit status, 1 when the model cannot be served.
+
+    program: the command of the engine process. Raises ConfigError when the address cannot be listened on.
+    """
+    logging.basicConfig(
+        level=server_config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    listener = listen(server_config)
+    return uvloop.run(
+        _serve(EngineClient(engine_config, server_config.max_queue, program=program), server_config, listener)
+    )
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """The socket of `host` and `port`, bound. Raises ConfigError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --host or --port"
+        ) from error
+    return listener
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks for the drain, the second to leave at once."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        if self.first.is_set():
+            self.second.set()
+        self.first.set()
+
+
+async def _serve(client: EngineClient, server_config: ServerConfig, listener: socket.socket) -> int:
+    started_s = time.monotonic()
+    await client.start()  # before anything slow: it loads while the rest is imported
+    signals = StopSignals()
+    try:
+        server, service = _build(client, server_config)
+        http = asyncio.create_task(server.serve([listener]))
+        try:
+            return await _until_stopped(client, service, server_config, signals, listener, started_s)
+        finally:
+            if signals.second.is_set():
+                server.force_exit = True
+            server.should_exit = True
+            await http
+    except (ValueError, OSError) as error:  # the tokenizer, the template, the port
+        log.error("%s", error)
+        return 1
+    finally:
+        if signals.second.is_set() and client.pid is not None:
+            os.kill(client.pid, signal.SIGKILL)
+        await client.stop()
+
+
+def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.Server, Service]:
+    """The application and its HTTP server. Raises TokenizerError."""
+    # Not at the top of the file: the engine process is to be started before these are imported.
+    import uvicorn
+
+    from deltic.server.chat import ChatTemplate
+    from deltic.server.http import create_app
+    from deltic.server.protocol import SamplingDefaults
+    from deltic.text import Tokenizer, text_directory
+
+    engine_config = client.config
+    directory = text_directory(engine_config.model, dummy=engine_config.dummy is not None)
+    tokenizer = Tokenizer.load(directory)
+    template = ChatTemplate.load(directory, tokenizer, server_config.chat_template)
+    app = create_app(
+        client,
+        tokenizer,
+        template,
+        server_config.served_model_name or model_name(engine_config),
+        server_config,
+        SamplingDefaults.load(directory),
+    )
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(LAST_WORDS_S),
+    )
+    server = uvicorn.Server(config)
+    # Signals are StopSignals': the server's own would cut off what the drain lets finish.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
+    return server, app.state.service
+
+
+def model_name(config: EngineConfig) -> str:
+    """The name in /v1/models when none is given: the directory's, the hub's, or the shape's."""
+    if config.dummy is not None:
+        return config.dummy
+    return Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
+
+
+async def _until_stopped(
+    client: EngineClient,
+    service: Service,
+    config: ServerConfig,
+    signals: StopSignals,
+    listener: socket.socket,
+    started_s: float,
+) -> int:
+    """Serves until the first signal and through the drain; the exit status."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    log.info("listening on %s (%.2f s); the model is loading", url, time.monotonic() - started_s)
+    first = asyncio.create_task(signals.first.wait())
+    ready = asyncio.create_task(client.ready())
+    await asyncio.wait((first, ready), return_when=asyncio.FIRST_COMPLETED)
+    if ready.done():
+        try:
+            info = ready.result()
+        except EngineFailed as error:
+            first.cancel()
+            log.error("the model cannot be served: %s", error)
+            return 1
+        for notice in info.notices:
+            log.info("%s", notice)
+        log.info("%s is ready on %s after %.2f s", service.model_name, url, time.monotonic() - started_s)
+        await first
+    ready.cancel()
+    await _drain(client, service, config.drain_s, signals)
+    return 0
+
+
+async def _drain(client: EngineClient, service: Service, drain_s: float, signals: StopSignals) -> None:
+    """Lets open requests finish for `drain_s`, then ends them; a second signal cuts this short."""
+    service.draining = True
+    log.info("stopping; %d requests are open and have %g s to finish", service.n_open, drain_s)
+    await _while_open(service, drain_s, signals)
+    if signals.second.is_set():
+        return
+    if service.n_open:
+        log.warning("%d requests are ended before they finished", service.n_open)
+    await client.stop()
+    await _while_open(service, LAST_WORDS_S, signals)
+
+
+async def _while_open(service: Service, seconds: float, signals: StopSignals) -> None:
+    deadline_s = time.monotonic() + seconds
+    while service.n_open and not signals.second.is_set() and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.02)

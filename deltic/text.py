@@ -1,0 +1,306 @@
+"""Text on both sides of the engine: tokenizer, incremental detokenizer, stop strings.
+
+The tokenizer itself is the `tokenizers` library; this file decides which text may become a special token, turns ids
+into bytes one by one, and finds stop strings in a stream. It imports no torch and holds no request state of its own.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from deltic.config import BUILT_IN
+
+# The library's own threads would take the engine's cores, and complain when the engine process is started again.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+TRUSTED = "\udcff"
+"""Put before a special token's literal to say that it is meant. A lone surrogate: no valid JSON or UTF-8 holds one,
+so no user can write it."""
+
+UNKNOWN_TOKEN = "\N{REPLACEMENT CHARACTER}".encode()
+"""What an id that names no token decodes to (padding rows of the embedding; random weights draw them)."""
+
+TEXT_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
+"""The files of a checkpoint that the HTTP process reads."""
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+Specials = Literal["parse", "trusted", "text"]
+
+
+class TokenizerError(ValueError):
+    """A checkpoint whose tokenizer cannot be used; the message says what is missing and what would work."""
+
+
+def text_directory(model: str, *, dummy: bool = False) -> Path:
+    """The directory with the model's tokenizer, template and generation defaults: text files only, no weights.
+
+    Random weights have no vocabulary: they talk through the built-in model's. Raises TokenizerError.
+    """
+    if dummy or model == BUILT_IN:
+        return Path(__file__).parent / "demo"
+    if Path(model).is_dir():
+        return Path(model)
+    if not _HUB_NAME.fullmatch(model):
+        raise TokenizerError(
+            f"there is no directory {model!r}; give a checkpoint directory or a hub name (owner/name)"
+        )
+    import huggingface_hub  # only a model named on the hub needs it
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(TEXT_FILES)))
+    except Exception as error:  # the library raises a dozen kinds; all mean the same to the user
+        raise TokenizerError(
+            f"{model!r} is neither a directory nor a model that can be fetched from the hub ({error}); "
+            "give the path of a checkpoint directory"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is no such file. Raises TokenizerError for a malformed one."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class Tokenizer:
+    """Byte-level BPE of one checkpoint: text to ids, ids to text, id to bytes.
+
+    Added tokens that are not special (`<think>`, `<tool_call>`) are single ids wherever they are written, and they
+    stay in decoded text. Special ones (`<|im_end|>`) become ids only where the caller says so.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Raises TokenizerError when the vocabulary is not byte-level: ids could not be turned into bytes."""
+        decoder = backend.decoder
+        if not isinstance(decoder, decoders.ByteLevel) and '"ByteLevel"' not in repr(decoder):
+            kind = type(decoder).__name__
+            raise TokenizerError(f"expected a byte-level BPE tokenizer, found the decoder {kind}")
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # the library leaves special literals alone; `_split` finds them
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._id_of_special = {self._added[token_id]: token_id for token_id in self.special_ids}
+        self.n_tokens: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        """One more than the largest id that names a token; the model's vocabulary may be padded beyond it."""
+        self._bytes: list[bytes | None] = [None] * self.n_tokens
+        literals = sorted(map(re.escape, self._id_of_special), key=len, reverse=True)
+        self._literal = re.compile("|".join(literals)) if literals else None
+        self._trusted = re.compile(f"{TRUSTED}({'|'.join(literals)})") if literals else None
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """From `tokenizer.json`, or from `vocab.json` and `merges.txt`. Raises TokenizerError."""
+        try:
+            if (directory / "tokenizer.json").exists():
+                return cls(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
+            if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
+                return cls(_from_vocabulary(directory))
+        except TokenizerError:
+            raise
+        except Exception as error:  # the library raises plain Exception for a malformed file
+            raise TokenizerError(f"{directory}: the tokenizer cannot be read ({error})") from error
+        raise TokenizerError(
+            f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one"
+        )
+
+    def encode(self, text: str, specials: Specials = "text") -> list[int]:
+        """Token ids of `text` (str without lone surrogates, except TRUSTED).
+
+        specials: "parse" makes every special literal its id (a prompt that the caller wrote whole), "trusted" only
+        those behind TRUSTED (a rendered chat), "text" none (content). The rest is encoded between them.
+        """
+        pattern = {"parse": self._literal, "trusted": self._trusted, "text": None}[specials]
+        if pattern is None:
+            return self._encode(text.replace(TRUSTED, ""))
+        ids: list[int] = []
+        end = 0
+        for match in pattern.finditer(text):
+            ids += self._encode(text[end : match.start()])
+            ids.append(self._id_of_special[match.group().removeprefix(TRUSTED)])
+            end = match.end()
+        return ids + self._encode(text[end:].replace(TRUSTED, ""))
+
+    def _encode(self, text: str) -> list[int]:
+        if not text:
+            return []
+        # A batch of one: unlike `encode` it lets other threads run meanwhile, and it computes no offsets.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def trust(self, text: str) -> str:
+        """`text` (a template's source) with TRUSTED before each special literal."""
+        return self._literal.sub(lambda match: TRUSTED + match.group(), text) if self._literal else text
+
+    def special_id(self, literal: str) -> int | None:
+        return self._id_of_special.get(literal)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id stands for: a part of a character, perhaps."""
+        if not 0 <= token_id < self.n_tokens:
+            return UNKNOWN_TOKEN
+        known = self._bytes[token_id]
+        if known is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return UNKNOWN_TOKEN
+        try:
+            return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+        except KeyError:
+            return token.encode()
+
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token: a text of b bytes has at least b / this many tokens."""
+        if not hasattr(self, "_longest"):
+            self._longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return self._longest
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2: printable Latin-1 stands for itself, the rest for U+0100 and up, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+_PRE_TOKENIZER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}"
+    r"| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of the family from the two files of older checkpoints and their tokenizer_config.json."""
+    settings = read_json(directory / "tokenizer_config.json")
+    # Qwen3.5 and later count combining marks as letters; Next and before do not.
+    model_type = str(read_json(directory / "config.json").get("model_type", ""))
+    marks = model_type.startswith("qwen3_5")
+    regex = settings.get("pretokenize_regex") or _PRE_TOKENIZER % (
+        (r"[\p{L}\p{M}]", r"\p{L}\p{M}") if marks else (r"\p{L}", r"\p{L}")
+    )
+    vocabulary, merges = str(directory / "vocab.json"), str(directory / "merges.txt")
+    backend = tokenizers.Tokenizer(models.BPE.from_file(vocabulary, merges))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(regex), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    added = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    for token_id, entry in added:
+        token = tokenizers.AddedToken(entry["content"], special=entry.get("special", False), normalized=False)
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(entry["content"]) != int(token_id):
+            raise TokenizerError(
+                f"{directory}: added token {entry['content']!r} should have id {token_id}, but the vocabulary before it "
+                f"gives {backend.token_to_id(entry['content'])}; vocab.json does not belong to tokenizer_config.json"
+            )
+    return backend
+
+
+class Detokenizer:
+    """Ids to text as they come, for one sequence: `push(a) + push(b) + flush()` equals `decode(a + b)`, for any cut.
+
+    Bytes that could still become a character are held back, at most three; each id costs O(1).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._held = b""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that is certain now."""
+        data = self._held + b"".join([self._token_bytes(i) for i in ids if i not in self._skipped])
+        text, n_read = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[n_read:]
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that was cut off, else nothing."""
+        text = self._held.decode("utf-8", "replace")
+        self._held = b""
+        return text
+
+
+class StopMatcher:
+    """Finds the first stop string to be completed in a stream of text; neither it nor any part of it is emitted.
+
+    Read character by character, the stop string that ends first wins, so the result does not depend on the cuts;
+    of two that end together the longer wins. Text that may be the beginning of a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._n_kept = max((len(stop) - 1 for stop in self._stops), default=0)
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that was found; once set, nothing more is emitted."""
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            _, at, self.matched = min(ends)
+            self._held = ""
+            return text[:at]
+        n_held = max(held_back(text, stop) for stop in self._stops)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+    def flush(self) -> str:
+        """What was held back, at the end of a stream that no stop string ended."""
+        text, self._held = self._held, ""
+        return text
+
+
+def held_back(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `marker`, but not all of it."""
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
+    return 0

@@ -1,0 +1,22 @@
+"""The short form of the soak, against the built-in model: `make soak` runs the same for half an hour."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_two_minutes_of_random_traffic_break_no_promise(tmp_path: Path):
+    command = [sys.executable, "-m", "deltic.bench.soak", "--minutes", "2", "--kill-engine", "0.9"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=400)
+    assert done.stdout, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout
+    assert line["violations"] == 0
+    assert line["requests"] > 100
+    assert line["kills"] >= 1

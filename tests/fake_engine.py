@@ -1,0 +1,193 @@
+"""An engine's client without an engine, a byte tokenizer, and the server on a loopback port: for tests of `server/`.
+
+The fake answers with token ids that the test chose, a token a tick, so that what a client sees is known in advance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, pre_tokenizers
+
+from deltic.config import ServerConfig
+from deltic.engine.client import EngineUnavailable, QueueFull, State, Stream
+from deltic.engine.request import EngineInfo, Loading, Output, Request, Stats, TokenLogprob
+from deltic.server.chat import ChatTemplate
+from deltic.server.http import create_app
+from deltic.text import Tokenizer
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}{{ raise_exception('System message must be first.') }}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking %}{{ '<think>\\n' }}{% else %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+"""The shape of the family's templates, small. Settings: enable_thinking, off unless true."""
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones."""
+    alphabet = {byte: character for character, byte in byte_alphabet().items()}
+    backend = tokenizers.Tokenizer(models.BPE({alphabet[byte]: byte for byte in range(256)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
+    backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in ADDED])
+    return Tokenizer(backend)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Character to byte, as the library's byte-level form has it."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+END = 258
+"""`<|im_end|>`, which ends an answer."""
+
+
+class FakeEngineClient:
+    """EngineClient's surface. `answer` says what a request's sequence i generates; the last id should be END.
+
+    With `hold` set nothing is generated until it is cleared.
+    """
+
+    def __init__(self, answer: Callable[[Request, int], Sequence[int]] | None = None, **info: Any) -> None:
+        self.answer = answer or (lambda request, index: [*b"Hello", END])
+        self.state: State = "ready"
+        self.info: EngineInfo | None = EngineInfo(
+            **{
+                "model_name": "fake", "vocab_size": 272, "eos_token_ids": [END], "max_model_len": 1024,
+                "max_num_seqs": 16, "max_step_tokens": 512, "n_pages": 64, "n_slots": 16, "device": "none",
+            } | info
+        )  # fmt: skip
+        self.stats = Stats(n_pages=64, n_slots=16)
+        self.loading: Loading | None = None
+        self.failure: str | None = None
+        self.n_restarts = 0
+        self.requests: list[Request] = []
+        self.aborts: list[tuple[str, int | None]] = []
+        self.token_s = 0.0
+        self.batch = 1
+        """Tokens in one output."""
+        self.max_open: int | None = None
+        self.hold = False
+        self.cached_tokens = 0
+        self.die_after: int | None = None
+        """Tokens of a sequence after which the engine dies."""
+        self.streams: dict[str, Stream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def n_open(self) -> int:
+        return sum(stream.n_open for stream in self.streams.values())
+
+    async def start(self) -> None: ...
+
+    async def ready(self) -> EngineInfo:
+        assert self.info
+        return self.info
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        self.state = "stopped"
+        for stream in list(self.streams.values()):
+            stream.end("abort", "the server is shutting down")
+
+    def submit(self, request: Request) -> Stream:
+        if self.state != "ready":
+            raise EngineUnavailable(f"the engine is {self.state}")
+        if self.max_open is not None and self.n_open >= self.max_open:
+            raise QueueFull(self.n_open, 7)
+        self.requests.append(request)
+        stream = self.streams[request.id] = Stream(request)
+        for index in range(request.params.n):
+            task = asyncio.get_running_loop().create_task(self._run(request, index, stream))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return stream
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self.aborts.append((request_id, index))
+        if stream := self.streams.get(request_id):
+            for i in range(stream.n_open if index is None else 0):
+                stream.push(Output(request_id, i, finish_reason="abort"))
+            if index is not None:
+                stream.push(Output(request_id, index, finish_reason="abort"))
+
+    async def _run(self, request: Request, index: int, stream: Stream) -> None:
+        params = request.params
+        ids = list(self.answer(request, index))
+        ended_by_token = len(ids) <= params.max_tokens and ids[-1] in (END, *params.stop_token_ids)
+        ids = ids[: params.max_tokens]
+        await asyncio.sleep(self.token_s)
+        for start in range(0, len(ids), self.batch):
+            while self.hold:
+                await asyncio.sleep(0.002)
+            if self.die_after is not None and start >= self.die_after:
+                self.state = "restarting"
+                stream.end("error", "the engine process ended (killed by SIGKILL); send the request again")
+                return
+            new = ids[start : start + self.batch]
+            last = start + self.batch >= len(ids)
+            output = Output(request.id, index, new, cached_tokens=self.cached_tokens)
+            if params.logprobs is not None:
+                output.logprobs = [self._logprob(i, params.logprobs) for i in new]
+            if start == 0 and index == 0 and params.prompt_logprobs is not None:
+                rest = [self._logprob(i, params.prompt_logprobs) for i in request.prompt_ids[1:]]
+                output.prompt_logprobs = [None, *rest]
+            if last:
+                output.finish_reason = "stop" if ended_by_token else "length"
+                output.stop_token_id = ids[-1] if ended_by_token else None
+            stream.push(output)
+            await asyncio.sleep(self.token_s)
+
+    @staticmethod
+    def _logprob(token_id: int, k: int) -> TokenLogprob:
+        return TokenLogprob(token_id, -0.5, [(token_id, -0.5), (65, -2.0), (66, float("-inf"))][:k])
+
+
+def make_app(client: FakeEngineClient, template: str | None = TEMPLATE, **config: Any) -> Any:
+    """The application over a fake engine and the byte tokenizer, as model "fake"."""
+    tokenizer = byte_tokenizer()
+    chat = None if template is None else ChatTemplate({"default": template}, tokenizer)
+    return create_app(client, tokenizer, chat, "fake", ServerConfig(**config))  # type: ignore[arg-type]
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Runs the application under uvicorn in a thread; gives its URL."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools", ws="none"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)

@@ -1,0 +1,183 @@
+"""The load generator against a fake endpoint: what it sends, what it computes, how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltic.__main__ import main
+from deltic.bench import load as loads
+from deltic.bench.load import Load, Prompts, Sample, percentile, summary
+from deltic.remote import Endpoint, EndpointError, EventSplitter
+from tests.fake_openai import FakeOpenAI
+
+pytest.importorskip("msgspec")
+
+
+@given(
+    st.lists(st.text("ab{}:", max_size=9), max_size=6),
+    st.lists(st.integers(1, 9), max_size=30),
+    st.booleans(),
+)
+def test_events_do_not_depend_on_where_the_bytes_are_cut(payloads, cuts, crlf):
+    end = "\r\n" if crlf else "\n"
+    body = "".join(f": comment{end}{end}event: x{end}data: {p}{end}{end}" for p in payloads).encode()
+    splitter, got, at = EventSplitter(), [], 0
+    for cut in [*cuts, len(body)]:
+        got += splitter.feed(body[at : at + cut])
+        at += cut
+    assert got == [p.encode() for p in payloads]
+
+
+def test_percentiles_are_linear_between_ranks():
+    assert percentile([], 50) is None
+    assert percentile([7.0], 99) == 7.0
+    assert percentile([3, 1, 2, 4], 50) == 2.5
+    assert percentile(range(101), 95) == 95
+
+
+def test_summary_counts_failed_requests_but_not_their_times():
+    good = Sample(0.0, e2e_s=1.1, ttft_s=0.1, itl_ms=[100.0] * 10, n_prompt=20, n_output=11)
+    row = summary([good, Sample(0.0, e2e_s=9.0, error="HTTP 500")], seconds=2.0)
+    assert (row["requests"], row["errors"]) == (2, 1)
+    assert row["decode_tok_s"] == pytest.approx(10.0)
+    assert (row["output_tok_s"], row["prompt_tok_s"]) == (5.5, 10.0)
+    assert row["ttft_ms"]["p99"] == 100.0
+    assert row["e2e_s"]["p99"] == 1.1
+
+
+def test_sweep_keeps_n_in_flight_and_writes_what_it_saw(tmp_path: Path, capsys):
+    with FakeOpenAI(token_s=0.002) as server:
+        arguments = f"bench serve --url {server.url}/v1 --n 1,4 --requests-per-n 8 --prompt-tokens 40".split()
+        status = main([*arguments, "--output-tokens", "6", "--label", "a b", "--out", str(tmp_path)])
+    assert status == 0
+    assert server.max_open == 4
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = json.loads(Path(last["file"]).read_text())
+    assert [row["value"] for row in result["rows"]] == [1, 4]
+    for row in result["rows"]:
+        assert (row["requests"], row["errors"], len(row["samples"])) == (8, 0, 8)
+        assert row["mean_output_tokens"] == 6
+        assert row["mean_prompt_tokens"] == pytest.approx(40, abs=1)
+        assert all(len(sample["itl_ms"]) == 5 for sample in row["samples"])
+        assert row["itl_ms"]["p50"] >= 1.5
+    assert result["machine"]["cores"] >= 1
+    assert Path(last["plot"]).stat().st_size > 10_000
+    measured = [body for body in server.bodies if body.get("max_tokens") == 6]
+    assert len({body["prompt"] for body in measured}) == 16 + 5, "warm-ups too: every prompt is its own"
+    assert all(body["ignore_eos"] and body["temperature"] == 1.0 for body in measured)
+
+
+def test_the_same_seed_asks_the_same_and_prefixes_are_shared():
+    async def prompts(seed: int) -> list[str]:
+        with FakeOpenAI() as server:
+            source = Prompts(Load("fake", prompt_tokens=60, shared_prefix_tokens=40, kind="chat", seed=seed))
+            await source.calibrate(Endpoint(server.url))
+            return [source.text() for _ in range(3)]
+
+    one, again, other = (asyncio.run(prompts(seed)) for seed in (1, 1, 2))
+    assert one == again != other
+    assert len({tuple(text.split()[:40]) for text in one}) == 1
+    assert len({tuple(text.split()[40:]) for text in one}) == 3
+    assert all(len(text.split()) == 55 for text in one), "the template's five tokens are counted in"
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_a_server_that_refuses_extensions_is_measured_without_them(kind):
+    async def run() -> Sample:
+        endpoint, load = Endpoint(server.url), Load("fake", kind=kind)
+        dialect = await loads.find_dialect(endpoint, load)
+        assert (dialect.ignore_eos, dialect.include_usage, dialect.limit) == (
+            False,
+            False,
+            "max_completion_tokens",
+        )
+        return await loads.measure(endpoint, load, dialect.body(load, "hi", 7), 0.0)
+
+    with FakeOpenAI(refused=("ignore_eos", "stream_options", "max_tokens")) as server:
+        sample = asyncio.run(run())
+    assert (sample.error, sample.n_output, sample.finish_reason) == (None, 7, "length")
+
+
+def test_failures_are_rows_not_crashes(tmp_path: Path, capsys):
+    with FakeOpenAI() as server:
+        arguments = f"bench serve --url {server.url} --n 1 --requests-per-n 4 --warmup 0".split()
+        server.statuses = [200] * 8 + [500, -1, -1, 429]  # a dropped kept connection is tried once more
+        status = main([*arguments, "--output-tokens", "3", "--no-plot", "--out", str(tmp_path)])
+    assert status == 1
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
+    assert (row["requests"], row["errors"]) == (4, 3)
+
+
+def test_an_unreachable_server_is_one_line(capsys, tmp_path: Path):
+    assert main(["bench", "serve", "--url", "127.0.0.1:1", "--out", str(tmp_path)]) == 1
+    assert "cannot connect" in capsys.readouterr().err
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--n", "1,x"]) == 2
+    assert "--n '1,x'" in capsys.readouterr().err
+
+
+def test_poisson_arrivals_do_not_wait_for_answers(tmp_path: Path, capsys):
+    with FakeOpenAI(token_s=0.05) as server:
+        arguments = f"bench serve --url {server.url} --poisson 40 --duration 0.5 --warmup 0".split()
+        assert main([*arguments, "--output-tokens", "4", "--no-plot", "--out", str(tmp_path)]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
+    assert row["mode"] == "open"
+    assert 8 <= row["requests"] <= 40
+    assert server.max_open > 4
+
+
+def test_a_reader_that_goes_away_closes_the_connection():
+    async def run() -> None:
+        endpoint = Endpoint(server.url)
+        reply = await endpoint.open(
+            "POST", "/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 10_000}
+        )
+        async for _ in reply.events():
+            break
+        reply.close()
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if server.n_disconnects:
+                return
+
+    with FakeOpenAI(token_s=0.001) as server:
+        asyncio.run(run())
+        assert server.n_disconnects == 1
+
+
+def test_a_kept_connection_the_server_closed_is_replaced():
+    async def run() -> None:
+        endpoint = Endpoint(server.url)
+        await endpoint.json("GET", "/v1/models")
+        server.statuses = [-1, 200]
+        status, _ = await endpoint.json("POST", "/v1/completions", {"prompt": "x"})
+        assert status == 200
+        server.statuses = [-1, -1, 200]
+        with pytest.raises(EndpointError, match="without an answer"):
+            await endpoint.json("POST", "/v1/completions", {"prompt": "x"})
+
+    with FakeOpenAI() as server:
+        asyncio.run(run())
+
+
+def test_the_generator_keeps_up_with_a_fast_server():
+    """At least 5,000 events a second; the fake server shares the core."""
+
+    async def run() -> tuple[int, float]:
+        endpoint, load = Endpoint(server.url), Load("fake", kind="chat")
+        body = loads.Dialect().body(load, "hi", 4000)
+        begin = time.process_time()
+        samples = await asyncio.gather(*(loads.measure(endpoint, load, body, 0.0) for _ in range(4)))
+        assert all(s.error is None and s.n_output == 4000 for s in samples)
+        return sum(len(s.itl_ms) for s in samples), time.process_time() - begin
+
+    with FakeOpenAI() as server:
+        n_events, cpu_s = asyncio.run(run())
+    print(f"{n_events / cpu_s:.0f} events a CPU second, the fake server's work counted in")
+    assert n_events / cpu_s > 5000

@@ -1,0 +1,146 @@
+"""The command line: quick, made of config.py's fields, one line for what is wrong; and the terminal chat."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from deltic import __version__
+from deltic.__main__ import main, parser
+from deltic.config import EngineConfig, ServerConfig
+from deltic.remote import Endpoint, LocalServer, ServerFailed, flags
+from deltic.terminal import Conversation, command
+from tests.fake_openai import FakeOpenAI
+
+COMMANDS = ["serve", "chat", "run", "plan", "doctor", "version", "bench serve", "bench ops"]
+
+
+def test_importing_deltic_and_help_load_nothing_heavy():
+    heavy = "{'torch', 'numpy', 'rich', 'asyncio', 'msgspec', 'fastapi', 'httptools'}"
+    code = f"import sys, deltic, deltic.__main__ as m; m.parser(); print(sorted({heavy} & set(sys.modules)))"
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert got.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([*name.split(), "--help"])
+    assert left.value.code == 0
+    assert "usage: deltic " + name in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"deltic {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("serve --threads 0", "--threads 0: must be at least 1"),
+        ("serve some-model --dummy qwen3.5-0.8b", "not both"),
+        ("chat --url http://x --threads 2", "threads cannot be set"),
+        ("plan --max-model-len -3", "--max-model-len -3"),
+        ("bench serve --n 0", "--n '0'"),
+        ("bench serve --shared-prefix-tokens 128", "--shared-prefix-tokens"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_status_2(arguments, complaint, capsys):
+    assert main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+
+
+def test_a_mistyped_variable_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("DELTIC_THREAD", "2")
+    assert main(["serve"]) == 2
+    assert "DELTIC_THREAD" in capsys.readouterr().err
+
+
+def test_flags_of_a_child_are_the_flags_given():
+    given = vars(parser().parse_args(["chat", "m", "--threads", "2", "--memory-gb", "1.5"]))
+    assert flags(EngineConfig, {"threads": 2, "memory_gb": 1.5}) == ["--threads", "2", "--memory-gb", "1.5"]
+    assert (given["model"], given["threads"], given["memory_gb"]) == ("m", 2, 1.5)
+    assert flags(ServerConfig, {"api_key": ("a", "b")}) == ["--api-key", "a", "--api-key", "b"]
+
+
+def test_a_server_that_cannot_start_says_why():
+    server = LocalServer(["--threads", "0"])
+    with pytest.raises(ServerFailed, match="must be at least 1"):
+        asyncio.run(server.wait_ready(timeout_s=20))
+    assert server.stop() == 2
+
+
+def test_chat_streams_keeps_the_conversation_and_obeys_commands(monkeypatch, capsys, tmp_path: Path):
+    saved = tmp_path / "chat.json"
+    typed = iter(
+        ["/system Be brief.", "/think on", "hello\\", "you", "again", f"/save {saved}", "/nonsense", "/quit"]
+    )
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(typed))
+    with FakeOpenAI(n_words=3) as server:
+        assert main(["chat", "--url", server.url, "--temperature", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "hm\n\nw0 w1 w2 \n3 tokens" in out, "thinking, an empty line, the answer, its speed"
+    assert "/help" in out, "an unknown command shows the help"
+    first, second = server.bodies
+    assert [m["content"] for m in first["messages"]] == ["Be brief.", "hello\nyou"]
+    assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "user"]
+    assert first["chat_template_kwargs"] == {"enable_thinking": True}
+    assert first["temperature"] == 0.5
+    assert len(json.loads(saved.read_text())) == 5
+
+
+def test_a_failed_turn_is_taken_back(monkeypatch, capsys):
+    typed = iter(["one", "two"])
+
+    def read(prompt: str = "") -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    with FakeOpenAI(statuses=[500]) as server:
+        assert main(["chat", "--url", server.url]) == 0
+    assert "error: asked to fail (HTTP 500)" in capsys.readouterr().out
+    assert [len(body["messages"]) for body in server.bodies] == [1, 1]
+
+
+def test_ctrl_c_ends_the_answer_only(monkeypatch, capsys):
+    typed = iter(["long", "short", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(typed))
+    with FakeOpenAI(token_s=0.01, n_words=1000) as server:
+
+        def interrupt() -> None:
+            while not server.bodies:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            server.n_words = 2
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        assert main(["chat", "--url", server.url]) == 0
+    assert "stopped" in capsys.readouterr().out
+    assert server.n_disconnects == 1, "the server sees the client gone"
+    assert [m["role"] for m in server.bodies[1]["messages"]] == ["user", "assistant", "user"]
+
+
+def test_think_switches_and_clear_forgets():
+    conversation = Conversation(Endpoint("http://x"), "m", messages=[{"role": "user", "content": "x"}])
+    for word, value in (("on", True), ("off", False), ("auto", None)):
+        assert command(conversation, f"/think {word}") == f"thinking: {word}"
+        assert conversation.think is value
+    assert command(conversation, "/clear") == "forgotten"
+    assert conversation.messages == []
+    assert command(conversation, "/quit") is None

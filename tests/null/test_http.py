@@ -1,0 +1,558 @@
+"""The API as clients see it: the real `openai` client and plain HTTP against the application over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from deltic.engine.request import Loading, Request
+from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, served
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+WEATHER: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+
+def saying(text: str, end: bool = True) -> Callable[[Request, int], list[int]]:
+    return lambda request, index: byte_tokenizer().encode(text) + [END] * end
+
+
+@asynccontextmanager
+async def client_of(engine: FakeEngineClient, **config: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """In-process: fine for all but streams (the transport collects them)."""
+    transport = httpx.ASGITransport(make_app(engine, **config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client:
+        yield client
+
+
+def post(
+    engine: FakeEngineClient, path: str, body: Any, headers: dict[str, str] | None = None, **config: Any
+) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with client_of(engine, **config) as client:
+            if isinstance(body, bytes):
+                return await client.post(path, content=body, headers=headers)
+            return await client.post(path, json=body, headers=headers)
+
+    return asyncio.run(go())
+
+
+def get(
+    engine: FakeEngineClient, path: str, headers: dict[str, str] | None = None, **config: Any
+) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with client_of(engine, **config) as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(go())
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must be well-formed to the letter."""
+    assert (
+        response.status_code == 200 and response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    )
+    *chunks, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(chunk.startswith("data: {") for chunk in chunks)
+    return [json.loads(chunk[6:]) for chunk in chunks]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.fixture
+def engine() -> FakeEngineClient:
+    return FakeEngineClient()
+
+
+@pytest.fixture
+def live(engine: FakeEngineClient) -> Iterator[str]:
+    with served(make_app(engine)) as url:
+        yield url
+
+
+# Answers.
+
+
+def test_openai_client_chat(engine: FakeEngineClient, live: str) -> None:
+    engine.cached_tokens = 8
+    client = openai.OpenAI(base_url=f"{live}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(model="fake", messages=HELLO, seed=3)
+    assert answer.choices[0].message.content == "Hello" and answer.choices[0].finish_reason == "stop"
+    assert answer.usage and answer.usage.completion_tokens == 6
+    assert answer.usage.prompt_tokens == len(engine.requests[0].prompt_ids)
+    assert answer.usage.prompt_tokens_details and answer.usage.prompt_tokens_details.cached_tokens == 8
+    chunks = list(
+        client.chat.completions.create(
+            model="fake", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert chunks[-1].choices == [] and chunks[-1].usage and chunks[-1].usage.completion_tokens == 6
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_openai_client_completion(engine: FakeEngineClient, live: str) -> None:
+    client = openai.OpenAI(base_url=f"{live}/v1", api_key="none", max_retries=0)
+    answer = client.completions.create(model="fake", prompt=["a", "b"], n=2, max_tokens=3)
+    assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [
+        (i, "Hel", "length") for i in range(4)
+    ]
+    assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 12)
+    stream = client.completions.create(model="fake", prompt=[[97], [98]], stream=True, echo=True)
+    texts = {0: "", 1: ""}
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: "aHello", 1: "bHello"}
+
+
+def test_openai_client_tool_call(engine: FakeEngineClient, live: str) -> None:
+    call = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+    engine.answer = saying("I look.\n\n" + call)
+    client = openai.OpenAI(base_url=f"{live}/v1", api_key="none", max_retries=0)
+    choice = client.chat.completions.create(model="fake", messages=HELLO, tools=WEATHER).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+    assert choice.message.tool_calls
+    function = choice.message.tool_calls[0].function  # type: ignore[union-attr]
+    assert (function.name, json.loads(function.arguments)) == ("weather", {"city": "Paris"})
+    name, arguments, reason = "", "", None
+    for chunk in client.chat.completions.create(model="fake", messages=HELLO, tools=WEATHER, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or []:
+            assert delta.index == 0 and delta.function
+            name += delta.function.name or ""
+            arguments += delta.function.arguments or ""
+        reason = chunk.choices[0].finish_reason
+    assert (name, json.loads(arguments), reason) == ("weather", {"city": "Paris"}, "tool_calls")
+    answered = [
+        *HELLO,
+        choice.message.model_dump(),
+        {"role": "tool", "tool_call_id": "x", "content": "sunny"},
+    ]
+    engine.answer = saying("Sunny.")
+    again = client.chat.completions.create(model="fake", messages=answered, tools=WEATHER)
+    assert again.choices[0].message.content == "Sunny."
+    plain = client.chat.completions.create(model="fake", messages=HELLO, tools=WEATHER, tool_choice="none")
+    assert plain.choices[0].message.tool_calls is None
+    assert b'"name": "weather"' not in bytes(i for i in engine.requests[-1].prompt_ids if i < 256)
+
+
+def test_reasoning_is_told_apart_and_counted(engine: FakeEngineClient) -> None:
+    engine.answer = saying("Hm.\n</think>\n\nYes.")
+    answer = post(engine, "/v1/chat/completions", {"messages": HELLO, "enable_thinking": True}).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
+    body = {"messages": HELLO, "reasoning_effort": "high", "stream": True}
+    deltas = [c["choices"][0]["delta"] for c in events(post(engine, "/v1/chat/completions", body))]
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm."
+    assert "".join(d.get("content") or "" for d in deltas) == "Yes."
+
+
+def test_n_choices_are_streamed_by_index(engine: FakeEngineClient) -> None:
+    engine.answer = lambda request, index: [*b"abc"[: index + 1], END]
+    chunks = events(post(engine, "/v1/chat/completions", {"messages": HELLO, "n": 3, "stream": True}))
+    texts = ["", "", ""]
+    roles, reasons = [], {}
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["delta"].get("content") or ""
+        roles += [choice["index"]] * ("role" in choice["delta"])
+        if choice["finish_reason"]:
+            reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == ["a", "ab", "abc"] and roles == [0, 1, 2] and reasons == dict.fromkeys(range(3), "stop")
+
+
+@pytest.mark.parametrize("batch", [1, 3, 100])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_the_sequence_and_are_not_shown(
+    engine: FakeEngineClient, batch: int, stream: bool
+) -> None:
+    engine.answer, engine.batch = saying("one two three four"), batch
+    body = {"prompt": "x", "stop": ["three", "nothing"], "max_tokens": 50, "n": 2, "stream": stream}
+    response = post(engine, "/v1/completions", body)
+    if stream:
+        texts = {0: "", 1: ""}
+        for chunk in events(response):
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+            assert chunk["choices"][0]["finish_reason"] in (None, "stop")
+        assert texts == {0: "one two ", 1: "one two "}
+    else:
+        assert [c["text"] for c in response.json()["choices"]] == ["one two "] * 2
+        assert [c["finish_reason"] for c in response.json()["choices"]] == ["stop"] * 2
+    if batch < 100:
+        assert sorted(engine.aborts) == [(engine.requests[0].id, 0), (engine.requests[0].id, 1)]
+
+
+def test_characters_are_whole_in_every_chunk(engine: FakeEngineClient) -> None:
+    engine.answer = saying("é€😀!")
+    chunks = events(post(engine, "/v1/completions", {"prompt": "x", "stream": True}))
+    assert [c["choices"][0]["text"] for c in chunks] == ["é", "€", "😀", "!", ""]
+    engine.answer = lambda request, index: [*"€".encode()[:2], END]
+    assert post(engine, "/v1/completions", {"prompt": "x"}).json()["choices"][0]["text"] == "\ufffd"
+
+
+def test_chat_logprobs(engine: FakeEngineClient) -> None:
+    engine.answer = lambda request, index: [0xC3, 0xA9, END]
+    body = {"messages": HELLO, "logprobs": True, "top_logprobs": 3}
+    content = post(engine, "/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
+    assert content[0]["logprob"] == -0.5
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -2.0, -9999.0]
+    chunks = events(post(engine, "/v1/chat/completions", body | {"stream": True}))
+    streamed = [e for c in chunks for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert streamed == content
+
+
+def test_completion_logprobs_and_echo(engine: FakeEngineClient) -> None:
+    body = {"prompt": "ab", "logprobs": 1, "echo": True, "max_tokens": 2}
+    choice = post(engine, "/v1/completions", body).json()["choices"][0]
+    assert choice["text"] == "abHe"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "H", "e"],
+        "token_logprobs": [None, -0.5, -0.5, -0.5],
+        "text_offset": [0, 1, 2, 3],
+        "top_logprobs": [None, {"b": -0.5}, {"H": -0.5}, {"e": -0.5}],
+    }
+    scored = post(engine, "/v1/completions", body | {"max_tokens": 0}).json()
+    assert scored["choices"][0]["text"] == "ab" and scored["choices"][0]["finish_reason"] == "length"
+    assert (
+        scored["choices"][0]["logprobs"]["tokens"] == ["a", "b"] and scored["usage"]["completion_tokens"] == 0
+    )
+    streamed = events(post(engine, "/v1/completions", body | {"stream": True}))
+    assert [t for c in streamed for t in c["choices"][0]["logprobs"]["tokens"]] == ["a", "b", "H", "e"]
+
+
+def test_prompt_logprobs(engine: FakeEngineClient) -> None:
+    body = {"prompt": "ab", "prompt_logprobs": 2}
+    entries = post(engine, "/v1/completions", body).json()["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None
+    assert entries[1]["98"] == {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+    chat = post(engine, "/v1/chat/completions", {"messages": HELLO, "prompt_logprobs": 0}).json()
+    assert chat["prompt_logprobs"][1]["117"]["rank"] is None
+
+
+def test_stop_tokens_are_counted_and_not_shown(engine: FakeEngineClient) -> None:
+    engine.answer = lambda request, index: list(b"ab.")
+    body = {"prompt": "x", "stop_token_ids": [ord(".")], "logprobs": 0}
+    answer = post(engine, "/v1/completions", body).json()
+    assert answer["choices"][0]["text"] == "ab" and answer["usage"]["completion_tokens"] == 3
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+
+
+def test_continue_final_message(engine: FakeEngineClient) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Once"}]
+    body = {"messages": messages, "continue_final_message": True}
+    assert post(engine, "/v1/chat/completions", body).status_code == 200
+    assert engine.requests[0].prompt_ids[-4:] == list(b"Once")
+    assert (
+        engine.requests[0].boundaries
+        and engine.requests[0].prompt_ids[engine.requests[0].boundaries[0]] == 257
+    )
+    error = error_of(post(engine, "/v1/chat/completions", body | {"messages": HELLO}))
+    assert error["param"] == "continue_final_message"
+
+
+# Other routes.
+
+
+def test_models(engine: FakeEngineClient) -> None:
+    card = get(engine, "/v1/models").json()["data"][0]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 1024)
+    assert get(engine, "/v1/models/fake").json()["id"] == "fake"
+    assert error_of(get(engine, "/v1/models/other"))["code"] == "model_not_found"
+    response = post(engine, "/v1/completions", {"prompt": "x", "model": "other"})
+    assert response.status_code == 404 and error_of(response)["param"] == "model"
+
+
+def test_tokenize_and_detokenize(engine: FakeEngineClient) -> None:
+    told = post(engine, "/tokenize", {"prompt": "aé<|im_end|>", "return_token_strs": True}).json()
+    assert told["tokens"] == [97, 0xC3, 0xA9, 258] and told["count"] == 4 and told["max_model_len"] == 1024
+    assert told["token_strs"][3] == "<|im_end|>"
+    assert (
+        post(engine, "/tokenize", {"prompt": "<|im_end|>", "parse_special_tokens": False}).json()["count"]
+        == 10
+    )
+    chat = post(engine, "/tokenize", {"messages": HELLO}).json()["tokens"]
+    post(engine, "/v1/chat/completions", {"messages": HELLO})
+    assert engine.requests[0].prompt_ids == chat
+    assert post(engine, "/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "aé<|im_end|>"}
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
+        ("/detokenize", {"tokens": [272]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ):
+        assert error_of(post(engine, path, body))["param"] == param
+
+
+def test_states_of_the_engine(engine: FakeEngineClient) -> None:
+    assert get(engine, "/health").status_code == get(engine, "/ready").status_code == 200
+    engine.state, engine.loading = "starting", Loading("weights", 0.4)
+    assert get(engine, "/ready").json()["loading"] == {"stage": "weights", "done": 0.4}
+    for state in ("starting", "restarting", "failed", "stopped"):
+        engine.state = state  # type: ignore[assignment]
+        assert get(engine, "/health").status_code == get(engine, "/ready").status_code == 503
+        assert get(engine, "/health").json()["status"] == state
+        response = post(engine, "/v1/chat/completions", {"messages": HELLO})
+        assert response.status_code == 503 and response.headers["retry-after"]
+        assert error_of(response)["code"] == "engine_unavailable"
+    assert get(engine, "/v1/models").status_code == 200
+    assert get(engine, "/version").json()["version"]
+
+
+def test_metrics_count(engine: FakeEngineClient) -> None:
+    async def go() -> str:
+        async with client_of(engine) as client:
+            await client.post("/v1/completions", json={"prompt": "x", "n": 2})
+            await client.post("/v1/completions", json={})
+            await client.get("/nowhere")
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(go())
+    for line in (
+        'deltic_sequences_finished_total{finish_reason="stop"} 2.0',
+        'deltic_http_responses_total{code="400",route="/v1/completions"} 1.0',
+        'deltic_http_responses_total{code="404",route="other"} 1.0',
+        "deltic_time_to_first_token_seconds_count 2.0",
+        "deltic_inter_token_latency_seconds_count 10.0",
+        "deltic_generation_length_tokens_sum 12.0",
+        "deltic_pages 64.0",
+    ):
+        assert line in text, line
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/health", 405, "method_not_allowed"),
+    ],
+)
+def test_router_errors(engine: FakeEngineClient, method: str, path: str, status: int, code: str) -> None:
+    async def go() -> httpx.Response:
+        async with client_of(engine) as client:
+            return await client.request(method, path)
+
+    response = asyncio.run(go())
+    assert response.status_code == status and error_of(response)["code"] == code
+    assert status != 405 or response.headers["allow"]
+
+
+def test_malformed_bodies(engine: FakeEngineClient) -> None:
+    for body in (b"", b"{", b'{"messages": [}', b"\xff\xfe", b"[" * 100_000, b'{"messages": NaN}'):
+        response = post(engine, "/v1/chat/completions", body)
+        assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
+    nested: Any = "x"
+    for _ in range(400):
+        nested = {"a": nested}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nested}}]
+    response = post(engine, "/v1/chat/completions", {"messages": HELLO, "tools": tools})
+    assert response.status_code in (200, 400)
+
+
+def test_prompt_too_long(engine: FakeEngineClient) -> None:
+    response = post(engine, "/v1/completions", {"prompt": "x" * 1500})
+    error = error_of(response)
+    assert response.status_code == 400 and "1500" in error["message"] and "1024" in error["message"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    long = [{"role": "user", "content": "x" * 100_000}]
+    assert error_of(post(engine, "/v1/chat/completions", {"messages": long}))["param"] == "messages"
+
+
+def test_no_chat_template(engine: FakeEngineClient) -> None:
+    response = post(engine, "/v1/chat/completions", {"messages": HELLO}, template=None)
+    assert response.status_code == 400 and "chat template" in error_of(response)["message"]
+
+
+def test_api_keys(engine: FakeEngineClient) -> None:
+    keys = {"api_key": ("secret", "other")}
+    for given in (b"", b"Bearer wrong", b"Basic secret", b"Bearer \xff", b"Bearer secret x", b"secret"):
+        headers: Any = {"authorization": given} if given else {}
+        response = post(engine, "/v1/completions", {"prompt": "x"}, headers, **keys)
+        assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+        assert error_of(response)["code"] == "invalid_api_key"
+    for key in ("secret", "other"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert post(engine, "/v1/completions", {"prompt": "x"}, headers, **keys).status_code == 200
+        assert get(engine, "/v1/models", headers, **keys).status_code == 200
+    assert get(engine, "/v1/models", **keys).status_code == get(engine, "/metrics", **keys).status_code == 401
+    for path in ("/health", "/ready", "/version"):
+        assert get(engine, path, **keys).status_code == 200
+
+
+def test_body_limit(engine: FakeEngineClient) -> None:
+    big = json.dumps({"prompt": "x" * 20_000}).encode()
+
+    async def go(declared: bool) -> httpx.Response:
+        async def parts() -> AsyncIterator[bytes]:
+            for start in range(0, len(big), 1000):
+                yield big[start : start + 1000]
+
+        async with client_of(engine, max_body_mb=0.01) as client:
+            return await client.post("/v1/completions", content=big if declared else parts())
+
+    for declared in (True, False):
+        response = asyncio.run(go(declared))
+        assert response.status_code == 413 and error_of(response)["code"] == "body_too_large"
+
+
+def test_request_id_is_echoed(engine: FakeEngineClient) -> None:
+    assert get(engine, "/health", {"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert len(get(engine, "/health", {"x-request-id": "a b"}).headers["x-request-id"]) == 32
+    assert len(get(engine, "/nowhere").headers["x-request-id"]) == 32
+
+
+def test_cors_is_off_unless_allowed(engine: FakeEngineClient) -> None:
+    origin = {"origin": "https://a.example"}
+    assert "access-control-allow-origin" not in get(engine, "/health", origin).headers
+    allowed = get(engine, "/health", origin, cors_origin=("https://a.example",))
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_an_error_inside_is_a_500_body(engine: FakeEngineClient) -> None:
+    def broken(request: Request) -> Any:
+        raise RuntimeError("private")
+
+    engine.submit = broken  # type: ignore[method-assign]
+    response = post(engine, "/v1/completions", {"prompt": "x"})
+    assert response.status_code == 500 and "private" not in response.text
+    assert error_of(response)["type"] == "server_error" and response.headers["x-request-id"]
+
+
+def test_more_prompts_than_can_ever_wait(engine: FakeEngineClient) -> None:
+    response = post(engine, "/v1/completions", {"prompt": ["a"] * 11, "n": 2}, max_queue=4)
+    assert response.status_code == 400 and "at most 20" in error_of(response)["message"]
+
+
+# The engine's end of things.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_full_queue(engine: FakeEngineClient, stream: bool) -> None:
+    engine.max_open = 1
+    body = {"prompt": ["a", "b"], "stream": stream}
+    response = post(engine, "/v1/completions", body)
+    assert response.status_code == 429 and response.headers["retry-after"] == "7"
+    assert error_of(response)["code"] == "queue_full"
+    assert engine.aborts == [(engine.requests[0].id, None)]  # the prompt that had a place does not keep it
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_death_before_the_first_token(engine: FakeEngineClient, stream: bool) -> None:
+    engine.die_after = 0
+    response = post(engine, "/v1/chat/completions", {"messages": HELLO, "stream": stream})
+    assert response.status_code == 503 and "SIGKILL" in error_of(response)["message"]
+
+
+def test_engine_death_in_a_stream(engine: FakeEngineClient, live: str) -> None:
+    engine.die_after, engine.token_s = 2, 0.01
+    response = httpx.post(f"{live}/v1/chat/completions", json={"messages": HELLO, "stream": True})
+    *chunks, last, rest = response.text.split("\n\n")
+    assert len(chunks) >= 2 and rest == ""
+    assert "SIGKILL" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    engine.state = "ready"
+    client = openai.OpenAI(base_url=f"{live}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIError, match="SIGKILL"):
+        list(client.chat.completions.create(model="fake", messages=HELLO, stream=True))
+    assert engine.n_open == 0
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_request(
+    engine: FakeEngineClient, live: str, stream: bool, hold: bool
+) -> None:
+    """Waiting for the first token, or in the middle of the answer."""
+    engine.hold, engine.token_s = hold, 0.01
+    engine.answer = lambda request, index: [97] * 1000
+
+    async def go() -> None:
+        async with httpx.AsyncClient(timeout=10) as client:
+            body = {"prompt": ["x", "y"], "max_tokens": 1000, "stream": stream, "n": 2}
+            task = asyncio.create_task(client.post(f"{live}/v1/completions", json=body))
+            while len(engine.requests) < 2:
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.05)
+            assert engine.n_open == 4
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(go())
+    left_s = time.monotonic()
+    wait_for(lambda: engine.n_open == 0)
+    assert time.monotonic() - left_s < 0.5
+    assert sorted(engine.aborts) == sorted((request.id, None) for request in engine.requests)
+    assert 'deltic_sequences_finished_total{finish_reason="abort"} 4.0' in httpx.get(f"{live}/metrics").text
+
+
+def test_many_streams_at_once_each_get_their_own(engine: FakeEngineClient, live: str) -> None:
+    engine.answer = lambda request, index: [*bytes(request.prompt_ids).upper() * 20, END]
+    results: dict[str, str] = {}
+
+    def ask(text: str) -> None:
+        body = {"prompt": text, "max_tokens": 900, "stream": True}
+        with httpx.stream("POST", f"{live}/v1/completions", json=body, timeout=20) as response:
+            lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+        results[text] = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines)
+
+    threads = [threading.Thread(target=ask, args=(f"prompt{i}",)) for i in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {f"prompt{i}": f"PROMPT{i}" * 20 for i in range(20)}
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones(engine: FakeEngineClient) -> None:
+    app = make_app(engine)
+    with served(app) as url:
+        engine.hold = True
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=10)
+            )
+        )
+        thread.start()
+        wait_for(lambda: engine.requests)
+        app.state.service.draining = True
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and "shutting down" in error_of(refused)["message"]
+        assert httpx.get(f"{url}/health").status_code == 503
+        engine.hold = False
+        thread.join()
+        assert answers[0].json()["choices"][0]["text"] == "Hello"

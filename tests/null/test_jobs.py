@@ -1,0 +1,129 @@
+"""`deltic run`: every line gets one result, and an interrupted run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltic.__main__ import main
+from deltic.jobs import parse
+from tests.fake_openai import FakeOpenAI
+
+
+def lines(n: int) -> list[dict[str, Any]]:
+    return [{"custom_id": f"job {i}", "body": {"prompt": f"say {i}", "max_tokens": 2}} for i in range(n)]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_both_forms_are_answered_with_many_in_flight(tmp_path: Path):
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "model": "other"}
+    source, out = write(tmp_path / "in", [*lines(30), chat]), tmp_path / "out"
+    with FakeOpenAI(token_s=0.005) as server:
+        assert main(["run", str(source), str(out), "--url", server.url, "--in-flight", "8"]) == 0
+        assert server.max_open == 8
+    rows = results(out)
+    assert {row["custom_id"] for row in rows} == {f"job {i}" for i in range(30)} | {None}
+    assert all(row["response"]["status_code"] == 200 and row["error"] is None for row in rows)
+    assert {body["model"] for body in server.bodies} == {"fake", "other"}, (
+        "a model is filled in, not replaced"
+    )
+    assert next(row for row in rows if row["line"] == 31)["response"]["body"]["choices"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"3", "expected a JSON object"),
+        (b'{"body": 3}', "body: expected"),
+        (b'{"custom_id": 3, "body": {}}', "custom_id"),
+        (b'{"body": {"temperature": 1}}', "neither messages nor prompt"),
+        (b'{"url": "/v1/embeddings", "body": {}}', "/v1/embeddings"),
+        (b'{"method": "GET", "body": {"prompt": "x"}}', "GET"),
+        (b'{"prompt": "x", "stream": true}', "stream"),
+    ],
+)
+def test_a_bad_line_says_its_number_and_why(text, complaint):
+    job = parse(text, 7)
+    assert job.body is None
+    assert job.error.startswith("line 7: ")
+    assert complaint in job.error
+
+
+def test_bad_lines_and_refused_requests_do_not_end_the_run(tmp_path: Path):
+    source, out = tmp_path / "in", tmp_path / "out"
+    write(source, [*lines(2), {"custom_id": "odd", "body": {"prompt": "x", "odd": 1}}, *lines(1)])
+    source.write_bytes(source.read_bytes() + b"\nnonsense\n")
+    with FakeOpenAI(refused=("odd",)) as server:
+        assert main(["run", str(source), str(out), "--url", server.url]) == 0
+        by_line = {row["line"]: row for row in results(out)}
+        assert sorted(by_line) == [1, 2, 3, 4, 6]
+        assert by_line[3]["response"]["status_code"] == 400
+        assert "odd" in by_line[3]["error"]["message"]
+        assert "was used before" in by_line[4]["error"]["message"]
+        assert by_line[6]["error"]["code"] == "bad_line"
+        n_sent = len(server.bodies)
+        assert main(["run", str(source), str(out), "--url", server.url]) == 0, "nothing is left to do"
+        assert (len(server.bodies), len(results(out))) == (n_sent, 5)
+
+
+def test_a_run_resumes_and_repairs_a_truncated_last_line(tmp_path: Path, capsys):
+    source, out = write(tmp_path / "in", lines(10)), tmp_path / "out"
+    with FakeOpenAI() as server:
+        assert main(["run", str(source), str(out), "--url", server.url]) == 0
+        whole = out.read_bytes()
+        kept = whole.splitlines(keepends=True)
+        for cut in (b"".join(kept[:6]) + kept[6][:9], b"".join(kept[:6]) + kept[6].rstrip(b"\n")):
+            out.write_bytes(cut)
+            server.bodies.clear()
+            assert main(["run", str(source), str(out), "--url", server.url]) == 0
+            assert len(server.bodies) == 4, "the six whole results are not asked for again"
+            assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    assert "resuming: 6 of 10" in capsys.readouterr().err
+
+
+def test_busy_and_failing_servers_are_tried_again(tmp_path: Path):
+    source, out = write(tmp_path / "in", lines(3)), tmp_path / "out"
+    with FakeOpenAI(statuses=[429] * 9 + [503, 500, 502]) as server:
+        assert main(["run", str(source), str(out), "--url", server.url, "--in-flight", "1"]) == 0
+    assert [row["response"]["status_code"] for row in results(out)] == [200, 200, 200]
+    assert len(server.bodies) == 15
+
+
+def test_a_foreign_output_file_is_not_touched(tmp_path: Path, capsys):
+    source, out = write(tmp_path / "in", lines(1)), tmp_path / "out"
+    for notes in ("my notes\nand more\n", "my notes"):
+        out.write_text(notes)
+        assert main(["run", str(source), str(out), "--url", "http://127.0.0.1:1"]) == 1
+        assert out.read_text() == notes
+    assert main(["run", str(source), str(source), "--url", "http://127.0.0.1:1"]) == 1
+    assert "same file" in capsys.readouterr().err
+
+
+def test_one_run_at_a_time_writes_an_output(tmp_path: Path, capsys):
+    source, out = write(tmp_path / "in", lines(4)), tmp_path / "out"
+    with FakeOpenAI(token_s=0.1) as server:
+        arguments = ["run", str(source), str(out), "--url", server.url, "--in-flight", "1"]
+        first = threading.Thread(target=main, args=(arguments,))
+        first.start()
+        while not server.bodies:
+            time.sleep(0.01)
+        assert main(arguments) == 1
+        first.join()
+    assert "another run" in capsys.readouterr().err
+    assert len(results(out)) == 4

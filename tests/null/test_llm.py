@@ -1,0 +1,136 @@
+"""The offline API with a fake runner: prompts in, completions out, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from deltic import LLM, SamplingParams
+from deltic.engine.loop import MAX_FAILURES
+from deltic.llm import EngineStopped
+from tests import fakes
+
+TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A byte-level tokenizer of as many tokens as the fake runner draws from, and a template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"{a}{b}" for a in alphabet[60:90] for b in alphabet[60:90]]
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *words][: fakes.VOCAB_SIZE - 4])}
+    merges = [(word[0], word[1]) for word in words if word in vocabulary]
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.add_tokens(["<think>", "</think>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "top_k": 20}))
+    return tmp_path
+
+
+@pytest.fixture
+def llm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    runner = types.ModuleType("deltic.engine.runner")
+    runner.build_runner = fakes.build_runner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deltic.engine.runner", runner)
+    return LLM(str(checkpoint), n_pages=24, max_num_seqs=4, max_model_len=256)
+
+
+def idle(llm: LLM) -> bool:
+    stats = llm._engine.stats()
+    llm._engine.check()
+    return stats.n_running == stats.n_waiting == stats.n_pages_used == stats.n_slots_used == 0
+
+
+def test_completions_are_the_engines_tokens_in_the_prompts_order(llm: LLM):
+    params = SamplingParams(max_tokens=12, seed=5)
+    prompts = [[i, 20, 30 + i] for i in range(1, 11)]
+    answers = llm.generate(prompts, params)
+    assert [a.token_ids for a in answers] == [fakes.expected_tokens(ids, params) for ids in prompts]
+    assert {a.finish_reason for a in answers} <= {"stop", "length"}
+    assert all(a.text == llm.tokenizer.decode(a.token_ids) for a in answers if a.finish_reason == "length")
+    assert llm.generate("hello", params)[0].prompt_ids == llm.tokenizer.encode("hello")
+    assert idle(llm)
+
+
+def test_n_answers_stand_together_and_params_may_differ_by_prompt(llm: LLM):
+    answers = llm.generate(["a", "b"], [SamplingParams(n=3, max_tokens=2), SamplingParams(max_tokens=4)])
+    assert [(a.prompt_index, a.index) for a in answers] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert len({tuple(a.token_ids) for a in answers[:3]}) > 1
+    with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_a_stop_string_ends_the_answer_and_frees_it(llm: LLM):
+    params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True)
+    whole = llm.generate("story", params)[0].text
+    stop = whole[20:23]
+    answer = llm.generate("story", params, stop=stop)[0]
+    assert answer.finish_reason == "stop"
+    assert answer.text == whole[: whole.index(stop)]
+    assert len(answer.token_ids) < 60
+    assert idle(llm)
+
+
+def test_defaults_are_the_checkpoints(llm: LLM):
+    assert (llm.default_params.temperature, llm.default_params.top_k) == (0.7, 20)
+    one, two = (llm.generate("x")[0].token_ids for _ in range(2))
+    assert one != two, "without a seed, answers differ"
+
+
+def test_chat_renders_the_template_and_splits_reasoning(llm: LLM):
+    answers = llm.chat(
+        [{"role": "user", "content": "hi"}], SamplingParams(max_tokens=5), enable_thinking=True
+    )
+    prompt = llm.tokenizer.decode(answers[0].prompt_ids, skip_special_tokens=False)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert (answers[0].text, bool(answers[0].reasoning)) == ("", True), "the thinking block was not closed"
+    many = llm.chat([[{"role": "user", "content": c}] for c in "abc"], SamplingParams(max_tokens=5))
+    assert [a.prompt_index for a in many] == [0, 1, 2]
+    assert many[0].reasoning == ""
+
+
+@pytest.mark.parametrize("bad", [[10**6], [1] * 300, []])
+def test_one_prompt_that_cannot_run_stops_all_before_they_start(llm: LLM, bad: list[int]):
+    with pytest.raises(ValueError, match=r"."):
+        llm.generate([[1, 2], bad])
+    assert idle(llm)
+
+
+def test_an_interrupt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    steps = iter(range(3))
+    step = llm._engine.step
+
+    def interrupted() -> list[Any]:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], SamplingParams(max_tokens=50, ignore_eos=True))
+    assert idle(llm)
+
+
+def test_failing_steps_are_answers_with_an_error_then_an_exception(llm: LLM):
+    poisoned = [[fakes.POISON, 1]]
+    answer = llm.generate(poisoned)[0]
+    assert answer.finish_reason == "error"
+    assert "poisoned" in answer.error
+    llm.generate(poisoned * (MAX_FAILURES - 2))
+    with pytest.raises(EngineStopped):
+        llm.generate(poisoned)

@@ -1,0 +1,201 @@
+"""The server as a process, over an engine process with the fake runner: its start, its signals, its engine's death."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deltic.config import ConfigError, ServerConfig
+from deltic.server.serve import listen
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys
+from deltic.config import EngineConfig, ServerConfig
+from deltic.server.serve import serve
+program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}")
+sys.exit(serve(EngineConfig(**{engine}), ServerConfig(**{server}), program=program))
+"""
+LONG = {"prompt": [5, 6, 7], "max_tokens": 3000, "ignore_eos": True}
+
+
+class Server:
+    """A server process; `log` is what it wrote."""
+
+    def __init__(self, step_ms: float, engine: dict[str, Any], server: dict[str, Any]) -> None:
+        program = PROGRAM.format(
+            fakes=str(ROOT / "tests/fakes.py"), step_ms=step_ms, engine=engine, server={"port": 0} | server
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        self.log.extend(self.process.stderr)
+
+    def url(self) -> str:
+        """Once it is ready."""
+        wait_for(lambda: any("is ready on" in line for line in list(self.log)))
+        found = re.search(r"http://\S+", "".join(self.log))
+        assert found
+        return found.group()
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def end(self, seconds: float = 5.0) -> int:
+        status = self.process.wait(seconds)
+        self._reader.join(5)
+        return status
+
+
+@contextmanager
+def server_of(step_ms: float = 1.0, engine: dict[str, Any] | None = None, **server: Any) -> Iterator[Server]:
+    running = Server(step_ms, engine or {}, server)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def wait_for(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def n_running(url: str) -> int:
+    found = re.search(r"^deltic_sequences_running (\S+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    assert found
+    return int(float(found.group(1)))
+
+
+class Ask(threading.Thread):
+    """A completion asked for in the background."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        super().__init__()
+        self._url, self._body = url, LONG | fields
+        self.status, self.text = 0, ""
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=20) as response:
+            self.status = response.status_code
+            for text in response.iter_text():
+                self.text += text
+
+
+def test_drain_lets_requests_finish() -> None:
+    with server_of(step_ms=5, drain_s=20) as server:
+        url = server.url()
+        stream = Ask(url, max_tokens=250, stream=True)
+        whole = Ask(url, max_tokens=250)
+        wait_for(lambda: stream.text and n_running(url) == 2)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert httpx.post(f"{url}/v1/completions", json=LONG).status_code == 503
+        assert server.end() == 0
+        stream.join()
+        whole.join()
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert json.loads(whole.text)["usage"]["completion_tokens"] == 250
+    assert not any("Traceback" in line for line in server.log), server.log
+
+
+def test_drain_ends_what_takes_too_long_and_cleans_up() -> None:
+    with server_of(step_ms=5, drain_s=0.3) as server:
+        url, pid = server.url(), server.engine_pid()
+        stream, whole = Ask(url, stream=True), Ask(url)
+        wait_for(lambda: stream.text and n_running(url) == 2)
+        server.process.send_signal(signal.SIGINT)
+        assert server.end() == 0
+        stream.join()
+        whole.join()
+    last = stream.text.strip().split("\n\n")[-1]
+    assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert whole.status == 503 and "shutting down" in whole.text
+    assert not Path(f"/proc/{pid}").exists()
+    assert not any("Traceback" in line for line in server.log), server.log
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with server_of(step_ms=5, drain_s=600) as server:
+        stream = Ask(server.url(), stream=True)
+        wait_for(lambda: stream.text)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        sent_s = time.monotonic()
+        assert server.end() == 0
+        assert time.monotonic() - sent_s < 1.5
+        stream.join()
+    assert '"error"' in stream.text
+    assert not any("Traceback" in line for line in server.log), server.log
+
+
+def test_the_engine_dies_under_load_and_comes_back() -> None:
+    with server_of(step_ms=5) as server:
+        url, pid = server.url(), server.engine_pid()
+        stream, whole = Ask(url, stream=True), Ask(url)
+        wait_for(lambda: stream.text and n_running(url) == 2)
+        os.kill(pid, signal.SIGKILL)
+        stream.join()
+        whole.join()
+        assert '"error"' in stream.text and whole.status in (500, 503) and "SIGKILL" in whole.text
+        assert httpx.get(f"{url}/health").status_code in (503, 200)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+        again = httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 3})
+        assert again.status_code == 200
+        assert "deltic_engine_restarts_total 1.0" in httpx.get(f"{url}/metrics").text
+        assert "deltic_pages_used 0.0" in httpx.get(f"{url}/metrics").text
+
+
+def test_a_model_that_cannot_be_served() -> None:
+    with server_of(engine={"model": "/no/such/model"}) as server:
+        assert server.end(20) == 1
+    assert "no directory '/no/such/model'" in "".join(server.log) and "Traceback" not in "".join(server.log)
+
+
+def test_ready_tells_the_stage_while_loading() -> None:
+    with server_of() as server:
+        wait_for(lambda: any("listening on" in line for line in list(server.log)))
+        found = re.search(r"http://\S+", "".join(server.log))
+        assert found
+        assert httpx.get(f"{found.group()}/ready").json()["status"] in ("starting", "ready")
+
+
+def test_the_server_process_does_not_import_torch() -> None:
+    program = "import sys, deltic.server.serve, deltic.server.http; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_an_address_in_use_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"{port}.*--port"):
+            listen(ServerConfig(port=port))

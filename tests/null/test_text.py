@@ -1,0 +1,144 @@
+"""Tokenizer, incremental detokenizer, stop strings: nothing lost, nothing split, no matter how the ids are cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from deltic.text import TRUSTED, Detokenizer, StopMatcher, Tokenizer, TokenizerError, text_directory
+from tests.fake_engine import ADDED, SPECIAL, byte_alphabet, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+DEMO = text_directory("built-in")
+IDS = st.lists(st.one_of(st.integers(0, 270), st.sampled_from(list("é€😀".encode()))), max_size=40)
+
+
+def cut(draw: st.DataObject, items: list[int] | str) -> list:
+    at = sorted(draw.draw(st.lists(st.integers(0, len(items)), max_size=6)))
+    return [items[a:b] for a, b in zip([0, *at], [*at, len(items)], strict=True)]
+
+
+@given(IDS, st.booleans(), st.data())
+def test_incremental_detokenizer_equals_the_whole_decode(
+    ids: list[int], skip: bool, data: st.DataObject
+) -> None:
+    detokenizer = Detokenizer(TOKENIZER, skip)
+    texts = [detokenizer.push(part) for part in cut(data, ids)]
+    assert "".join(texts) + detokenizer.flush() == TOKENIZER.decode(ids, skip)
+
+
+@given(st.lists(st.integers(0, 264), max_size=40), st.booleans())
+def test_decode_equals_the_library_s(ids: list[int], skip: bool) -> None:
+    assert TOKENIZER.decode(ids, skip) == TOKENIZER._backend.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.text(max_size=60))
+def test_text_survives_the_round_trip(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_characters_are_never_split() -> None:
+    detokenizer = Detokenizer(TOKENIZER)
+    assert [detokenizer.push([byte]) for byte in "a€😀".encode()] == ["a", "", "", "€", "", "", "", "😀"]
+    assert detokenizer.push("€".encode()[:2]) == "" and detokenizer.flush() == "\ufffd"
+    assert detokenizer.push(b"b") == "b" and detokenizer.flush() == ""
+
+
+def test_special_tokens_are_skipped_and_added_ones_stay() -> None:
+    ids = [*b"a", 258, 263, *b"b", 264]
+    assert TOKENIZER.decode(ids) == "a<think>b</think>"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == "a<|im_end|><think>b</think>"
+    assert TOKENIZER.decode([999_999, -1]) == "\ufffd\ufffd"
+
+
+def test_only_trusted_literals_become_special_ids() -> None:
+    assert TOKENIZER.encode("<|im_end|>") == list(b"<|im_end|>")
+    assert TOKENIZER.encode("a<|im_end|>b", "parse") == [97, 258, 98]
+    assert TOKENIZER.encode(f"<|im_end|>{TRUSTED}<|im_end|>", "trusted") == [*b"<|im_end|>", 258]
+    assert TOKENIZER.encode("<think>") == [263]
+    assert TOKENIZER.trust("x<|im_start|>y") == f"x{TRUSTED}<|im_start|>y"
+
+
+def test_token_bytes_of_the_built_in_tokenizer() -> None:
+    tokenizer = Tokenizer.load(DEMO)
+    text = "Write a 100-word story about a fox. Größe 😀\n"
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert tokenizer.token_bytes(tokenizer.special_id("<|im_end|>") or 0) == b"<|im_end|>"
+    assert tokenizer.n_tokens == tokenizer._backend.get_vocab_size()
+    assert tokenizer.max_token_bytes() < 64
+
+
+def test_vocabulary_and_merges_without_a_tokenizer_json(tmp_path: Path) -> None:
+    vocabulary = dict(byte_alphabet()) | {"ab": 256}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    added = {str(257 + i): {"content": token, "special": True} for i, token in enumerate(SPECIAL)}
+    added |= {str(260 + i): {"content": token, "special": False} for i, token in enumerate(ADDED)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("ab<think><|im_end|>", "parse") == [256, 264, 259]
+    assert tokenizer.n_tokens == 266
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {"300": {"content": "<x>", "special": True}}})
+    )
+    with pytest.raises(TokenizerError, match="should have id 300"):
+        Tokenizer.load(tmp_path)
+
+
+def test_unusable_tokenizers_say_why(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        Tokenizer.load(tmp_path)
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    backend.decoder = decoders.Metaspace()
+    with pytest.raises(TokenizerError, match="byte-level"):
+        Tokenizer(backend)
+
+
+def stopped(stops: list[str], parts: list[str]) -> tuple[str, str | None]:
+    matcher = StopMatcher(stops)
+    text = "".join(map(matcher.push, parts))
+    return text + ("" if matcher.matched else matcher.flush()), matcher.matched
+
+
+@pytest.mark.parametrize(
+    ("stops", "parts", "shown", "matched"),
+    [
+        (["END"], ["abcE", "N", "Dxyz"], "abc", "END"),
+        (["END"], ["abcE", "Nd"], "abcENd", None),
+        (["aab"], ["aaa", "ab"], "aa", "aab"),
+        (["abcd", "bc"], ["abcd"], "a", "bc"),
+        (["bc", "abc"], ["xabc"], "x", "abc"),
+        (["\n\n"], ["a\n", "b\n", "\nc"], "a\nb", "\n\n"),
+        ([], ["abc"], "abc", None),
+    ],
+)
+def test_stop_strings(stops: list[str], parts: list[str], shown: str, matched: str | None) -> None:
+    assert stopped(stops, parts) == (shown, matched)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=4), max_size=4), st.text("abc", max_size=30), st.data())
+def test_stop_strings_do_not_depend_on_the_cuts(stops: list[str], text: str, data: st.DataObject) -> None:
+    shown, matched = stopped(stops, cut(data, text))
+    assert (shown, matched) == stopped(stops, list(text))
+    ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    assert shown == (text[: min(ends)[0] + min(ends)[1]] if ends else text)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3), st.text("abc", max_size=20))
+def test_as_little_as_possible_is_held_back(stops: list[str], text: str) -> None:
+    matcher = StopMatcher(stops)
+    shown = matcher.push(text)
+    if matcher.matched is None:
+        held = text[len(shown) :]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
