@@ -23,11 +23,12 @@ import msgspec
 from deltic.config import BUILT_IN, EngineConfig, resolve
 from deltic.engine.loop import MAX_FAILURES, Engine
 from deltic.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from deltic.models.checkpoint import text_directory
 from deltic.server.chat import ChatTemplate
 from deltic.server.errors import ApiError
 from deltic.server.parser import Delta, OutputParser
 from deltic.server.protocol import SamplingDefaults
-from deltic.text import Detokenizer, StopMatcher, Tokenizer, text_directory
+from deltic.text import Detokenizer, StopMatcher, Tokenizer
 
 Message = dict[str, Any]
 
@@ -69,7 +70,7 @@ class LLM:
         that say what to do.
         """
         self.config = resolve(EngineConfig, {"model": model, **settings})
-        directory = text_directory(model, dummy=self.config.dummy is not None)
+        directory = text_directory(self.config)
         self.tokenizer = Tokenizer.load(directory)
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
         from deltic.engine.runner import build_runner  # imports torch: after what can fail at once

@@ -61,6 +61,9 @@ class Metrics(Collector):
         self.ttft_s = Histogram(
             "deltic_time_to_first_token_seconds", "From the request to its first token.", SECONDS
         )
+        self.queued_s = Histogram(
+            "deltic_queue_time_seconds", "From the request to its place in the engine.", SECONDS
+        )
         self.itl_s = Histogram(
             "deltic_inter_token_latency_seconds", "Between two tokens of a sequence.", SECONDS
         )
@@ -117,5 +120,12 @@ class Metrics(Collector):
         for (route, code), count in self.responses.items():
             responses.add_metric([route, str(code)], count)
         yield responses
-        for histogram in (self.ttft_s, self.itl_s, self.e2e_s, self.n_prompt, self.n_generated):
+        for histogram in (
+            self.queued_s,
+            self.ttft_s,
+            self.itl_s,
+            self.e2e_s,
+            self.n_prompt,
+            self.n_generated,
+        ):
             yield histogram.family()

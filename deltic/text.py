@@ -17,8 +17,6 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from deltic.config import BUILT_IN
-
 # The library's own threads would take the engine's cores, and complain when the engine process is started again.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -29,43 +27,11 @@ so no user can write it."""
 UNKNOWN_TOKEN = "\N{REPLACEMENT CHARACTER}".encode()
 """What an id that names no token decodes to (padding rows of the embedding; random weights draw them)."""
 
-TEXT_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "chat_template.jinja",
-)  # fmt: skip
-"""The files of a checkpoint that the HTTP process reads."""
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
 Specials = Literal["parse", "trusted", "text"]
 
 
 class TokenizerError(ValueError):
     """A checkpoint whose tokenizer cannot be used; the message says what is missing and what would work."""
-
-
-def text_directory(model: str, *, dummy: bool = False) -> Path:
-    """The directory with the model's tokenizer, template and generation defaults: text files only, no weights.
-
-    Random weights have no vocabulary: they talk through the built-in model's. Raises TokenizerError.
-    """
-    if dummy or model == BUILT_IN:
-        return Path(__file__).parent / "demo"
-    if Path(model).is_dir():
-        return Path(model)
-    if not _HUB_NAME.fullmatch(model):
-        raise TokenizerError(
-            f"there is no directory {model!r}; give a checkpoint directory or a hub name (owner/name)"
-        )
-    import huggingface_hub  # only a model named on the hub needs it
-
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(TEXT_FILES)))
-    except Exception as error:  # the library raises a dozen kinds; all mean the same to the user
-        raise TokenizerError(
-            f"{model!r} is neither a directory nor a model that can be fetched from the hub ({error}); "
-            "give the path of a checkpoint directory"
-        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

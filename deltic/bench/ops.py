@@ -32,7 +32,7 @@ from deltic.engine.cache import pages_for
 from deltic.engine.request import PAGE_SIZE, Chunk, Draw, Request, SamplingParams, Sequence, Step
 from deltic.engine.sampler import Sampler
 from deltic.machine import multiply_peak, read_bandwidth
-from deltic.models.checkpoint import locate
+from deltic.models.checkpoint import locate, model_name
 from deltic.models.qwen import Activations, allocate_activations
 from deltic.models.shapes import PUBLISHED, ModelShape
 from deltic.ops.attention import AttentionHeads, attention, attn_prepare
@@ -366,8 +366,7 @@ def find_shape(name: str | None) -> tuple[str, ModelShape]:
     """A published shape, a checkpoint's, or the built-in model's. Raises the loader's ValueErrors."""
     is_published = name is not None and name.lower() in PUBLISHED
     config = EngineConfig(dummy=name) if is_published else EngineConfig(model=name or BUILT_IN)
-    label, _, shape = locate(config)
-    return label.removeprefix("dummy-"), shape
+    return model_name(config), locate(config)[1]
 
 
 def bench(arguments: argparse.Namespace) -> int:

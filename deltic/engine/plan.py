@@ -22,8 +22,8 @@ from deltic.engine.cache import pages_for
 from deltic.engine.request import PAGE_SIZE
 from deltic.engine.sampler import Sampler
 from deltic.machine import multiply_peak, read_bandwidth
+from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.qwen import Activations, allocate_activations
-from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.shapes import ModelShape
 
 DEFAULT_MODEL_LEN = 32768
@@ -207,13 +207,13 @@ def plan_report(config: EngineConfig) -> str:
 
     Raises ConfigError or another ValueError when the model cannot be served with these settings.
     """
-    name, directory, shape = locate(config)
+    directory, shape = locate(config)
     plan = make_plan(config, shape, n_real_ids(directory, shape.vocab_size))
     out = StringIO()
     console = Console(file=out, width=100)
     sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
     console.print(
-        f"{name}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
+        f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
         f"{shape.n_attn_layers} attention layers"
     )
     console.print(_memory_table(plan))

@@ -102,6 +102,8 @@ class Output(msgspec.Struct, array_like=True):
     stop_token_id: int | None = None
     """The stop or eos token that ended it, when one did."""
     error: str | None = None
+    queued_s: float = 0.0
+    """Seconds the sequence waited for its place; with its first Output."""
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -185,6 +187,10 @@ class Sequence:
     slot: int | None = None
     arrival: int = 0
     """Order of arrival, to break ties of equal priority."""
+    arrived_at: float = 0.0
+    """time.monotonic() of its arrival."""
+    queued_s: float = 0.0
+    """How long it first waited for its place."""
     siblings: list[Sequence] = field(default_factory=list)
     """n > 1: sequences that start when this one's prompt is done (they share its pages)."""
     prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -15,7 +15,7 @@ import torch
 from deltic.config import EngineConfig
 from deltic.engine.plan import Arena, Plan, build_workspace, make_plan
 from deltic.engine.request import PAGE_SIZE, EngineInfo, Step, StepResult
-from deltic.models.checkpoint import locate, n_real_ids
+from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.qwen import Memory, Qwen
 from deltic.models.weights import Weights, dummy_weights, load_weights
 from deltic.ops.table import Program, chosen
@@ -103,7 +103,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
         clock = time.perf_counter()
 
     progress("plan", 0.0)
-    name, directory, shape = locate(config)
+    directory, shape = locate(config)
     plan = make_plan(config, shape, n_real_ids(directory, shape.vocab_size))
     lap("plan")
     notices: list[str] = []
@@ -118,7 +118,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     lap("weights")
     runner = Runner(plan, weights, progress)
     lap("memory")
-    runner.info.model_name = name
+    runner.info.model_name = model_name(config)
     runner.info.notices = notices
     runner.info.start_s = spent
     return runner

@@ -17,6 +17,7 @@ Nothing here costs O(tokens): a step costs O(sequences that run).
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -197,9 +198,17 @@ class Scheduler:
             params = msgspec.structs.replace(params, max_tokens=max_tokens)
             request = msgspec.structs.replace(request, params=params)
         seed = params.seed if params.seed is not None else random.getrandbits(63)
-        prompt = array("i", request.prompt_ids)
+        prompt, now = array("i", request.prompt_ids), time.monotonic()
         group = [
-            Sequence(request, index, _mixed_seed(seed, index), prompt[:], n_prompt, arrival=self._n_arrived)
+            Sequence(
+                request,
+                index,
+                _mixed_seed(seed, index),
+                prompt[:],
+                n_prompt,
+                arrival=self._n_arrived,
+                arrived_at=now,
+            )
             for index in range(params.n)
         ]
         if params.prompt_logprobs is not None:
@@ -341,6 +350,8 @@ class Scheduler:
             return False
         for member in group:
             self.cache.take_slot(member)
+            if not member.n_preempted:
+                member.queued_s = time.monotonic() - member.arrived_at
         del self._waiting[0]
         self._prefills.insert(i, sequence)
         return True
@@ -410,6 +421,8 @@ class Scheduler:
             outputs.append(output)
             if logprob is not None:
                 output.logprobs = [logprob]
+            if sequence.n_generated == 0:
+                output.queued_s = sequence.queued_s
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
             tokens = sequence.tokens

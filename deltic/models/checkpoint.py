@@ -5,15 +5,27 @@ Imports no torch: the HTTP process finds the tokenizer and the template here, th
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 
 from deltic.config import BUILT_IN, EngineConfig
-from deltic.models.shapes import CheckpointError, ModelShape, published_shape, resolve_model
+from deltic.models.shapes import CheckpointError, ModelShape, published_shape
 
 DEMO = Path(__file__).parent.parent / "demo"
 """The built-in model; random weights borrow its tokenizer and template."""
+
+
+TEXT_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
+"""The files of a checkpoint that the HTTP process reads."""
+
+ALL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class _AddedToken(msgspec.Struct):
@@ -43,14 +55,56 @@ def n_real_ids(directory: Path, vocab_size: int) -> int:
     return min(vocab_size, highest + 1)
 
 
-def locate(config: EngineConfig) -> tuple[str, Path, ModelShape]:
-    """Name, directory of the text files (tokenizer, template) and shape of the configured model.
+def resolve_model(name_or_path: str | Path, files: tuple[str, ...] = ALL_FILES) -> Path:
+    """The local directory (or single safetensors file) of a model: a path as it is, else a hub download
+    of `files`.
 
-    Raises CheckpointError, UnsupportedModelError, or ConfigError for an unknown dummy shape.
+    Raises CheckpointError if the path does not exist, or the hub has no such model or cannot be reached.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    name = str(name_or_path)
+    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise CheckpointError(f"{name}: no such directory, and not a hub name of the form owner/model")
+    import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+    except errors.GatedRepoError as error:
+        raise CheckpointError(f"{name}: gated on the hub; accept its terms there and set HF_TOKEN") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(f"{name}: neither a directory here nor a model on the hub") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{name}: not a directory, not in the download cache, and the hub cannot be reached; "
+            "go online once, or give the path of a checkpoint directory"
+        ) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise CheckpointError(f"{name}: the download failed ({error})") from error
+
+
+def model_name(config: EngineConfig) -> str:
+    """The name in /v1/models when none is given: the directory's, the hub's, or the shape's."""
+    if config.dummy is not None:
+        return config.dummy
+    return Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
+
+
+def text_directory(config: EngineConfig) -> Path:
+    """The directory with the model's tokenizer, template and generation defaults. Raises CheckpointError."""
+    if config.dummy is not None or config.model == BUILT_IN:
+        return DEMO
+    return resolve_model(config.model, TEXT_FILES)
+
+
+def locate(config: EngineConfig) -> tuple[Path, ModelShape]:
+    """The directory of the configured model (of the text files, for a dummy) and its shape.
+
+    Raises CheckpointError or UnsupportedModelError.
     """
     if config.dummy is not None:
-        return f"dummy-{config.dummy.lower()}", DEMO, published_shape(config.dummy)
-    if config.model == BUILT_IN:
-        return "deltic-demo", DEMO, ModelShape.from_directory(DEMO)
-    directory = resolve_model(config.model)
-    return Path(config.model).name or config.model, directory, ModelShape.from_directory(directory)
+        return DEMO, published_shape(config.dummy)
+    directory = DEMO if config.model == BUILT_IN else resolve_model(config.model)
+    return directory, ModelShape.from_directory(directory)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +37,6 @@ _FAMILY_OF_MODEL_TYPE = {
     "qwen3_next": "qwen3_next",
 }
 _DEFAULT_ROPE_TYPES = ("default", "mrope")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 
 
 class CheckpointError(ValueError):
@@ -298,35 +295,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
-
-
-def resolve_model(name_or_path: str | Path) -> Path:
-    """The local directory (or single safetensors file) of a model: a path as it is, else a hub download.
-
-    Raises CheckpointError if the path does not exist, or the hub has no such model or cannot be reached.
-    """
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path
-    name = str(name_or_path)
-    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise CheckpointError(f"{name}: no such directory, and not a hub name of the form owner/model")
-    import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
-    from huggingface_hub import errors
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_PATTERNS))
-    except errors.GatedRepoError as error:
-        raise CheckpointError(f"{name}: gated on the hub; accept its terms there and set HF_TOKEN") from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(f"{name}: neither a directory here nor a model on the hub") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{name}: not a directory, not in the download cache, and the hub cannot be reached; "
-            "go online once, or give the path of a checkpoint directory"
-        ) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        raise CheckpointError(f"{name}: the download failed ({error})") from error
 
 
 def _family(config: Mapping[str, Any]) -> str:

@@ -143,6 +143,7 @@ class Generation:
             return
         last_s = self._last_s[choice.index]
         if last_s is None:
+            self._metrics.queued_s.observe(output.queued_s)
             self._metrics.ttft_s.observe(now_s - self._started_s)
         else:
             self._metrics.itl_s.observe((now_s - last_s) / n_tokens, n_tokens)

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -113,13 +112,14 @@ def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.S
     # Not at the top of the file: the engine process is to be started before these are imported.
     import uvicorn
 
+    from deltic.models.checkpoint import model_name, text_directory
     from deltic.server.chat import ChatTemplate
     from deltic.server.http import create_app
     from deltic.server.protocol import SamplingDefaults
-    from deltic.text import Tokenizer, text_directory
+    from deltic.text import Tokenizer
 
     engine_config = client.config
-    directory = text_directory(engine_config.model, dummy=engine_config.dummy is not None)
+    directory = text_directory(engine_config)
     tokenizer = Tokenizer.load(directory)
     template = ChatTemplate.load(directory, tokenizer, server_config.chat_template)
     app = create_app(
@@ -145,13 +145,6 @@ def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.S
     # Signals are StopSignals': the server's own would cut off what the drain lets finish.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
     return server, app.state.service
-
-
-def model_name(config: EngineConfig) -> str:
-    """The name in /v1/models when none is given: the directory's, the hub's, or the shape's."""
-    if config.dummy is not None:
-        return config.dummy
-    return Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
 
 
 async def _until_stopped(

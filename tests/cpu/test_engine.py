@@ -105,7 +105,6 @@ def test_any_cut_of_the_prompt(runner: Runner) -> None:
 
     def last_logits(cuts: list[int], slot: int) -> torch.Tensor:
         request = Request(id="x", prompt_ids=ids, params=SamplingParams(temperature=0.0))
-        from array import array
 
         sequence = Sequence(
             request, 0, 0, array("i", ids), len(ids), pages=[4 * slot + i for i in range(4)], slot=slot

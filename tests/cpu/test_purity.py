@@ -6,6 +6,7 @@ Each property compares whole rows of float32 logits bit for bit, on tiny checkpo
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -61,7 +62,7 @@ class Recorder:
 
 
 def run(
-    inner: Runner, ids: list[int], others: list[tuple[int, list[int], SamplingParams]] = [], *,
+    inner: Runner, ids: list[int], others: Iterable[tuple[int, list[int], SamplingParams]] = (), *,
     n_tokens: int = 12, step_tokens: int | None = None, preempt_at: int | None = None, **params: object,
 ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
     """Tokens and logits of one request; `others` join before the given step. preempt_at: evict it before that step."""

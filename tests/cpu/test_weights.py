@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltic.models.shapes import PUBLISHED, CheckpointError, ModelShape, resolve_model
+from deltic.models.checkpoint import resolve_model
+from deltic.models.shapes import PUBLISHED, CheckpointError, ModelShape
 from deltic.models.weights import AttnLayer, GdnLayer, Mlp, Moe, Weights, dummy_weights, load_weights
 from tests.tiny import tiny_checkpoint
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltic.models.checkpoint import DEMO
 from deltic.server.chat import ChatTemplate
 from deltic.server.errors import ApiError
 from deltic.server.parser import Delta, OutputParser, convert, value_types
-from deltic.text import Tokenizer, TokenizerError, text_directory
+from deltic.text import Tokenizer, TokenizerError
 from tests.fake_engine import TEMPLATE, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -131,9 +132,8 @@ def test_loading(tmp_path: Path) -> None:
 
 
 def test_the_built_in_template() -> None:
-    directory = text_directory("built-in")
-    tokenizer = Tokenizer.load(directory)
-    chat = ChatTemplate.load(directory, tokenizer)
+    tokenizer = Tokenizer.load(DEMO)
+    chat = ChatTemplate.load(DEMO, tokenizer)
     assert chat is not None and "enable_thinking" in chat.variables
     call = {
         "id": "1",

@@ -23,7 +23,14 @@ MAX_PACKAGE_LINES = 13_000
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
 LEAVES = {"config", "metrics", "engine.request"}
-WITHOUT_TORCH = ["engine.request", "engine.scheduler", "engine.cache", "engine.client", "models.shapes", "models.checkpoint"]
+WITHOUT_TORCH = [
+    "engine.request",
+    "engine.scheduler",
+    "engine.cache",
+    "engine.client",
+    "models.shapes",
+    "models.checkpoint",
+]
 WITHOUT_TORCH += ["config", "metrics", "text", "__init__", "__main__", "server"]
 
 
@@ -64,7 +71,9 @@ def test_imports_run_one_way(path: Path) -> None:
         above = LAYERS[: LAYERS.index(part)]
         assert not {u for u in used if u.split(".")[0] in above}, f"{part} imports from above"
     if any(name == free or name.startswith(free + ".") for free in WITHOUT_TORCH):
-        assert not {i for i in imports(path, everywhere=False) if i.split(".")[0] == "torch"}, f"{name} imports torch"
+        assert not {i for i in imports(path, everywhere=False) if i.split(".")[0] == "torch"}, (
+            f"{name} imports torch"
+        )
 
 
 def test_server_process_loads_no_torch() -> None:

@@ -176,7 +176,9 @@ def test_the_engine_dies_under_load_and_comes_back() -> None:
 def test_a_model_that_cannot_be_served() -> None:
     with server_of(engine={"model": "/no/such/model"}) as server:
         assert server.end(20) == 1
-    assert "no directory '/no/such/model'" in "".join(server.log) and "Traceback" not in "".join(server.log)
+    assert "/no/such/model: no such directory" in "".join(server.log) and "Traceback" not in "".join(
+        server.log
+    )
 
 
 def test_ready_tells_the_stage_while_loading() -> None:

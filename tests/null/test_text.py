@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from deltic.text import TRUSTED, Detokenizer, StopMatcher, Tokenizer, TokenizerError, text_directory
+from deltic.models.checkpoint import DEMO
+from deltic.text import TRUSTED, Detokenizer, StopMatcher, Tokenizer, TokenizerError
 from tests.fake_engine import ADDED, SPECIAL, byte_alphabet, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
-DEMO = text_directory("built-in")
 IDS = st.lists(st.one_of(st.integers(0, 270), st.sampled_from(list("é€😀".encode()))), max_size=40)
 
 
