@@ -58,72 +58,155 @@ void penalise(const Row& r, float* values, int32_t* counts) {
 }
 
 int32_t argmax(const float* values, int64_t n) {
-    int64_t best = 0;
-    for (int64_t i = 1; i < n; i++)
-        if (values[i] > values[best]) best = i;
-    return (int32_t)best;
+    v16 high = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) high = vmax(high, load(values + i));
+    float top = max(high);
+    for (; i < n; i++) top = std::max(top, values[i]);
+    return (int32_t)(std::find(values, values + n, top) - values);
 }
 
-// Sorts the likeliest candidates to the front until their weights reach `target`; returns how many that takes.
+// Brings the likeliest candidates whose weights reach `target` to the front; returns how many that takes. Halves the
+// range that the last of them is in, so it costs O(n) and not a sort.
 int64_t nucleus(Candidate* c, int64_t n, double target) {
-    int64_t n_sorted = 0;
+    int64_t begin = 0, end = n;
     double reached = 0;
-    for (int64_t size = 64;; size *= 8) {
-        int64_t end = std::min(size, n);
-        std::partial_sort(c + n_sorted, c + end, c + n, likelier);
-        for (int64_t i = n_sorted; i < end; i++) {
-            reached += c[i].value;
-            if (reached >= target) return i + 1;
+    while (end - begin > 64) {
+        int64_t middle = begin + (end - begin) / 2;
+        std::nth_element(c + begin, c + middle, c + end, likelier);
+        double half = 0;
+        for (int64_t i = begin; i < middle; i++) half += c[i].value;
+        if (reached + half >= target) {
+            end = middle;
+        } else {
+            reached += half;
+            begin = middle;
         }
-        if (end == n) return n;
-        n_sorted = end;
     }
+    std::sort(c + begin, c + end, likelier);
+    for (int64_t i = begin; i < end; i++) {
+        reached += c[i].value;
+        if (reached >= target) return i + 1;
+    }
+    return end;
 }
 
-int32_t draw(const Row& r, float* values, int64_t n, Candidate* c) {
-    for (int64_t i = 0; i < n; i++) values[i] /= r.temperature;
-    int64_t m = n;
-    for (int64_t i = 0; i < n; i++) c[i] = {values[i], (int32_t)i};
-    if (r.top_k > 0 && r.top_k < n) {
-        m = r.top_k;
-        std::nth_element(c, c + m - 1, c + n, likelier);
-        std::sort(c, c + m, lower_id);
+constexpr int64_t BLOCK = 256;  // elements whose weights are summed together in `draw_from_all`
+
+// values[i] = exp(values[i] / temperature - highest): weights relative to the likeliest, which weighs exactly 1.
+void to_weights(float* values, int64_t n, float temperature) {
+    v16 high = splat(-INFINITY), t = splat(temperature);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        v16 v = load(values + i) / t;
+        store(values + i, v);
+        high = vmax(high, v);
     }
-    float top = c[0].value;
-    for (int64_t i = 1; i < m; i++) top = std::max(top, c[i].value);
-    double total = 0;
-    for (int64_t i = 0; i < m; i += 16) {
-        v16 p = {};
-        int64_t lanes = std::min<int64_t>(16, m - i);
-        for (int64_t j = 0; j < lanes; j++) p[j] = c[i + j].value - top;
-        p = vexp(p);
-        for (int64_t j = 0; j < lanes; j++) total += c[i + j].value = p[j];
-    }
-    if (r.min_p > 0) {
-        total = 0;
-        int64_t kept = 0;
-        for (int64_t i = 0; i < m; i++)
-            if (c[i].value >= r.min_p) {  // the likeliest weighs exactly 1
-                total += c[i].value;
-                c[kept++] = c[i];
-            }
-        m = kept;
-    }
-    if (r.top_p < 1) {
-        m = nucleus(c, m, r.top_p * total);
-        std::sort(c, c + m, lower_id);
-        total = 0;
-        for (int64_t i = 0; i < m; i++) total += c[i].value;
-    }
-    double threshold = uniform(r.seed, r.position) * total, reached = 0;
+    float top = max(high);
+    for (int64_t j = i; j < n; j++) top = std::max(top, values[j] /= temperature);
+    for (i = 0; i + 16 <= n; i += 16) store(values + i, vexp(load(values + i) - splat(top)));
+    for (; i < n; i++) values[i] = exp1(values[i] - top);
+}
+
+float block_sum(const float* weights, int64_t n) {
+    v16 sums = {};
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) sums = sums + load(weights + i);
+    float total = sum(sums);
+    for (; i < n; i++) total += weights[i];
+    return total;
+}
+
+// The first candidate, in order of ids, at which the running sum exceeds u of the whole; of several weighing nothing, none.
+int32_t draw_from(const Candidate* c, int64_t n, double total, double u) {
+    double threshold = u * total, reached = 0;
     int32_t last = c[0].id;
-    for (int64_t i = 0; i < m; i++) {
+    for (int64_t i = 0; i < n; i++) {
         if (c[i].value == 0) continue;  // a banned id must not be the last resort
         last = c[i].id;
         reached += c[i].value;
         if (reached > threshold) break;
     }
     return last;
+}
+
+// The same over all weights: block sums find the block, then its elements are walked.
+int32_t draw_from_all(const float* weights, int64_t n, double u) {
+    double total = 0, reached = 0;
+    for (int64_t i = 0; i < n; i += BLOCK) total += block_sum(weights + i, std::min(BLOCK, n - i));
+    double threshold = u * total;
+    int32_t last = 0;
+    for (int64_t i = 0; i < n; i += BLOCK) {
+        int64_t end = std::min(i + BLOCK, n);
+        double sum = block_sum(weights + i, end - i);
+        if (sum == 0) continue;
+        if (reached + sum > threshold) {
+            for (int64_t j = i; j < end && reached <= threshold; j++) {
+                if (weights[j] > 0) last = (int32_t)j;
+                reached += weights[j];
+            }
+            return last;
+        }
+        reached += sum;
+        for (int64_t j = end; j > i; j--)
+            if (weights[j - 1] > 0) {
+                last = (int32_t)(j - 1);
+                break;
+            }
+    }
+    return last;
+}
+
+// The k likeliest of n values, in order of ids, in c[0 : k].
+void select_top(const float* values, int64_t n, int64_t k, Candidate* c) {
+    for (int64_t i = 0; i < k; i++) c[i] = {values[i], (int32_t)i};
+    std::make_heap(c, c + k, likelier);  // the least likely of those kept is in front
+    for (int64_t i = k; i < n; i++) {
+        if (values[i] <= c[0].value) continue;  // of equal values the lower id stays
+        std::pop_heap(c, c + k, likelier);
+        c[k - 1] = {values[i], (int32_t)i};
+        std::push_heap(c, c + k, likelier);
+    }
+    std::sort(c, c + k, lower_id);
+}
+
+// Of the likeliest that reach top_p of `total`.
+int32_t draw_nucleus(const Row& r, Candidate* c, int64_t n, double total, double u) {
+    n = nucleus(c, n, r.top_p * total);
+    std::sort(c, c + n, lower_id);
+    total = 0;
+    for (int64_t i = 0; i < n; i++) total += c[i].value;
+    return draw_from(c, n, total, u);
+}
+
+int32_t draw(const Row& r, float* values, int64_t n, Candidate* c) {
+    double u = uniform(r.seed, r.position);
+    int64_t m = 0;
+    if (r.top_k > 0 && r.top_k < n) {
+        m = r.top_k;
+        select_top(values, n, m, c);
+        for (int64_t i = 0; i < m; i++) values[i] = c[i].value;
+        to_weights(values, m, r.temperature);
+        for (int64_t i = 0; i < m; i++) c[i].value = values[i];
+    } else {
+        to_weights(values, n, r.temperature);
+        if (r.min_p <= 0 && r.top_p >= 1) return draw_from_all(values, n, u);
+        double total = 0;
+        for (int64_t i = 0; i < n; i += BLOCK) total += block_sum(values + i, std::min(BLOCK, n - i));
+        // All weights below (1 - top_p) / n of the whole add up to less than what top-p leaves out: none can be kept.
+        float least = r.min_p > 0 ? r.min_p : 0.999f * (1 - r.top_p) * (float)total / (float)n;
+        for (int64_t i = 0; i < n; i++)
+            if (values[i] >= least) c[m++] = {values[i], (int32_t)i};
+        if (r.min_p <= 0) return draw_nucleus(r, c, m, total, u);
+    }
+    double total = 0;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < m; i++)
+        if (c[i].value >= r.min_p) {  // the likeliest weighs exactly 1
+            total += c[i].value;
+            c[kept++] = c[i];
+        }
+    return r.top_p < 1 ? draw_nucleus(r, c, kept, total, u) : draw_from(c, kept, total, u);
 }
 
 }  // namespace

@@ -161,7 +161,10 @@ async def _until_stopped(
     log.info("listening on %s (%.2f s); the model is loading", url, time.monotonic() - started_s)
     first = asyncio.create_task(signals.first.wait())
     ready = asyncio.create_task(client.ready())
+    showing = asyncio.create_task(_show_loading(client))
     await asyncio.wait((first, ready), return_when=asyncio.FIRST_COMPLETED)
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
     if ready.done():
         try:
             info = ready.result()
@@ -176,6 +179,28 @@ async def _until_stopped(
     ready.cancel()
     await _drain(client, service, config.drain_s, signals)
     return 0
+
+
+async def _show_loading(client: EngineClient) -> None:
+    """Progress of the start until cancelled: a bar in a terminal, else a line for each quarter of a long stage."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task("loading", total=1.0)
+            while True:
+                if client.loading:
+                    progress.update(bar, description=client.loading.stage, completed=client.loading.done)
+                await asyncio.sleep(0.1)
+    last_s, last = time.monotonic(), ("", 0)
+    while True:
+        await asyncio.sleep(0.25)
+        if client.loading:
+            now = client.loading.stage, int(client.loading.done * 4)
+            if now != last and time.monotonic() - last_s > 1.0:
+                log.info("loading %s: %.0f %%", client.loading.stage, 100 * client.loading.done)
+                last_s, last = time.monotonic(), now
 
 
 async def _drain(client: EngineClient, service: Service, drain_s: float, signals: StopSignals) -> None:
