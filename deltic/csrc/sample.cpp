@@ -63,7 +63,8 @@ int32_t argmax(const float* values, int64_t n) {
     for (; i + 16 <= n; i += 16) high = vmax(high, load(values + i));
     float top = max(high);
     for (; i < n; i++) top = std::max(top, values[i]);
-    return (int32_t)(std::find(values, values + n, top) - values);
+    const float* at = std::find(values, values + n, top);
+    return at < values + n ? (int32_t)(at - values) : 0;  // nothing equals NaN: still an id of the vocabulary
 }
 
 // Brings the likeliest candidates whose weights reach `target` to the front; returns how many that takes. Halves the
