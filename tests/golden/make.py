@@ -5,25 +5,30 @@
 writes `answers.json` beside this file, on the best instruction set of this machine. Run it after a change of the
 built-in model, of its template or, knowingly, of the arithmetic, and read the difference before you commit it.
 
-Another instruction set sums in another order, so it may prefer the other of two tokens that are almost as likely, and
-from there on tell another story. `first_wrong` therefore accepts a first difference where the two were closer than
-CLOSE; `facts` is what has to be true of an answer wherever it was computed.
+The same `kernels` (instruction set, compiler, C library) give the same answers whole. Others may fuse or order a sum
+differently, so they may prefer the other of two tokens that are almost as likely, and from there on tell another
+story. `first_wrong` therefore accepts a first difference where the two were closer than CLOSE; `facts` is what has to
+be true of an answer wherever it was computed.
 """
 
 from __future__ import annotations
 
 import json
+import platform
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deltic.engine.request import SamplingParams
 from deltic.llm import LLM, Completion
+from deltic.ops import table
 
 PATH = Path(__file__).with_name("answers.json")
 
-CLOSE = 0.05
-"""Nats between the log-probabilities of the best two tokens, under which rounding may decide."""
+CLOSE = 0.2
+"""Nats between the log-probabilities of the best two tokens, under which rounding may decide: twice the most by which
+two instruction sets were seen to differ here."""
 
 MAX_TOKENS = 200
 
@@ -56,23 +61,28 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-QUESTION = user("What is the weather in Lisbon?")
+GREETING = {"role": "assistant", "content": "Nice to meet you, Nina."}
+QUESTION = user("What is the weather in Rome?")
 CALLED = {
     "role": "assistant",
     "content": None,
     "tool_calls": [
-        {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Lisbon"}}}
+        {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": {"city": "Rome"}},
+        }
     ],
 }
-RESULT = {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 23, "conditions": "sunny"}'}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 3, "conditions": "rainy"}'}
 
 CASES = {
-    "story": Case([user("Write a 100-word story about a fox.")], words=("fox",)),
+    "story": Case([user("Write a 60-word story about a rabbit.")], words=("rabbit",)),
     "sum": Case([user("What is 19 plus 23?")], words=("42",)),
     "thinking": Case([user("What is 19 plus 23?")], words=("42",), settings={"enable_thinking": True}),
-    "talk": Case([user("My name is Wilma."), {"role": "assistant", "content": "Hello, Wilma!"}, user("What is my name?")], words=("Wilma",)),
-    "tool call": Case([QUESTION], call=("get_weather", {"city": "Lisbon"}), tools=[WEATHER]),
-    "tool result": Case([QUESTION, CALLED, RESULT], words=("Lisbon", "23", "sunny"), tools=[WEATHER]),
+    "talk": Case([user("My name is Nina."), GREETING, user("What is my name?")], words=("Nina",)),
+    "tool call": Case([QUESTION], call=("get_weather", {"city": "Rome"}), tools=[WEATHER]),
+    "tool result": Case([QUESTION, CALLED, RESULT], words=("Rome", " 3 ", "rainy"), tools=[WEATHER]),
 }  # fmt: skip
 
 
@@ -116,9 +126,17 @@ def first_wrong(golden: dict[str, Any], token_ids: list[int]) -> int | None:
 
 
 def load() -> dict[str, Any]:
-    """`instruction_set` and `answers` by the names of CASES."""
+    """`kernels` and `answers` by the names of CASES."""
     kept: dict[str, Any] = json.loads(PATH.read_text())
     return kept
+
+
+def kernels(instruction_set: str) -> str:
+    """What makes the last bits of an answer: instruction set, compiler (as the library says) and C library."""
+    data = (Path(table.__file__).parent / "lib" / f"cpu_{instruction_set}.so").read_bytes()
+    compilers = set(re.findall(rb"GCC: [ -~]+|clang version [ -~]+", data))
+    named = sorted(compiler.decode() for compiler in compilers)
+    return ", ".join([instruction_set, *named, " ".join(platform.libc_ver())])
 
 
 def write(instruction_set: str, answers: dict[str, dict[str, Any]]) -> None:
@@ -127,18 +145,16 @@ def write(instruction_set: str, answers: dict[str, dict[str, Any]]) -> None:
     for name, said in answers.items():
         fields = (f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in said.items())
         lines.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(fields) + "\n  }")
-    head = f'{{\n "made_by": "python -m tests.golden.make",\n "instruction_set": "{instruction_set}",\n "answers": {{\n'
+    head = f'{{\n "made_by": "python -m tests.golden.make",\n "kernels": "{kernels(instruction_set)}",\n "answers": {{\n'
     PATH.write_text(head + ",\n".join(lines) + "\n }\n}\n")
 
 
 def main() -> None:
-    from deltic.ops.table import instruction_set
-
     llm = LLM(max_model_len=1024, max_num_seqs=1)
     answers = {name: plain(answer(llm, case)) for name, case in CASES.items()}
     for name, case in CASES.items():
         facts(case, answers[name])
-    write(instruction_set(), answers)
+    write(table.instruction_set(), answers)
     for name, said in answers.items():
         print(f"{name}: {said['reasoning']!r} {said['content']!r} {said['calls']}")
     print(f"written to {PATH}")
