@@ -12,12 +12,12 @@ from typing import Any
 
 from deltic import __version__
 from deltic.config import (
-    BUILT_IN,
     ConfigError,
     EngineConfig,
     ServerConfig,
     add_flags,
     check_environment,
+    n_usable_cpus,
     resolve,
 )
 
@@ -88,7 +88,12 @@ def parser() -> argparse.ArgumentParser:
         help="published shape or checkpoint (default: the built-in model)",
     )
     ops.add_argument("--rows", default="1,4,16,64,512", help="row counts (default: 1,4,16,64,512)")
-    ops.add_argument("--threads", type=int, help="CPU threads (default: the CPUs this process may use)")
+    ops.add_argument(
+        "--threads",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="CPU threads (default: the CPUs this process may use)",
+    )
     ops.add_argument(
         "--seconds", type=float, default=0.3, help="time spent on each measurement (default: 0.3)"
     )
@@ -171,7 +176,6 @@ def _given(arguments: argparse.Namespace, config_class: Any) -> dict[str, Any]:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    check_environment()
     engine_config = resolve(EngineConfig, _given(arguments, EngineConfig))
     server_config = resolve(ServerConfig, _given(arguments, ServerConfig))
     from deltic.server.serve import serve
@@ -181,19 +185,21 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _server_arguments(arguments: argparse.Namespace) -> list[str]:
     """Arguments of `deltic serve` for a server child; the settings are checked here, before it starts."""
-    from deltic.remote import flags
+    from deltic.remote import Endpoint, flags
 
-    check_environment()
     given = {name: value for name, value in _given(arguments, EngineConfig).items() if value is not None}
-    model = given.pop("model", BUILT_IN)
+    model = [given["model"]] if "model" in given else []
     if arguments.url:
+        Endpoint(arguments.url, arguments.api_key)  # refuses what is no address before anything is opened
+        given.pop("model", None)
         if given:
             raise ConfigError(
                 f"--url names a running server: {', '.join(sorted(given))} cannot be set from here"
             )
         return []
-    resolve(EngineConfig, {"model": model, **given})
-    return [model, *flags(EngineConfig, given)]
+    resolve(EngineConfig, given)
+    given.pop("model", None)
+    return [*model, *flags(EngineConfig, given)]
 
 
 def _chat(arguments: argparse.Namespace) -> int:
@@ -209,11 +215,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    check_environment()
     config = resolve(EngineConfig, _given(arguments, EngineConfig))
-    from deltic.engine.plan import plan_report
+    from deltic.fit import report
 
-    print(plan_report(config))
+    print(report(config))
     return 0
 
 
@@ -236,15 +241,17 @@ def _bench_serve(arguments: argparse.Namespace) -> int:
 
 
 def _bench_ops(arguments: argparse.Namespace) -> int:
+    config = resolve(EngineConfig, _given(arguments, EngineConfig))
     from deltic.bench.ops import bench
 
-    return bench(arguments)
+    return bench(arguments, config.threads or n_usable_cpus())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status. 2: wrong arguments or settings, 130: interrupted."""
     arguments = parser().parse_args(argv)
     try:
+        check_environment()
         return int(arguments.command(arguments) or 0)
     except ValueError as error:
         # ConfigError and the loaders' errors are ValueErrors meant for the user; any other is a defect and

@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic import __version__
+from deltic.bench.machine import cpu_model
 from deltic.config import free_memory_bytes, n_usable_cpus
-from deltic.machine import cpu_model, multiply_peak, read_bandwidth
 from deltic.ops.table import INSTRUCTION_SETS, KernelError, chosen, cpu_flags, instruction_set
+from deltic.roofs import multiply_peak, read_bandwidth
 
 PROMISES = (
     ("P1 batch", "holds", "a sequence's logits have the same bits alone and in any batch"),

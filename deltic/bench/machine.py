@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 import re
@@ -13,16 +14,27 @@ import deltic
 from deltic.config import n_usable_cpus
 
 
+def cpu_model() -> str:
+    """The CPU's name as the system gives it."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(field: str) -> str:
+    """A field of the first CPU in /proc/cpuinfo; empty where there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(field):
+                return line.partition(":")[2].strip()
+    return ""
+
+
 def machine() -> dict[str, Any]:
     """CPU model, instruction sets that matter to the kernels, usable cores, memory in GB, system."""
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    found = re.search(r"^flags\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    has = set(found[1].split()) if found else set()
+    has = set(_cpuinfo("flags").split())
     meminfo = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
     total = re.search(r"^MemTotal:\s*(\d+) kB", meminfo, re.MULTILINE)
     return {
-        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cpu": cpu_model(),
         "cores": n_usable_cpus(),
         "memory_gb": round(int(total[1]) / 2**20, 1) if total else None,
         "isa": [
@@ -35,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 def machine_name() -> str:
     """A short name for directories: CPU model and usable cores."""
-    words = re.sub(r"\(.*?\)|@.*|\b(cpu|processor|intel|amd)\b", " ", machine()["cpu"], flags=re.IGNORECASE)
+    words = re.sub(r"\(.*?\)|@.*|\b(cpu|processor|intel|amd)\b", " ", cpu_model(), flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:32].strip("-") + f"-{n_usable_cpus()}c"
 
 

@@ -26,12 +26,11 @@ from rich.table import Table
 
 from deltic.bench.machine import code, machine, now, runs_directory
 from deltic.bench.serve import numbers
-from deltic.config import BUILT_IN, EngineConfig, n_usable_cpus
+from deltic.config import BUILT_IN, EngineConfig
 from deltic.engine.batch import Batch
 from deltic.engine.cache import pages_for
 from deltic.engine.request import PAGE_SIZE, Chunk, Draw, Request, SamplingParams, Sequence, Step
 from deltic.engine.sampler import Sampler
-from deltic.machine import multiply_peak, read_bandwidth
 from deltic.models.checkpoint import locate, model_name
 from deltic.models.qwen import Activations, allocate_activations
 from deltic.models.shapes import PUBLISHED, ModelShape
@@ -44,6 +43,7 @@ from deltic.ops.rms_norm import rms_norm
 from deltic.ops.sample import logprobs, sample
 from deltic.ops.silu_mul import silu_mul
 from deltic.ops.table import Program, instruction_set
+from deltic.roofs import multiply_peak, read_bandwidth
 
 MAX_DECODES = 64
 CONTEXT = 1024
@@ -369,10 +369,9 @@ def find_shape(name: str | None) -> tuple[str, ModelShape]:
     return model_name(config), locate(config)[1]
 
 
-def bench(arguments: argparse.Namespace) -> int:
+def bench(arguments: argparse.Namespace, n_threads: int) -> int:
     """The command."""
     rows = sorted(numbers(arguments.rows, "--rows", int))
-    n_threads = arguments.threads or n_usable_cpus()
     name, shape = find_shape(arguments.shape)
     console = Console(stderr=True)
     with console.status("measuring the machine"):

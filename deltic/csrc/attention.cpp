@@ -91,7 +91,7 @@ struct Attention {
             dot_block(rows, n_rows, keys, n_keys, dim, [&](int64_t r, int64_t i, float x) { scores[r * PAGE + i] = x * scale; });
             for (int64_t r = 0; r < n_rows; r++) softmax_tile(scores + r * PAGE, limit[r] - base, top[r], total[r], acc + r * dim);
             int64_t r = 0;
-            for (; r + 6 <= n_rows; r += 6) add_values<6>(scores + r * PAGE, v, n_keys, dim, acc + r * dim);
+            for (; r + X_TILE <= n_rows; r += X_TILE) add_values<X_TILE>(scores + r * PAGE, v, n_keys, dim, acc + r * dim);
             for (; r < n_rows; r++) add_values<1>(scores + r * PAGE, v, n_keys, dim, acc + r * dim);
         }
         for (int64_t r = 0; r < n_rows; r++) {
@@ -182,7 +182,6 @@ KERNEL(deltic_attention) {
     x.table_stride = a.integer();
     x.out = a.pointer<bf16>();
     int64_t n_tokens_block = ROWS / (x.heads.n_q / x.heads.n_k);
-    // Grows to its largest size while the engine warms up.
     static thread_local std::vector<std::pair<int32_t, int32_t>> blocks;
     blocks.clear();
     for (int64_t s = 0; s < n_seqs; s++)

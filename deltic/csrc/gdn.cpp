@@ -168,10 +168,11 @@ KERNEL(deltic_gdn) {
     g.out = a.pointer<bf16>();
     parallel_for(g.n_tokens, [&](int64_t t, int) { g.convolve(t); });
     parallel_for(g.n_seqs, [&](int64_t s, int) { g.keep_columns(s); });
-    int64_t width = g.dv % 64 == 0 ? 64 : 16, n_blocks = g.dv / width;
+    constexpr int WIDE = LANES == 16 ? 4 : 2;  // registers of a column block; they do not touch the bits
+    int64_t width = g.dv % (16 * WIDE) == 0 ? 16 * WIDE : 16, n_blocks = g.dv / width;
     parallel_for(g.n_seqs * g.n_v * n_blocks, [&](int64_t i, int) {
         int64_t s = i / (g.n_v * n_blocks), h = i / n_blocks % g.n_v, column = i % n_blocks * width;
-        if (width == 64) g.recur<4>(s, h, column);
+        if (width == 16 * WIDE) g.recur<WIDE>(s, h, column);
         else g.recur<1>(s, h, column);
     });
     parallel_for(g.n_tokens, [&](int64_t t, int) { g.gated_norm(t); });

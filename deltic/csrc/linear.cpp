@@ -4,7 +4,7 @@
 #include "kernel.h"
 #include "pool.h"
 
-// x bf16 [M, K], w bf16 [N, K], out f32 [M, N] with row stride, M (counted at run time), N, K, add (out is the residual)
+// x bf16 [M, K], w bf16 [N, K], out f32 [M, N], M (counted at run time), N, K, add (out is the residual)
 KERNEL(deltic_linear) {
     Arguments a{arguments};
     auto x = a.pointer<const bf16>();

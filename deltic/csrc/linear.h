@@ -12,15 +12,22 @@ constexpr int64_t K_BLOCK = 2048;
 static inline v16 dot_step(v16 acc, const bf16* x, const bf16* w) {
 #if defined(__AVX512BF16__)
     __m512bh a = (__m512bh)_mm512_loadu_si512(x), b = (__m512bh)_mm512_loadu_si512(w);
-    return (v16)_mm512_dpbf16_ps((__m512)acc, a, b);
+    acc.part[0] = (f32_part)_mm512_dpbf16_ps((__m512)acc.part[0], a, b);
+    return acc;
 #else
-    u16 a, b;
-    memcpy(&a, x, sizeof a);
-    memcpy(&b, w, sizeof b);
-    acc = fma((v16)(a & 0xffff0000u), (v16)(b & 0xffff0000u), acc);
-    return fma((v16)(a << 16), (v16)(b << 16), acc);
+    return each_part([&](int i) {
+        u32_part a, b;
+        memcpy(&a, x + 2 * i * LANES, sizeof a);
+        memcpy(&b, w + 2 * i * LANES, sizeof b);
+        f32_part odd = fma((f32_part)(a & 0xffff0000u), (f32_part)(b & 0xffff0000u), acc.part[i]);
+        return fma((f32_part)(a << 16), (f32_part)(b << 16), odd);
+    });
 #endif
 }
+
+// Rows of x and of w in one tile: as many accumulators as the registers hold. They do not touch the bits.
+constexpr int X_TILE = LANES == 16 ? 6 : 3;
+constexpr int W_TILE = LANES == 16 ? 4 : 2;
 
 // sums[m][n] = x[m] . w[n] over k elements (k a multiple of 32, at most K_BLOCK). Every output has its own accumulator
 // that walks k in order, so its bits do not depend on MR, NR or the neighbours.
@@ -34,7 +41,16 @@ static inline void dot_tile(const bf16* const* x, const bf16* const* w, int64_t 
         for (int n = 0; n < NR; n++) sums[m][n] = sum(acc[m][n]);
 }
 
-// Calls emit(m, n, sum) for each of n_x rows x and n_w rows w over one K block: tiles of 6 x 4, remainders smaller.
+// The last n < X_TILE rows: a tile of exactly that many.
+template <int MR, class Tile>
+static inline void dot_rest(int64_t n, int64_t m, const Tile& tile) {
+    if constexpr (MR > 0) {
+        if (n == MR) tile(std::integral_constant<int, MR>{}, m);
+        else dot_rest<MR - 1>(n, m, tile);
+    }
+}
+
+// Calls emit(m, n, sum) for each of n_x rows x and NR rows w over one K block.
 template <int NR, class Emit>
 static inline void dot_rows(const bf16* const* x, int64_t n_x, const bf16* const* w, int64_t n, int64_t k, const Emit& emit) {
     auto tile = [&](auto rows, int64_t m) {
@@ -45,20 +61,14 @@ static inline void dot_rows(const bf16* const* x, int64_t n_x, const bf16* const
             for (int j = 0; j < NR; j++) emit(m + i, n + j, sums[i][j]);
     };
     int64_t m = 0;
-    for (; m + 6 <= n_x; m += 6) tile(std::integral_constant<int, 6>{}, m);
-    switch (n_x - m) {
-        case 1: tile(std::integral_constant<int, 1>{}, m); break;
-        case 2: tile(std::integral_constant<int, 2>{}, m); break;
-        case 3: tile(std::integral_constant<int, 3>{}, m); break;
-        case 4: tile(std::integral_constant<int, 4>{}, m); break;
-        case 5: tile(std::integral_constant<int, 5>{}, m); break;
-    }
+    for (; m + X_TILE <= n_x; m += X_TILE) tile(std::integral_constant<int, X_TILE>{}, m);
+    dot_rest<X_TILE - 1>(n_x - m, m, tile);
 }
 
 template <class Emit>
 static inline void dot_block(const bf16* const* x, int64_t n_x, const bf16* const* w, int64_t n_w, int64_t k, const Emit& emit) {
     int64_t n = 0;
-    for (; n + 4 <= n_w; n += 4) dot_rows<4>(x, n_x, w + n, n, k, emit);
+    for (; n + W_TILE <= n_w; n += W_TILE) dot_rows<W_TILE>(x, n_x, w + n, n, k, emit);
     for (; n < n_w; n++) dot_rows<1>(x, n_x, w + n, n, k, emit);
 }
 

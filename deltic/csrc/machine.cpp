@@ -19,22 +19,23 @@ KERNEL(deltic_read_memory) {
     });
 }
 
-// Multiplies a 6 x 4 tile that stays in the first-level cache, n_repeats times on n_tasks tasks: 2 * 6 * 4 * 512 operations each.
-// data bf16 [10, 512], n_tasks, n_repeats, out f32 [n_tasks]
+// Multiplies a tile of X_TILE x W_TILE rows that stays in the first-level cache, n_repeats times on n_tasks tasks: 2 * X_TILE * W_TILE * 512 operations each.
+// data bf16 [10, 512], n_tasks, n_repeats, out f32 [n_tasks], out operations f32 [1]
 KERNEL(deltic_multiply_peak) {
     Arguments a{arguments};
     auto data = a.pointer<const bf16>();
     int64_t n_tasks = a.integer(), n_repeats = a.integer();
     auto out = a.pointer<float>();
+    *a.pointer<float>() = 2.0f * X_TILE * W_TILE * 512 * n_tasks * n_repeats;
     parallel_for(n_tasks, [&](int64_t task, int) {
-        const bf16 *x[6], *w[4];
-        for (int i = 0; i < 6; i++) x[i] = data + i * 512;
-        for (int i = 0; i < 4; i++) w[i] = data + (6 + i) * 512;
+        const bf16 *x[X_TILE], *w[W_TILE];
+        for (int i = 0; i < X_TILE; i++) x[i] = data + i * 512;
+        for (int i = 0; i < W_TILE; i++) w[i] = data + (X_TILE + i) * 512;
         float total = 0;
         for (int64_t r = 0; r < n_repeats; r++) {
-            float sums[6][4];
-            dot_tile<6, 4>(x, w, 512, sums);
-            total += sums[r % 6][r % 4];
+            float sums[X_TILE][W_TILE];
+            dot_tile<X_TILE, W_TILE>(x, w, 512, sums);
+            total += sums[r % X_TILE][r % W_TILE];
             asm volatile("" ::: "memory");
         }
         out[task] = total;

@@ -16,7 +16,7 @@ namespace {
 // delays nobody.
 constexpr int RING = 64;
 constexpr int SPINS = 4000;
-constexpr int MAX_THREADS = 256;
+constexpr int MAX_THREADS = 256;  // deltic/config.py refuses more
 
 struct Job {
     std::atomic<Task> task{nullptr};
@@ -105,7 +105,7 @@ int pool_size() { return (int)workers.size() + 1; }
 void pool_start(int n_threads) {
     stop();
     uint32_t last = n_posted.load();
-    for (int i = 1; i < n_threads; i++) workers.emplace_back(worker_loop, i, last);
+    for (int i = 1; i < n_threads && i < MAX_THREADS; i++) workers.emplace_back(worker_loop, i, last);
 }
 
 void pool_run(int64_t n_tasks, Task task, void* context) {

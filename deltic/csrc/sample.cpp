@@ -57,15 +57,17 @@ void penalise(const Row& r, float* values, int32_t* counts) {
     for (const int32_t* t = r.history; t < r.history_end; t++) counts[*t] = 0;
 }
 
-int32_t argmax(const float* values, int64_t n) {
+float highest(const float* values, int64_t n) {
     v16 high = splat(-INFINITY);
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) high = vmax(high, load(values + i));
     float top = max(high);
     for (; i < n; i++) top = std::max(top, values[i]);
-    const float* at = std::find(values, values + n, top);
-    return at < values + n ? (int32_t)(at - values) : 0;  // nothing equals NaN: still an id of the vocabulary
+    return top;
 }
+
+// The lowest id of the highest value, which is finite.
+int32_t argmax(const float* values, int64_t n) { return (int32_t)(std::find(values, values + n, highest(values, n)) - values); }
 
 // Brings the likeliest candidates whose weights reach `target` to the front; returns how many that takes. Halves the
 // range that the last of them is in, so it costs O(n) and not a sort.
@@ -94,19 +96,13 @@ int64_t nucleus(Candidate* c, int64_t n, double target) {
 
 constexpr int64_t BLOCK = 256;  // elements whose weights are summed together in `draw_from_all`
 
-// values[i] = exp(values[i] / temperature - highest): weights relative to the likeliest, which weighs exactly 1.
-void to_weights(float* values, int64_t n, float temperature) {
-    v16 high = splat(-INFINITY), t = splat(temperature);
+// values[i] = exp((values[i] - top) / temperature): weights relative to the likeliest, which weighs exactly 1. The
+// difference comes first, so that the smallest temperature does not overflow.
+void to_weights(float* values, int64_t n, float top, float temperature) {
+    v16 t = splat(temperature);
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        v16 v = load(values + i) / t;
-        store(values + i, v);
-        high = vmax(high, v);
-    }
-    float top = max(high);
-    for (int64_t j = i; j < n; j++) top = std::max(top, values[j] /= temperature);
-    for (i = 0; i + 16 <= n; i += 16) store(values + i, vexp(load(values + i) - splat(top)));
-    for (; i < n; i++) values[i] = exp1(values[i] - top);
+    for (; i + 16 <= n; i += 16) store(values + i, vexp((load(values + i) - splat(top)) / t));
+    for (; i < n; i++) values[i] = exp1((values[i] - top) / temperature);
 }
 
 float block_sum(const float* weights, int64_t n) {
@@ -180,17 +176,17 @@ int32_t draw_nucleus(const Row& r, Candidate* c, int64_t n, double total, double
     return draw_from(c, n, total, u);
 }
 
-int32_t draw(const Row& r, float* values, int64_t n, Candidate* c) {
+int32_t draw(const Row& r, float* values, int64_t n, float top, Candidate* c) {
     double u = uniform(r.seed, r.position);
     int64_t m = 0;
     if (r.top_k > 0 && r.top_k < n) {
         m = r.top_k;
         select_top(values, n, m, c);
         for (int64_t i = 0; i < m; i++) values[i] = c[i].value;
-        to_weights(values, m, r.temperature);
+        to_weights(values, m, top, r.temperature);
         for (int64_t i = 0; i < m; i++) c[i].value = values[i];
     } else {
-        to_weights(values, n, r.temperature);
+        to_weights(values, n, top, r.temperature);
         if (r.min_p <= 0 && r.top_p >= 1) return draw_from_all(values, n, u);
         double total = 0;
         for (int64_t i = 0; i < n; i += BLOCK) total += block_sum(values + i, std::min(BLOCK, n - i));
@@ -216,7 +212,8 @@ int32_t draw(const Row& r, float* values, int64_t n, Candidate* c) {
 // slot i32 [D], position i32 [D], n_history i32 [D] (0: no penalties), n_prompt i32 [D] (history entries of the prompt);
 // per slot: temperature, top_k, top_p, min_p, repetition, frequency, presence, seed u64, history i32 [slots, stride], stride;
 // bias_begin i32 [D + 1], bias_ids, bias, banned_begin i32 [D + 1], banned;
-// scratch per thread: values f32 [n, V], counts i32 [n, V] (zeros), candidates [n, V]; out token_ids i32 [D]
+// scratch: values f32 [n, V], counts i32 [n, V] (zeros), candidates [n, V], n (a row for each thread or for each draw);
+// out token_ids i32 [D], -1 where no logit is finite
 KERNEL(deltic_sample) {
     Arguments a{arguments};
     auto logits = a.pointer<const float>();
@@ -244,6 +241,7 @@ KERNEL(deltic_sample) {
     auto values_all = a.pointer<float>();
     auto counts_all = a.pointer<int32_t>();
     auto candidates_all = a.pointer<Candidate>();
+    int64_t n_scratch = a.integer();
     auto out = a.pointer<int32_t>();
     parallel_for(n_draws, [&](int64_t d, int i_thread) {
         int64_t slot = slots[d];
@@ -253,17 +251,26 @@ KERNEL(deltic_sample) {
               history + n_prompt[d], bias_ids + bias_begin[d], bias_ids + bias_begin[d + 1],
               bias + bias_begin[d], banned + banned_begin[d], banned + banned_begin[d + 1]};
         const float* raw = logits + row[d] * n_vocab;
+        if (!std::isfinite(highest(raw, n_real))) {
+            out[d] = -1;
+            return;
+        }
         bool plain = n_history[d] == 0 && r.bias_ids == r.bias_ids_end && r.banned == r.banned_end;
         if (r.temperature == 0 && plain) {
             out[d] = argmax(raw, n_real);
             return;
         }
-        float* values = values_all + i_thread * n_vocab;
+        // Where there are more threads than draws the scratch is the draw's, else the thread's.
+        int64_t i_scratch = n_scratch < pool_size() ? d : i_thread;
+        float* values = values_all + i_scratch * n_vocab;
         memcpy(values, raw, n_real * 4);
         for (const int32_t* id = r.bias_ids; id < r.bias_ids_end; id++) values[*id] += r.bias[id - r.bias_ids];
-        if (n_history[d] > 0) penalise(r, values, counts_all + i_thread * n_vocab);
+        if (n_history[d] > 0) penalise(r, values, counts_all + i_scratch * n_vocab);
         for (const int32_t* id = r.banned; id < r.banned_end; id++) values[*id] = -INFINITY;
-        out[d] = r.temperature == 0 ? argmax(values, n_real) : draw(r, values, n_real, candidates_all + i_thread * n_vocab);
+        float top = highest(values, n_real);
+        if (!std::isfinite(top)) out[d] = -1;
+        else if (r.temperature == 0) out[d] = argmax(values, n_real);
+        else out[d] = draw(r, values, n_real, top, candidates_all + i_scratch * n_vocab);
     });
 }
 

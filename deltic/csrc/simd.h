@@ -1,21 +1,51 @@
 // Sixteen float lanes, bfloat16 conversion and the exponential, for any instruction set.
 //
-// GCC's vector extension splits the 64-byte vectors into whatever registers the target has, so one source serves
-// AVX-512, AVX2, NEON and plain SSE. Reductions are written out lane by lane: their order never depends on how many
-// rows, sequences or threads there are (ARCHITECTURE.md, "Purity").
+// A v16 is one AVX-512 register, two of AVX2, or four of SSE or NEON; the lanes and the order of their sums are the same
+// everywhere. Products are fused into sums only where fma() says so (the build sets -ffp-contract=off), and reductions are
+// written out as trees: no order depends on the compiler, or on how many rows, sequences or threads there are.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-typedef float v16 __attribute__((vector_size(64)));
-typedef int32_t i16 __attribute__((vector_size(64)));
-typedef uint32_t u16 __attribute__((vector_size(64)));
-typedef uint16_t h16 __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int PARTS = 16 / LANES;
+
+typedef float f32_part __attribute__((vector_size(LANES * 4)));
+typedef int32_t i32_part __attribute__((vector_size(LANES * 4)));
+typedef uint32_t u32_part __attribute__((vector_size(LANES * 4)));
+typedef uint16_t u16_part __attribute__((vector_size(LANES * 2)));
 typedef uint16_t bf16;
+
+struct v16 {
+    f32_part part[PARTS];
+};
+
+// f(i) for each register of a v16; unrolled, so that the parts stay in registers.
+template <class F>
+static inline __attribute__((always_inline)) v16 each_part(const F& f) {
+    v16 out;
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) out.part[i] = f(i);
+    return out;
+}
+
+static inline v16 operator+(v16 a, v16 b) { return each_part([&](int i) { return a.part[i] + b.part[i]; }); }
+static inline v16 operator-(v16 a, v16 b) { return each_part([&](int i) { return a.part[i] - b.part[i]; }); }
+static inline v16 operator*(v16 a, v16 b) { return each_part([&](int i) { return a.part[i] * b.part[i]; }); }
+static inline v16 operator/(v16 a, v16 b) { return each_part([&](int i) { return a.part[i] / b.part[i]; }); }
+static inline v16 operator-(v16 a) { return each_part([&](int i) { return -a.part[i]; }); }
 
 static inline v16 load(const float* p) {
     v16 v;
@@ -23,14 +53,23 @@ static inline v16 load(const float* p) {
     return v;
 }
 static inline void store(float* p, v16 v) { memcpy(p, &v, sizeof v); }
-static inline v16 splat(float x) { return v16{} + x; }
+static inline v16 splat(float x) {
+    return each_part([&](int) { return f32_part{} + x; });
+}
 
-static inline v16 fma(v16 a, v16 b, v16 c) {
+static inline f32_part fma(f32_part a, f32_part b, f32_part c) {
 #if defined(__AVX512F__)
-    return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return (f32_part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (f32_part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (f32_part)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
+}
+static inline v16 fma(v16 a, v16 b, v16 c) {
+    return each_part([&](int i) { return fma(a.part[i], b.part[i], c.part[i]); });
 }
 
 static inline float widen(bf16 x) {
@@ -40,44 +79,53 @@ static inline float widen(bf16 x) {
     return f;
 }
 static inline v16 load_bf16(const bf16* p) {
-    h16 h;
-    memcpy(&h, p, sizeof h);
-    return (v16)(__builtin_convertvector(h, u16) << 16);
+    return each_part([&](int i) {
+        u16_part h;
+        memcpy(&h, p + i * LANES, sizeof h);
+        return (f32_part)(__builtin_convertvector(h, u32_part) << 16);
+    });
 }
 
-// Round to nearest even, NaN kept quiet: the rounding torch uses.
-static inline bf16 narrow(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return (bf16)((u >> 16) | 0x40);
-    return (bf16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
-static inline h16 narrow(v16 v) {
-    u16 u = (u16)v;
-    u16 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    i16 is_nan = (i16)((u & 0x7fffffffu) > (u16{} + 0x7f800000u));
-    u16 quiet = (u >> 16) | 0x40u;
-    return __builtin_convertvector((rounded & ~(u16)is_nan) | (quiet & (u16)is_nan), h16);
+// Round to nearest even, NaN kept quiet: the rounding torch uses. The result is in the low half of each lane.
+static inline u32_part narrow(f32_part v) {
+    u32_part u = (u32_part)v;
+    u32_part rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, quiet = (u >> 16) | 0x40u;
+    u32_part is_nan = (u32_part)((u & 0x7fffffffu) > (u32_part{} + 0x7f800000u));
+    return (rounded & ~is_nan) | (quiet & is_nan);
 }
 static inline void store_bf16(bf16* p, v16 v) {
-    h16 h = narrow(v);
-    memcpy(p, &h, sizeof h);
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) {
+        u16_part h = __builtin_convertvector(narrow(v.part[i]), u16_part);
+        memcpy(p + i * LANES, &h, sizeof h);
+    }
 }
-static inline v16 round_bf16(v16 v) { return (v16)(__builtin_convertvector(narrow(v), u16) << 16); }
+static inline v16 round_bf16(v16 v) {
+    return each_part([&](int i) { return (f32_part)(narrow(v.part[i]) << 16); });
+}
 
-static inline v16 select(i16 mask, v16 a, v16 b) { return (v16)(((i16)a & mask) | ((i16)b & ~mask)); }
-static inline v16 vmax(v16 a, v16 b) { return select(a > b, a, b); }
+static inline f32_part select(i32_part mask, f32_part a, f32_part b) {
+    return (f32_part)(((i32_part)a & mask) | ((i32_part)b & ~mask));
+}
+static inline v16 vmax(v16 a, v16 b) {
+    return each_part([&](int i) { return select(a.part[i] > b.part[i], a.part[i], b.part[i]); });
+}
 
 // Lanes are added as a tree: i with i + 8, then + 4, + 2, + 1.
 static inline float sum(v16 v) {
 #if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)v);
+    __m512 x = (__m512)v.part[0];
+    __m256 by8 = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+#elif defined(__AVX2__)
+    __m256 by8 = (__m256)(v.part[0] + v.part[1]);
+#endif
+#if defined(__AVX2__)
+    __m128 by4 = _mm_add_ps(_mm256_castps256_ps128(by8), _mm256_extractf128_ps(by8, 1));
+    __m128 by2 = _mm_add_ps(by4, _mm_movehl_ps(by4, by4));
+    return _mm_cvtss_f32(_mm_add_ss(by2, _mm_shuffle_ps(by2, by2, 1)));
 #else
-    float x[16];
-    store(x, v);
-    for (int width = 8; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
-    return x[0];
+    f32_part by4 = (v.part[0] + v.part[2]) + (v.part[1] + v.part[3]);
+    return (by4[0] + by4[2]) + (by4[1] + by4[3]);
 #endif
 }
 static inline float max(v16 v) {
@@ -90,27 +138,31 @@ static inline float max(v16 v) {
 
 // exp to about one unit in the last place: 2^n * e^r, |r| <= ln2 / 2, a degree-6 polynomial (Cephes expf).
 // Exactly 0 below -87.33 (so that a masked score of -inf weighs nothing), finite at the top.
+static inline f32_part vexp(f32_part x) {
+    auto all = [](float value) { return f32_part{} + value; };
+    i32_part vanishes = x < all(-87.33f);
+    x = select(vanishes, all(-87.33f), x);
+    x = select(x > all(88.37f), all(88.37f), x);
+    const f32_part magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    f32_part n = fma(x, all(1.44269504088896341f), magic) - magic;
+    f32_part r = fma(n, all(-0.693359375f), x);
+    r = fma(n, all(2.12194440e-4f), r);
+    f32_part p = all(1.9875691500e-4f);
+    p = fma(p, r, all(1.3981999507e-3f));
+    p = fma(p, r, all(8.3334519073e-3f));
+    p = fma(p, r, all(4.1665795894e-2f));
+    p = fma(p, r, all(1.6666665459e-1f));
+    p = fma(p, r, all(5.0000001201e-1f));
+    p = fma(p, r * r, r + all(1.0f));
+    i32_part exponent = (__builtin_convertvector(n, i32_part) + 127) << 23;
+    return select(vanishes, all(0.0f), p * (f32_part)exponent);
+}
 static inline v16 vexp(v16 x) {
-    i16 vanishes = x < splat(-87.33f);
-    x = select(vanishes, splat(-87.33f), x);
-    x = select(x > splat(88.37f), splat(88.37f), x);
-    const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    v16 n = fma(x, splat(1.44269504088896341f), magic) - magic;
-    v16 r = fma(n, splat(-0.693359375f), x);
-    r = fma(n, splat(2.12194440e-4f), r);
-    v16 p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r + splat(1.0f));
-    i16 exponent = (__builtin_convertvector(n, i16) + 127) << 23;
-    return select(vanishes, splat(0.0f), p * (v16)exponent);
+    return each_part([&](int i) { return vexp(x.part[i]); });
 }
 static inline v16 sigmoid(v16 x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }
 static inline v16 silu(v16 x) { return x / (splat(1.0f) + vexp(-x)); }
 
 // The scalar functions go through the vector ones, so that a value has the same bits wherever it is computed.
-static inline float exp1(float x) { return vexp(splat(x))[0]; }
-static inline float sigmoid1(float x) { return sigmoid(splat(x))[0]; }
+static inline float exp1(float x) { return vexp(f32_part{} + x)[0]; }
+static inline float sigmoid1(float x) { return sigmoid(splat(x)).part[0][0]; }

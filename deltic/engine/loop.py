@@ -51,6 +51,8 @@ log = logging.getLogger("deltic.engine")
 MAX_FAILURES = 3
 """Steps that may fail in a row before the process gives up on itself."""
 
+OUT_OF_MEMORY = "out of memory while loading; free some, or lower --memory-gb"
+
 IDLE_POLL_S = 1.0
 """How long an idle process waits before it looks whether its parent still lives."""
 
@@ -242,16 +244,18 @@ class EngineProcess:
                 start_s["import"] = time.perf_counter() - start
                 build = build_runner
             engine = Engine(build(self.launch.config, self.progress), self.launch.config.max_itl_ms)
-        except (ValueError, MemoryError) as error:
-            log.error("the engine cannot start: %s", error)
-            text = str(error) or "out of memory while loading; free some, or lower --memory-gb"
-            self.send(StartFailed(text))
+        except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
+            out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+            if isinstance(error, RuntimeError) and not out_of_memory:
+                raise
+            self.send(StartFailed(OUT_OF_MEMORY if out_of_memory else str(error)))
             return None
         engine.info.start_s = start_s | engine.info.start_s
         # What was loaded stays: the collector need not walk it again, nor pause a step for it.
         gc.collect()
         gc.freeze()
         self.send(Ready(engine.info))
+        self.send(StepOutputs([], engine.stats()))
         return engine
 
     def serve(self, engine: Engine) -> int:

@@ -9,21 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from io import StringIO
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
 from deltic.engine.batch import Batch
 from deltic.engine.cache import pages_for
 from deltic.engine.request import PAGE_SIZE
 from deltic.engine.sampler import Sampler
-from deltic.machine import multiply_peak, read_bandwidth
-from deltic.models.checkpoint import locate, model_name, n_real_ids
-from deltic.models.qwen import Activations, allocate_activations
+from deltic.models.qwen import Activations, allocate_activations, check_kernels
 from deltic.models.shapes import ModelShape
 
 DEFAULT_MODEL_LEN = 32768
@@ -31,20 +26,27 @@ DEFAULT_SEQS = 32
 DEFAULT_POOL_BYTES = 2 << 30
 """Pages and slots take this much when no --memory-gb is given and it is free."""
 FREE_SHARE = 0.8
+SHORT_MODEL_LEN = 4096
 
 
 class Arena:
     """Hands out zeroed CPU tensors and counts them. Memory is taken from the system when `touch` is called."""
 
     def __init__(self) -> None:
-        self.n_bytes = 0
+        self.sizes: dict[str, int] = {}
+        """Bytes by the name of what they are for."""
         self._tensors: list[torch.Tensor] = []
 
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.sizes.values())
+
     def allocate(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        item = torch.empty(0, dtype=dtype).element_size()
-        raw = np.zeros(max(1, math.prod(size)) * item, np.uint8)  # calloc: untouched pages cost nothing yet
-        tensor = torch.from_numpy(raw).view(dtype)[: math.prod(size)].view(size)
-        self.n_bytes += tensor.nbytes
+        """Raises MemoryError when there is not even address space for it."""
+        n_bytes = math.prod(size) * torch.empty(0, dtype=dtype).element_size()
+        raw = np.zeros(max(8, n_bytes), np.uint8)  # calloc: untouched pages cost nothing yet
+        tensor = torch.from_numpy(raw)[:n_bytes].view(dtype).view(size)
+        self.sizes[name] = n_bytes
         self._tensors.append(tensor)
         return tensor
 
@@ -69,8 +71,13 @@ class Plan:
     max_step_tokens: int
     n_pages: int
     n_threads: int
-    workspace_bytes: int
+    workspace: dict[str, int]
+    """Bytes of each buffer of a step."""
     budget_bytes: int
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(self.workspace.values())
 
     @property
     def n_batch_tokens(self) -> int:
@@ -123,6 +130,7 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
     free_bytes: memory that may be taken (default: what the machine has free now). Raises ConfigError when the model or a
     setting does not fit, naming the largest value that would.
     """
+    check_kernels(shape)
     free = free_memory_bytes() if free_bytes is None else free_bytes
     length = config.max_model_len or min(shape.max_position_embeddings, DEFAULT_MODEL_LEN)
     if length > shape.max_position_embeddings:
@@ -130,47 +138,56 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
             f"--max-model-len {length}: the model was made for {shape.max_position_embeddings} positions; "
             f"give at most {shape.max_position_embeddings}"
         )
-    n_threads = config.threads or n_usable_cpus()
-    plan = Plan(
-        shape, n_real, length, config.max_num_seqs or DEFAULT_SEQS, config.max_step_tokens, 0, n_threads, 0, 0
-    )
-    plan = _with_workspace(plan)
     most = int(config.memory_gb * 1e9) if config.memory_gb is not None else int(free * FREE_SHARE)
     if most > free:
         raise ConfigError(
             f"--memory-gb {config.memory_gb}: only {free / 1e9:.1f} GB are free; give at most that"
         )
-    if config.max_num_seqs is None:  # fewer sequences rather than none
-        while plan.max_num_seqs > 1 and _left(plan, most) < _one_sequence(plan):
-            plan = _with_workspace(replace(plan, max_num_seqs=plan.max_num_seqs // 2))
-    budget = most
-    if config.memory_gb is None and config.n_pages is None:
-        budget = min(
-            most,
-            shape.weight_bytes
-            + plan.workspace_bytes
-            + max(DEFAULT_POOL_BYTES, plan.slots_bytes + _one_sequence(plan)),
-        )
-    if config.max_model_len is None and 0 < _left(plan, budget) < _one_sequence(plan):
-        n_fit = _left(plan, budget) // shape.page_bytes(PAGE_SIZE)
-        plan = _with_workspace(replace(plan, max_model_len=max(1, n_fit) * PAGE_SIZE))
+    n_threads = config.threads or n_usable_cpus()
+    n_seqs = config.max_num_seqs or DEFAULT_SEQS
+    plan = _sized(Plan(shape, n_real, length, n_seqs, config.max_step_tokens, 0, n_threads, {}, most))
+    plan = _shrunk(plan, config)
+    if config.memory_gb is None and config.n_pages is None:  # modest unless told otherwise
+        pools = max(DEFAULT_POOL_BYTES, plan.slots_bytes + _one_sequence(plan))
+        plan = replace(plan, budget_bytes=min(most, shape.weight_bytes + plan.workspace_bytes + pools))
     useful = plan.max_num_seqs * pages_for(plan.max_model_len)
-    n_fit = max(0, _left(plan, budget)) // shape.page_bytes(PAGE_SIZE)
-    plan = replace(plan, n_pages=config.n_pages or min(useful, n_fit), budget_bytes=budget)
+    n_fit = max(0, _left(plan)) // shape.page_bytes(PAGE_SIZE)
+    plan = replace(plan, n_pages=config.n_pages or min(useful, n_fit))
     _refuse(plan, config, n_fit)
     return plan
 
 
-def _with_workspace(plan: Plan) -> Plan:
-    arena = Arena()
-    build_workspace(plan, arena)
-    tables = 2 * plan.max_model_len * (plan.shape.rotary_dim // 2) * 4  # cos and sin
-    return replace(plan, workspace_bytes=arena.n_bytes + tables)
+def _sized(plan: Plan, **changes: int) -> Plan:
+    """The plan with changes and the workspace they need. Raises ConfigError."""
+    plan, arena = replace(plan, **changes), Arena()  # type: ignore[arg-type]
+    try:
+        build_workspace(plan, arena)
+    except MemoryError:
+        raise ConfigError(
+            f"--max-step-tokens {plan.max_step_tokens} with --max-num-seqs {plan.max_num_seqs} needs more workspace "
+            "than this machine has memory; give less"
+        ) from None
+    tables = 2 * plan.max_model_len * (plan.shape.rotary_dim // 2) * 4
+    return replace(plan, workspace={**arena.sizes, "rotary tables": tables})
 
 
-def _left(plan: Plan, budget: int) -> int:
+def _shrunk(plan: Plan, config: EngineConfig) -> Plan:
+    """Where the defaults do not fit: sequences of no less than SHORT_MODEL_LEN, then fewer, then shorter still."""
+    while _left(plan) < _one_sequence(plan):
+        if config.max_model_len is None and plan.max_model_len > SHORT_MODEL_LEN:
+            plan = _sized(plan, max_model_len=plan.max_model_len // 2)
+        elif config.max_num_seqs is None and plan.max_num_seqs > 1:
+            plan = _sized(plan, max_num_seqs=plan.max_num_seqs // 2)
+        elif config.max_model_len is None and plan.max_model_len > PAGE_SIZE:
+            plan = _sized(plan, max_model_len=plan.max_model_len // 2)
+        else:
+            break
+    return plan
+
+
+def _left(plan: Plan) -> int:
     """Bytes for pages once everything else is placed."""
-    return budget - plan.shape.weight_bytes - plan.workspace_bytes - plan.slots_bytes
+    return plan.budget_bytes - plan.shape.weight_bytes - plan.workspace_bytes - plan.slots_bytes
 
 
 def _one_sequence(plan: Plan) -> int:
@@ -182,7 +199,16 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
     """Raises ConfigError if the plan does not hold, saying what would."""
     shape, budget = plan.shape, plan.budget_bytes
     have = f"{budget / 1e9:.1f} GB"
-    if shape.weight_bytes + plan.workspace_bytes + shape.state_bytes + shape.page_bytes(PAGE_SIZE) > budget:
+    least = shape.weight_bytes + shape.state_bytes + shape.page_bytes(PAGE_SIZE)
+    if least + plan.workspace_bytes > budget:
+        base = _sized(plan, max_step_tokens=1).workspace_bytes
+        a_token = (plan.workspace_bytes - base) / plan.max_step_tokens
+        n_tokens = int((budget - least - base) / max(1.0, a_token)) // PAGE_SIZE * PAGE_SIZE
+        if plan.max_step_tokens > n_tokens >= PAGE_SIZE:
+            raise ConfigError(
+                f"--max-step-tokens {plan.max_step_tokens} needs a workspace of {plan.workspace_bytes / 1e9:.1f} GB beside "
+                f"{shape.weight_bytes / 1e9:.1f} GB of weights, and {have} may be used; give at most {n_tokens}"
+            )
         raise ConfigError(
             f"the model does not fit: weights {shape.weight_bytes / 1e9:.1f} GB and workspace "
             f"{plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used; take a smaller model or raise --memory-gb"
@@ -191,7 +217,7 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
     if plan.n_pages > n_fit:
         raise ConfigError(f"--n-pages {plan.n_pages} does not fit into {have}; at most {n_fit} do")
     if plan.n_pages < n_seq_pages:
-        n_seqs = (_left(plan, budget) + plan.slots_bytes - _one_sequence(plan)) // max(1, shape.state_bytes)
+        n_seqs = (_left(plan) + plan.slots_bytes - _one_sequence(plan)) // max(1, shape.state_bytes)
         if config.max_num_seqs is not None and n_seqs >= 1 and config.n_pages is None:
             raise ConfigError(
                 f"--max-num-seqs {plan.max_num_seqs} does not fit into {have}; at most {n_seqs} do"
@@ -200,88 +226,3 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
             f"--max-model-len {plan.max_model_len} needs {n_seq_pages} pages and there are {plan.n_pages}; "
             f"give at most --max-model-len {max(1, plan.n_pages) * PAGE_SIZE}"
         )
-
-
-def plan_report(config: EngineConfig) -> str:
-    """What `deltic plan` prints: the memory plan, what fits in it, and the speed that the roofs allow.
-
-    Raises ConfigError or another ValueError when the model cannot be served with these settings.
-    """
-    directory, shape = locate(config)
-    plan = make_plan(config, shape, n_real_ids(directory, shape.vocab_size))
-    out = StringIO()
-    console = Console(file=out, width=100)
-    sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
-    console.print(
-        f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
-        f"{shape.n_attn_layers} attention layers"
-    )
-    console.print(_memory_table(plan))
-    console.print(_fit_table(plan))
-    console.print(_speed_table(plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads)))
-    return out.getvalue()
-
-
-def _memory_table(plan: Plan) -> Table:
-    shape = plan.shape
-    table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
-    rows = (
-        ("weights", shape.weight_bytes, "bfloat16 matrices, float32 norms and gates"),
-        (
-            "workspace",
-            plan.workspace_bytes,
-            f"a step of up to {plan.n_batch_tokens} tokens, {plan.n_threads} threads",
-        ),
-        ("state slots", plan.slots_bytes, f"{plan.max_num_seqs} of {shape.state_bytes / 1e6:.2f} MB"),
-        (
-            "pages",
-            plan.pages_bytes,
-            f"{plan.n_pages} of {PAGE_SIZE} tokens, {shape.page_bytes(PAGE_SIZE) / 1e3:.0f} kB each",
-        ),
-        ("total", plan.total_bytes, f"of {plan.budget_bytes / 1e9:.2f} GB that may be used"),
-    )
-    for name, n_bytes, what in rows:
-        table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
-    return table
-
-
-def _fit_table(plan: Plan) -> Table:
-    title = f"Sequences of a length that run at once (longest: {plan.max_model_len} tokens)"
-    table = Table("tokens", "sequences", "limited by", title=title, title_justify="left")
-    lengths = [n for n in (1024, 4096, 16384, 65536, 262144) if n < plan.max_model_len] + [plan.max_model_len]
-    for length in lengths:
-        by_pages = plan.n_pages // pages_for(length)
-        by_slots = by_pages >= plan.max_num_seqs
-        table.add_row(f"{length}", f"{min(by_pages, plan.max_num_seqs)}", "slots" if by_slots else "pages")
-    return table
-
-
-def decode_bytes(shape: ModelShape, n_seqs: int, context: int) -> float:
-    """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that uniform
-    routing touches), each state read and written, each context's keys and values read."""
-    weights = shape.weight_bytes
-    if not shape.tie_word_embeddings:
-        weights -= 2 * shape.vocab_size * shape.hidden_size  # the embedding is a lookup
-    if shape.is_moe:
-        idle = (1 - shape.n_experts_per_tok / shape.n_experts) ** n_seqs
-        experts = shape.n_layers * shape.n_experts * 3 * shape.hidden_size * shape.moe_intermediate_size * 2
-        weights -= int(idle * experts)
-    return weights + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
-
-
-def _speed_table(plan: Plan, bandwidth: float, peak: float) -> Table:
-    """Roofs, not forecasts: the larger of bytes over bandwidth and operations over the multiply rate."""
-    shape, context = plan.shape, min(1024, plan.max_model_len)
-    head = 2 * shape.vocab_size * shape.hidden_size
-    body = 2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2)
-    title = f"Roofline at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} GFLOP/s (measured now)"
-    table = Table("step", "tokens/s at most", "bound by", title=title, title_justify="left")
-    for n_seqs in (n for n in (1, 4, 16, 64) if n <= plan.max_num_seqs):
-        memory_s = decode_bytes(shape, n_seqs, context) / bandwidth
-        compute_s = n_seqs * (body + head) / peak
-        bound = "memory" if memory_s >= compute_s else "arithmetic"
-        table.add_row(
-            f"decode, {n_seqs} at {context} tokens", f"{n_seqs / max(memory_s, compute_s):.1f}", bound
-        )
-    table.add_row("prefill", f"{peak / body:.0f}", "arithmetic")
-    return table

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 PAGE_SIZE = 64
-"""Tokens in one KV page; also the chunk of the parallel DeltaNet form and the grid of prefill cuts."""
+"""Tokens in one KV page; also the grid on which the scheduler cuts a prefill."""
 
 MAX_BIASES = 1024
 """Ids that one request may bias, and stop ids it may have: the sampler's buffers hold as many for each sequence."""
@@ -107,7 +107,7 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """The engine's gauges and monotonic counters, sent with every step's outputs and when it idles."""
+    """The engine's gauges and monotonic counters, sent when it is ready and with every step's outputs."""
 
     n_running: int = 0
     n_waiting: int = 0
@@ -127,6 +127,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
 
     model_name: str
     vocab_size: int
+    """Ids that can be drawn and given: without the padding rows of the embedding."""
     eos_token_ids: list[int]
     max_model_len: int
     max_num_seqs: int

@@ -6,15 +6,26 @@ drawn tokens, is recorded as one program. A step is then: fill the buffers, run 
 
 from __future__ import annotations
 
-import os
 import time
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, free_memory_bytes
 from deltic.engine.plan import Arena, Plan, build_workspace, make_plan
-from deltic.engine.request import PAGE_SIZE, EngineInfo, Step, StepResult
+from deltic.engine.request import (
+    PAGE_SIZE,
+    Chunk,
+    Draw,
+    EngineInfo,
+    Request,
+    SamplingParams,
+    Sequence,
+    Step,
+    StepResult,
+)
 from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.qwen import Memory, Qwen
 from deltic.models.weights import Weights, dummy_weights, load_weights
@@ -59,6 +70,8 @@ class Runner:
         activations = self.workspace.activations
         self.model.record(self.program, self.workspace.batch.inputs, self.memory, activations)
         self.workspace.sampler.record(self.program, activations.logits)
+        torch.set_num_threads(1)  # loading is done; from here on the cores are the kernels'
+        self._warm_up()
         self.info = EngineInfo(
             model_name="",
             vocab_size=plan.n_real,
@@ -71,6 +84,13 @@ class Runner:
             device="cpu",
             operators=chosen(),
         )
+
+    def _warm_up(self) -> None:
+        """One token through everything: threads are started, code is paged in, and a kernel that cannot run here fails
+        now. It leaves its mark in page 0 and slot 0 only, which whoever gets them overwrites."""
+        request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
+        sequence = Sequence(request, 0, 0, array("i", [0]), n_prompt=1, pages=[0], slot=0)
+        self.step(Step(chunks=[Chunk(sequence, 0, 1)], draws=[Draw(0, sequence)]))
 
     def step(self, step: Step) -> StepResult:
         """Runs one forward and the draws. A chunk that starts at 0 starts from the zero state."""
@@ -93,7 +113,6 @@ class Runner:
 
 def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit)."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's own pool must not spin beside ours
     clock = time.perf_counter()
     spent: dict[str, float] = {}
 
@@ -104,7 +123,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
 
     progress("plan", 0.0)
     directory, shape = locate(config)
-    plan = make_plan(config, shape, n_real_ids(directory, shape.vocab_size))
+    plan = make_plan(config, shape, n_real_ids(config, directory, shape))
     lap("plan")
     notices: list[str] = []
 
@@ -115,6 +134,11 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
         weights = dummy_weights(shape, config.seed, on_bytes)
     else:
         weights, notices = load_weights(directory, shape, on_bytes)
+        if (
+            weights.n_bytes > shape.weight_bytes
+        ):  # a head beside an embedding that the configuration ties to it
+            untied = replace(shape, tie_word_embeddings=False)
+            plan = make_plan(config, untied, plan.n_real, free_memory_bytes() + weights.n_bytes)
     lap("weights")
     runner = Runner(plan, weights, progress)
     lap("memory")

@@ -53,10 +53,11 @@ class Sampler:
             banned_begin=allocate("banned begin", (n_slots + 1,), i32),
             banned=allocate("banned", (n_slots * MAX_BIASES,), i32),
         )
+        n_scratch = min(n_threads, n_slots)
         self.scratch = DrawScratch(
-            values=allocate("draw values", (n_threads, n_vocab), f32),
-            counts=allocate("draw counts", (n_threads, n_vocab), i32),
-            candidates=allocate("draw candidates", (n_threads, n_vocab), torch.int64),
+            values=allocate("draw values", (n_scratch, n_vocab), f32),
+            counts=allocate("draw counts", (n_scratch, n_vocab), i32),
+            candidates=allocate("draw candidates", (n_scratch, n_vocab), torch.int64),
         )
         n_entries = n_slots + n_logit_rows
         self._n_entries = allocate("n logprob entries", (), i32)
@@ -166,6 +167,7 @@ class Sampler:
     def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, Sequence]]) -> None:
         """Biases and, below min_tokens, the ids that would end the sequence: ragged lists over the n draws."""
         d = self._draw_arrays
+        self._has_lists = True  # before anything can fail half-way
         bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)
         bias_ids: list[int] = []
         biases: list[float] = []

@@ -38,6 +38,10 @@ from deltic.engine.request import (
     StepResult,
 )
 
+NOT_FINITE = (
+    "the model gave no finite logits for this text; the checkpoint may be damaged or of another precision"
+)
+
 
 class RequestError(ValueError):
     """A request that this engine cannot run; the message says why and what would do."""
@@ -116,6 +120,13 @@ def _wants_prompt_logprobs(sequence: Sequence) -> bool:
 
 class Scheduler:
     """The open sequences, in three lists, and the rules by which they move between them.
+
+    | a sequence | is in | owns |
+    | --- | --- | --- |
+    | that was not admitted, or was preempted | `_waiting` | nothing |
+    | whose prompt is being computed | `_prefills` | a slot, and pages for what is computed |
+    | that decodes | `_decodes` | a slot, and pages for all its tokens |
+    | of n > 1, until the first one's prompt is done | the first one's `siblings` | a slot once the first is admitted |
 
     A step has at most max(max_step_tokens, n_decodes + 64) tokens, n_decodes < max_num_seqs when it has
     prefill; at most max_logit_rows rows of logits; and at most max_num_seqs draws. Raises ValueError when the
@@ -196,15 +207,16 @@ class Scheduler:
             )
         if max_tokens < params.max_tokens:
             params = msgspec.structs.replace(params, max_tokens=max_tokens)
-            request = msgspec.structs.replace(request, params=params)
         seed = params.seed if params.seed is not None else random.getrandbits(63)
         prompt, now = array("i", request.prompt_ids), time.monotonic()
+        # Kept once, as an array: a list is nine times as large, and siblings get their copy when they start.
+        request = msgspec.structs.replace(request, params=params, prompt_ids=[])
         group = [
             Sequence(
                 request,
                 index,
                 _mixed_seed(seed, index),
-                prompt[:],
+                array("i") if index else prompt,
                 n_prompt,
                 arrival=self._n_arrived,
                 arrived_at=now,
@@ -268,6 +280,7 @@ class Scheduler:
         """The next sibling takes over from a first one that ends before its prompt is done, with all it computed."""
         heir, *siblings = sequence.siblings
         heir.siblings, sequence.siblings = siblings, []
+        heir.tokens = sequence.tokens
         if sequence.slot is None:
             insort(self._waiting, heir, key=_rank)
             return
@@ -378,6 +391,7 @@ class Scheduler:
         self._decodes.append(sequence)
         step.draws.append(Draw(chunk, sequence))
         for sibling in sequence.siblings:
+            sibling.tokens = sequence.tokens[:]
             copies = self.cache.fork(sequence, sibling, n_tokens)
             if copies is None:  # no page for its partial last one: it starts over by itself
                 self.cache.release(sibling)
@@ -419,6 +433,11 @@ class Scheduler:
             params = sequence.request.params
             output = Output(sequence.request.id, sequence.index, [token])
             outputs.append(output)
+            if token < 0:
+                output.token_ids, output.finish_reason, output.error = [], "error", NOT_FINITE
+                self._close(sequence, "error")
+                n_ended += 1
+                continue
             if logprob is not None:
                 output.logprobs = [logprob]
             if sequence.n_generated == 0:

@@ -19,7 +19,7 @@ DEMO = Path(__file__).parent.parent / "demo"
 
 TEXT_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "chat_template.jinja",
+    "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 """The files of a checkpoint that the HTTP process reads."""
 
@@ -41,8 +41,15 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def n_real_ids(directory: Path, vocab_size: int) -> int:
-    """Ids that mean something: rows of the embedding past the tokenizer's last id are padding and are never drawn."""
+def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
+    """Ids that mean something: rows of the embedding past the tokenizer's last id are padding and are never drawn.
+
+    A dummy has no tokenizer of its own, and its sampler is to work as hard as the real one's: all ids. Raises
+    CheckpointError.
+    """
+    vocab_size = shape.vocab_size
+    if config.dummy is not None:
+        return vocab_size
     try:
         file = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile)
     except OSError:

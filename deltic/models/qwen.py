@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.models.shapes import ModelShape
+from deltic.models.shapes import ModelShape, UnsupportedModelError
 from deltic.models.weights import AttnLayer, GdnLayer, Moe, Weights
-from deltic.ops.attention import AttentionHeads, attention, attn_prepare
+from deltic.ops.attention import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads, attention, attn_prepare
 from deltic.ops.embed import embed
-from deltic.ops.gdn import GdnHeads, GdnScratch, GdnWeights, gdn
+from deltic.ops.gdn import MAX_K_DIM, GdnHeads, GdnScratch, GdnWeights, gdn
 from deltic.ops.linear import linear
 from deltic.ops.moe import MoeScratch, moe
 from deltic.ops.rms_norm import rms_norm
@@ -73,6 +73,26 @@ class Activations:
     shared: Tensor | None  # float32 [T, H]
     final: Tensor  # bfloat16 [R, H]
     logits: Tensor  # float32 [R, V]
+
+
+def check_kernels(shape: ModelShape) -> None:
+    """Raises UnsupportedModelError for a geometry that the kernels cannot run: said before anything is loaded."""
+    group = shape.n_q_heads // max(1, shape.n_kv_heads)
+    limits = (
+        ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "a multiple of 32"),
+        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 32 == 0, "a multiple of 32"),
+        ("moe_intermediate_size", shape.moe_intermediate_size, shape.moe_intermediate_size % 32 == 0, "a multiple of 32"),
+        ("shared_expert_intermediate_size", shape.shared_intermediate_size, shape.shared_intermediate_size % 32 == 0, "a multiple of 32"),
+        ("head_dim", shape.head_dim, shape.head_dim % 32 == 0 and shape.head_dim <= MAX_HEAD_DIM, f"a multiple of 32, at most {MAX_HEAD_DIM}"),
+        ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 32 == 0, "a multiple of 32"),
+        ("num_attention_heads / num_key_value_heads", group, group <= MAX_GROUP, f"at most {MAX_GROUP}"),
+        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim % 16 == 0 and shape.gdn_k_dim <= MAX_K_DIM, f"a multiple of 16, at most {MAX_K_DIM}"),
+        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim % 16 == 0, "a multiple of 16"),
+        ("linear_num_value_heads * linear_value_head_dim", shape.gdn_value_size, shape.gdn_value_size % 32 == 0, "a multiple of 32"),
+    )  # fmt: skip
+    for field, found, holds, supported in limits:
+        if not holds:
+            raise UnsupportedModelError(field, found, supported)
 
 
 def allocate_activations(

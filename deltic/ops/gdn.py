@@ -13,6 +13,8 @@ from torch import Tensor
 
 from deltic.ops.table import Program, check
 
+MAX_K_DIM = 256
+
 
 @dataclass(frozen=True)
 class GdnHeads:
@@ -84,7 +86,7 @@ def gdn(
     check("gdn", state[0].is_contiguous() and conv_state[0].is_contiguous(), "contiguous slots")
     check(
         "gdn",
-        heads.k_dim % 16 == 0 and heads.v_dim % 16 == 0 and heads.k_dim <= 256,
+        heads.k_dim % 16 == 0 and heads.v_dim % 16 == 0 and heads.k_dim <= MAX_K_DIM,
         "dk, dv % 16 == 0, dk <= 256",
     )
     check(

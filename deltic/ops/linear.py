@@ -1,6 +1,6 @@
 """linear: y = x W^T, bfloat16 operands, float32 sum and result.
 
-Every output element is summed along K in one order (32 lanes-of-two at a time, blocks of 2048, csrc/linear.h), whatever
+Every output element is summed along K in one order (16 lanes of two elements, blocks of 2048, csrc/linear.h), whatever
 the number of rows, so that prefill, decode and any batch give the same bits. Weights are read as stored: [N, K] rows.
 Leaves out: bias (the family has none) and quantised weights.
 """

@@ -48,7 +48,8 @@ class DrawInputs:
 
 @dataclass(frozen=True)
 class DrawScratch:
-    """Per thread: values float32 [n, V], counts int32 [n, V] (zero between calls), candidates int64 [n, V]."""
+    """values float32 [n, V], counts int32 [n, V] (zero between calls), candidates int64 [n, V]; n rows: one for each
+    thread, or one for each draw where that is less."""
 
     values: Tensor
     counts: Tensor
@@ -67,17 +68,20 @@ def sample(
     """Draws one token for each of the n_draws first entries; out: int32 [D].
 
     logits: float32 [R, V], ids from n_real on are never drawn. Temperature 0 is the argmax, lowest id on ties.
-    A token depends on its row of logits, the parameters, the seed and the position, on nothing else (P6).
+    -1 where no logit is finite. A token depends on its row of logits, the parameters, the seed and the position, on nothing else (P6).
     """
     n_vocab = logits.shape[1]
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
-    check("sample", scratch.values.shape[0] >= program.n_threads, "scratch for every thread")
+    n_scratch = scratch.values.shape[0]
+    check(
+        "sample", n_scratch >= min(program.n_threads, draws.row.shape[0]), "scratch for every thread or draw"
+    )
     s, d = slots, draws
     program.call(
         "deltic_sample", logits, n_vocab, n_real, d.n_draws, d.row, d.slot, d.position, d.n_history, d.n_prompt,
         s.temperature, s.top_k, s.top_p, s.min_p, s.repetition, s.frequency, s.presence, s.seed,
         s.history, s.history.stride(0), d.bias_begin, d.bias_ids, d.bias, d.banned_begin, d.banned,
-        scratch.values, scratch.counts, scratch.candidates, out,
+        scratch.values, scratch.counts, scratch.candidates, n_scratch, out,
     )  # fmt: skip
 
 

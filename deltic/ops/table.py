@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import struct
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -31,10 +32,13 @@ INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
     ("baseline", frozenset()),
 )
 
+_pool = threading.Lock()
+"""The thread pool of a library runs one program at a time."""
+
 _LIBRARIES = Path(__file__).parent / "lib"
 
 
-class KernelError(RuntimeError):
+class KernelError(ValueError):
     """The compiled kernels are missing or an operator was given what its contract excludes."""
 
 
@@ -83,7 +87,6 @@ class Program:
     def __init__(self, n_threads: int, library: str | None = None) -> None:
         self.library = load_library(library or instruction_set())
         self.n_threads = n_threads
-        self.n_calls = 0
         self._words: list[int] = []
         self._alive: list[Tensor] = []
         self._code = np.empty(0, np.int64)
@@ -106,15 +109,15 @@ class Program:
             else:
                 words.append(int(argument or 0))
         self._words += [address, len(words), *words]
-        self.n_calls += 1
 
     def run(self) -> None:
         """Runs all calls in order. The interpreter lock is released meanwhile."""
         if len(self._code) != len(self._words):
             self._code = np.array(self._words, np.int64)
-        if self.library.deltic_n_threads() != self.n_threads:
-            self.library.deltic_start_threads(self.n_threads)
-        self.library.deltic_run(self._code.ctypes.data, len(self._code))
+        with _pool:
+            if self.library.deltic_n_threads() != self.n_threads:
+                self.library.deltic_start_threads(self.n_threads)
+            self.library.deltic_run(self._code.ctypes.data, len(self._code))
 
 
 def check(operator: str, condition: bool, expected: str) -> None:

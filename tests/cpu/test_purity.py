@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,9 +18,15 @@ from deltic.config import EngineConfig
 from deltic.engine.loop import Engine
 from deltic.engine.request import Request, SamplingParams
 from deltic.engine.runner import Runner, build_runner
+from deltic.ops.table import _LIBRARIES, INSTRUCTION_SETS, Program, cpu_flags
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next")
+LIBRARIES = [
+    name
+    for name, needed in INSTRUCTION_SETS
+    if needed <= cpu_flags() and (_LIBRARIES / f"cpu_{name}.so").exists()
+]
 relaxed = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -161,6 +167,19 @@ def test_threads(kind: str) -> None:
     """Any number of threads."""
     ids = prompt(5, 150)
     assert_same_bits(run(runner(kind, 1), ids), run(runner(kind, 3), ids))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_instruction_set(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What holds for the library chosen here holds for the others: batch, cut, and prefill as decode."""
+    monkeypatch.setattr("deltic.engine.runner.Program", partial(Program, library=library))
+    config = EngineConfig(model=str(tiny_checkpoint("moe")), max_num_seqs=4, max_model_len=512, threads=2)
+    inner, ids = build_runner(config, lambda stage, done: None), prompt(3, 130)
+    crowd = [(i, prompt(i, 40 * i + 9), SamplingParams(max_tokens=9)) for i in range(3)]
+    tokens, rows = run(inner, ids)
+    assert_same_bits((tokens, rows), run(inner, ids, crowd, step_tokens=100))
+    again, row = run(inner, ids + tokens[:-1], n_tokens=1)
+    assert again == tokens[-1:] and torch.equal(row[0].view(torch.int32), rows[-1].view(torch.int32))
 
 
 @relaxed

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 import time
-from pathlib import Path
 
 import torch
 
 from deltic.ops.table import Program
-
-
-def cpu_model() -> str:
-    """The CPU's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:
@@ -35,8 +22,10 @@ def multiply_peak(n_threads: int) -> float:
     n_tasks, n_repeats = 4 * n_threads, 4000
     data = torch.full((10, 512), 0.5, dtype=torch.bfloat16)
     program = Program(n_threads)
-    program.call("deltic_multiply_peak", data, n_tasks, n_repeats, torch.empty(n_tasks))
-    return 2 * 6 * 4 * 512 * n_tasks * n_repeats / _best_s(program)
+    n_operations = torch.empty(1)
+    program.call("deltic_multiply_peak", data, n_tasks, n_repeats, torch.empty(n_tasks), n_operations)
+    seconds = _best_s(program)
+    return float(n_operations) / seconds
 
 
 def _best_s(program: Program, n_runs: int = 5) -> float:

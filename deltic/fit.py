@@ -1,0 +1,95 @@
+"""`deltic plan`: the memory plan of a model on this machine, what fits in it, and the speed that the roofs allow."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from deltic.config import EngineConfig
+from deltic.engine.cache import pages_for
+from deltic.engine.plan import Plan, make_plan
+from deltic.engine.request import PAGE_SIZE
+from deltic.models.checkpoint import locate, model_name, n_real_ids
+from deltic.models.shapes import ModelShape
+from deltic.roofs import multiply_peak, read_bandwidth
+
+
+def report(config: EngineConfig) -> str:
+    """What `deltic plan` prints: the memory plan, what fits in it, and the speed that the roofs allow.
+
+    Raises ConfigError or another ValueError when the model cannot be served with these settings.
+    """
+    directory, shape = locate(config)
+    plan = make_plan(config, shape, n_real_ids(config, directory, shape))
+    out = StringIO()
+    console = Console(file=out, width=100)
+    sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
+    console.print(
+        f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
+        f"{shape.n_attn_layers} attention layers"
+    )
+    console.print(_memory_table(plan))
+    console.print(_fit_table(plan))
+    console.print(_speed_table(plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads)))
+    return out.getvalue()
+
+
+def _memory_table(plan: Plan) -> Table:
+    shape = plan.shape
+    largest = sorted(plan.workspace.items(), key=lambda item: -item[1])[:3]
+    most = ", ".join(f"{name} {n_bytes / 1e6:.0f} MB" for name, n_bytes in largest)
+    page, state = f"{shape.page_bytes(PAGE_SIZE) / 1e3:.0f} kB", f"{shape.state_bytes / 1e6:.2f} MB"
+    table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
+    for name, n_bytes, what in (
+        ("weights", shape.weight_bytes, "bfloat16 matrices, float32 norms and gates"),
+        ("workspace", plan.workspace_bytes, f"a step of up to {plan.n_batch_tokens} tokens; largest: {most}"),
+        ("state slots", plan.slots_bytes, f"{plan.max_num_seqs} of {state}"),
+        ("pages", plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} tokens, {page} each"),
+        ("total", plan.total_bytes, f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less"),
+    ):
+        table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
+    return table
+
+
+def _fit_table(plan: Plan) -> Table:
+    title = f"Sequences of a length that run at once (longest: {plan.max_model_len} tokens)"
+    table = Table("tokens", "sequences", "limited by", title=title, title_justify="left")
+    lengths = [n for n in (1024, 4096, 16384, 65536, 262144) if n < plan.max_model_len] + [plan.max_model_len]
+    for length in lengths:
+        by_pages = plan.n_pages // pages_for(length)
+        by_slots = by_pages >= plan.max_num_seqs
+        table.add_row(f"{length}", f"{min(by_pages, plan.max_num_seqs)}", "slots" if by_slots else "pages")
+    return table
+
+
+def decode_bytes(shape: ModelShape, n_seqs: int, context: int) -> float:
+    """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that uniform
+    routing touches), each state read and written, each context's keys and values read."""
+    weights = shape.weight_bytes
+    if not shape.tie_word_embeddings:
+        weights -= 2 * shape.vocab_size * shape.hidden_size  # the embedding is a lookup
+    if shape.is_moe:
+        idle = (1 - shape.n_experts_per_tok / shape.n_experts) ** n_seqs
+        experts = shape.n_layers * shape.n_experts * 3 * shape.hidden_size * shape.moe_intermediate_size * 2
+        weights -= int(idle * experts)
+    return weights + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
+
+
+def _speed_table(plan: Plan, bandwidth: float, peak: float) -> Table:
+    """Roofs, not forecasts: the larger of bytes over bandwidth and operations over the multiply rate."""
+    shape, context = plan.shape, min(1024, plan.max_model_len)
+    head = 2 * shape.vocab_size * shape.hidden_size
+    body = 2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2)
+    title = f"Roofline at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} GFLOP/s (measured now)"
+    table = Table("step", "tokens/s at most", "bound by", title=title, title_justify="left")
+    for n_seqs in (n for n in (1, 4, 16, 64) if n <= plan.max_num_seqs):
+        memory_s = decode_bytes(shape, n_seqs, context) / bandwidth
+        compute_s = n_seqs * (body + head) / peak
+        bound = "memory" if memory_s >= compute_s else "arithmetic"
+        table.add_row(
+            f"decode, {n_seqs} at {context} tokens", f"{n_seqs / max(memory_s, compute_s):.1f}", bound
+        )
+    table.add_row("prefill", f"{peak / body:.0f}", "arithmetic")
+    return table
