@@ -8,7 +8,7 @@ ARGS ?=
 
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 
-.PHONY: install serve test bench soak lint clean
+.PHONY: install serve test bench soak lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -42,6 +42,12 @@ soak: $(VENV)/.test-installed
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+# A wheel must carry what an install runs on: the kernels and the built-in model.
+wheel: $(VENV)/.installed
+	rm -rf build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m zipfile --list build/wheel/*.whl > build/wheel/list
+	grep -q ops/lib/cpu_baseline.so build/wheel/list && grep -q demo/model.safetensors build/wheel/list
 
 clean:
 	rm -rf $(VENV) build deltic/ops/lib dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -19,6 +20,9 @@ BUILT_IN = "built-in"
 """Name of the model served when none is given."""
 
 ENV_PREFIX = "DELTIC_"
+
+MAX_THREADS = 256
+"""The thread pool's array of tickets (csrc/pool.cpp, MAX_THREADS) has as many."""
 
 
 class ConfigError(ValueError):
@@ -41,7 +45,10 @@ class EngineConfig:
     dummy: str | None = knob(None, "random weights at a published shape, e.g. qwen3.5-0.8b", metavar="SHAPE")
     threads: int | None = knob(None, "CPU threads of the engine (default: the CPUs this process may use)")
     memory_gb: float | None = knob(
-        None, "memory for weights, pages, slots and workspace (default: 80 %% of what is free)", metavar="GB"
+        None,
+        "memory for weights, workspace, pages and slots (default: weights, workspace, and 2 GiB of pages and slots; "
+        "at most 80 %% of what is free)",
+        metavar="GB",
     )
     max_model_len: int | None = knob(
         None,
@@ -52,11 +59,10 @@ class EngineConfig:
         None, "sequences that run at once (default: 32, fewer if they do not fit)"
     )
     max_step_tokens: int = knob(512, "most tokens of one step: decodes first, then prefill", metavar="TOKENS")
-    max_itl_ms: float | None = knob(
-        None,
-        "target for the time between a running sequence's tokens; prefill shrinks to meet it",
-        metavar="MS",
-    )
+    max_itl_ms: float = knob(
+        250.0, "target for the time between a running sequence's tokens: prefill shrinks to meet it, to 64 tokens a step "
+        "at the least; 0 sets none", metavar="MS",
+    )  # fmt: skip
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     seed: int = knob(0, "seed of dummy weights")
 
@@ -71,7 +77,7 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
     served_model_name: str | None = knob(None, "name in /v1/models and answers (default: the model's own)")
     chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
-    max_queue: int = knob(256, "requests that may wait; one more is answered 429")
+    max_queue: int = knob(256, "sequences that may wait (n of a request counts n); more are answered 429")
     max_body_mb: float = knob(16.0, "largest request body", metavar="MB")
     max_n: int = knob(16, "largest n of a request")
     max_logprobs: int = knob(20, "most alternatives per token a request may ask for")
@@ -136,7 +142,7 @@ def resolve(cls: type[T], given: dict[str, Any], environ: typing.Mapping[str, st
         elif variable in environ:
             text = environ[variable]
             try:
-                values[name] = tuple(kind(t) for t in text.split(",") if t) if many else kind(text)
+                values[name] = tuple(kind(t.strip()) for t in text.split(",")) if many else kind(text)
             except ValueError:
                 raise ConfigError(f"{variable}={text!r}: expected {kind.__name__}") from None
     config = cls(**values)
@@ -152,23 +158,37 @@ def check_environment(environ: typing.Mapping[str, str] = os.environ) -> None:
             raise ConfigError(f"{variable} is not a setting of Deltic; unset it or correct its name")
 
 
+RANGES: dict[str, tuple[float, float]] = {
+    "threads": (1, MAX_THREADS), "max_model_len": (1, math.inf), "max_num_seqs": (1, math.inf),
+    "max_step_tokens": (1, math.inf), "max_itl_ms": (0.0, math.inf), "n_pages": (1, math.inf),
+    "memory_gb": (0.01, math.inf), "port": (0, 65535), "max_queue": (0, math.inf), "max_body_mb": (0.001, math.inf),
+    "max_n": (1, math.inf), "max_logprobs": (0, math.inf), "drain_s": (0.0, math.inf), "default_max_tokens": (1, math.inf),
+}  # fmt: skip
+"""Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
+
+
 def _check(config: EngineConfig | ServerConfig) -> None:
-    """Ranges that hold whatever the model is."""
-    at_least = {
-        "threads": 1, "max_model_len": 1, "max_num_seqs": 1, "max_step_tokens": 1, "max_itl_ms": 1.0, "n_pages": 1,
-        "memory_gb": 0.01, "port": 0, "max_queue": 0, "max_body_mb": 0.001, "max_n": 1, "max_logprobs": 0, "drain_s": 0.0,
-        "default_max_tokens": 1,
-    }  # fmt: skip
-    for name, least in at_least.items():
-        value = getattr(config, name, None)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    """Raises ConfigError for a value that no model and no machine could make right."""
+    for field in dataclasses.fields(config):
+        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        if isinstance(value, tuple) and not all(item.strip() for item in value):
+            raise ConfigError(
+                f"{flag} (or {ENV_PREFIX}{field.name.upper()}) has an empty value; leave it out, or give one"
+            )
+        choices = field.metadata["choices"]
+        if choices and value not in choices:
+            raise ConfigError(f"{flag} {value!r}: must be one of {', '.join(choices)}")
+        least, most = RANGES.get(field.name, (-math.inf, math.inf))
+        if field.name in RANGES and value is not None and not (least <= value <= most and value < math.inf):
+            expected = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
+            raise ConfigError(f"{flag} {value}: must be {expected}")
     if isinstance(config, EngineConfig) and config.dummy and config.model != BUILT_IN:
         raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
 
 
 def n_usable_cpus() -> int:
-    """CPUs this process may use: its affinity mask, and the container's quota when there is one (cgroup v2)."""
+    """CPUs this process may use, as threads to start: its affinity mask, and the container's quota when there is one
+    (cgroup v2); at most MAX_THREADS."""
     n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -176,20 +196,36 @@ def n_usable_cpus() -> int:
             n_cpus = min(n_cpus, max(1, int(quota) // int(period)))
     except (OSError, ValueError):
         pass
-    return n_cpus
+    return min(n_cpus, MAX_THREADS)
 
 
-def free_memory_bytes() -> int:
-    """Bytes this process may still take: the machine's available memory, or less under a container limit."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            available = min(available, int(limit) - used)
-    except (OSError, ValueError):
-        pass
+MEMORY_FILES = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)  # fmt: skip
+"""A container's limit, its usage, and the lines of `memory.stat` beside them that are file cache: cgroup v2, then v1."""
+
+
+def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes this process may still take: the machine's available memory, or less under a container limit.
+
+    The file cache counts as free in both: the kernel drops it when memory is asked for, and a checkpoint that was
+    just downloaded is all file cache.
+    """
+    available = int(_table(meminfo)["MemAvailable:"]) * 1024
+    for limit_file, usage_file, cache_lines in MEMORY_FILES:
+        try:
+            limit = int((cgroup / limit_file).read_text())  # "max" where there is none
+            used = int((cgroup / usage_file).read_text())
+            stat = _table((cgroup / limit_file).with_name("memory.stat"))
+            cache = sum(int(stat.get(line, 0)) for line in cache_lines)
+        except (OSError, ValueError):
+            continue
+        available = min(available, max(0, limit - used + cache))
     return available
+
+
+def _table(path: Path) -> dict[str, str]:
+    """First and second word of each line."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: row[1] for row in rows if len(row) > 1}

@@ -234,8 +234,8 @@ async def work(
         async with asyncio.TaskGroup() as group:
             for _ in range(n_in_flight):
                 group.create_task(client())
-    except* Stopped as stopped:
-        raise Stopped(str(stopped.exceptions[0])) from None
+    except* (Stopped, OSError) as failures:
+        raise failures.exceptions[0] from None
     return tally
 
 
@@ -289,6 +289,13 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
             tally = asyncio.run(_run(arguments, server_arguments, lines, out))
     except (Stopped, EndpointError, ServerFailed) as error:
         print(f"deltic: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # of the disk, and again when what is left of a line is written at the close
+        print(
+            f"deltic: cannot write {error.filename or target}: {error.strerror}; "
+            "when it can be, run the same command again to go on",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print(f"deltic: stopped; run the same command again to go on with {target}", file=sys.stderr)

@@ -12,7 +12,7 @@ An LLM is for one thread at a time.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -22,13 +22,15 @@ import msgspec
 
 from deltic.config import BUILT_IN, EngineConfig, resolve
 from deltic.engine.loop import MAX_FAILURES, Engine
-from deltic.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from deltic.engine.request import Output, Request, SamplingParams, TokenLogprob
 from deltic.models.checkpoint import text_directory
-from deltic.server.chat import ChatTemplate
+from deltic.server import protocol
+from deltic.server.answer import Choice
+from deltic.server.answer import Message as AnswerMessage
+from deltic.server.chat import ChatTemplate, render
 from deltic.server.errors import ApiError
-from deltic.server.parser import Delta, OutputParser
-from deltic.server.protocol import SamplingDefaults
-from deltic.text import Detokenizer, StopMatcher, Tokenizer
+from deltic.server.parser import OutputParser
+from deltic.text import Tokenizer
 
 Message = dict[str, Any]
 
@@ -49,11 +51,13 @@ class Completion:
     """Without the stop string or token; from `chat`, without reasoning and tool calls."""
     token_ids: list[int] = field(default_factory=list)
     """All that were drawn, the stop token included."""
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
+    """"stop", "length", "tool_calls", "error" or "abort"; a call that was cut short has another than tool_calls."""
     reasoning: str = ""
     tool_calls: list[dict[str, str]] = field(default_factory=list)
     """Each with `id`, `name` and `arguments` (JSON text); from `chat` with tools."""
     logprobs: list[TokenLogprob] | None = None
+    """One for each of token_ids."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
     error: str | None = None
@@ -75,11 +79,13 @@ class LLM:
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
         from deltic.engine.runner import build_runner  # imports torch: after what can fail at once
 
-        self._engine = Engine(build_runner(self.config, lambda stage, done: None), self.config.max_itl_ms)
+        self._engine = Engine(
+            build_runner(self.config, lambda stage, done: None)
+        )  # nobody watches: no target
         self.info = self._engine.info
         self._ids = count()
         # Where no SamplingParams are given: the checkpoint's own, for as long as the context lasts.
-        defaults = msgspec.structs.asdict(SamplingDefaults.load(directory))
+        defaults = msgspec.structs.asdict(protocol.SamplingDefaults.load(directory))
         self.default_params = SamplingParams(max_tokens=self.info.max_model_len, **defaults)
 
     def generate(
@@ -96,7 +102,7 @@ class LLM:
         """
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
-        answers = self._answers(ids, params, stop)
+        answers = self._answers(ids, params, stop, lambda at: None)
         self._run(answers, [[] for _ in ids], priority)
         return [answer.completion for answer in answers]
 
@@ -112,27 +118,36 @@ class LLM:
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
-        `tools` as in OpenAI's API; `template_settings` are the template's, e.g. enable_thinking. Raises
-        ValueError.
+        Messages and `tools` are what /v1/chat/completions takes, and mean the same. `template_settings` are the
+        template's, or the request's enable_thinking and reasoning_effort. Raises ValueError, and runs none, when
+        one cannot run; TypeError for what JSON cannot say.
         """
         if self._template is None:
             raise ValueError(
                 "this model has no chat template; use generate(), or give LLM(chat_template=FILE)"
             )
+        switches = {
+            name: template_settings.pop(name)
+            for name in ("enable_thinking", "reasoning_effort")
+            if name in template_settings
+        }
+        asked = switches | {"tools": tools, "chat_template_kwargs": template_settings}
         first: Any = messages[0] if messages else None
         many: Sequence[Any] = messages if first is None or not isinstance(first, dict) else [messages]
-        offered = [dict(tool) for tool in tools] if tools else None
         try:
-            rendered = [self._template.render(list(m), offered, settings=template_settings) for m in many]
+            # Through JSON, so that nothing gets to the template that the server would not let through.
+            bodies = [msgspec.json.encode(asked | {"messages": m}) for m in many]
+            requests = [protocol.parse(body, protocol.ChatRequest) for body in bodies]
+            rendered = [render(self._template, request) for request in requests]
         except ApiError as error:
             raise ValueError(error.message) from None
-        functions = [tool.get("function", tool) for tool in offered or ()]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions} or None
-        answers = self._answers([prompt.ids for prompt in rendered], params, stop)
-        for answer in answers:
-            thinking = rendered[answer.completion.prompt_index].thinking
-            answer.parser = OutputParser(thinking=thinking, tools=schemas)
-        self._run(answers, [prompt.boundaries for prompt in rendered], priority)
+
+        def parser(at: int) -> OutputParser:
+            prompt, schemas = rendered[at]
+            return OutputParser(thinking=prompt.thinking, tools=schemas)
+
+        answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser)
+        self._run(answers, [prompt.boundaries for prompt, _ in rendered], priority)
         return [answer.completion for answer in answers]
 
     def _answers(
@@ -140,20 +155,26 @@ class LLM:
         prompts: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         stop: str | Sequence[str],
+        parser: Callable[[int], OutputParser | None],
     ) -> list[_Answer]:
-        """One for each sequence to come. A request without a seed gets one, as the server would give it."""
+        """One for each sequence to come. A request without a seed gets one, as the server would give it.
+
+        parser: makes one for an answer to the prompt of this index.
+        """
         each = [params or self.default_params] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each"
             )
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops = [stop] if isinstance(stop, str) else list(stop)
         answers = []
         for at, (ids, p) in enumerate(zip(prompts, each, strict=True)):
             own = p if p.seed is not None else msgspec.structs.replace(p, seed=secrets.randbits(63))
             for index in range(p.n):
-                completion = Completion(at, index, ids)
-                answers.append(_Answer(completion, own, Detokenizer(self.tokenizer), StopMatcher(stops)))
+                choice = Choice(
+                    index, self.tokenizer, stops=stops, stop_token_ids=p.stop_token_ids, parser=parser(at)
+                )
+                answers.append(_Answer(Completion(at, index, ids), own, choice))
         return answers
 
     def _run(self, answers: list[_Answer], boundaries: list[list[int]], priority: int) -> None:
@@ -202,49 +223,25 @@ class _Answer:
 
     completion: Completion
     params: SamplingParams
-    detokenizer: Detokenizer
-    stop: StopMatcher
-    parser: OutputParser | None = None
+    choice: Choice
+    message: AnswerMessage = field(default_factory=AnswerMessage)
 
     def take(self, output: Output) -> bool:
         """Adds an output; whether the answer is complete (by a stop string: before the engine knows)."""
-        done = self.completion
+        done, message = self.completion, self.message
         done.token_ids += output.token_ids
         done.cached_tokens = max(done.cached_tokens, output.cached_tokens)
         done.prompt_logprobs = output.prompt_logprobs or done.prompt_logprobs
         if output.logprobs is not None:
             done.logprobs = (done.logprobs or []) + output.logprobs
-        stopped = output.stop_token_id is not None
-        text = self.detokenizer.push(output.token_ids[:-1] if stopped else output.token_ids)
-        if output.finish_reason is not None:
-            text += self.detokenizer.flush()
-        text = self.stop.push(text)
-        found = self.stop.matched is not None
-        if output.finish_reason is not None and not found:
-            text += self.stop.flush()
-        self._say(text)
-        if not found and output.finish_reason is None:
+        message.add(self.choice.push(output))
+        if message.finish_reason is None:
             return False
-        done.finish_reason = "stop" if found else output.finish_reason
-        done.error = None if found else output.error
-        if self.parser is not None:
-            self._add(self.parser.finish(truncated=done.finish_reason == "length"))
+        done.text, done.reasoning = "".join(message.content), "".join(message.reasoning)
+        done.tool_calls = [
+            {"id": call.id or "", "name": call.name or "", "arguments": call.arguments}
+            for call in message.calls
+        ]
+        done.finish_reason = message.finish_reason
+        done.error = output.error if message.finish_reason == output.finish_reason else None
         return True
-
-    def _say(self, text: str) -> None:
-        if self.parser is None:
-            self.completion.text += text
-        else:
-            self._add(self.parser.push(text))
-
-    def _add(self, delta: Delta) -> None:
-        done = self.completion
-        done.reasoning += delta.reasoning
-        done.text += delta.content
-        for call in delta.calls:
-            if call.index == len(done.tool_calls):
-                done.tool_calls.append({"id": "", "name": "", "arguments": ""})
-            known = done.tool_calls[call.index]
-            known["id"] = call.id or known["id"]
-            known["name"] = call.name or known["name"]
-            known["arguments"] += call.arguments

@@ -5,7 +5,7 @@ the well-known client libraries because the load generator shares its cores with
 event must cost little (14 us here, 53 us through httpx), and its arrival time must be the socket's, not
 that of whoever reads it later. It leaves out redirects, proxies, compression and HTTP/2.
 
-Used by `deltic chat`, `deltic run`, `deltic bench serve` and the soak; nothing here knows the engine.
+Used by `deltic chat`, `deltic run`, `deltic bench serve` and the soak; an `Endpoint` knows no engine.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import ctypes
 import dataclasses
+import functools
 import json
+import os
 import secrets
 import signal
 import socket
@@ -30,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import httptools
+
+from deltic.config import ENV_PREFIX, ConfigError
 
 PROGRAM = (sys.executable, "-m", "deltic")
 """How a LocalServer is started."""
@@ -188,10 +191,16 @@ class Endpoint:
     """An OpenAI-compatible server: its address, key and idle connections. For use within one event loop."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` may end in `/v1` or not. Raises ValueError when it is no http(s) URL."""
-        parts = urllib.parse.urlsplit(url if "://" in url else "http://" + url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not a URL of a server; give one such as http://127.0.0.1:8000")
+        """`url` may end in `/v1` or not. Raises ConfigError when it is no http(s) URL, or the key no header's value."""
+        try:
+            parts = urllib.parse.urlsplit(url if "://" in url else "http://" + url)
+            is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port above 65535, an open bracket
+            is_server = False
+        if not is_server or not parts.hostname or not url.isascii():
+            raise ConfigError(f"{url!r} is not a URL of a server; give one such as http://127.0.0.1:8000")
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("--api-key: a key is made of printable ASCII characters")
         self.url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, "", "", ""))
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._host = parts.hostname
@@ -296,29 +305,26 @@ def flags(config_class: Any, given: dict[str, Any]) -> list[str]:
     return arguments
 
 
-def _die_with_parent() -> None:
-    """In the child, before exec: the kernel ends it when this process goes, however it goes (Linux only)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 class LocalServer:
     """`deltic serve` as a child process on a free loopback port, behind a key of its own."""
 
     def __init__(self, arguments: list[str]) -> None:
         """`arguments` are those of `deltic serve`, without address and key."""
+        from deltic.engine.loop import die_with_parent  # here: a client of a foreign server needs no engine
+
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.api_key = secrets.token_urlsafe(16)
         self.log = tempfile.NamedTemporaryFile(prefix="deltic-serve-", suffix=".log")  # noqa: SIM115
-        own = ["--host", "127.0.0.1", "--port", str(port), "--api-key", self.api_key]
+        own = ["--host", "127.0.0.1", "--port", str(port)]
         self.process = subprocess.Popen(
             [*PROGRAM, "serve", *arguments, *own],
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal is ours to handle
-            preexec_fn=_die_with_parent,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # however this process goes
+            env={**os.environ, f"{ENV_PREFIX}API_KEY": self.api_key},  # every user may read a command line
         )  # fmt: skip
 
     def log_tail(self, n_lines: int = 12) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import json
 import re
 import sys
@@ -205,9 +206,10 @@ def command(conversation: Conversation, line: str) -> str | None:
         path = Path(rest or time.strftime("deltic-chat-%Y%m%d-%H%M%S.json"))
         system = [{"role": "system", "content": conversation.system}] if conversation.system else []
         try:
-            path.write_text(json.dumps(system + conversation.messages, indent=1, ensure_ascii=False) + "\n")
-        except OSError as error:
-            return f"cannot write {path}: {error.strerror}"
+            text = json.dumps(system + conversation.messages, indent=1, ensure_ascii=False) + "\n"
+            path.write_bytes(text.encode("utf-8", "replace"))  # half a surrogate pair becomes a question mark
+        except (OSError, ValueError) as error:
+            return f"cannot write {path}: {error}"
         return f"saved to {path}"
     return HELP
 
@@ -253,6 +255,8 @@ def talk(conversation: Conversation, runner: asyncio.Runner) -> None:
 def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     """The command: talks to the server at --url, or to one it starts."""
     server = None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
     sampling = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     with asyncio.Runner() as runner:
         try:

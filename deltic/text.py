@@ -10,7 +10,9 @@ import codecs
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,9 @@ TRUSTED = "\udcff"
 """Put before a special token's literal to say that it is meant. A lone surrogate: no valid JSON or UTF-8 holds one,
 so no user can write it."""
 
+_MOST_BYTES_COMPOSED = 4
+"""More than how much shorter NFC makes a text: 3.5 times (U+1FBE U+0308 U+0341, 7 bytes of UTF-8, to U+0390)."""
+
 UNKNOWN_TOKEN = "\N{REPLACEMENT CHARACTER}".encode()
 """What an id that names no token decodes to (padding rows of the embedding; random weights draw them)."""
 
@@ -31,7 +36,10 @@ Specials = Literal["parse", "trusted", "text"]
 
 
 class TokenizerError(ValueError):
-    """A checkpoint whose tokenizer cannot be used; the message says what is missing and what would work."""
+    """A checkpoint whose tokenizer, chat template or generation_config.json cannot be used.
+
+    The message says what is wrong or missing and what would work.
+    """
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -119,9 +127,6 @@ class Tokenizer:
         """`text` (a template's source) with TRUSTED before each special literal."""
         return self._literal.sub(lambda match: TRUSTED + match.group(), text) if self._literal else text
 
-    def special_id(self, literal: str) -> int | None:
-        return self._id_of_special.get(literal)
-
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
@@ -147,11 +152,30 @@ class Tokenizer:
         except KeyError:
             return token.encode()
 
-    def max_token_bytes(self) -> int:
-        """Bytes of the longest token: a text of b bytes has at least b / this many tokens."""
-        if not hasattr(self, "_longest"):
-            self._longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
-        return self._longest
+    def least_tokens(self, text: str, limit: int) -> int:
+        """A number of tokens that `text` has at least, from its size alone: cheap, where encoding is not.
+
+        For texts that may be much longer than `limit` tokens: 0 for others, and at most 1 when the tokenizer may drop
+        text, so that its size says nothing.
+        """
+        text = text.replace(TRUSTED, "")
+        n_bytes = len(text.encode("utf-8", "surrogatepass"))
+        if n_bytes < 8 * limit:  # encoding is quick enough, and the longest token need not be found
+            return 0
+        shrinks = 1 if text.isascii() or self._backend.normalizer is None else _MOST_BYTES_COMPOSED
+        return -(-n_bytes // (shrinks * self._max_token_bytes))
+
+    @cached_property
+    def _max_token_bytes(self) -> int:
+        """Bytes of the longest token, or of any text where text may be dropped. Takes 0.1 s for a large vocabulary."""
+        drops = any(
+            token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values()
+        )
+        if drops or not isinstance(self._backend.normalizer, normalizers.NFC | None):
+            return sys.maxsize
+        # One character of the byte-level alphabet is one byte; of an added token, it may be more.
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=False)), default=1)
+        return max(longest, *(len(content.encode()) for content in self._added.values()), 1)
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -235,7 +259,6 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
-        self._n_kept = max((len(stop) - 1 for stop in self._stops), default=0)
         self._held = ""
         self.matched: str | None = None
         """The stop string that was found; once set, nothing more is emitted."""

@@ -96,6 +96,8 @@ class FakeEngineClient:
         self.batch = 1
         """Tokens in one output."""
         self.max_open: int | None = None
+        """Requests beyond it are refused as they are submitted."""
+        self.max_queue = 256
         self.hold = False
         self.cached_tokens = 0
         self.die_after: int | None = None
@@ -120,7 +122,7 @@ class FakeEngineClient:
 
     def submit(self, request: Request) -> Stream:
         if self.state != "ready":
-            raise EngineUnavailable(f"the engine is {self.state}")
+            raise EngineUnavailable(self.why_unavailable())
         if self.max_open is not None and self.n_open >= self.max_open:
             raise QueueFull(self.n_open, 7)
         self.requests.append(request)
@@ -130,6 +132,9 @@ class FakeEngineClient:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return stream
+
+    def why_unavailable(self) -> str:
+        return "the server is shutting down" if self.state == "stopped" else f"the engine is {self.state}"
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborts.append((request_id, index))

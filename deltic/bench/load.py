@@ -31,6 +31,12 @@ captain
 """
 WORDS = _TEXT.split()
 
+ITL = (
+    "ITL is the time between events that brought text: several tokens may come in one event, "
+    "and a token that is only part of a character makes none"
+)
+"""What the gaps are, for whoever reads the table or the file."""
+
 Limit = Literal["max_tokens", "max_completion_tokens"]
 LIMITS: tuple[Limit, ...] = ("max_tokens", "max_completion_tokens")
 
@@ -77,13 +83,16 @@ class Dialect:
 
 @dataclass
 class Sample:
-    """One request as it was seen from outside. Times in seconds; `start_s` since the measurement began."""
+    """One request as it was seen from outside. Times in seconds; `start_s` since the measurement began.
+
+    `e2e_s` ends with the stream's last event, `[DONE]`, or with the failure.
+    """
 
     start_s: float
     e2e_s: float = 0.0
     ttft_s: float | None = None
     itl_ms: list[float] = field(default_factory=list)
-    """Gaps between events that brought text; a server may put several tokens into one event."""
+    """Gaps between events that brought text (see ITL)."""
     n_prompt: int = 0
     n_output: int = 0
     n_cached: int = 0
@@ -103,6 +112,7 @@ async def measure(endpoint: Endpoint, load: Load, body: dict[str, Any], zero: fl
     begin = time.perf_counter()
     sample = Sample(start_s=begin - zero)
     last = begin
+    end: float | None = None
     n_events = 0
     try:
         reply = await endpoint.open("POST", load.path, body)
@@ -113,10 +123,9 @@ async def measure(endpoint: Endpoint, load: Load, body: dict[str, Any], zero: fl
             except msgspec.DecodeError:
                 sample.error = f"HTTP {reply.status}"
             return sample
-        done = False
         async for arrival, payload in reply.events():
             if payload == DONE:
-                done = True
+                end = arrival
                 continue
             event = msgspec.json.decode(payload)
             if event.get("error"):
@@ -134,11 +143,11 @@ async def measure(endpoint: Endpoint, load: Load, body: dict[str, Any], zero: fl
                     else:
                         sample.itl_ms.append(round((arrival - last) * 1e3, 2))
                     last = arrival
-        if not done and sample.error is None:
+        if end is None and sample.error is None:
             sample.error = "the stream ended without [DONE]"
     except (EndpointError, msgspec.DecodeError) as error:
         sample.error = str(error)
-    sample.e2e_s = (last if n_events else time.perf_counter()) - begin
+    sample.e2e_s = (end or time.perf_counter()) - begin
     sample.n_output = sample.n_output or n_events
     return sample
 

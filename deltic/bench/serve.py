@@ -114,7 +114,11 @@ async def measure_point(
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows for people."""
     out = Table(title=title, title_justify="left")
-    spreads = {"TTFT ms": "\np50 / p95 / p99", "ITL ms": "\np50 / p95 / p99", "E2E s": "\np50 / p95 / p99"}
+    spreads = {
+        "TTFT ms": "\np50 / p95 / p99",
+        "ITL ms per event": "\np50 / p95 / p99",
+        "E2E s": "\np50 / p95 / p99",
+    }
     rates = {"decode tok/s": "\nper request", "output tok/s": "\nall", "prompt tok/s": "\nall"}
     columns = {"": ""} | spreads | rates | {"requests": "\nerrors"}
     for name, what in columns.items():
@@ -213,6 +217,7 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         "date": now().isoformat(),
         "machine": machine(),
         "client": code(),
+        "itl": loads.ITL,
     }
     result = head | result
     directory = runs_directory(arguments.out)
@@ -222,6 +227,7 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     load = result["load"]
     title = f"{label}: {load['prompt_tokens']} prompt + {load['output_tokens']} output tokens, {load['kind']}"
     Console(width=None if sys.stdout.isatty() else 130).print(table(result["rows"], title))
+    print(loads.ITL)
     picture = plot(path) if arguments.plot else None
     rows = [{name: value for name, value in row.items() if name != "samples"} for row in result["rows"]]
     print(json.dumps({"bench": "serve", "label": label, "file": str(path), "plot": picture, "rows": rows}))

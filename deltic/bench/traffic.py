@@ -190,17 +190,21 @@ async def _stream(reply: Reply, answered: Answered, pause_s: float = 0.0) -> Non
         raise Violation("the stream ended without [DONE]")
 
 
+def _was_full(traffic: Traffic, reply: Reply) -> None:
+    """Notes a 429."""
+    if "retry-after" not in reply.headers:
+        raise Violation("429 without Retry-After")
+    traffic.count("answered 429")
+
+
 async def ask(traffic: Traffic, path: str, request: dict[str, Any], pause_s: float = 0.0) -> Answered | None:
     """Sends a valid request and checks its answer; None when the queue was full."""
     reply = await traffic.endpoint.open("POST", path, request)
     if reply.status != 200:
-        retry_after = reply.headers.get("retry-after")
         message = await _refused(reply)
         if reply.status != 429:
             raise Violation(f"a valid request got HTTP {reply.status}: {message}; it was {request}")
-        if retry_after is None:
-            raise Violation("429 without Retry-After")
-        traffic.count("answered 429")
+        _was_full(traffic, reply)
         return None
     answered = Answered()
     if request["stream"]:
@@ -253,14 +257,16 @@ async def gone_waiting(traffic: Traffic, rng: random.Random) -> None:
 
 
 async def too_long(traffic: Traffic, rng: random.Random) -> None:
-    """A prompt beyond the context: 400 with limit and length."""
+    """A prompt beyond the context: 400 with limit and length, or 429 when the queue is full: it is not read then."""
     request = {
         "model": traffic.model,
         "prompt": text(rng, 1) + " word" * (traffic.max_model_len * rng.randint(2, 20)),
     }
     reply = await traffic.endpoint.open("POST", COMPLETIONS, request)
     await _refused(reply)
-    if reply.status != 400:
+    if reply.status == 429:
+        _was_full(traffic, reply)
+    elif reply.status != 400:
         raise Violation(f"a prompt too long got HTTP {reply.status}")
 
 

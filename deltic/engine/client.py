@@ -197,6 +197,7 @@ class EngineClient:
         self._directory = Path(tempfile.mkdtemp(prefix="deltic-"))  # only its owner can enter
         await self._spawn()
         self._supervisor = asyncio.create_task(self._supervise())
+        self._supervisor.add_done_callback(self._supervisor_ended)
 
     async def ready(self) -> EngineInfo:
         """Waits until the engine takes requests. Raises EngineFailed when it never will."""
@@ -213,7 +214,7 @@ class EngineClient:
         What else is wrong with a request, the engine says in an Output.
         """
         if self.state != "ready" or self.info is None:
-            raise EngineUnavailable(self._why_unavailable())
+            raise EngineUnavailable(self.why_unavailable())
         n = request.params.n
         if n < 1 or request.id in self._streams:
             raise ValueError(f"request {request.id!r}: n = {n} must be 1 or more, and the id not in use")
@@ -257,35 +258,58 @@ class EngineClient:
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
+    def why_unavailable(self) -> str:
+        """Why `submit` refuses requests at the moment, for whoever sent one."""
+        if self.state == "stopped":
+            return "the server is shutting down"
+        if self.state == "failed":
+            return f"the engine could not be started: {self.failure}"
+        if self.state == "restarting":
+            return "the engine is being restarted; try again in a few seconds"
+        stage = f" ({self.loading.stage}, {self.loading.done:.0%})" if self.loading else ""
+        return f"the engine is loading{stage}; try again in a few seconds"
+
     # The process.
 
     async def _spawn(self) -> None:
-        """Starts an engine process with sockets of its own."""
-        assert self._context and self._directory
+        """Starts an engine process with sockets of its own. Raises OSError; no socket is left open then."""
         self._refusal = None
+        try:
+            launch = self._bind()
+            self._process = await asyncio.create_subprocess_exec(
+                *self._program,
+                msgspec.json.encode(launch).decode(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # stdout is the server's, or holds the answers of a batch run
+                start_new_session=True,  # Ctrl-C is for the server, which drains
+                # The threads of torch's own pool must not spin on the cores that ours compute on.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            )
+        except zmq.ZMQError as error:
+            self._hang_up()
+            raise OSError(error.errno, f"no socket for the engine in {self._directory}: {error}") from None
+        except OSError:
+            self._hang_up()
+            raise
+
+    def _bind(self) -> Launch:
+        """Makes the sockets of the next process; what to tell it."""
+        assert self._context and self._directory
         endpoint = f"ipc://{self._directory}/{self.n_restarts}"
-        self._events = self._context.socket(zmq.PULL)
-        self._commands = self._context.socket(zmq.PUSH)
+        self._events, self._commands = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         for socket in (self._events, self._commands):
             socket.set_hwm(0)  # `submit` bounds what is open; a socket must not block the event loop
             socket.linger = 0
         self._events.bind(f"{endpoint}-events")
         self._events_fd = self._events.fileno()
         asyncio.get_running_loop().add_reader(self._events_fd, self._receive)
-        launch = Launch(
+        self._commands_endpoint = f"{endpoint}-commands"
+        return Launch(
             config=self.config,
-            commands=f"{endpoint}-commands",
+            commands=self._commands_endpoint,
             events=f"{endpoint}-events",
             parent_pid=os.getpid(),
             started_at=time.time(),
-        )
-        self._commands_endpoint = launch.commands
-        self._process = await asyncio.create_subprocess_exec(
-            *self._program,
-            msgspec.json.encode(launch).decode(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=2,  # stdout is the server's, or holds the answers of a batch run
-            start_new_session=True,  # Ctrl-C is for the server, which drains
         )
 
     async def _supervise(self) -> None:
@@ -322,8 +346,25 @@ class EngineClient:
                 await self._spawn()
             except OSError as error:
                 self.failure = f"the engine process cannot be started again: {error}"
+                log.error("%s", self.failure)
                 self._set_state("failed")
                 return
+
+    def _supervisor_ended(self, supervisor: asyncio.Task[None]) -> None:
+        """A supervisor that raised leaves nobody to say that the engine died: better no engine, and to say so."""
+        error = None if supervisor.cancelled() else supervisor.exception()
+        if error is None:
+            return
+        log.critical("the supervisor of the engine process failed", exc_info=error)
+        self.failure = f"the server lost control of the engine process ({type(error).__name__}: {error})"
+        if self.state != "stopped":
+            self._set_state("failed")
+        self._hang_up()
+        self._end_all("error", f"{self.failure}; start the server again")
+        self._forget_gauges()
+        if self.pid is not None and self._process:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     def _is_ready(self) -> bool:
         return self.state == "ready"
@@ -337,7 +378,9 @@ class EngineClient:
         """Closes the sockets of a process that is gone."""
         if self._events is None or self._commands is None:
             return
-        asyncio.get_running_loop().remove_reader(self._events_fd)
+        if self._events_fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._events_fd)
+            self._events_fd = -1
         self._events.close()
         self._commands.close()
         self._events = self._commands = None
@@ -355,8 +398,8 @@ class EngineClient:
                 message = self._events.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            event = self._decoder.decode(message)
             try:
+                event = self._decoder.decode(message)
                 self._take(event)
                 if self._on_event:
                     self._on_event(event)
@@ -410,16 +453,6 @@ class EngineClient:
         self._state_changed.set()
         self._state_changed = asyncio.Event()
 
-    def _why_unavailable(self) -> str:
-        if self.state == "stopped":
-            return "the server is shutting down"
-        if self.state == "failed":
-            return f"the engine could not be started: {self.failure}"
-        if self.state == "restarting":
-            return "the engine is being restarted; try again in a few seconds"
-        stage = f" ({self.loading.stage}, {self.loading.done:.0%})" if self.loading else ""
-        return f"the engine is loading{stage}; try again in a few seconds"
-
     def _retry_after_s(self, n_waiting: int) -> int:
         """When one of those that wait will have got its turn, if requests go on taking as long as the last did."""
         assert self.info
@@ -429,5 +462,7 @@ class EngineClient:
 def _describe(code: int) -> str:
     """An exit status in words."""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        with contextlib.suppress(ValueError):  # a signal without a name, as the real-time ones
+            return f"killed by {signal.Signals(-code).name}"
+        return f"killed by signal {-code}"
     return f"exit status {code}"

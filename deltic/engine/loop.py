@@ -243,7 +243,7 @@ class EngineProcess:
 
                 start_s["import"] = time.perf_counter() - start
                 build = build_runner
-            engine = Engine(build(self.launch.config, self.progress), self.launch.config.max_itl_ms)
+            engine = Engine(build(self.launch.config, self.progress), self.launch.config.max_itl_ms or None)
         except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
             out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
             if isinstance(error, RuntimeError) and not out_of_memory:
@@ -312,10 +312,10 @@ def _refusals(message: bytes, error: str) -> list[Output]:
     return [Output(command["id"], index, finish_reason="error", error=error) for index in range(n)]
 
 
-def die_with_parent() -> None:
-    """Asks the kernel, where it can be asked, to kill this process when the one that started it ends."""
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Asks the kernel, where it can be asked, to signal this process when the one that started it ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def main(build: Build | None = None, argument: str | None = None) -> int:

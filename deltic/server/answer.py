@@ -7,6 +7,7 @@ JSON encoding.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from typing import Any
 
 import msgspec
@@ -35,6 +36,12 @@ class Scores(msgspec.Struct):
         self.entries += other.entries
         self.offsets += other.offsets
 
+    def take(self, n: int) -> Scores:
+        """Removes the first `n` tokens and returns them."""
+        taken = Scores(self.token_ids[:n], self.entries[:n], self.offsets[:n])
+        del self.token_ids[:n], self.entries[:n], self.offsets[:n]
+        return taken
+
 
 class Piece(msgspec.Struct):
     """What one output added to a choice. `finish_reason` is set in its last."""
@@ -54,13 +61,16 @@ class Choice:
         tokenizer: Tokenizer,
         *,
         stops: list[str],
+        stop_token_ids: tuple[int, ...] = (),
         skip_special_tokens: bool = True,
         parser: OutputParser | None = None,
         logprobs: bool = False,
         silent: bool = False,
         offset: int = 0,
     ) -> None:
-        """silent: the prompt is all that was asked for (max_tokens 0); the one token drawn is not shown.
+        """stop_token_ids: the request's own; like `stops`, they cut the answer short, and a call in it.
+
+        silent: the prompt is all that was asked for (max_tokens 0); the one token drawn is not shown.
 
         offset: characters of the answer before the generated text (an echoed prompt).
         """
@@ -71,13 +81,18 @@ class Choice:
         self.finish_reason: str | None = None
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._stops = StopMatcher(stops)
+        self._stop_token_ids = stop_token_ids
         self._parser = parser
-        self._logprobs = logprobs
+        self._held_scores = Scores() if logprobs else None  # of tokens whose text was not shown yet
         self._silent = silent
         self._n_characters = offset
+        self._n_shown = offset
 
     def push(self, output: Output) -> Piece:
-        """Takes the next output of this sequence. `matched_stop` tells that the engine is to end it."""
+        """Takes the next output of this sequence.
+
+        A stop string sets `finish_reason` although the output has none: the engine is to be told.
+        """
         ids = output.token_ids
         reason: str | None = output.finish_reason
         if self._silent:
@@ -87,18 +102,25 @@ class Choice:
         if output.stop_token_id is not None and ids and ids[-1] == output.stop_token_id:
             ids = ids[:-1]  # the stop token is not printed, special or not
         piece = Piece(self.index, Delta())
-        text = self._push_with_offsets(ids, output, piece) if self._logprobs else self._detokenizer.push(ids)
+        held = self._held_scores
+        text = self._detokenizer.push(ids) if held is None else self._push_with_offsets(ids, output, held)
         if reason is not None:
             text += self._detokenizer.flush()
         text = self._stops.push(text)
-        if self._stops.matched is not None:
-            reason = "stop"
-        elif reason is not None:
+        matched = self._stops.matched is not None
+        if not matched and reason is not None:
             text += self._stops.flush()
-        self._parse(text, reason, len(output.token_ids), piece)
+        if held is not None:
+            self._n_shown += len(text)
+            piece.scores = held.take(
+                len(held.offsets) if reason and not matched else self._n_shown_tokens(held)
+            )
+        cut = matched or reason != "stop" or output.stop_token_id in self._stop_token_ids
+        self._parse(text, "stop" if matched else reason, cut, len(output.token_ids), piece)
         return piece
 
-    def _parse(self, text: str, reason: str | None, n_tokens: int, piece: Piece) -> None:
+    def _parse(self, text: str, reason: str | None, cut: bool, n_tokens: int, piece: Piece) -> None:
+        """cut: if there is a reason, it is not the model's wish to end here."""
         parser = self._parser
         if parser is None:
             piece.delta.content = text
@@ -108,23 +130,24 @@ class Choice:
             if was_reasoning or parser.in_reasoning:
                 self.n_reasoning_tokens += n_tokens
             if reason is not None:
-                piece.delta.add(parser.finish(truncated=reason == "length"))
-                if parser.n_calls and reason == "stop":
+                piece.delta.add(parser.finish(truncated=cut))
+                if parser.n_calls and reason == "stop" and not parser.is_call_open:
                     reason = "tool_calls"
         self.finish_reason = piece.finish_reason = reason
 
-    def _push_with_offsets(self, ids: list[int], output: Output, piece: Piece) -> str:
-        scores = piece.scores = Scores(ids, [*(output.logprobs or ())[: len(ids)]])
+    def _push_with_offsets(self, ids: list[int], output: Output, held: Scores) -> str:
+        held.token_ids += ids
+        held.entries += (output.logprobs or ())[: len(ids)]
         texts = []
         for token_id in ids:
-            scores.offsets.append(self._n_characters)
+            held.offsets.append(self._n_characters)
             texts.append(self._detokenizer.push((token_id,)))
             self._n_characters += len(texts[-1])
         return "".join(texts)
 
-    @property
-    def matched_stop(self) -> bool:
-        return self._stops.matched is not None
+    def _n_shown_tokens(self, held: Scores) -> int:
+        """Held tokens that begin in the text that was shown; those at or past a stop string never do."""
+        return bisect_left(held.offsets, self._n_shown)
 
 
 class Usage(msgspec.Struct):

@@ -20,6 +20,7 @@ import jinja2.meta
 import jinja2.sandbox
 import msgspec
 
+from deltic.server import protocol
 from deltic.server.errors import ApiError, bad_request
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
@@ -104,10 +105,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         settings: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> Prompt:
         """Messages to ids. settings: further variables, e.g. enable_thinking.
 
-        Raises ApiError (400) when the template refuses the messages or does not know a setting.
+        Raises ApiError (400) when the template refuses the messages or does not know a setting, or when the
+        rendered text is certain to have `limit` tokens or more, which is found out without encoding it.
         """
         settings = settings or {}
         for name in settings:
@@ -138,6 +141,8 @@ class ChatTemplate:
                 raise bad_request(
                     "continue_final_message", "the chat template drops the end of the last message"
                 )
+        if limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
+            raise protocol.prompt_too_long("messages", f"at least {n}", limit)
         return self._prompt(text)
 
     def _prompt(self, text: str) -> Prompt:
@@ -154,6 +159,37 @@ class ChatTemplate:
         answer = text[text.rfind(TRUSTED) :] if TRUSTED in text else text
         thinking = "<think>" in answer.rpartition("</think>")[2]
         return Prompt(ids, boundaries, thinking)
+
+
+def render(
+    template: ChatTemplate | None,
+    chat: protocol.ChatRequest | protocol.TokenizeRequest,
+    limit: int | None = None,
+) -> tuple[Prompt, dict[str, dict[str, Any]] | None]:
+    """The chat's prompt, and the schemas of the tools that the answer may call (None: it may call none).
+
+    limit: as in ChatTemplate.render. Raises ApiError (400).
+    """
+    if template is None:
+        raise no_template()
+    messages = chat.messages or []
+    tools = protocol.tool_schemas(chat.tools, chat.tool_choice)
+    continued = bool(chat.continue_final_message)
+    if continued and chat.add_generation_prompt:
+        raise bad_request(
+            "continue_final_message", "excludes add_generation_prompt: the last message goes on"
+        )
+    if continued and not isinstance(messages[-1], protocol.AssistantMessage):
+        raise bad_request("continue_final_message", "needs a last message of the assistant")
+    prompt = template.render(
+        protocol.template_messages(messages),
+        chat.tools if tools is not None else None,
+        add_generation_prompt=not continued and chat.add_generation_prompt is not False,
+        continue_final_message=continued,
+        settings=protocol.template_settings(chat),
+        limit=limit,
+    )
+    return prompt, tools
 
 
 def _tojson(

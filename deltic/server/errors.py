@@ -37,6 +37,7 @@ class ApiError(Exception):
 
 _KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable",

@@ -50,9 +50,7 @@ class Generation:
                 self._streams.append(self._client.submit(request))
         except QueueFull as error:
             self._abort()
-            raise ApiError(
-                429, str(error), code="queue_full", headers={"retry-after": str(error.retry_after_s)}
-            ) from None
+            raise queue_full(error) from None
         except EngineUnavailable as error:
             self._abort()
             raise unavailable(str(error)) from None
@@ -168,3 +166,8 @@ class Generation:
 
 def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="engine_unavailable", headers=RETRY_LATER)
+
+
+def queue_full(error: QueueFull) -> ApiError:
+    headers = {"retry-after": str(error.retry_after_s)}
+    return ApiError(429, str(error), code="queue_full", headers=headers)

@@ -6,7 +6,6 @@ A request is read and checked here, becomes a Generation, and its pieces become 
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import secrets
@@ -27,7 +26,8 @@ from deltic.config import ServerConfig
 from deltic.engine import request as engine
 from deltic.engine.client import EngineClient
 from deltic.server import answer, protocol
-from deltic.server.chat import ChatTemplate, Prompt, no_template
+from deltic.server.access import Access
+from deltic.server.chat import ChatTemplate, Prompt, render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.generation import Generation
 from deltic.server.parser import Delta, OutputParser
@@ -64,13 +64,12 @@ def create_app(
     # No generated documentation: the bodies are not the framework's, so it would be empty.
     app = FastAPI(title="Deltic", version=__version__, openapi_url=None)
     app.state.service = service
-    keys = [key.encode() for key in config.api_key]
+    access = Access(config)
 
     def route(method: str, path: str, endpoint: Route, *, open_: bool) -> None:
         async def bound(request: Request) -> ASGIApp:
             request.scope["deltic.route"] = path
-            if keys and not open_:
-                check_key(request, keys)
+            access.check(request, open_=open_)
             return await endpoint(service, request)
 
         app.add_route(path, _answering(bound), methods=[method])
@@ -124,7 +123,11 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 
 
 class Envelope:
-    """What every response has: a request id, a line in the log, a count; and a 500 for what was not foreseen."""
+    """What every response has: a request id, a line in the log, a count; and a 500 for what was not foreseen.
+
+    The line has the client's id of the request (x-request-id, made here when it sent none) beside the id in the answer's
+    body, by which the engine knows it.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -152,7 +155,7 @@ class Envelope:
         try:
             await self._app(scope, receive, send_marked)
         except Exception:
-            log.exception("%s %s %s", scope["method"], scope["path"], request_id)
+            log.exception("%s %r %s", scope["method"], scope["path"], request_id)
             if not status:
                 error = ApiError(500, f"an error inside the server; its log has more under {request_id}")
                 await error_response(error)(scope, receive, send_marked)
@@ -163,44 +166,32 @@ class Envelope:
             self._service.metrics.responses[route, status] += 1
             if route not in QUIET:
                 elapsed_s = time.monotonic() - started_s
-                log.info("%s %s %d %.3f s %s", scope["method"], route, status, elapsed_s, request_id)
-
-
-def check_key(request: Request, keys: list[bytes]) -> None:
-    """Raises ApiError (401). Every key is compared, each in constant time: the time tells nothing about them."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    known = False
-    for key in keys:
-        known |= hmac.compare_digest(key, given.strip().encode("latin-1"))  # the bytes as they were sent
-    if not known or scheme.lower() != "bearer":
-        raise ApiError(
-            401,
-            "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"www-authenticate": "Bearer"},
-        )
+                answer_id = scope.get("deltic.answer_id", "-")
+                log.info(
+                    "%s %s %d %.3f s %s %s", scope["method"], route, status, elapsed_s, request_id, answer_id
+                )
 
 
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
-    info = service.engine_info()
+    info = service.admit()
     body = await read_body(request, service.config.max_body_mb)
 
     def prepare() -> tuple[protocol.ChatRequest, Prompt, engine.SamplingParams, Any]:
         chat = protocol.parse(body, protocol.ChatRequest)
         check(service, chat)
-        tools = protocol.tool_schemas(chat.tools, chat.tool_choice)
-        prompt = render(service, chat, with_tools=tools is not None)
+        prompt, tools = render(service.template, chat, protocol.context_limit(info))
         max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.config)
         params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
         return chat, prompt, params, tools
 
-    chat, prompt, params, tools = await service.prepare(len(body), prepare)
-    request_id = f"chatcmpl-{secrets.token_hex(16)}"
+    chat, prompt, params, tools = await service.prepare(len(body), prepare, request.receive)
+    request_id = request.scope["deltic.answer_id"] = f"chatcmpl-{secrets.token_hex(16)}"
     choices = [
         answer.Choice(
             index,
             service.tokenizer,
             stops=protocol.stop_strings(chat),
+            stop_token_ids=params.stop_token_ids,
             skip_special_tokens=chat.skip_special_tokens is not False,
             parser=OutputParser(thinking=prompt.thinking, tools=tools),
             logprobs=params.logprobs is not None,
@@ -225,29 +216,6 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     if generation.prompt_logprobs[0] is not None:
         extra["prompt_logprobs"] = answer.prompt_logprobs(generation.prompt_logprobs[0], service.tokenizer)
     return json_response(said.body(messages, generation.usage(), extra))
-
-
-def render(
-    service: Service, chat: protocol.ChatRequest | protocol.TokenizeRequest, *, with_tools: bool
-) -> Prompt:
-    """The chat's prompt. Raises ApiError (400)."""
-    if service.template is None:
-        raise no_template()
-    messages = chat.messages or []
-    continued = bool(chat.continue_final_message)
-    if continued and chat.add_generation_prompt:
-        raise bad_request(
-            "continue_final_message", "excludes add_generation_prompt: the last message goes on"
-        )
-    if continued and not isinstance(messages[-1], protocol.AssistantMessage):
-        raise bad_request("continue_final_message", "needs a last message of the assistant")
-    return service.template.render(
-        protocol.template_messages(messages),
-        chat.tools if with_tools else None,
-        add_generation_prompt=not continued and chat.add_generation_prompt is not False,
-        continue_final_message=continued,
-        settings=protocol.template_settings(chat),
-    )
 
 
 def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
@@ -295,7 +263,7 @@ class Echo:
 
 
 async def completions(service: Service, request: Request) -> ASGIApp:
-    info = service.engine_info()
+    info = service.admit()
     body = await read_body(request, service.config.max_body_mb)
 
     def prepare() -> tuple[protocol.CompletionRequest, list[str | list[int]], list[engine.Request]]:
@@ -304,7 +272,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
         prompts = protocol.prompts(asked, info)
         return asked, prompts, requests_of(service, asked, prompts, info)
 
-    asked, prompts, requests = await service.prepare(len(body), prepare)
+    asked, prompts, requests = await service.prepare(len(body), prepare, request.receive)
     n = requests[0].params.n
     n_top = asked.logprobs or 0
     tokenizer = service.tokenizer
@@ -332,7 +300,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     ]
     generation = Generation(service.client, service.metrics, requests, choices)
     usage = wants_usage(asked)
-    request_id = requests[0].id.rpartition("-")[0]
+    request_id = request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0]
     said = answer.CompletionAnswer(request_id, service.model_name, tokenizer, usage, n_top)
     if asked.stream:
         return EventStream(events(generation, said, echo, b"", usage))
@@ -361,7 +329,10 @@ def requests_of(
         )
     request_id = f"cmpl-{secrets.token_hex(16)}"
     requests = []
+    limit = protocol.context_limit(info)
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) and (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
+            raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
         ids = service.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt
         max_tokens = protocol.answer_length(asked, len(ids), info, service.config)
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
@@ -429,13 +400,12 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
     def work() -> dict[str, Any]:
         asked = protocol.parse(body, protocol.TokenizeRequest)
         service.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise bad_request("prompt", "give either prompt or messages")
+        protocol.check_tokenize(asked)
         if asked.prompt is not None:
-            ids = service.tokenizer.encode(asked.prompt, "parse" if asked.parse_special_tokens else "text")
+            parsed = asked.parse_special_tokens is not False
+            ids = service.tokenizer.encode(asked.prompt, "parse" if parsed else "text")
         else:
-            tools = protocol.tool_schemas(asked.tools)
-            ids = render(service, asked, with_tools=tools is not None).ids
+            ids = render(service.template, asked)[0].ids
         info = service.client.info
         told: dict[str, Any] = {
             "count": len(ids),
@@ -446,7 +416,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
             told["token_strs"] = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
         return told
 
-    return json_response(await service.prepare(len(body), work))
+    return json_response(await service.prepare(len(body), work, request.receive))
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
@@ -463,7 +433,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
             )
         return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
-    return json_response(await service.prepare(len(body), work))
+    return json_response(await service.prepare(len(body), work, request.receive))
 
 
 async def metrics(service: Service, request: Request) -> ASGIApp:

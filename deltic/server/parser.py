@@ -25,11 +25,15 @@ import msgspec
 from deltic.text import held_back
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
-_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_OUTSIDE_STRING = re.compile(r'[^"<\\]*')
+_IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _CALL_OPENERS = ("<tool_call>", "<function=")
+_CALL_OPENER = re.compile("|".join(_CALL_OPENERS))
+_CALL_END = "</tool_call>"
 _AFTER_NAME = ("<parameter=", "</function>")
 _IN_FUNCTION = ("<parameter=", "</function>", "</tool_call>", *_CALL_OPENERS)
 _VALUE_ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>", "\n</tool_call>")
+_MAX_VALUE_END = max(map(len, _VALUE_ENDS))
 _MAX_TAG = 300
 """Characters that an unfinished `<function=…` or `<parameter=…` tag may have before it is taken for text."""
 
@@ -86,8 +90,11 @@ class OutputParser:
         self._advance: Callable[[], bool] = self._reasoning_start if thinking else self._opening
         self._delta = Delta()
         self.n_calls = 0
+        self.is_call_open = False
+        """Whether the answer was cut inside a call, which has arguments that are not complete."""
         self._gap = ""  # white space before a candidate call
-        self._scanned = 0  # part of a JSON candidate known not to end it
+        self._scanned = 0  # part of a JSON candidate, or of a value, known not to end it
+        self._in_string = False  # what `_scanned` ends in
         self._schema: Mapping[str, Any] = {}
         self._n_arguments = 0
         self._value_schema: Any = None
@@ -106,7 +113,7 @@ class OutputParser:
         return delta
 
     def finish(self, truncated: bool = False) -> Delta:
-        """truncated: the answer was cut by its length, so an open call stays open."""
+        """truncated: something else than the model ended the answer, so an open call stays open."""
         self._final = True
         self._truncated = truncated
         return self.push("")
@@ -154,8 +161,9 @@ class OutputParser:
             self._delta.content += self._text
             self._text = ""
             return False
-        at, _ = _earliest(self._text, _CALL_OPENERS)
-        if at >= 0:
+        opener = _CALL_OPENER.search(self._text)
+        if opener:
+            at = opener.start()
             shown = self._text[:at].rstrip()
             self._delta.content += shown
             self._gap = self._text[len(shown) : at]
@@ -175,7 +183,8 @@ class OutputParser:
         """`_text` starts with a call's opener: decide which form it has, or that it is none."""
         text = self._text.removeprefix("<tool_call>").lstrip()
         if text.startswith("{"):
-            self._scanned = 0
+            self._scanned = len(self._text) - len(text)
+            self._in_string = False
             return self._to(self._json_call, 0)
         if not text.startswith("<function="):
             return self._wait_or_reject("<function=".startswith(text))
@@ -216,20 +225,31 @@ class OutputParser:
             calls.append(CallDelta(self.n_calls - 1, arguments=text))
 
     def _json_call(self) -> bool:
-        start = len("<tool_call>")
-        end = self._text.find("</tool_call>", max(self._scanned, start))
-        if end < 0 and not self._final:
-            self._scanned = max(start, len(self._text) - len("</tool_call>"))
-            return False
-        body = self._text[start : end if end >= 0 else len(self._text)]
-        call = _read_call(body)
-        if call is not None:
-            self._open_call(*call)
-            return self._to(self._content, end + len("</tool_call>") if end >= 0 else len(self._text))
-        if end >= 0 and '"' in _JSON_STRING.sub("", body):  # the marker is inside a string
-            self._scanned = end + 1
-            return True
-        return self._reject()
+        """Up to `</tool_call>` outside of JSON's strings, or to what JSON does not have there.
+
+        Reads each character once for a candidate. Of two candidates one is inside a string where the other is not,
+        and what opens the next (`<`) rejects the latter: so all candidates together cost no more than the text is long.
+        """
+        text = self._text
+        while True:
+            scan = _IN_STRING if self._in_string else _OUTSIDE_STRING
+            found = scan.match(text, self._scanned)
+            assert found
+            at = self._scanned = found.end()
+            if not text.startswith('"', at):
+                break
+            self._in_string = not self._in_string
+            self._scanned += 1
+        rest = "" if self._in_string else text[at : at + len(_CALL_END)]
+        if rest != _CALL_END and _CALL_END.startswith(rest):  # it may still come
+            if not self._final:
+                return False
+            rest, at = "", len(text)
+        call = _read_call(text[len("<tool_call>") : at]) if rest in ("", _CALL_END) else None
+        if call is None:
+            return self._reject()
+        self._open_call(*call)
+        return self._to(self._content, at + len(rest))
 
     def _function(self) -> bool:
         """Between the parameters of a call."""
@@ -251,8 +271,7 @@ class OutputParser:
         if not self._final and any(tag.startswith(text) for tag in _IN_FUNCTION):
             return False
         if not text:
-            if not self._truncated:
-                self._close_call()
+            self._end_call()
             return False
         self._delta.content += text[0]
         return self._to(self._junk, 1)
@@ -273,25 +292,27 @@ class OutputParser:
         self._value_schema = schema
         self._streams_value = value_types(schema, self._schema) == {"string"}
         self._value_begun = False
+        self._scanned = 0
         prefix = ", " if self._n_arguments else "{"
         self._argue(f"{prefix}{_json(key)}: " + ('"' if self._streams_value else ""))
         self._n_arguments += 1
         return self._to(self._value, consumed)
 
     def _value(self) -> bool:
-        at, end = _earliest(self._text, _VALUE_ENDS)
+        at, end = _earliest(self._text, _VALUE_ENDS, max(0, self._scanned - _MAX_VALUE_END))
         if at >= 0:
             self._end_value(self._text[:at], closed=True)
             return self._to(self._function, at + (len(end) if end.endswith("</parameter>") else 1))
         n_shown = len(self._text) - max(held_back(self._text, end) for end in _VALUE_ENDS)
         if self._final:
             self._end_value(self._text[:n_shown], closed=not self._truncated)
-            if not self._truncated:
-                self._close_call()
+            self._end_call()
             self._advance, self._text = self._content, ""
         elif self._streams_value:
             self._argue(_json(self._begin_value(self._text[:n_shown]))[1:-1])
             self._text = self._text[n_shown:]
+        else:
+            self._scanned = len(self._text)
         return False
 
     def _end_value(self, text: str, closed: bool) -> None:
@@ -311,6 +332,12 @@ class OutputParser:
     def _close_call(self) -> None:
         self._argue("}" if self._n_arguments else "{}")
 
+    def _end_call(self) -> None:
+        """The answer ends inside a call: by the model, who may leave out the end, or by something else."""
+        self.is_call_open = self._truncated
+        if not self._truncated:
+            self._close_call()
+
     def _closing(self) -> bool:
         text = self._text.lstrip()
         if text.startswith("</tool_call>"):
@@ -320,9 +347,9 @@ class OutputParser:
         return self._to(self._content, 0)
 
 
-def _earliest(text: str, markers: tuple[str, ...]) -> tuple[int, str]:
-    """Position and name of the marker that comes first in `text`; (-1, "") when there is none."""
-    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+def _earliest(text: str, markers: tuple[str, ...], start: int) -> tuple[int, str]:
+    """Position and name of the marker that comes first in `text[start:]`; (-1, "") when there is none."""
+    found = [(at, marker) for marker in markers if (at := text.find(marker, start)) >= 0]
     return min(found, default=(-1, ""))
 
 

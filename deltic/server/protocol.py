@@ -1,8 +1,12 @@
 """What the OpenAI API says on the wire, and how it becomes a Request of the engine.
 
 Every field is either honoured or refused with a 400 that names it: an unknown field, a value out of range, and a
-feature that is not supported unless its value asks for nothing (`store: false`). Extra sampling fields are named as
-in vLLM.
+feature that is not supported unless its value asks for nothing (`store: false`; see NEUTRAL). Extra sampling fields are
+named as in vLLM.
+
+Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `prompt_cache_key`,
+`safety_identifier`; `cache_control` of a content part; `index` of a tool call in the history.
+A tool's own description (all of `tools`) goes to the template as it was sent.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from msgspec import Meta, Struct
 
 from deltic.config import ServerConfig
 from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, PAGE_SIZE, EngineInfo, SamplingParams
-from deltic.server.errors import bad_request
+from deltic.server.errors import ApiError, bad_request
 from deltic.text import TokenizerError, read_json
 
 MAX_STOPS = 32
@@ -109,8 +113,11 @@ class ToolMessage(Struct, tag="tool", tag_field="role", kw_only=True, forbid_unk
     name: str | None = None
 
 
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+
+
 class CalledFunction(Struct, forbid_unknown_fields=True):
-    name: str
+    name: ToolName
     arguments: str | dict[str, Any] = ""
 
 
@@ -134,17 +141,18 @@ class AssistantMessage(Struct, tag="assistant", tag_field="role", kw_only=True, 
     function_call: Any = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-class ToolFunction(Struct):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+class ToolFunction(Struct, forbid_unknown_fields=True):
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Struct):
+class Tool(Struct, forbid_unknown_fields=True):
     function: ToolFunction
     type: Literal["function"] = "function"
 
@@ -159,7 +167,7 @@ class ChatRequest(Sampling):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     enable_thinking: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -189,15 +197,18 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: a text, or a chat as /v1/chat/completions would render it."""
 
     model: str | None = None
+    return_token_strs: bool = False
     prompt: str | None = None
+    parse_special_tokens: bool | None = None
+    """Whether `<|im_end|>` written in the prompt is the token (unless false) or its letters."""
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    parse_special_tokens: bool = True
-    """Whether `<|im_end|>` written in the prompt is the token or its letters."""
-    return_token_strs: bool = False
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -271,7 +282,7 @@ class SamplingDefaults(Struct, frozen=True):
 
     @classmethod
     def load(cls, directory: Path) -> SamplingDefaults:
-        """Raises TokenizerError for a file that cannot be read."""
+        """Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type."""
         path = directory / "generation_config.json"
         shipped = read_json(path)
         values = {name: shipped[name] for name in cls.__struct_fields__ if shipped.get(name) is not None}
@@ -283,6 +294,11 @@ class SamplingDefaults(Struct, frozen=True):
             raise TokenizerError(f"{path}: {error}") from error
 
 
+def context_limit(info: EngineInfo) -> int:
+    """Tokens that one sequence may have, prompt and answer together."""
+    return min(info.max_model_len, info.n_pages * PAGE_SIZE)
+
+
 def answer_length(
     request: ChatRequest | CompletionRequest, n_prompt: int, info: EngineInfo, config: ServerConfig
 ) -> int:
@@ -290,7 +306,7 @@ def answer_length(
 
     Raises ApiError (400) when the prompt leaves no room, with the limit and the length.
     """
-    limit = min(info.max_model_len, info.n_pages * PAGE_SIZE)
+    limit = context_limit(info)
     prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
     if n_prompt == 0:
         raise bad_request(prompt, "is empty; the answer needs at least one token to start from")
@@ -309,7 +325,8 @@ def answer_length(
     return min(asked, limit - n_prompt)
 
 
-def prompt_too_long(param: str, n_prompt: str, limit: int) -> Exception:
+def prompt_too_long(param: str, n_prompt: str, limit: int) -> ApiError:
+    """The 400. n_prompt: its length in words, since it may be known in part only ("at least 9")."""
     return bad_request(
         param,
         f"the prompt has {n_prompt} tokens, but prompt and answer together may have {limit} "
@@ -435,6 +452,23 @@ def _token_ids(param: str, ids: Any, info: EngineInfo) -> list[int]:
     return checked
 
 
+def check_tokenize(request: TokenizeRequest) -> None:
+    """Raises ApiError (400) unless the request has a prompt or messages, and no field of the other."""
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("prompt", "give either prompt or messages")
+    form, other = ("prompt", _CHAT_ONLY) if request.messages is None else ("messages", _PROMPT_ONLY)
+    for field in other:
+        if getattr(request, field) is not None:
+            raise bad_request(field, f"has no meaning with {form}; leave it out")
+
+
+_PROMPT_ONLY = ("parse_special_tokens",)
+_CHAT_ONLY = (
+    "tools", "tool_choice", "enable_thinking", "reasoning_effort", "add_generation_prompt", "continue_final_message",
+    "chat_template_kwargs",
+)  # fmt: skip
+
+
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages as the template expects them: text parts joined, arguments as objects, absent fields left out.
 
@@ -517,7 +551,13 @@ def tool_schemas(
         parsed = msgspec.convert(tools or [], list[Tool])
     except msgspec.ValidationError as error:
         raise _refusal(str(error), "tools") from None
+    names: set[str] = set()
     for i, tool in enumerate(parsed):
+        if tool.function.name in names:
+            raise bad_request(
+                f"tools[{i}].function.name", f"{tool.function.name!r} is the name of an earlier tool, too"
+            )
+        names.add(tool.function.name)
         if tool.function.strict:
             raise bad_request(
                 f"tools[{i}].function.strict",
@@ -537,8 +577,6 @@ def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
             raise bad_request(
                 f"chat_template_kwargs.{name}", "is a field of the request, not a template setting"
             )
-    if isinstance(request, TokenizeRequest):
-        return settings
     switches = {}
     if "enable_thinking" in settings:
         switches["chat_template_kwargs.enable_thinking"] = settings["enable_thinking"]

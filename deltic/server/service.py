@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.types import Receive
+
 from deltic.config import ServerConfig
-from deltic.engine.client import EngineClient
+from deltic.engine.client import EngineClient, QueueFull
 from deltic.engine.request import EngineInfo
 from deltic.metrics import Metrics
 from deltic.server.chat import ChatTemplate
 from deltic.server.errors import ApiError
-from deltic.server.generation import unavailable
+from deltic.server.generation import RETRY_LATER, queue_full, unavailable
 from deltic.server.protocol import SamplingDefaults
+from deltic.server.transport import unless_disconnected
 from deltic.text import Tokenizer
+
+SHUTTING_DOWN = "the server is shutting down"
 
 INLINE_BYTES = 8192
 """A body up to this size is parsed and tokenised in the event loop; a larger one in a thread beside it."""
+
+MAX_PREPARING = 2
+"""Bodies of the largest size allowed, or as many smaller ones as make up this much, that may wait for that thread."""
+
+QUEUE_RETRY_S = 2
+"""Retry-After of a request that is refused unread, whose length is therefore not known."""
 
 T = TypeVar("T")
 
@@ -44,43 +56,72 @@ class Service:
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prepare"))
     """One thread, so that large prompts cannot take the engine's cores."""
 
+    _n_preparing_bytes: int = 0
+    _preparing: threading.Lock = field(default_factory=threading.Lock)
+
     def __post_init__(self) -> None:
         client = self.client
         self.metrics = Metrics(
             lambda: client.stats, lambda: client.n_restarts, lambda: client.state == "ready"
         )
 
-    def engine_info(self) -> EngineInfo:
-        """What the engine has. Raises ApiError (503) while it takes no requests."""
+    def admit(self) -> EngineInfo:
+        """What the engine has, for a request that is about to be read.
+
+        Raises ApiError: 503 while the engine takes no requests, 429 while not one more would find a place. Whether
+        all sequences of this one do shows when it is submitted.
+        """
+        client = self.client
         if self.draining:
-            raise unavailable("the server is shutting down")
-        if self.client.state == "ready" and self.client.info is not None:
-            return self.client.info
-        raise unavailable(self.status()["message"])
+            raise unavailable(SHUTTING_DOWN)
+        if client.state != "ready" or client.info is None:
+            raise unavailable(client.why_unavailable())
+        n_waiting = client.n_open - client.info.max_num_seqs
+        if n_waiting >= client.max_queue:
+            raise queue_full(QueueFull(n_waiting, QUEUE_RETRY_S))
+        return client.info
 
     def status(self) -> dict[str, Any]:
         """For /health and /ready."""
         client = self.client
-        status: dict[str, Any] = {"status": "stopping" if self.draining else client.state}
-        if client.state == "failed":
-            status["message"] = f"the engine cannot be started: {client.failure}"
-        elif client.state == "restarting":
-            status["message"] = "the engine is being restarted; try again in a few seconds"
-        elif self.draining or client.state == "stopped":
-            status["message"] = "the server is shutting down"
-        elif client.state == "starting":
-            loading = client.loading
-            stage = f" ({loading.stage}, {loading.done:.0%})" if loading else ""
-            status["message"] = f"the model is loading{stage}; try again in a few seconds"
-            if loading:
-                status["loading"] = {"stage": loading.stage, "done": loading.done}
+        if self.draining:
+            return {"status": "stopping", "message": SHUTTING_DOWN}
+        status: dict[str, Any] = {"status": client.state}
+        if client.state != "ready":
+            status["message"] = client.why_unavailable()
+        if client.state == "starting" and client.loading:
+            status["loading"] = {"stage": client.loading.stage, "done": client.loading.done}
         return status
 
-    async def prepare(self, size: int, work: Callable[[], T]) -> T:
-        """Runs `work` (parsing, rendering, tokenising `size` bytes) without holding up other answers for long."""
+    async def prepare(self, size: int, work: Callable[[], T], receive: Receive) -> T:
+        """Runs `work` (parsing, rendering, tokenising `size` bytes) without holding up other answers for long.
+
+        receive: of the request whose body was read. Raises ClientDisconnect when its client leaves meanwhile, and
+        the work is not begun then; ApiError (429) when too much waits to be prepared already.
+        """
         if size <= INLINE_BYTES:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self.worker, work)
+        with self._preparing:
+            if self._n_preparing_bytes and self._n_preparing_bytes + size > self._max_preparing_bytes:
+                raise ApiError(
+                    429,
+                    "too many large requests wait to be read; try again in a few seconds",
+                    code="too_many_large_requests",
+                    headers=RETRY_LATER,
+                )
+            self._n_preparing_bytes += size
+        done = self.worker.submit(work)
+        # Also when it is cancelled before its turn; in the worker's thread otherwise.
+        done.add_done_callback(lambda _: self._prepared(size))
+        return await unless_disconnected(receive, _result(asyncio.wrap_future(done)))
+
+    @property
+    def _max_preparing_bytes(self) -> int:
+        return int(MAX_PREPARING * self.config.max_body_mb * 1_000_000)
+
+    def _prepared(self, size: int) -> None:
+        with self._preparing:
+            self._n_preparing_bytes -= size
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -90,3 +131,7 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+
+async def _result(future: asyncio.Future[T]) -> T:
+    return await future

@@ -10,7 +10,7 @@ from deltic.__main__ import main
 from deltic.bench import ops
 from deltic.bench.ops import Workload, measure
 from deltic.models.shapes import PUBLISHED
-from deltic.ops.table import OPERATORS
+from deltic.ops.table import OPERATORS, KernelError
 
 ROOFS = (1e10, 1e11)
 
@@ -25,6 +25,15 @@ def test_every_dense_operator_is_timed_and_written(tmp_path: Path, capsys, monke
     assert all(row["us"] > 0 and row["bytes"] > 0 for row in rows)
     assert {row["rows"] for row in rows if row["operator"] == "sample"} == {1}, "a chunk draws one token"
     assert line["read_gb_s"] == 10.0
+
+
+def test_missing_kernels_are_one_line(capsys, monkeypatch):
+    def none(n_threads: int) -> float:
+        raise KernelError("no compiled kernels for this machine")
+
+    monkeypatch.setattr(ops, "read_bandwidth", none)
+    assert main(["bench", "ops"]) == 2
+    assert "deltic: no compiled kernels for this machine\n" in capsys.readouterr().err
 
 
 def test_experts_count_the_bytes_of_those_used():

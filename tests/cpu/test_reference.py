@@ -131,16 +131,16 @@ def test_delta_rule_and_convolution_continue_from_their_states() -> None:
     whole, state = layers.naive_gdn(*inputs)
     first, middle = layers.naive_gdn(*(x[:23] for x in inputs))
     second, last = layers.naive_gdn(*(x[23:] for x in inputs), middle)
-    assert torch.equal(torch.cat([first, second]), whole)
-    assert torch.equal(last, state)
+    torch.testing.assert_close(torch.cat([first, second]), whole, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(last, state, atol=1e-6, rtol=1e-6)
 
     x, weight = torch.randn(9, 5), torch.randn(5, 4)
     whole, window = layers.causal_conv(x, weight)
     first, carried = layers.causal_conv(x[:2], weight)
     second, last = layers.causal_conv(x[2:], weight, carried)
-    assert torch.equal(torch.cat([first, second]), whole)
-    assert torch.equal(last, window)
-    assert torch.equal(window, x[-3:].T)
+    torch.testing.assert_close(torch.cat([first, second]), whole, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(last, window, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(window, x[-3:].T, atol=1e-6, rtol=1e-6)
 
 
 def test_equal_router_probabilities_prefer_lower_ids() -> None:

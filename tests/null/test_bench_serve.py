@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from deltic.__main__ import main
 from deltic.bench import load as loads
 from deltic.bench.load import Load, Prompts, Sample, percentile, summary
+from deltic.bench.soak import Soak, gauges
 from deltic.remote import Endpoint, EndpointError, EventSplitter
 from tests.fake_openai import FakeOpenAI
 
@@ -58,8 +60,10 @@ def test_sweep_keeps_n_in_flight_and_writes_what_it_saw(tmp_path: Path, capsys):
         status = main([*arguments, "--output-tokens", "6", "--label", "a b", "--out", str(tmp_path)])
     assert status == 0
     assert server.max_open == 4
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out = capsys.readouterr().out
+    last = json.loads(out.splitlines()[-1])
     result = json.loads(Path(last["file"]).read_text())
+    assert "ITL is the time between events" in out and result["itl"] in out
     assert [row["value"] for row in result["rows"]] == [1, 4]
     for row in result["rows"]:
         assert (row["requests"], row["errors"], len(row["samples"])) == (8, 0, 8)
@@ -113,6 +117,53 @@ def test_failures_are_rows_not_crashes(tmp_path: Path, capsys):
     assert status == 1
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
     assert (row["requests"], row["errors"]) == (4, 3)
+
+
+def test_a_request_ends_at_done():
+    """The finish chunk, the usage and [DONE] come after the last text, each 0.05 s after the one before."""
+
+    async def run() -> Sample:
+        endpoint, load = Endpoint(server.url), Load("fake")
+        return await loads.measure(endpoint, load, loads.Dialect().body(load, "hi", 2), 0.0)
+
+    with FakeOpenAI(token_s=0.05) as server:
+        sample = asyncio.run(run())
+    assert sample.ttft_s is not None
+    assert sample.e2e_s >= sample.ttft_s + sum(sample.itl_ms) / 1e3 + 3 * 0.045
+
+
+def soak(n_rows: int, bytes_per_request: float, requests_per_row: int = 2000) -> Soak:
+    """A soak of an hour that is over, with memory that wavers by 2 MB and grows with the requests."""
+    noise = random.Random(1)
+    run = Soak.__new__(Soak)
+    run.begin, run.violations, run.memory = time.monotonic() - 3600, [], []
+    for i in range(n_rows):
+        n = i * requests_per_row
+        size = int(1e8 + noise.uniform(0, 2e6))
+        row = {"server": size + int(bytes_per_request * n), "engine": size, "engine_pid": 7, "requests": n}
+        run.memory.append(row)
+    return run
+
+
+def test_a_leak_of_a_kilobyte_a_request_breaks_the_soak():
+    leaky, flat = soak(20, 1000.0), soak(20, 0.0)
+    growth = leaky.check_memory()
+    assert growth["server"]["mb_per_1000_requests"] == pytest.approx(1.0, abs=0.2)
+    assert len(leaky.violations) >= 1
+    assert all("server" in violation for violation in leaky.violations)
+    assert flat.check_memory()["server"]["mb_per_1000_requests"] == pytest.approx(0.0, abs=0.2)
+    assert flat.violations == []
+    few = soak(20, 1000.0, requests_per_row=10)
+    few.check_memory()
+    assert few.violations == [], "200 requests show nothing beside the noise"
+
+
+@pytest.mark.parametrize(("n_restarts", "n_violations"), [(2.0, 0), (1.0, 1), (3.0, 1)])
+def test_restarts_that_are_no_kills_break_the_soak(n_restarts, n_violations):
+    run = soak(0, 0.0)
+    run.recoveries_s, run.gauges = [0.4, 0.5], gauges(f"deltic_engine_restarts_total {n_restarts}\n")
+    run.check_restarts()
+    assert len(run.violations) == n_violations
 
 
 def test_an_unreachable_server_is_one_line(capsys, tmp_path: Path):

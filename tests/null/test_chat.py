@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltic.models.checkpoint import DEMO
+from deltic.server import parser as parser_module
 from deltic.server.chat import ChatTemplate
 from deltic.server.errors import ApiError
 from deltic.server.parser import Delta, OutputParser, convert, value_types
@@ -148,7 +150,7 @@ def test_the_built_in_template() -> None:
     ]
     prompt = chat.render(messages, [{"type": "function", "function": {"name": "weather"}}])
     assert not prompt.thinking and len(prompt.boundaries) == 4
-    assert prompt.ids.count(tokenizer.special_id("<|im_end|>")) == 4
+    assert prompt.ids.count(tokenizer.encode("<|im_end|>", "parse")[0]) == 4
     assert chat.render(messages[:2], settings={"enable_thinking": True}).thinking
 
 
@@ -280,6 +282,71 @@ def test_truncated_calls_stay_open() -> None:
     assert calls(parse(text, truncated=True)) == [("weather", '{"city": "Paris", "days": 1')]
     text = "<tool_call>\n<function=weather>\n" + CITY
     assert calls(parse(text, truncated=True)) == [("weather", '{"city": "Paris"')]
+
+
+def test_only_a_call_that_was_cut_is_open() -> None:
+    head = "<tool_call>\n<function=weather>\n"
+    for text, is_open in (
+        (head + "<parameter=city>\nPar", True),
+        (head + CITY, True),
+        (head + CITY + "</function>", False),
+        (head + CITY + "</function>\n</tool_call>\n", False),
+        (XML.format(CITY) + head + CITY, True),
+        (HERMES, False),
+        (HERMES.removesuffix("</tool_call>"), False),
+        (HERMES[:40], False),  # content
+    ):
+        for truncated in (True, False):
+            parser = OutputParser(thinking=False, tools=TOOLS)
+            parser.push(text)
+            parser.finish(truncated)
+            assert parser.is_call_open == (is_open and truncated), text
+
+
+class Counted:
+    """A pattern that counts the characters it went through."""
+
+    n = 0
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+
+    def match(self, text: str, start: int) -> re.Match[str] | None:
+        found = self._pattern.match(text, start)
+        assert found
+        Counted.n += found.end() - start + 1
+        return found
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["<tool_call>", '{"'] + ["</tool_call>"] * 1000,
+        ["<tool_call>", '{"'] + ["<tool_call>", "{x"] * 500,
+        ["<tool_call>", '{"'] * 500,
+        ["<tool_call>", '{"\\'] * 500,
+        ["<tool_call>", '{"\\"'] * 500,
+        ["<tool_call>", '{"a": "b", ', " </tool_call "] * 500,
+    ],
+    ids=["ends", "openers", "quotes", "escapes", "escaped quotes", "broken"],
+)
+def test_malformed_json_is_read_a_bounded_number_of_times(
+    parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parser_module, "_IN_STRING", Counted(parser_module._IN_STRING))
+    monkeypatch.setattr(parser_module, "_OUTSIDE_STRING", Counted(parser_module._OUTSIDE_STRING))
+    n_decoded = 0
+    read_call = parser_module._read_call
+
+    def counted(body: str) -> Any:
+        nonlocal n_decoded
+        n_decoded += len(body)
+        return read_call(body)
+
+    monkeypatch.setattr(parser_module, "_read_call", counted)
+    Counted.n = 0
+    assert parse(parts).content == "".join(parts)
+    assert Counted.n + n_decoded <= 5 * len("".join(parts))
 
 
 def test_calls_are_text_when_there_are_no_tools() -> None:

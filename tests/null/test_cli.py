@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from deltic import __version__
-from deltic.__main__ import main, parser
-from deltic.config import EngineConfig, ServerConfig
+from deltic.__main__ import _server_arguments, main, parser
+from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.remote import Endpoint, LocalServer, ServerFailed, flags
 from deltic.terminal import Conversation, command
 from tests.fake_openai import FakeOpenAI
@@ -47,11 +47,16 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("serve --threads 0", "--threads 0: must be at least 1"),
+        ("serve --threads 0", "--threads 0: must be from 1 to 256"),
         ("serve some-model --dummy qwen3.5-0.8b", "not both"),
         ("chat --url http://x --threads 2", "threads cannot be set"),
         ("plan --max-model-len -3", "--max-model-len -3"),
         ("bench serve --n 0", "--n '0'"),
+        ("bench ops --threads 0", "--threads 0: must be from 1"),
+        ("chat --url ftp://x", "'ftp://x' is not a URL of a server"),
+        ("run in out --url http://h:99999", "'http://h:99999' is not a URL of a server"),
+        ("bench serve --url http://[::1", "is not a URL of a server"),
+        ("chat --url http://x --api-key schl\u00fcssel", "--api-key"),
         ("bench serve --shared-prefix-tokens 128", "--shared-prefix-tokens"),
     ],
 )
@@ -62,10 +67,22 @@ def test_a_wrong_setting_is_one_line_and_status_2(arguments, complaint, capsys):
     assert error.count("\n") == 1
 
 
-def test_a_mistyped_variable_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize("name", [*(name for name in COMMANDS if name != "run"), "run in out"])
+def test_a_mistyped_variable_is_refused(name, monkeypatch, capsys):
     monkeypatch.setenv("DELTIC_THREAD", "2")
-    assert main(["serve"]) == 2
+    assert main(name.split()) == 2
     assert "DELTIC_THREAD" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["chat", "run in out", "bench serve"])
+def test_a_server_child_is_told_of_a_model_only_when_one_was_given(command, monkeypatch):
+    """Else the child finds DELTIC_MODEL, or the built-in model, as `deltic serve` does."""
+    monkeypatch.setenv("DELTIC_MODEL", "from/environment")
+    assert _server_arguments(parser().parse_args([*command.split(), "--threads", "2"])) == ["--threads", "2"]
+    assert _server_arguments(parser().parse_args([*command.split(), "--model", "m"])) == ["m"]
+    monkeypatch.setenv("DELTIC_DUMMY", "qwen3.5-0.8b")
+    with pytest.raises(ConfigError, match="not both"):
+        _server_arguments(parser().parse_args(command.split()))
 
 
 def test_flags_of_a_child_are_the_flags_given():
@@ -77,7 +94,8 @@ def test_flags_of_a_child_are_the_flags_given():
 
 def test_a_server_that_cannot_start_says_why():
     server = LocalServer(["--threads", "0"])
-    with pytest.raises(ServerFailed, match="must be at least 1"):
+    assert server.api_key not in " ".join(server.process.args), "every user may read a command line"
+    with pytest.raises(ServerFailed, match="must be from 1 to 256"):
         asyncio.run(server.wait_ready(timeout_s=20))
     assert server.stop() == 2
 
@@ -134,6 +152,15 @@ def test_ctrl_c_ends_the_answer_only(monkeypatch, capsys):
     assert "stopped" in capsys.readouterr().out
     assert server.n_disconnects == 1, "the server sees the client gone"
     assert [m["role"] for m in server.bodies[1]["messages"]] == ["user", "assistant", "user"]
+
+
+def test_half_a_surrogate_pair_can_be_saved(tmp_path: Path):
+    conversation = Conversation(
+        Endpoint("http://x"), "m", messages=[{"role": "user", "content": "gr\udcfc\u00df"}]
+    )
+    assert command(conversation, f"/save {tmp_path / 'chat.json'}") == f"saved to {tmp_path / 'chat.json'}"
+    assert json.loads((tmp_path / "chat.json").read_text("utf-8"))[0]["content"] == "gr?\u00df"
+    assert "cannot write" in (command(conversation, f"/save {tmp_path}") or "")
 
 
 def test_think_switches_and_clear_forgets():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -16,8 +17,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
+import zmq
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -100,7 +103,7 @@ async def test_from_start_to_stop() -> None:
     assert client.state == "starting" and client.info is None
     info = await client.ready()
     assert client.state == "ready" and client.info is info and info.n_pages == 64
-    assert isinstance(events[0], Loading) and isinstance(events[-1], Ready)
+    assert isinstance(events[0], Loading) and any(isinstance(event, Ready) for event in events)
 
     requests = [request(str(i), 100 + i, max_tokens=10 + i, n=1 + i % 3) for i in range(10)]
     streams = [client.submit(r) for r in requests]
@@ -256,6 +259,69 @@ async def test_a_process_that_dies_at_once_is_given_up() -> None:
     with pytest.raises(EngineFailed, match="exit status 7"):
         await client.ready()
     assert client.state == "failed" and client.n_restarts == 2
+    await client.stop()
+
+
+@in_loop
+async def test_killed_by_a_signal_without_a_name() -> None:
+    async with engine(step_ms=2.0) as client:
+        stream = client.submit(request(max_tokens=3000))
+        await anext(stream)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGRTMIN + 6)
+        outputs = await collect(stream)
+        assert f"killed by signal {signal.SIGRTMIN + 6}" in (outputs[-1].error or "")
+        await client.ready()
+        assert reasons(await collect(client.submit(request()))) == ["length"]
+
+
+@in_loop
+async def test_a_process_that_cannot_be_started_again_is_a_failure() -> None:
+    async with engine() as client:
+        assert client._directory is not None and client.pid is not None
+        shutil.rmtree(client._directory)  # no place for the next process's sockets
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.state == "failed")
+        with pytest.raises(EngineFailed, match=r"cannot be started again: .*no socket"):
+            await client.ready()
+
+
+@in_loop
+async def test_a_supervisor_that_fails_ends_the_requests_and_the_process() -> None:
+    async with engine(step_ms=2.0) as client:
+        stream = client.submit(request(max_tokens=3000, n=2))
+        await anext(stream)
+        assert client.pid is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(client, "_is_ready", lambda: 1 // 0)
+            os.kill(client.pid, signal.SIGKILL)
+            outputs = await collect(stream)
+        assert reasons(outputs) == ["error"] * 2 and "ZeroDivisionError" in (outputs[-1].error or "")
+        assert client.state == "failed" and client.n_open == 0
+        with pytest.raises(EngineUnavailable, match="lost control"):
+            client.submit(request())
+
+
+@in_loop
+async def test_a_message_that_is_no_event_does_not_hold_up_the_next() -> None:
+    async with engine() as client:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        with context, context.socket(zmq.PUSH) as socket:
+            socket.connect(f"ipc://{client._directory}/0-events")
+            time.sleep(0.05)  # the loop stands still: it finds both messages at once
+            for message in (b"\xff", msgspec.msgpack.encode(Loading("late", 0.5))):
+                socket.send(message)
+            time.sleep(0.05)
+            await until(lambda: client.loading is not None, 2.0)
+
+
+@in_loop
+async def test_the_pool_of_torch_is_told_not_to_spin() -> None:
+    code = "import os; raise SystemExit(5 if os.environ.get('OMP_WAIT_POLICY') == 'PASSIVE' else 6)"
+    client = EngineClient(EngineConfig(), 1, program=(sys.executable, "-c", code))
+    await client.start()
+    with pytest.raises(EngineFailed, match="exit status 5"):
+        await client.ready()
     await client.stop()
 
 

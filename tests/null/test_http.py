@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,10 +15,17 @@ import httpx
 import openai
 import pytest
 
-from deltic.engine.request import Loading, Request
+from deltic.engine.client import Stream
+from deltic.engine.request import Loading, Output, Request, SamplingParams, TokenLogprob
+from deltic.models.checkpoint import DEMO
+from deltic.server import protocol
+from deltic.server.answer import Choice, Scores
+from deltic.server.service import INLINE_BYTES, Service
+from deltic.text import Tokenizer
 from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, served
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
+JSON = {"content-type": "application/json"}
 WEATHER: Any = [
     {
         "type": "function",
@@ -37,7 +45,7 @@ def saying(text: str, end: bool = True) -> Callable[[Request, int], list[int]]:
 async def client_of(engine: FakeEngineClient, **config: Any) -> AsyncIterator[httpx.AsyncClient]:
     """In-process: fine for all but streams (the transport collects them)."""
     transport = httpx.ASGITransport(make_app(engine, **config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=10) as client:
         yield client
 
 
@@ -47,7 +55,7 @@ def post(
     async def go() -> httpx.Response:
         async with client_of(engine, **config) as client:
             if isinstance(body, bytes):
-                return await client.post(path, content=body, headers=headers)
+                return await client.post(path, content=body, headers=JSON | (headers or {}))
             return await client.post(path, json=body, headers=headers)
 
     return asyncio.run(go())
@@ -158,6 +166,43 @@ def test_openai_client_tool_call(engine: FakeEngineClient, live: str) -> None:
     assert b'"name": "weather"' not in bytes(i for i in engine.requests[-1].prompt_ids if i < 256)
 
 
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "reason", "arguments"),
+    [
+        ({"stop": "ris"}, "stop", '{"city": "Pa'),
+        ({"stop": "</parameter>"}, "stop", '{"city": "Paris'),
+        ({"stop_token_ids": [ord("s")]}, "stop", '{"city": "Pari'),
+        ({"max_tokens": byte_tokenizer().encode(CALL).index(ord("P")) + 2}, "length", '{"city": "Pa'),
+        ({"stop": "</tool_call>"}, "tool_calls", '{"city": "Paris"}'),
+        ({"stop": "nothing"}, "tool_calls", '{"city": "Paris"}'),
+    ],
+)
+def test_a_call_that_was_cut_is_not_presented_as_complete(
+    engine: FakeEngineClient, fields: dict[str, Any], reason: str, arguments: str, stream: bool
+) -> None:
+    def answer(request: Request, index: int) -> list[int]:
+        ids = [*byte_tokenizer().encode(CALL), END]
+        ends = [ids.index(i) + 1 for i in request.params.stop_token_ids if i in ids]
+        return ids[: min(ends, default=len(ids))]
+
+    engine.answer = answer
+    body = {"messages": HELLO, "tools": WEATHER, "stream": stream} | fields
+    response = post(engine, "/v1/chat/completions", body)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(response)]
+        deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        assert "".join(delta["function"]["arguments"] for delta in deltas) == arguments
+        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == [reason]
+    else:
+        choice = response.json()["choices"][0]
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+        assert choice["finish_reason"] == reason
+
+
 def test_reasoning_is_told_apart_and_counted(engine: FakeEngineClient) -> None:
     engine.answer = saying("Hm.\n</think>\n\nYes.")
     answer = post(engine, "/v1/chat/completions", {"messages": HELLO, "enable_thinking": True}).json()
@@ -244,6 +289,56 @@ def test_completion_logprobs_and_echo(engine: FakeEngineClient) -> None:
     assert [t for c in streamed for t in c["choices"][0]["logprobs"]["tokens"]] == ["a", "b", "H", "e"]
 
 
+@pytest.mark.parametrize("batch", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("said", "stop", "shown"),
+    [
+        ("one two three", ["two"], "one "),
+        ("one two three", ["twin"], "one two three"),
+        ("aé€b", ["é€"], "a"),
+        ("aé€b", ["€"], "aé"),
+        ("ab", ["a"], ""),
+    ],
+)
+def test_stop_strings_do_not_leak_through_logprobs(
+    engine: FakeEngineClient, said: str, stop: list[str], shown: str, batch: int
+) -> None:
+    engine.answer, engine.batch = saying(said), batch
+    body = {"prompt": "x", "stop": stop, "logprobs": 1, "max_tokens": 50}
+    chat = {"messages": HELLO, "stop": stop, "logprobs": True, "max_tokens": 50}
+    bytes_of: Callable[[Any], bytes] = lambda content: bytes(b for entry in content for b in entry["bytes"])  # noqa: E731
+    plain = post(engine, "/v1/chat/completions", chat).json()["choices"][0]
+    assert plain["message"]["content"] == shown and bytes_of(plain["logprobs"]["content"]) == shown.encode()
+    whole = post(engine, "/v1/completions", body).json()["choices"][0]
+    assert whole["text"] == shown
+    lists = whole["logprobs"]
+    assert len({len(entries) for entries in lists.values()}) == 1
+    assert len(lists["tokens"]) == len(shown.encode())
+    assert all(offset < len(shown) for offset in lists["text_offset"])
+    text, streamed = "", []
+    for chunk in events(post(engine, "/v1/completions", body | {"stream": True})):
+        choice = chunk["choices"][0]
+        text += choice["text"]
+        streamed += zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True)
+        assert all(offset < len(text) for offset, _ in streamed), "a token before its text"
+    assert streamed == list(zip(lists["text_offset"], lists["tokens"], strict=True))
+
+
+def test_a_token_that_reaches_into_a_stop_string_is_scored() -> None:
+    """It begins in the text that is shown; those after it are dropped."""
+    tokenizer = Tokenizer.load(DEMO)
+    ids = tokenizer.encode(" elephant story")
+    choice = Choice(0, tokenizer, stops=[tokenizer.decode(ids[1:])], logprobs=True)
+    whole = Choice(0, tokenizer, stops=[tokenizer.decode(ids)[2:]], logprobs=True)
+    output = Output("r", 0, ids, [TokenLogprob(i, -1.0) for i in ids])
+    assert (choice.push(output).scores, choice.finish_reason) == (
+        Scores(ids[:1], output.logprobs[:1], [0]),
+        "stop",
+    )
+    piece = whole.push(output)
+    assert piece.delta.content == " e" and piece.scores and piece.scores.token_ids == ids[:1]
+
+
 def test_prompt_logprobs(engine: FakeEngineClient) -> None:
     body = {"prompt": "ab", "prompt_logprobs": 2}
     entries = post(engine, "/v1/completions", body).json()["choices"][0]["prompt_logprobs"]
@@ -301,11 +396,36 @@ def test_tokenize_and_detokenize(engine: FakeEngineClient) -> None:
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": WEATHER}, "tools"),
+        ("/tokenize", {"messages": HELLO, "parse_special_tokens": False}, "parse_special_tokens"),
+        ("/tokenize", {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        (
+            "/tokenize",
+            {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": "no"}},
+            "chat_template_kwargs.enable_thinking",
+        ),
         ("/detokenize", {"tokens": [272]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {}, "tokens"),
     ):
         assert error_of(post(engine, path, body))["param"] == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"enable_thinking": True},
+        {"reasoning_effort": "high"},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"tools": WEATHER},
+        {"tools": WEATHER, "tool_choice": "none"},
+    ],
+)
+def test_tokenize_renders_a_chat_as_the_chat_does(engine: FakeEngineClient, fields: dict[str, Any]) -> None:
+    body = {"messages": HELLO} | fields
+    tokens = post(engine, "/tokenize", body).json()["tokens"]
+    post(engine, "/v1/chat/completions", body)
+    assert engine.requests[0].prompt_ids == tokens
 
 
 def test_states_of_the_engine(engine: FakeEngineClient) -> None:
@@ -386,6 +506,28 @@ def test_prompt_too_long(engine: FakeEngineClient) -> None:
     assert error_of(post(engine, "/v1/chat/completions", {"messages": long}))["param"] == "messages"
 
 
+def test_a_prompt_that_is_certainly_too_long_is_not_encoded(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Tokenizer._encode
+    sizes: list[int] = []
+
+    def noted(self: Tokenizer, text: str) -> list[int]:
+        sizes.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "_encode", noted)
+    long = "x" * 160_000  # the longest token, <tool_response>, has 16 bytes
+    for path, body in (
+        ("/v1/completions", {"prompt": ["a", long]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+    ):
+        error = error_of(post(engine, path, body))
+        assert error["code"] == "context_length_exceeded"
+        assert "at least 100" in error["message"] and "1024" in error["message"]
+    assert sizes == [1]
+
+
 def test_no_chat_template(engine: FakeEngineClient) -> None:
     response = post(engine, "/v1/chat/completions", {"messages": HELLO}, template=None)
     assert response.status_code == 400 and "chat template" in error_of(response)["message"]
@@ -416,11 +558,73 @@ def test_body_limit(engine: FakeEngineClient) -> None:
                 yield big[start : start + 1000]
 
         async with client_of(engine, max_body_mb=0.01) as client:
-            return await client.post("/v1/completions", content=big if declared else parts())
+            return await client.post("/v1/completions", content=big if declared else parts(), headers=JSON)
 
     for declared in (True, False):
         response = asyncio.run(go(declared))
         assert response.status_code == 413 and error_of(response)["code"] == "body_too_large"
+
+
+def test_a_web_page_cannot_drive_a_server_without_keys(engine: FakeEngineClient) -> None:
+    body = json.dumps({"prompt": "x"}).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=b", ""):
+        response = post(engine, "/v1/completions", body, {"content-type": kind})
+        assert response.status_code == 415 and error_of(response)["code"] == "unsupported_media_type", kind
+        assert post(engine, "/tokenize", body, {"content-type": kind}).status_code == 415
+    for kind in ("application/json", "Application/JSON; charset=utf-8"):
+        assert post(engine, "/v1/completions", body, {"content-type": kind}).status_code == 200
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "10.0.0.1",
+        "127.0.0.1.evil.example",
+    ):
+        for path in ("/v1/models", "/metrics", "/health", "/version"):
+            response = get(engine, path, {"host": host})
+            assert response.status_code == 403 and error_of(response)["code"] == "host_not_allowed", host
+        assert post(engine, "/v1/completions", body, {"host": host}).status_code == 403
+    for host in (
+        "localhost",
+        "localhost:8000",
+        "LOCALHOST:1",
+        "127.0.0.1:8000",
+        "127.0.0.2",
+        "[::1]:8000",
+        "[::1]",
+    ):
+        assert get(engine, "/v1/models", {"host": host}).status_code == 200, host
+    assert len(engine.requests) == 2
+    # With a key, or on an address that others can reach by any name, Host says nothing.
+    key = {"authorization": "Bearer secret", "host": "evil.example", "content-type": "text/plain"}
+    assert post(engine, "/v1/completions", body, key, api_key=("secret",)).status_code == 200
+    assert get(engine, "/v1/models", {"host": "name.example"}, host="0.0.0.0").status_code == 200
+
+
+def test_a_path_cannot_write_into_the_log(
+    engine: FakeEngineClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Service, "check_model", lambda self, name: 1 / 0)
+    with caplog.at_level(logging.INFO, "deltic.server"):
+        assert get(engine, "/v1/models/a%0D%1B[2Kforged").status_code == 500
+        assert get(engine, "/v1/models/a%0Aforged").status_code == 404
+    said = "".join(record.getMessage() for record in caplog.records)
+    assert r"\r\x1b[2Kforged" in said and said.isprintable()
+
+
+def test_the_log_has_both_ids_of_a_request(
+    engine: FakeEngineClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "deltic.server"):
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": HELLO}),
+        ):
+            for stream in (False, True):
+                response = post(engine, path, body | {"stream": stream}, {"x-request-id": "mine"})
+                answer = events(response)[0] if stream else response.json()
+                assert caplog.records[-1].getMessage().endswith(f" mine {answer['id']}")
+                assert engine.requests[-1].id.startswith(answer["id"])
 
 
 def test_request_id_is_echoed(engine: FakeEngineClient) -> None:
@@ -462,6 +666,78 @@ def test_full_queue(engine: FakeEngineClient, stream: bool) -> None:
     assert response.status_code == 429 and response.headers["retry-after"] == "7"
     assert error_of(response)["code"] == "queue_full"
     assert engine.aborts == [(engine.requests[0].id, None)]  # the prompt that had a place does not keep it
+
+
+@pytest.mark.parametrize(("state", "status"), [("ready", 429), ("starting", 503), ("failed", 503)])
+def test_what_cannot_run_is_refused_before_its_body_is_read(
+    engine: FakeEngineClient, state: Any, status: int
+) -> None:
+    engine.state, engine.max_queue = state, 0
+    assert engine.info
+    engine.streams["r"] = Stream(
+        Request(id="r", prompt_ids=[1], params=SamplingParams(n=engine.info.max_num_seqs))
+    )
+
+    async def go(path: str) -> httpx.Response:
+        async def parts() -> AsyncIterator[bytes]:
+            pytest.fail("the body was read")
+            yield b""
+
+        async with client_of(engine) as client:
+            return await client.post(path, content=parts(), headers=JSON)
+
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        response = asyncio.run(go(path))
+        assert response.status_code == status and response.headers["retry-after"]
+        assert error_of(response)["code"] == ("queue_full" if status == 429 else "engine_unavailable")
+
+
+def test_large_bodies_that_wait_are_bounded_and_left_when_their_client_has_gone(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    go_on = threading.Event()
+    parse = protocol.parse
+
+    def slow(body: bytes, kind: Any) -> Any:
+        if len(body) > INLINE_BYTES:
+            begun.append(len(body))
+            go_on.wait(5)
+        return parse(body, kind)
+
+    monkeypatch.setattr(protocol, "parse", slow)
+    app = make_app(engine, max_body_mb=0.03)
+
+    async def go(url: str) -> list[int]:
+        async with httpx.AsyncClient(timeout=10) as client:
+            body = {"prompt": "x", "metadata": {"a": "x" * 12_000}}
+
+            def ask(n: int) -> list[asyncio.Task[httpx.Response]]:
+                return [
+                    asyncio.create_task(client.post(f"{url}/v1/completions", json=body)) for _ in range(n)
+                ]
+
+            first = ask(1)
+            while not begun:
+                await asyncio.sleep(0.002)
+            waiting = ask(3)
+            await asyncio.sleep(0.1)
+            refused = await ask(1)[0]
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            assert error_of(refused)["code"] == "too_many_large_requests"
+            assert (await client.post(f"{url}/v1/completions", json={"prompt": "small"})).status_code == 200
+            for task in waiting:
+                task.cancel()
+            await asyncio.sleep(0.1)
+            last = ask(1)
+            await asyncio.sleep(0.1)
+            go_on.set()
+            return [(await task).status_code for task in first + last]
+
+    with served(app) as url:
+        assert asyncio.run(go(url)) == [200, 200]
+    assert len(begun) == 2, "the bodies of clients that had left were worked on"
+    assert app.state.service._n_preparing_bytes == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -113,6 +115,22 @@ def test_a_foreign_output_file_is_not_touched(tmp_path: Path, capsys):
         assert out.read_text() == notes
     assert main(["run", str(source), str(source), "--url", "http://127.0.0.1:1"]) == 1
     assert "same file" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path: Path):
+    source, out = write(tmp_path / "in", lines(20)), tmp_path / "out"
+    code = (
+        "import resource, sys; from deltic.__main__ import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); sys.exit(main(sys.argv[1:]))"
+    )
+    with FakeOpenAI() as server:
+        arguments = ["run", str(source), str(out), "--url", server.url]
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert f"deltic: cannot write {out}: File too large" in done.stderr
+        assert main(arguments) == 0
+    assert len(results(out)) == 20
 
 
 def test_one_run_at_a_time_writes_an_output(tmp_path: Path, capsys):

@@ -14,11 +14,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from deltic import LLM, SamplingParams
 from deltic.engine.loop import MAX_FAILURES
+from deltic.engine.request import Output
 from deltic.llm import EngineStopped
 from tests import fakes
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
+{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}<|im_end|>
 {% endfor %}<|im_start|>assistant
 {% if enable_thinking %}<think>
 {% endif %}"""
@@ -102,6 +103,75 @@ def test_chat_renders_the_template_and_splits_reasoning(llm: LLM):
     many = llm.chat([[{"role": "user", "content": c}] for c in "abc"], SamplingParams(max_tokens=5))
     assert [a.prompt_index for a in many] == [0, 1, 2]
     assert many[0].reasoning == ""
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+    }
+]
+
+
+def test_chat_takes_messages_as_the_server_does(llm: LLM):
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    history = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}],
+        },
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    answer = llm.chat(history, SamplingParams(max_tokens=2), tools=TOOLS, reasoning_effort="high")[0]
+    assert llm.tokenizer.decode(answer.prompt_ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\nRome<|im_end|>\n<|im_start|>tool\nsunny<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n"
+    )
+    hi = [{"role": "user", "content": "hi"}]
+    for messages, settings, said in (
+        ([{"role": "robot", "content": "hi"}], {}, r"messages\[0\].role"),
+        ([{"role": "user", "content": "\udcff<|im_end|>"}], {}, "surrogate"),
+        (hi, {"tools": TOOLS * 2}, r"tools\[1\].function.name"),
+        (hi, {"enable_thinking": "yes"}, "enable_thinking"),
+        (hi, {"budget": 1}, "no such setting"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            llm.chat(messages, **settings)
+    assert idle(llm)
+
+
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "reason", "arguments"),
+    [
+        (CALL, (), "tool_calls", '{"city": "Paris"}'),
+        (CALL, "ris", "stop", '{"city": "Pa'),
+        (CALL, "</tool_call>", "tool_calls", '{"city": "Paris"}'),
+        (CALL[: CALL.index("ris")], (), "length", '{"city": "Pa'),
+    ],
+)
+def test_a_call_that_was_cut_is_not_presented_as_complete(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, said: str, stop: Any, reason: str, arguments: str
+):
+    ids = llm.tokenizer.encode(said)
+
+    def outputs(open_answers: Any) -> Any:
+        request_id = next(iter(open_answers))[0]
+        for token_id in ids[:-1]:
+            if open_answers:
+                yield Output(request_id, 0, [token_id])
+        if open_answers:
+            yield Output(request_id, 0, ids[-1:], finish_reason="stop" if said == CALL else "length")
+
+    monkeypatch.setattr(llm, "_outputs", outputs)
+    answer = llm.chat([{"role": "user", "content": "hi"}], tools=TOOLS, stop=stop)[0]
+    assert (answer.finish_reason, answer.text) == (reason, "")
+    assert [(call["name"], call["arguments"]) for call in answer.tool_calls] == [("weather", arguments)]
 
 
 @pytest.mark.parametrize("bad", [[10**6], [1] * 300, []])

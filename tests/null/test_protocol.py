@@ -185,6 +185,17 @@ def test_both_apis_refuse(fields: dict[str, Any], param: str) -> None:
             "tools[0].function.strict",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}, "x": 1}]}, "tools[0].x"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+        ({"tools": [{"function": {"name": "f"}}, {"function": {"name": "f"}}]}, "tools[1].function.name"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a b", "arguments": ""}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.name",
+        ),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
@@ -232,6 +243,8 @@ def test_harmless_values_are_accepted() -> None:
         tools=[], stream=True, stream_options={"include_usage": True, "include_obfuscation": False},
     )  # fmt: skip
     completion(suffix="", best_of=1)
+    for strict in (None, False):
+        chat(tools=[{"type": "function", "function": {"name": "f", "strict": strict}}])
 
 
 @pytest.mark.parametrize(
@@ -292,10 +305,17 @@ def test_messages_for_the_template() -> None:
     ]  # fmt: skip
 
 
-def test_thinking_switches() -> None:
+@pytest.mark.parametrize("kind", [protocol.ChatRequest, protocol.TokenizeRequest])
+def test_thinking_switches(kind: Any) -> None:
     def of(**fields: Any) -> dict[str, Any]:
         body = json.dumps({"messages": HELLO} | fields).encode()
-        return protocol.template_settings(protocol.parse(body, protocol.ChatRequest))
+        return protocol.template_settings(protocol.parse(body, kind))
+
+    for fields in (
+        {"chat_template_kwargs": {"enable_thinking": 1}},
+        {"reasoning_effort": "none", "enable_thinking": True},
+    ):
+        assert refused(of, **fields).param in ("chat_template_kwargs.enable_thinking", "reasoning_effort")
 
     assert of() == {}
     assert of(reasoning_effort="none") == {"enable_thinking": False, "reasoning_effort": "none"}

@@ -16,6 +16,7 @@ from deltic.text import TRUSTED, Detokenizer, StopMatcher, Tokenizer, TokenizerE
 from tests.fake_engine import ADDED, SPECIAL, byte_alphabet, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
+BUILT_IN = Tokenizer.load(DEMO)
 IDS = st.lists(st.one_of(st.integers(0, 270), st.sampled_from(list("é€😀".encode()))), max_size=40)
 
 
@@ -70,9 +71,20 @@ def test_token_bytes_of_the_built_in_tokenizer() -> None:
     text = "Write a 100-word story about a fox. Größe 😀\n"
     ids = tokenizer.encode(text)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
-    assert tokenizer.token_bytes(tokenizer.special_id("<|im_end|>") or 0) == b"<|im_end|>"
+    assert tokenizer.token_bytes(tokenizer.encode("<|im_end|>", "parse")[0]) == b"<|im_end|>"
     assert tokenizer.n_tokens == tokenizer._backend.get_vocab_size()
-    assert tokenizer.max_token_bytes() < 64
+
+
+@given(st.text(st.sampled_from("ab \u1fbe\u0308\u0341\u212b\u1100\u1161\u11a8é€😀"), max_size=60))
+def test_a_text_has_at_least_the_tokens_its_size_tells(text: str) -> None:
+    for tokenizer in (TOKENIZER, BUILT_IN):
+        assert tokenizer.least_tokens(text, 0) <= len(tokenizer.encode(text))
+    assert TOKENIZER.least_tokens(TRUSTED + "<|im_end|>", 0) == 1
+
+
+def test_the_size_of_a_text_tells_enough() -> None:
+    assert BUILT_IN.least_tokens("a" * 10**6, 0) > 10**6 / 64
+    assert BUILT_IN.least_tokens("é" * 10**6, 0) > 10**6 / 64 / 4
 
 
 def test_vocabulary_and_merges_without_a_tokenizer_json(tmp_path: Path) -> None:

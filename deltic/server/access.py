@@ -1,0 +1,78 @@
+"""Who may ask: API keys, and where there are none, that it is not a web page that asks.
+
+A browser lets any page send requests to a server on its user's machine. Without a key, what the page cannot do tells it
+from a program: it may not POST `application/json` elsewhere without asking first (which CORS, off by default, denies),
+and a name of its own that it has pointed at 127.0.0.1 (DNS rebinding) stands in the Host header. So, without keys:
+
+- a POST must have `Content-Type: application/json`, else 415;
+- a server that listens on a loopback address answers only to `localhost`, a loopback address, or the host it was told
+  to listen on, with any port, else 403. A request without a Host header is none of a browser's.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+
+from starlette.requests import Request
+
+from deltic.config import ServerConfig
+from deltic.server.errors import ApiError
+
+
+class Access:
+    """The rules of one server."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._keys = [key.encode() for key in config.api_key]
+        self._host = config.host.lower()
+        self._is_local = _is_loopback(self._host)
+
+    def check(self, request: Request, *, open_: bool) -> None:
+        """Raises ApiError (401, 403, 415). open_: no key is needed."""
+        if self._keys:
+            if not open_:
+                self._check_key(request)
+            return
+        host = _without_port(request.headers.get("host", ""))
+        if self._is_local and host and host != self._host and not _is_loopback(host):
+            raise ApiError(
+                403,
+                f"the Host header names {host!r}, but this server is for this machine only; use http://localhost or "
+                "http://127.0.0.1, or start it with --api-key",
+                code="host_not_allowed",
+            )
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            raise ApiError(
+                415,
+                f"the body is {kind or 'of no declared type'}; send JSON with 'Content-Type: application/json'",
+                code="unsupported_media_type",
+            )
+
+    def _check_key(self, request: Request) -> None:
+        """Every key is compared, each in constant time: the time tells nothing about them."""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        known = False
+        for key in self._keys:
+            known |= hmac.compare_digest(key, given.strip().encode("latin-1"))  # the bytes as they were sent
+        if not known or scheme.lower() != "bearer":
+            raise ApiError(
+                401,
+                "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+def _without_port(host: str) -> str:
+    """The name or address in a Host header: `localhost:8000`, `[::1]:8000`."""
+    host = host.strip().lower()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

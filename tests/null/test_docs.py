@@ -1,0 +1,53 @@
+"""The documents stay true: links lead somewhere, commands and flags exist, code compiles, nothing is left to fill in."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deltic.__main__ import parser
+
+ROOT = Path(__file__).parents[2]
+TRACKED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+DOCUMENTS = [ROOT / name for name in TRACKED] or sorted(ROOT.glob("*.md"))
+
+
+def commands() -> dict[str, set[str]]:
+    """Every subcommand with its flags: `serve`, `bench serve`, ..."""
+    found: dict[str, set[str]] = {}
+
+    def walk(node: argparse.ArgumentParser, name: str) -> None:
+        found[name] = {flag for action in node._actions for flag in action.option_strings}
+        for action in node._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for sub, child in action.choices.items():
+                    walk(child, f"{name} {sub}".strip())
+
+    walk(parser(), "")
+    return found
+
+
+COMMANDS = commands()
+FLAGS = set().union(*COMMANDS.values()) | {"--minutes", "--kill-engine", "--seed", "--resume", "--device", "--out", "--card",
+                                           "--no-compile", "--weights"}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_document(path: Path) -> None:
+    text = path.read_text()
+    assert "@@" not in text and "TODO" not in text
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name}: broken link {target}"
+    for command in re.findall(r"`deltic ([a-z]+(?: (?:serve|ops))?)", text):
+        assert command in COMMANDS or command.split()[0] in COMMANDS, (
+            f"{path.name}: no command deltic {command}"
+        )
+    for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
+        assert flag in FLAGS or "pip" in text, f"{path.name}: no flag {flag}"
+    for code in re.findall(r"```python\n(.*?)```", text, re.S):
+        compile(code, path.name, "exec")
