@@ -31,12 +31,16 @@ constexpr int W_TILE = LANES == 16 ? 4 : 2;
 
 // sums[m][n] = x[m] . w[n] over k elements (k a multiple of 32, at most K_BLOCK). Every output has its own accumulator
 // that walks k in order, so its bits do not depend on MR, NR or the neighbours.
-template <int MR, int NR>
-static inline void dot_tile(const bf16* const* x, const bf16* const* w, int64_t k, float (*sums)[NR]) {
+// With FETCH, what lies `ahead` elements beyond each row of w (the rows of the next tile) is fetched into the cache.
+template <int MR, int NR, bool FETCH>
+static inline void dot_tile(const bf16* const* x, const bf16* const* w, int64_t k, int64_t ahead, float (*sums)[NR]) {
     v16 acc[MR][NR] = {};
-    for (int64_t i = 0; i < k; i += 32)
+    for (int64_t i = 0; i < k; i += 32) {
+        if constexpr (FETCH)
+            for (int n = 0; n < NR; n++) __builtin_prefetch(w[n] + ahead + i);
         for (int m = 0; m < MR; m++)
             for (int n = 0; n < NR; n++) acc[m][n] = dot_step(acc[m][n], x[m] + i, w[n] + i);
+    }
     for (int m = 0; m < MR; m++)
         for (int n = 0; n < NR; n++) sums[m][n] = sum(acc[m][n]);
 }
@@ -52,11 +56,13 @@ static inline void dot_rest(int64_t n, int64_t m, const Tile& tile) {
 
 // Calls emit(m, n, sum) for each of n_x rows x and NR rows w over one K block.
 template <int NR, class Emit>
-static inline void dot_rows(const bf16* const* x, int64_t n_x, const bf16* const* w, int64_t n, int64_t k, const Emit& emit) {
+static inline void dot_rows(const bf16* const* x, int64_t n_x, const bf16* const* w, int64_t n, int64_t k, int64_t ahead,
+                            const Emit& emit) {
     auto tile = [&](auto rows, int64_t m) {
         constexpr int MR = decltype(rows)::value;
         float sums[MR][NR];
-        dot_tile<MR, NR>(x + m, w, k, sums);
+        if (ahead && m == 0) dot_tile<MR, NR, true>(x + m, w, k, ahead, sums);
+        else dot_tile<MR, NR, false>(x + m, w, k, 0, sums);
         for (int i = 0; i < MR; i++)
             for (int j = 0; j < NR; j++) emit(m + i, n + j, sums[i][j]);
     };
@@ -66,10 +72,11 @@ static inline void dot_rows(const bf16* const* x, int64_t n_x, const bf16* const
 }
 
 template <class Emit>
-static inline void dot_block(const bf16* const* x, int64_t n_x, const bf16* const* w, int64_t n_w, int64_t k, const Emit& emit) {
+static inline void dot_block(const bf16* const* x, int64_t n_x, const bf16* const* w, int64_t n_w, int64_t k, int64_t w_stride,
+                             const Emit& emit) {
     int64_t n = 0;
-    for (; n + W_TILE <= n_w; n += W_TILE) dot_rows<W_TILE>(x, n_x, w + n, n, k, emit);
-    for (; n < n_w; n++) dot_rows<1>(x, n_x, w + n, n, k, emit);
+    for (; n + W_TILE <= n_w; n += W_TILE) dot_rows<W_TILE>(x, n_x, w + n, n, k, W_TILE * w_stride, emit);
+    for (; n < n_w; n++) dot_rows<1>(x, n_x, w + n, n, k, 0, emit);
 }
 
 constexpr int64_t W_BLOCK = 32;  // weight rows of one task: W_BLOCK * K_BLOCK * 2 bytes stay in the L2 cache
@@ -85,7 +92,7 @@ static inline void multiply_block(const bf16* const* x, int64_t n_x, const bf16*
         for (int64_t m = 0; m < n_x; m++) x_at[m] = x[m] + k0;
         for (int64_t n = 0; n < n_w; n++) w_at[n] = w + n * k_size + k0;
         bool accumulate = add || k0 > 0;
-        dot_block(x_at, n_x, w_at, n_w, k, [&](int64_t m, int64_t n, float value) {
+        dot_block(x_at, n_x, w_at, n_w, k, k_size, [&](int64_t m, int64_t n, float value) {
             float* o = out(m) + n;
             *o = accumulate ? *o + value : value;
         });

@@ -34,7 +34,7 @@ KERNEL(deltic_multiply_peak) {
         float total = 0;
         for (int64_t r = 0; r < n_repeats; r++) {
             float sums[X_TILE][W_TILE];
-            dot_tile<X_TILE, W_TILE>(x, w, 512, sums);
+            dot_tile<X_TILE, W_TILE, false>(x, w, 512, 0, sums);
             total += sums[r % X_TILE][r % W_TILE];
             asm volatile("" ::: "memory");
         }

@@ -111,7 +111,7 @@ KERNEL(deltic_moe) {
         float gate = 0.0f;
         for (int64_t k0 = 0; k0 < width; k0 += K_BLOCK) {
             const bf16 *x = h + t * width + k0, *w = shared_gate + k0;
-            dot_rows<1>(&x, 1, &w, 0, width - k0 < K_BLOCK ? width - k0 : K_BLOCK, [&](int64_t, int64_t, float part) { gate += part; });
+            dot_rows<1>(&x, 1, &w, 0, width - k0 < K_BLOCK ? width - k0 : K_BLOCK, 0, [&](int64_t, int64_t, float part) { gate += part; });
         }
         v16 open = splat(sigmoid1(gate));
         for (int64_t i = 0; i < width; i += 16) {
