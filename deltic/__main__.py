@@ -1,4 +1,4 @@
-"""The command line: `deltic serve | chat | run | plan | doctor | bench serve | bench ops | version`.
+"""The command line: `deltic serve | chat | run | plan | doctor | bench serve | bench start | bench ops | version`.
 
 Each subcommand imports what it needs when it runs, so `deltic --help` answers at once.
 """
@@ -80,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="benches", metavar="WHAT", required=True)
     serving = add("serve", _bench_serve, "measure any OpenAI endpoint, or a server started for it", benches)
     _add_bench_serve(serving)
+    start = add("start", _bench_start, "time a server's way from the command to ready", benches)
+    _add_model(start)
+    start.set_defaults(url=None)
+    start.add_argument("--starts", type=int, default=7, metavar="N", help="default: 7")
+    start.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
+    add_flags(start, EngineConfig, skip=("model",))
     ops = add("ops", _bench_ops, "time each operator at a model's shapes", benches)
     ops.add_argument(
         "shape",
@@ -236,6 +242,12 @@ def _version(arguments: argparse.Namespace) -> int:
 
 def _bench_serve(arguments: argparse.Namespace) -> int:
     from deltic.bench.serve import bench
+
+    return bench(arguments, _server_arguments(arguments))
+
+
+def _bench_start(arguments: argparse.Namespace) -> int:
+    from deltic.bench.start import bench
 
     return bench(arguments, _server_arguments(arguments))
 

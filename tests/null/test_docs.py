@@ -43,7 +43,7 @@ def test_document(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name}: broken link {target}"
-    for command in re.findall(r"`deltic ([a-z]+(?: (?:serve|ops))?)", text):
+    for command in re.findall(r"`deltic ([a-z]+(?: (?:serve|ops|start))?)", text):
         assert command in COMMANDS or command.split()[0] in COMMANDS, (
             f"{path.name}: no command deltic {command}"
         )

@@ -1,0 +1,69 @@
+"""`deltic bench start`: seconds from the command to `/ready`, and which stage they go to.
+
+Each start is a fresh server process with its engine; files are warm in the system's cache after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.remote import LocalServer, ServerFailed
+
+STAGES = ("python", "import", "plan", "weights", "memory")
+"""What the engine reports: interpreter, importing torch, sizing, reading weights, allocating and warming up."""
+
+
+async def start_once(server_arguments: list[str]) -> dict[str, float]:
+    """Seconds by stage of one start; "ready" is the whole. Raises ServerFailed."""
+    begun = time.perf_counter()
+    server = LocalServer(server_arguments)
+    try:
+        endpoint = await server.wait_ready()
+        seconds = time.perf_counter() - begun
+        _, body = await endpoint.json("GET", "/ready")
+        return {**{stage: float(body["start_s"].get(stage, 0.0)) for stage in STAGES}, "ready": seconds}
+    finally:
+        server.stop()
+
+
+def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
+    """The command: a table, a JSON file, and a last line of JSON. Exit status 1 when the server did not start."""
+    console = Console(stderr=True)
+    starts = []
+    try:
+        with console.status("starting") as status:
+            for i in range(arguments.starts):
+                status.update(f"start {i + 1} of {arguments.starts}")
+                starts.append(asyncio.run(start_once(server_arguments)))
+    except ServerFailed as error:
+        console.print(f"[red]{error}[/]")
+        return 1
+    medians = {
+        name: round(statistics.median(start[name] for start in starts), 3) for name in (*STAGES, "ready")
+    }
+    table = Table(
+        "stage", "s, median", "least", "most", title=f"{arguments.starts} starts", title_justify="left"
+    )
+    for name in (*STAGES, "ready"):
+        times = [start[name] for start in starts]
+        table.add_row(name, f"{medians[name]:.2f}", f"{min(times):.2f}", f"{max(times):.2f}")
+    Console().print(table)
+    path = runs_directory(arguments.out) / f"start-{now():%H%M%S}.json"
+    result = {
+        "bench": "start",
+        "arguments": server_arguments,
+        "machine": machine(),
+        "code": code(),
+        "starts": starts,
+    }
+    path.write_text(json.dumps({**result, "date": f"{now():%Y-%m-%d %H:%M}"}, indent=1) + "\n")
+    print(json.dumps({"bench": "start", "file": str(path), "median_s": medians}))
+    return 0
