@@ -85,7 +85,8 @@ class Program:
     """A recorded list of kernel calls. Arguments are tensors (passed by address and kept alive), ints and floats."""
 
     def __init__(self, n_threads: int, library: str | None = None) -> None:
-        self.library = load_library(library or instruction_set())
+        self.instruction_set = library or instruction_set()
+        self._kernels = load_library(self.instruction_set)
         self.n_threads = n_threads
         self._words: list[int] = []
         self._alive: list[Tensor] = []
@@ -93,7 +94,7 @@ class Program:
 
     def call(self, kernel: str, *arguments: Tensor | int | float | None) -> None:
         """Appends one kernel call. Raises KernelError for a tensor that a kernel could not address."""
-        address = ctypes.cast(getattr(self.library, kernel), ctypes.c_void_p).value
+        address = ctypes.cast(getattr(self._kernels, kernel), ctypes.c_void_p).value
         assert address is not None
         words = []
         for argument in arguments:
@@ -115,9 +116,9 @@ class Program:
         if len(self._code) != len(self._words):
             self._code = np.array(self._words, np.int64)
         with _pool:
-            if self.library.deltic_n_threads() != self.n_threads:
-                self.library.deltic_start_threads(self.n_threads)
-            self.library.deltic_run(self._code.ctypes.data, len(self._code))
+            if self._kernels.deltic_n_threads() != self.n_threads:
+                self._kernels.deltic_start_threads(self.n_threads)
+            self._kernels.deltic_run(self._code.ctypes.data, len(self._code))
 
 
 def check(operator: str, condition: bool, expected: str) -> None:

@@ -82,7 +82,7 @@ def test_linear_row_count_keeps_bits(program: Program) -> None:
     linear(program, x, w, many, count(101))
     program.run()
     for row in (0, 5, 96, 100):
-        single = Program(1, library=next(s for s in SETS if program.library._name.endswith(f"cpu_{s}.so")))
+        single = Program(1, library=program.instruction_set)
         linear(single, x[row : row + 1].contiguous(), w, one, count(1))
         single.run()
         assert torch.equal(one[0].view(I32), many[row].view(I32))
@@ -150,8 +150,7 @@ class GdnCase:
         t, s = len(proj), len(chunks)
         out = poison(t, h.n_v * h.v_dim, dtype=BF16)
         scratch = GdnScratch(poison(t, h.channels), poison(t, 2 * h.n_v), poison(t, h.n_v * h.v_dim))
-        program = Program(2)
-        program.library = self.program.library
+        program = Program(2, library=self.program.instruction_set)
         gdn(
             program, proj, h, self.weights, 1e-6, n_tokens=count(t), n_seqs=count(s),
             seq_start=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(I32),
@@ -230,8 +229,7 @@ def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
         slots = i32(*live)
         positions = torch.cat([torch.arange(done[s], done[s] + takes[s]) for s in live]).to(I32)
         q, out = poison(t, n_q * dim, dtype=BF16), poison(t, n_q * dim, dtype=BF16)
-        step = Program(2)
-        step.library = program.library
+        step = Program(2, library=program.instruction_set)
         attn_prepare(
             step, rows, heads, q_norm, k_norm, eps, n_tokens=count(t), positions=positions,
             token_slot=torch.repeat_interleave(slots, counts).to(I32), page_table=page_table,
