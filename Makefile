@@ -45,9 +45,9 @@ lint: $(VENV)/.test-installed
 
 # A wheel must carry what an install runs on: the kernels and the built-in model.
 wheel: $(VENV)/.installed
-	rm -rf build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	$(BIN)/python -m zipfile --list build/wheel/*.whl > build/wheel/list
-	grep -q ops/lib/cpu_baseline.so build/wheel/list && grep -q demo/model.safetensors build/wheel/list
+	rm -rf dist && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m zipfile --list dist/*.whl > dist/list
+	grep -q ops/lib/cpu_baseline.so dist/list && grep -q demo/model.safetensors dist/list
 
 clean:
 	rm -rf $(VENV) build deltic/ops/lib dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

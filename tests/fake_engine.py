@@ -120,11 +120,15 @@ class FakeEngineClient:
         for stream in list(self.streams.values()):
             stream.end("abort", "the server is shutting down")
 
-    def submit(self, request: Request) -> Stream:
-        if self.state != "ready":
+    def check_room(self, n: int) -> EngineInfo:
+        if self.state != "ready" or self.info is None:
             raise EngineUnavailable(self.why_unavailable())
         if self.max_open is not None and self.n_open >= self.max_open:
             raise QueueFull(self.n_open, 7)
+        return self.info
+
+    def submit(self, request: Request) -> Stream:
+        self.check_room(request.params.n)
         self.requests.append(request)
         stream = self.streams[request.id] = Stream(request)
         for index in range(request.params.n):

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.config import ConfigError
 from deltic.remote import LocalServer, ServerFailed
 
 STAGES = ("python", "import", "plan", "weights", "memory")
@@ -36,6 +37,8 @@ async def start_once(server_arguments: list[str]) -> dict[str, float]:
 
 def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     """The command: a table, a JSON file, and a last line of JSON. Exit status 1 when the server did not start."""
+    if arguments.starts < 1:
+        raise ConfigError(f"--starts {arguments.starts}: must be at least 1")
     console = Console(stderr=True)
     starts = []
     try:
@@ -58,12 +61,9 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     Console().print(table)
     path = runs_directory(arguments.out) / f"start-{now():%H%M%S}.json"
     result = {
-        "bench": "start",
-        "arguments": server_arguments,
-        "machine": machine(),
-        "code": code(),
-        "starts": starts,
-    }
-    path.write_text(json.dumps({**result, "date": f"{now():%Y-%m-%d %H:%M}"}, indent=1) + "\n")
+        "bench": "start", "date": now().isoformat(timespec="seconds"), "arguments": server_arguments,
+        "machine": machine(), "code": code(), "starts": starts,
+    }  # fmt: skip
+    path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"bench": "start", "file": str(path), "median_s": medians}))
     return 0

@@ -57,6 +57,16 @@ void penalise(const Row& r, float* values, int32_t* counts) {
     for (const int32_t* t = r.history; t < r.history_end; t++) counts[*t] = 0;
 }
 
+// Whether no value is NaN or infinite: any of them times 0 is NaN.
+bool all_finite(const float* values, int64_t n) {
+    v16 zeros = {};
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) zeros = zeros + load(values + i) * splat(0.0f);
+    float zero = sum(zeros);
+    for (; i < n; i++) zero += values[i] * 0.0f;
+    return zero == 0.0f;
+}
+
 float highest(const float* values, int64_t n) {
     v16 high = splat(-INFINITY);
     int64_t i = 0;
@@ -213,7 +223,7 @@ int32_t draw(const Row& r, float* values, int64_t n, float top, Candidate* c) {
 // per slot: temperature, top_k, top_p, min_p, repetition, frequency, presence, seed u64, history i32 [slots, stride], stride;
 // bias_begin i32 [D + 1], bias_ids, bias, banned_begin i32 [D + 1], banned;
 // scratch: values f32 [n, V], counts i32 [n, V] (zeros), candidates [n, V], n (a row for each thread or for each draw);
-// out token_ids i32 [D], -1 where no logit is finite
+// out token_ids i32 [D], -1 where a logit is not finite or all ids are banned
 KERNEL(deltic_sample) {
     Arguments a{arguments};
     auto logits = a.pointer<const float>();
@@ -251,7 +261,7 @@ KERNEL(deltic_sample) {
               history + n_prompt[d], bias_ids + bias_begin[d], bias_ids + bias_begin[d + 1],
               bias + bias_begin[d], banned + banned_begin[d], banned + banned_begin[d + 1]};
         const float* raw = logits + row[d] * n_vocab;
-        if (!std::isfinite(highest(raw, n_real))) {
+        if (!all_finite(raw, n_real)) {
             out[d] = -1;
             return;
         }
@@ -289,7 +299,7 @@ KERNEL(deltic_logprobs) {
     auto top_ids = a.pointer<int32_t>();
     auto top_logprobs = a.pointer<float>();
     parallel_for(n, [&](int64_t i, int) {
-        if (n_top[i] < 0) return;
+        if (n_top[i] < 0 || target[i] < 0) return;
         const float* x = logits + row[i] * n_vocab;
         float high = -INFINITY;
         for (int64_t j = 0; j < n_real; j++) high = x[j] > high ? x[j] : high;

@@ -213,20 +213,28 @@ class EngineClient:
         Raises QueueFull or EngineUnavailable at once, or ValueError when the id is in use or n is below 1.
         What else is wrong with a request, the engine says in an Output.
         """
-        if self.state != "ready" or self.info is None:
-            raise EngineUnavailable(self.why_unavailable())
         n = request.params.n
         if n < 1 or request.id in self._streams:
             raise ValueError(f"request {request.id!r}: n = {n} must be 1 or more, and the id not in use")
-        n_waiting = max(0, self.n_open - self.info.max_num_seqs)
-        # More than max_num_seqs are not waited for: the engine refuses them.
-        if self.n_open + min(n, self.info.max_num_seqs) > self.info.max_num_seqs + self.max_queue:
-            raise QueueFull(n_waiting, self._retry_after_s(n_waiting))
+        self.check_room(n)
         self._send(request)
         stream = self._streams[request.id] = Stream(request)
         self.n_open += n
         self._all_ended.clear()
         return stream
+
+    def check_room(self, n: int) -> EngineInfo:
+        """What the engine has, if it takes requests and n sequences more find a place.
+
+        Raises EngineUnavailable or QueueFull.
+        """
+        if self.state != "ready" or self.info is None:
+            raise EngineUnavailable(self.why_unavailable())
+        n_waiting = max(0, self.n_open - self.info.max_num_seqs)
+        # More than max_num_seqs are not waited for: the engine refuses them.
+        if self.n_open + min(n, self.info.max_num_seqs) > self.info.max_num_seqs + self.max_queue:
+            raise QueueFull(n_waiting, self._retry_after_s(n_waiting))
+        return self.info
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one of its sequences, within a step; its stream gets the last outputs."""
@@ -263,7 +271,7 @@ class EngineClient:
         if self.state == "stopped":
             return "the server is shutting down"
         if self.state == "failed":
-            return f"the engine could not be started: {self.failure}"
+            return f"the engine is down: {self.failure}"
         if self.state == "restarting":
             return "the engine is being restarted; try again in a few seconds"
         stage = f" ({self.loading.stage}, {self.loading.done:.0%})" if self.loading else ""

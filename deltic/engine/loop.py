@@ -251,6 +251,8 @@ class EngineProcess:
             self.send(StartFailed(OUT_OF_MEMORY if out_of_memory else str(error)))
             return None
         engine.info.start_s = start_s | engine.info.start_s
+        if "torch" in sys.modules:  # its threads have nothing left to do that is worth a core
+            sys.modules["torch"].set_num_threads(1)
         # What was loaded stays: the collector need not walk it again, nor pause a step for it.
         gc.collect()
         gc.freeze()

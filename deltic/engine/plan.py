@@ -175,7 +175,7 @@ def _shrunk(plan: Plan, config: EngineConfig) -> Plan:
     """Where the defaults do not fit: sequences of no less than SHORT_MODEL_LEN, then fewer, then shorter still."""
     while _left(plan) < _one_sequence(plan):
         if config.max_model_len is None and plan.max_model_len > SHORT_MODEL_LEN:
-            plan = _sized(plan, max_model_len=plan.max_model_len // 2)
+            plan = _sized(plan, max_model_len=max(SHORT_MODEL_LEN, plan.max_model_len // 2))
         elif config.max_num_seqs is None and plan.max_num_seqs > 1:
             plan = _sized(plan, max_num_seqs=plan.max_num_seqs // 2)
         elif config.max_model_len is None and plan.max_model_len > PAGE_SIZE:
@@ -203,7 +203,8 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
     if least + plan.workspace_bytes > budget:
         base = _sized(plan, max_step_tokens=1).workspace_bytes
         a_token = (plan.workspace_bytes - base) / plan.max_step_tokens
-        n_tokens = int((budget - least - base) / max(1.0, a_token)) // PAGE_SIZE * PAGE_SIZE
+        needed = shape.weight_bytes + plan.slots_bytes + _one_sequence(plan) + base
+        n_tokens = int((budget - needed) / max(1.0, a_token)) // PAGE_SIZE * PAGE_SIZE
         if plan.max_step_tokens > n_tokens >= PAGE_SIZE:
             raise ConfigError(
                 f"--max-step-tokens {plan.max_step_tokens} needs a workspace of {plan.workspace_bytes / 1e9:.1f} GB beside "
@@ -222,7 +223,12 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
             raise ConfigError(
                 f"--max-num-seqs {plan.max_num_seqs} does not fit into {have}; at most {n_seqs} do"
             )
+        if config.n_pages is not None:
+            raise ConfigError(
+                f"--n-pages {plan.n_pages} cannot hold one sequence; give at least {n_seq_pages}"
+            )
+        alone = _left(plan) + plan.slots_bytes - shape.state_bytes
         raise ConfigError(
-            f"--max-model-len {plan.max_model_len} needs {n_seq_pages} pages and there are {plan.n_pages}; "
-            f"give at most --max-model-len {max(1, plan.n_pages) * PAGE_SIZE}"
+            f"--max-model-len {plan.max_model_len} does not fit into {have}, not even with --max-num-seqs 1; "
+            f"give at most {alone // shape.page_bytes(PAGE_SIZE) * PAGE_SIZE}"
         )

@@ -70,7 +70,6 @@ class Runner:
         activations = self.workspace.activations
         self.model.record(self.program, self.workspace.batch.inputs, self.memory, activations)
         self.workspace.sampler.record(self.program, activations.logits)
-        torch.set_num_threads(1)  # loading is done; from here on the cores are the kernels'
         self._warm_up()
         self.info = EngineInfo(
             model_name="",

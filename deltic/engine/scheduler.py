@@ -11,7 +11,7 @@ refuses a request that would not fit alone; so the oldest decode ends, and then 
 loses its pages is computed again from its tokens: prefill and decode give the same bits, so its output does
 not change.
 
-Nothing here costs O(tokens): a step costs O(sequences that run).
+A step costs O(sequences that run), not O(tokens): only a fork copies its prompt's ids, once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ from deltic.engine.request import (
     StepResult,
 )
 
-NOT_FINITE = (
-    "the model gave no finite logits for this text; the checkpoint may be damaged or of another precision"
-)
+NOT_FINITE = "nothing can be drawn: the model gave logits that are not finite (is the checkpoint damaged?) or all ids are banned"
 
 
 class RequestError(ValueError):
@@ -458,7 +456,7 @@ class Scheduler:
                 n_ended += 1
         if n_ended:
             self._decodes = [s for s in self._decodes if s.finish_reason is None]
-        self.n_generated_tokens += len(outputs)
+        self.n_generated_tokens += sum(token >= 0 for token in result.token_ids)
         return outputs
 
     def observe(self, step: Step, seconds: float) -> None:

@@ -68,7 +68,7 @@ def sample(
     """Draws one token for each of the n_draws first entries; out: int32 [D].
 
     logits: float32 [R, V], ids from n_real on are never drawn. Temperature 0 is the argmax, lowest id on ties.
-    -1 where no logit is finite. A token depends on its row of logits, the parameters, the seed and the position, on nothing else (P6).
+    -1 where a logit is not finite, or all ids are banned. A token depends on its row of logits, the parameters, the seed and the position, on nothing else (P6).
     """
     n_vocab = logits.shape[1]
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")

@@ -5,14 +5,17 @@ from a program: it may not POST `application/json` elsewhere without asking firs
 and a name of its own that it has pointed at 127.0.0.1 (DNS rebinding) stands in the Host header. So, without keys:
 
 - a POST must have `Content-Type: application/json`, else 415;
-- a server that listens on a loopback address answers only to `localhost`, a loopback address, or the host it was told
-  to listen on, with any port, else 403. A request without a Host header is none of a browser's.
+- a server that listens on a loopback address answers only to `localhost`, a name under it, or any IP address (rebinding
+  needs a name), with any port, else 403. A request without a Host header is none of a browser's.
+
+A server that listens on all addresses is meant for others and answers to any name: give it a key.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import socket
 
 from starlette.requests import Request
 
@@ -25,8 +28,7 @@ class Access:
 
     def __init__(self, config: ServerConfig) -> None:
         self._keys = [key.encode() for key in config.api_key]
-        self._host = config.host.lower()
-        self._is_local = _is_loopback(self._host)
+        self._is_local = _listens_on_loopback(config.host)
 
     def check(self, request: Request, *, open_: bool) -> None:
         """Raises ApiError (401, 403, 415). open_: no key is needed."""
@@ -35,7 +37,7 @@ class Access:
                 self._check_key(request)
             return
         host = _without_port(request.headers.get("host", ""))
-        if self._is_local and host and host != self._host and not _is_loopback(host):
+        if self._is_local and host and not _is_harmless(host):
             raise ApiError(
                 403,
                 f"the Host header names {host!r}, but this server is for this machine only; use http://localhost or "
@@ -71,8 +73,22 @@ def _without_port(host: str) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
-def _is_loopback(host: str) -> bool:
+def _is_harmless(host: str) -> bool:
+    """Whether no page's name can be behind a Host header."""
+    name = host.removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True
+
+
+def _listens_on_loopback(host: str) -> bool:
+    """Whether every address that `host` names is a loopback address."""
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from deltic.config import ServerConfig
-from deltic.engine.client import EngineClient, QueueFull
+from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.engine.request import EngineInfo
 from deltic.metrics import Metrics
 from deltic.server.chat import ChatTemplate
@@ -30,9 +30,6 @@ INLINE_BYTES = 8192
 
 MAX_PREPARING = 2
 """Bodies of the largest size allowed, or as many smaller ones as make up this much, that may wait for that thread."""
-
-QUEUE_RETRY_S = 2
-"""Retry-After of a request that is refused unread, whose length is therefore not known."""
 
 T = TypeVar("T")
 
@@ -71,15 +68,14 @@ class Service:
         Raises ApiError: 503 while the engine takes no requests, 429 while not one more would find a place. Whether
         all sequences of this one do shows when it is submitted.
         """
-        client = self.client
         if self.draining:
             raise unavailable(SHUTTING_DOWN)
-        if client.state != "ready" or client.info is None:
-            raise unavailable(client.why_unavailable())
-        n_waiting = client.n_open - client.info.max_num_seqs
-        if n_waiting >= client.max_queue:
-            raise queue_full(QueueFull(n_waiting, QUEUE_RETRY_S))
-        return client.info
+        try:
+            return self.client.check_room(1)
+        except EngineUnavailable as error:
+            raise unavailable(str(error)) from None
+        except QueueFull as error:
+            raise queue_full(error) from None
 
     def status(self) -> dict[str, Any]:
         """For /health and /ready."""

@@ -212,6 +212,28 @@ def test_biases_bans_and_penalties(runner: Runner) -> None:
     assert outputs["min", 0][-1].finish_reason == "stop" and outputs["min", 0][-1].stop_token_id == 17
 
 
+def test_a_damaged_model_fails_its_sequences_only(runner: Runner) -> None:
+    """Logits that are not finite end the sequence with an error; pages and slots come back, others go on."""
+    weight = runner.model.weights.embed
+    kept = weight[7].clone()
+    engine = Engine(runner)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1, n=2)
+    engine.add(Request(id="bad", prompt_ids=[7], params=params))
+    engine.add(Request(id="good", prompt_ids=[8, 9], params=params))
+    try:
+        weight[7] = float("nan")
+        outputs = engine.step()
+    finally:
+        weight[7] = kept
+    while engine.has_work():
+        outputs += engine.step()
+        engine.check()
+    by = {(o.id, o.index): o.finish_reason for o in outputs}
+    assert by["bad", 0] == by["bad", 1] == "error"
+    assert all("not finite" in (o.error or "") for o in outputs if o.finish_reason == "error")
+    assert engine.stats().n_pages_used == engine.stats().n_slots_used == 0
+
+
 def test_padding_ids_are_never_drawn(runner: Runner) -> None:
     """Rows of the embedding past the tokenizer's ids are masked, even at a temperature that flattens everything."""
     assert runner.plan.n_real == N_REAL_VOCAB < runner.plan.shape.vocab_size
@@ -256,9 +278,15 @@ def test_plan_holds_what_it_says() -> None:
         ({}, 1 * GB, "the model does not fit"),
         ({"max_model_len": 300_000}, 20 * GB, "at most 262144"),
         ({"max_num_seqs": 500}, 8 * GB, r"at most \d+ do"),
-        ({"max_model_len": 262_144, "memory_gb": 3}, 8 * GB, r"give at most --max-model-len \d+"),
+        ({"max_model_len": 262_144, "memory_gb": 3}, 8 * GB, r"--max-model-len .* give at most \d+"),
         ({"memory_gb": 9}, 8 * GB, "only 8.0 GB are free"),
         ({"n_pages": 10**7}, 8 * GB, r"at most \d+ do"),
+        ({"n_pages": 10, "max_model_len": 4096}, 8 * GB, "give at least 64"),
+        (
+            {"max_num_seqs": 500, "max_model_len": 32768},
+            3 * GB,
+            r"even with --max-num-seqs 1; give at most \d+",
+        ),
         ({"max_step_tokens": 200_000}, 8 * GB, r"--max-step-tokens .* give at most \d+"),
         ({"max_step_tokens": 10**12}, 8 * GB, "needs more workspace"),
     ],
@@ -274,6 +302,7 @@ def test_plan_advice_can_be_followed() -> None:
         ({"max_num_seqs": 500}, 8 * GB),
         ({"max_model_len": 262_144, "memory_gb": 3}, 8 * GB),
         ({"max_step_tokens": 200_000}, 8 * GB),
+        ({"max_step_tokens": 100_000, "max_model_len": 32768}, 4 * GB),
     ):
         with pytest.raises(ConfigError) as refusal:
             plan(free=free, **settings)

@@ -370,6 +370,24 @@ def test_sample(program: Program) -> None:
     assert len(differing) <= 2, [(draws[i], tokens[i], expected[i]) for i in differing]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 5, 287, 288])
+def test_sample_refuses_logits_that_are_not_finite(program: Program, bad: float, at: int) -> None:
+    logits = torch.randn(4, 300)
+    logits[:, 290:] = float("nan")  # padding ids do not count
+    logits[1:3, at] = bad
+    params = [
+        SamplingParams(seed=1, **kw) for kw in ({}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 400})
+    ]
+    tokens = Draws(program, logits, 289, [(p, 0, [], []) for p in params]).tokens.tolist()
+    assert tokens[1] == tokens[2] == -1 and min(tokens[0], tokens[3]) >= 0
+
+
+def test_sample_with_everything_banned(program: Program) -> None:
+    params = SamplingParams(seed=1, stop_token_ids=tuple(range(5)))
+    assert Draws(program, torch.randn(1, 8), 5, [(params, 0, [], [])]).tokens.tolist() == [-1]
+
+
 def test_logprobs(program: Program) -> None:
     logits, n_real, n = torch.randn(5, 300) * 4, 289, 5
     logits[0, 10:14] = logits.max()
