@@ -6,6 +6,7 @@ Each subcommand imports what it needs when it runs, so `deltic --help` answers a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -264,7 +265,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         check_environment()
-        return int(arguments.command(arguments) or 0)
+        status = int(arguments.command(arguments) or 0)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ValueError as error:
         # ConfigError and the loaders' errors are ValueErrors meant for the user; any other is a defect and
         # keeps its trace.

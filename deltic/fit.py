@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, free_memory_bytes
 from deltic.engine.cache import pages_for
 from deltic.engine.plan import Plan, make_plan
 from deltic.engine.request import PAGE_SIZE
@@ -22,7 +22,9 @@ def report(config: EngineConfig) -> str:
     Raises ConfigError or another ValueError when the model cannot be served with these settings.
     """
     directory, shape = locate(config)
-    plan = make_plan(config, shape, n_real_ids(config, directory, shape))
+    free = free_memory_bytes()
+    wanted = int((config.memory_gb or 0) * 1e9)
+    plan = make_plan(config, shape, n_real_ids(config, directory, shape), max(free, wanted))
     out = StringIO()
     console = Console(file=out, width=100)
     sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
@@ -30,7 +32,10 @@ def report(config: EngineConfig) -> str:
         f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
         f"{shape.n_attn_layers} attention layers"
     )
+    if wanted > free:
+        console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB are free[/]")
     console.print(_memory_table(plan))
+    console.print("Python, torch and the HTTP process take about 0.6 GB more.")
     console.print(_fit_table(plan))
     console.print(_speed_table(plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads)))
     return out.getvalue()

@@ -301,4 +301,4 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         print(f"deltic: stopped; run the same command again to go on with {target}", file=sys.stderr)
         return 130
     print(f"{tally.n_done} lines answered, {tally.n_errors} of them with an error: {target}", file=sys.stderr)
-    return 0
+    return 1 if tally.n_errors else 0

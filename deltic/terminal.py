@@ -90,7 +90,15 @@ class Conversation:
             if reply.status != 200:
                 data = await reply.read()
                 with contextlib.suppress(ValueError):
-                    answer.error = error_message(json.loads(data), reply.status)
+                    body = json.loads(data)
+                    answer.error = error_message(body, reply.status)
+                    if (
+                        isinstance(body, dict)
+                        and (body.get("error") or {}).get("code") == "context_length_exceeded"
+                    ):
+                        answer.error = (
+                            "the conversation no longer fits the model's context; /clear starts a new one"
+                        )
                 answer.error = answer.error or f"HTTP {reply.status}"
                 return
             async with contextlib.aclosing(reply.events()) as events:

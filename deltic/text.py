@@ -94,7 +94,9 @@ class Tokenizer:
         except TokenizerError:
             raise
         except Exception as error:  # the library raises plain Exception for a malformed file
-            raise TokenizerError(f"{directory}: the tokenizer cannot be read ({error})") from error
+            raise TokenizerError(
+                f"{directory / 'tokenizer.json'} cannot be read ({error}); get the tokenizer's files anew"
+            ) from error
         raise TokenizerError(
             f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one"
         )

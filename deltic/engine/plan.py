@@ -133,6 +133,8 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
     check_kernels(shape)
     free = free_memory_bytes() if free_bytes is None else free_bytes
     length = config.max_model_len or min(shape.max_position_embeddings, DEFAULT_MODEL_LEN)
+    if config.n_pages is not None and config.max_model_len is None:
+        length = min(length, config.n_pages * PAGE_SIZE)
     if length > shape.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {length}: the model was made for {shape.max_position_embeddings} positions; "
@@ -212,7 +214,8 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
             )
         raise ConfigError(
             f"the model does not fit: weights {shape.weight_bytes / 1e9:.1f} GB and workspace "
-            f"{plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used; take a smaller model or raise --memory-gb"
+            f"{plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used; take a smaller model, or a machine with at least "
+            f"{math.ceil((least + plan.workspace_bytes) / FREE_SHARE / 1e9)} GB free"
         )
     n_seq_pages = pages_for(plan.max_model_len)
     if plan.n_pages > n_fit:

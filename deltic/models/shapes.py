@@ -362,7 +362,9 @@ def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(types, list | tuple) or any(t not in known for t in types):
         raise UnsupportedModelError("layer_types", types, f"a list of {' and '.join(known)}")
     if len(types) != n_layers:
-        raise UnsupportedModelError("layer_types", f"{len(types)} entries", f"num_hidden_layers = {n_layers}")
+        raise UnsupportedModelError(
+            "layer_types", f"{len(types)} layers", f"{n_layers}, which num_hidden_layers says"
+        )
     if set(types) != set(known):
         raise UnsupportedModelError("layer_types", sorted(set(types)), "a hybrid, with layers of both types")
     return tuple(types)

@@ -395,7 +395,8 @@ def _check_plan(plan: list[_Stored], headers: dict[str, _Header], path: Path) ->
         where = f"{header.file}: tensor {stored.name!r}"
         if header.shape != stored.shape:
             raise CheckpointError(
-                f"{where} has the wrong shape: expected {list(stored.shape)}, found {list(header.shape)}"
+                f"{where} has the wrong shape: expected {list(stored.shape)} by config.json, found {list(header.shape)}; "
+                "configuration and weights do not belong together, get both anew"
             )
         if header.dtype not in _STORED_DTYPES:
             raise CheckpointError(

@@ -170,7 +170,7 @@ def test_different_stored_head_of_a_tied_model(edited: Callable[..., Path]) -> N
 
 
 def test_wrong_shape(edited: Callable[..., Path]) -> None:
-    fault = r"model\.safetensors: tensor '.*up_proj.*' has the wrong shape: expected \[512, 256\], found"
+    fault = r"model\.safetensors: tensor '.*up_proj.*' has the wrong shape: expected \[512, 256\] by config.json, found"
     with pytest.raises(CheckpointError, match=fault):
         load(edited(**{UP: torch.zeros(3, 4, dtype=torch.bfloat16)}))
 

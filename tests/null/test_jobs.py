@@ -72,7 +72,7 @@ def test_bad_lines_and_refused_requests_do_not_end_the_run(tmp_path: Path):
     write(source, [*lines(2), {"custom_id": "odd", "body": {"prompt": "x", "odd": 1}}, *lines(1)])
     source.write_bytes(source.read_bytes() + b"\nnonsense\n")
     with FakeOpenAI(refused=("odd",)) as server:
-        assert main(["run", str(source), str(out), "--url", server.url]) == 0
+        assert main(["run", str(source), str(out), "--url", server.url]) == 1, "lines failed"
         by_line = {row["line"]: row for row in results(out)}
         assert sorted(by_line) == [1, 2, 3, 4, 6]
         assert by_line[3]["response"]["status_code"] == 400
