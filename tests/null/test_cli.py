@@ -135,7 +135,15 @@ def test_a_failed_turn_is_taken_back(monkeypatch, capsys):
     assert [len(body["messages"]) for body in server.bodies] == [1, 1]
 
 
-def test_ctrl_c_ends_the_answer_only(monkeypatch, capsys):
+@pytest.fixture
+def interruptible():
+    """Python's own SIGINT handler, which a shell takes away from what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_answer_only(monkeypatch, capsys, interruptible):
     typed = iter(["long", "short", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(typed))
     with FakeOpenAI(token_s=0.01, n_words=1000) as server:
