@@ -26,9 +26,7 @@ struct Heads {
 // One head: norm, then rotation of the first `rotary` dims, pairs (i, i + rotary / 2).
 void norm_rope(const float* x, const float* w, float eps, const float* cos, const float* sin, int64_t dim, int64_t rotary, bf16* out) {
     float y[MAX_DIM];
-    v16 squares = {};
-    for (int64_t i = 0; i < dim; i += 16) squares = fma(load(x + i), load(x + i), squares);
-    v16 scale = splat(1.0f / sqrtf(sum(squares) / (float)dim + eps));
+    v16 scale = splat(1.0f / sqrtf(sum_of_squares(x, dim) / (float)dim + eps));
     for (int64_t i = 0; i < dim; i += 16) store(y + i, load(x + i) * scale * (splat(1.0f) + load(w + i)));
     int64_t half = rotary / 2;
     for (int64_t i = 0; i < half; i += 16) {

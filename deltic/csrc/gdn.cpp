@@ -50,9 +50,7 @@ struct Gdn {
         }
         for (int64_t h = 0; h < 2 * n_k; h++) {
             float* x = u + t * n_channels + h * dk;
-            v16 squares = {};
-            for (int64_t i = 0; i < dk; i += 16) squares = fma(load(x + i), load(x + i), squares);
-            float scale = 1.0f / sqrtf(sum(squares) + 1e-6f);
+            float scale = 1.0f / sqrtf(sum_of_squares(x, dk) + 1e-6f);
             if (h < n_k) scale *= 1.0f / sqrtf((float)dk);
             for (int64_t i = 0; i < dk; i += 16) store(x + i, load(x + i) * splat(scale));
         }
@@ -126,9 +124,7 @@ struct Gdn {
     void gated_norm(int64_t t) const {
         for (int64_t h = 0; h < n_v; h++) {
             const float *x = o + (t * n_v + h) * dv, *z = proj + t * row + channels() + h * dv;
-            v16 squares = {};
-            for (int64_t i = 0; i < dv; i += 16) squares = fma(load(x + i), load(x + i), squares);
-            v16 scale = splat(1.0f / sqrtf(sum(squares) / (float)dv + eps));
+            v16 scale = splat(1.0f / sqrtf(sum_of_squares(x, dv) / (float)dv + eps));
             for (int64_t i = 0; i < dv; i += 16)
                 store_bf16(out + (t * n_v + h) * dv + i, load(norm_w + i) * (load(x + i) * scale) * silu(load(z + i)));
         }

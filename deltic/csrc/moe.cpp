@@ -102,10 +102,7 @@ KERNEL(deltic_moe) {
         });
     };
     grouped(gate_up, 2 * inner, width, [&](int64_t slot) { return h + slot / k * width; }, up);
-    parallel_for(n_tokens * k, [&](int64_t slot, int) {
-        const float* gate = up + slot * 2 * inner;
-        for (int64_t i = 0; i < inner; i += 16) store_bf16(act + slot * inner + i, silu(load(gate + i)) * load(gate + inner + i));
-    });
+    parallel_for(n_tokens * k, [&](int64_t slot, int) { silu_mul_row(up + slot * 2 * inner, inner, act + slot * inner); });
     grouped(down, width, inner, [&](int64_t slot) { return act + slot * inner; }, y);
     parallel_for(n_tokens, [&](int64_t t, int) {
         float gate = 0.0f;

@@ -28,9 +28,7 @@ KERNEL(deltic_rms_norm) {
     float eps = a.number();
     parallel_for(n_rows, [&](int64_t m, int) {
         const float* row = x + (rows ? rows[m] : m) * width;
-        v16 squares = {};
-        for (int64_t i = 0; i < width; i += 16) squares = fma(load(row + i), load(row + i), squares);
-        v16 scale = splat(1.0f / sqrtf(sum(squares) / (float)width + eps));
+        v16 scale = splat(1.0f / sqrtf(sum_of_squares(row, width) / (float)width + eps));
         for (int64_t i = 0; i < width; i += 16)
             store_bf16(out + m * width + i, load(row + i) * scale * (splat(1.0f) + load(w + i)));
     });
@@ -42,9 +40,5 @@ KERNEL(deltic_silu_mul) {
     auto gate_up = a.pointer<const float>();
     auto out = a.pointer<bf16>();
     int64_t n_rows = a.count(), width = a.integer();
-    parallel_for(n_rows, [&](int64_t m, int) {
-        const float* gate = gate_up + m * 2 * width;
-        for (int64_t i = 0; i < width; i += 16)
-            store_bf16(out + m * width + i, silu(load(gate + i)) * load(gate + width + i));
-    });
+    parallel_for(n_rows, [&](int64_t m, int) { silu_mul_row(gate_up + m * 2 * width, width, out + m * width); });
 }

@@ -163,6 +163,18 @@ static inline v16 vexp(v16 x) {
 static inline v16 sigmoid(v16 x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }
 static inline v16 silu(v16 x) { return x / (splat(1.0f) + vexp(-x)); }
 
+// What the norms divide by: x.x over n elements, n a multiple of 16.
+static inline float sum_of_squares(const float* x, int64_t n) {
+    v16 squares = {};
+    for (int64_t i = 0; i < n; i += 16) squares = fma(load(x + i), load(x + i), squares);
+    return sum(squares);
+}
+
+// One row of a SwiGLU: gate [n], then up [n].
+static inline void silu_mul_row(const float* gate_up, int64_t n, bf16* out) {
+    for (int64_t i = 0; i < n; i += 16) store_bf16(out + i, silu(load(gate_up + i)) * load(gate_up + n + i));
+}
+
 // The scalar functions go through the vector ones, so that a value has the same bits wherever it is computed.
 static inline float exp1(float x) { return vexp(f32_part{} + x)[0]; }
 static inline float sigmoid1(float x) { return sigmoid(splat(x)).part[0][0]; }

@@ -91,10 +91,8 @@ class Batch:
 
     def _extend_pages(self, sequence: Sequence, slot: int) -> None:
         """Brings the slot's row of the page table up to date: whole when the slot was taken anew."""
-        holder = (
-            sequence,
-            sequence.n_preempted,
-        )  # a preempted sequence may get its slot back, with other pages
+        # A preempted sequence may get its slot back, with other pages.
+        holder = (sequence, sequence.n_preempted)
         if self._holder[slot] != holder:
             self._holder[slot] = holder
             self._n_pages_known[slot] = 0

@@ -133,9 +133,8 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
         weights = dummy_weights(shape, config.seed, on_bytes)
     else:
         weights, notices = load_weights(directory, shape, on_bytes)
-        if (
-            weights.n_bytes > shape.weight_bytes
-        ):  # a head beside an embedding that the configuration ties to it
+        # A head may be stored beside an embedding that the configuration ties to it.
+        if weights.n_bytes > shape.weight_bytes:
             untied = replace(shape, tie_word_embeddings=False)
             plan = make_plan(config, untied, plan.n_real, free_memory_bytes() + weights.n_bytes)
     lap("weights")

@@ -178,8 +178,9 @@ class Sampler:
             bias_counts[i] = len(params.logit_bias)
             if sequence.n_generated < params.min_tokens:
                 ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-                banned += [id for id in ends if id < self.n_real]
-                banned_counts[i] = sum(id < self.n_real for id in ends)
+                ends = {id for id in ends if id < self.n_real}
+                banned += ends
+                banned_counts[i] = len(ends)
         d["bias_begin"][1 : n + 1] = np.cumsum(bias_counts)
         d["banned_begin"][1 : n + 1] = np.cumsum(banned_counts)
         d["bias_ids"][: len(bias_ids)] = bias_ids

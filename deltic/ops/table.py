@@ -55,11 +55,20 @@ def cpu_flags() -> frozenset[str]:
 
 
 @cache
+def usable_instruction_sets() -> tuple[str, ...]:
+    """Names of the compiled instruction sets that this machine can run, best first."""
+    flags = cpu_flags()
+    return tuple(
+        name
+        for name, needed in INSTRUCTION_SETS
+        if needed <= flags and (_LIBRARIES / f"cpu_{name}.so").exists()
+    )
+
+
 def instruction_set() -> str:
     """Name of the best compiled instruction set that this machine can run. Raises KernelError if there is none."""
-    for name, needed in INSTRUCTION_SETS:
-        if needed <= cpu_flags() and (_LIBRARIES / f"cpu_{name}.so").exists():
-            return name
+    for name in usable_instruction_sets():
+        return name
     raise KernelError(
         f"no compiled kernels for {platform.machine()} in {_LIBRARIES}; install again with a C++20 compiler at hand "
         "(pip install --force-reinstall --no-deps .)"

@@ -18,16 +18,12 @@ from deltic.ops.moe import MoeScratch, moe
 from deltic.ops.rms_norm import rms_norm
 from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
 from deltic.ops.silu_mul import silu_mul
-from deltic.ops.table import _LIBRARIES, INSTRUCTION_SETS, KernelError, Program, cpu_flags
+from deltic.ops.table import KernelError, Program, usable_instruction_sets
 from deltic.reference import layers as oracle
 from deltic.reference import sample as sample_oracle
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
-SETS = [
-    name
-    for name, needed in INSTRUCTION_SETS
-    if needed <= cpu_flags() and (_LIBRARIES / f"cpu_{name}.so").exists()
-]
+SETS = usable_instruction_sets()
 ONE_BF16_ULP = 2**-7  # relative
 
 

@@ -18,15 +18,10 @@ from deltic.config import EngineConfig
 from deltic.engine.loop import Engine
 from deltic.engine.request import Request, SamplingParams
 from deltic.engine.runner import Runner, build_runner
-from deltic.ops.table import _LIBRARIES, INSTRUCTION_SETS, Program, cpu_flags
+from deltic.ops.table import Program, usable_instruction_sets
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next")
-LIBRARIES = [
-    name
-    for name, needed in INSTRUCTION_SETS
-    if needed <= cpu_flags() and (_LIBRARIES / f"cpu_{name}.so").exists()
-]
 relaxed = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -169,7 +164,7 @@ def test_threads(kind: str) -> None:
     assert_same_bits(run(runner(kind, 1), ids), run(runner(kind, 3), ids))
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", usable_instruction_sets())
 def test_every_instruction_set(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds for the library chosen here holds for the others: batch, cut, and prefill as decode."""
     monkeypatch.setattr("deltic.engine.runner.Program", partial(Program, library=library))
