@@ -43,6 +43,12 @@ class EngineConfig:
 
     model: str = knob(BUILT_IN, "checkpoint directory or hub name", metavar="MODEL")
     dummy: str | None = knob(None, "random weights at a published shape, e.g. qwen3.5-0.8b", metavar="SHAPE")
+    quantize: str | None = knob(
+        None, "round the weights at load, to 8.25 or 4.5 bits (default: as stored)", choices=("int8", "int4", "int4-symmetric"),
+    )  # fmt: skip
+    weights_cache: Path | None = knob(
+        None, "keep packed weights in this directory: later starts map them instead of loading", metavar="DIR"
+    )
     threads: int | None = knob(None, "CPU threads of the engine (default: the CPUs this process may use)")
     memory_gb: float | None = knob(
         None,
@@ -176,7 +182,7 @@ def _check(config: EngineConfig | ServerConfig) -> None:
                 f"{flag} (or {ENV_PREFIX}{field.name.upper()}) has an empty value; leave it out, or give one"
             )
         choices = field.metadata["choices"]
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             raise ConfigError(f"{flag} {value!r}: must be one of {', '.join(choices)}")
         least, most = RANGES.get(field.name, (-math.inf, math.inf))
         if field.name in RANGES and value is not None and not (least <= value <= most and value < math.inf):

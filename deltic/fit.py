@@ -13,6 +13,7 @@ from deltic.engine.plan import Plan, make_plan
 from deltic.engine.request import PAGE_SIZE
 from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.shapes import ModelShape
+from deltic.models.weights import Moe, empty_weights
 from deltic.roofs import multiply_peak, read_bandwidth
 
 
@@ -37,7 +38,11 @@ def report(config: EngineConfig) -> str:
     console.print(_memory_table(plan))
     console.print("Python, torch and the HTTP process take about 0.6 GB more.")
     console.print(_fit_table(plan))
-    console.print(_speed_table(plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads)))
+    console.print(
+        _speed_table(
+            plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
+        )
+    )
     return out.getvalue()
 
 
@@ -48,7 +53,7 @@ def _memory_table(plan: Plan) -> Table:
     page, state = f"{shape.page_bytes(PAGE_SIZE) / 1e3:.0f} kB", f"{shape.state_bytes / 1e6:.2f} MB"
     table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
     for name, n_bytes, what in (
-        ("weights", shape.weight_bytes, "bfloat16 matrices, float32 norms and gates"),
+        ("weights", plan.weight_bytes, f"{plan.quantize or 'bfloat16'} matrices, float32 norms and gates"),
         ("workspace", plan.workspace_bytes, f"a step of up to {plan.n_batch_tokens} tokens; largest: {most}"),
         ("state slots", plan.slots_bytes, f"{plan.max_num_seqs} of {state}"),
         ("pages", plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} tokens, {page} each"),
@@ -69,17 +74,18 @@ def _fit_table(plan: Plan) -> Table:
     return table
 
 
-def decode_bytes(shape: ModelShape, n_seqs: int, context: int) -> float:
+def decode_bytes(shape: ModelShape, quantize: str | None, n_seqs: int, context: int) -> float:
     """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that uniform
     routing touches), each state read and written, each context's keys and values read."""
-    weights = shape.weight_bytes
-    if not shape.tie_word_embeddings:
-        weights -= 2 * shape.vocab_size * shape.hidden_size  # the embedding is a lookup
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device="meta")
+    n_bytes: float = weights.n_bytes
+    if weights.lm_head is not weights.embed:
+        n_bytes -= weights.embed.n_bytes  # a lookup
     if shape.is_moe:
         idle = (1 - shape.n_experts_per_tok / shape.n_experts) ** n_seqs
-        experts = shape.n_layers * shape.n_experts * 3 * shape.hidden_size * shape.moe_intermediate_size * 2
-        weights -= int(idle * experts)
-    return weights + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
+        experts = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, Moe)]
+        n_bytes -= idle * sum(moe.gate_up.n_bytes + moe.down.n_bytes for moe in experts)
+    return n_bytes + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
 
 
 def _speed_table(plan: Plan, bandwidth: float, peak: float) -> Table:
@@ -90,7 +96,7 @@ def _speed_table(plan: Plan, bandwidth: float, peak: float) -> Table:
     title = f"Roofline at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} GFLOP/s (measured now)"
     table = Table("step", "tokens/s at most", "bound by", title=title, title_justify="left")
     for n_seqs in (n for n in (1, 4, 16, 64) if n <= plan.max_num_seqs):
-        memory_s = decode_bytes(shape, n_seqs, context) / bandwidth
+        memory_s = decode_bytes(shape, plan.quantize, n_seqs, context) / bandwidth
         compute_s = n_seqs * (body + head) / peak
         bound = "memory" if memory_s >= compute_s else "arithmetic"
         table.add_row(

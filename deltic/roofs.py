@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from deltic.ops.matrix import FORMATS, Matrix, row_bytes
 from deltic.ops.table import Program
 
 
@@ -17,13 +18,17 @@ def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:
     return n_bytes / _best_s(program)
 
 
-def multiply_peak(n_threads: int) -> float:
-    """Operations per second (a multiply-add is two) of the kernels' inner tile on bfloat16 rows in the first-level cache."""
-    n_tasks, n_repeats = 4 * n_threads, 4000
-    data = torch.full((10, 512), 0.5, dtype=torch.bfloat16)
-    program = Program(n_threads)
+def multiply_peak(n_threads: int, format: str = "bf16") -> float:
+    """Operations per second (a multiply-add is two) of the kernels' inner tile on operands in the first-level cache:
+    bfloat16, or int8 for a quantised format."""
+    n_tasks, n_repeats, k = 4 * n_threads, 4000, 256
+    w = Matrix.empty(32, k, FORMATS[format])
+    w.data.zero_()
+    n_rows = 16  # of at least a tile
+    rows, out = torch.zeros(n_rows * row_bytes(k), dtype=torch.uint8), torch.empty(n_tasks, n_rows, 32)
     n_operations = torch.empty(1)
-    program.call("deltic_multiply_peak", data, n_tasks, n_repeats, torch.empty(n_tasks), n_operations)
+    program = Program(n_threads)
+    program.call("deltic_multiply_peak", *w.arguments, rows, n_tasks, n_repeats, out, n_operations)
     seconds = _best_s(program)
     return float(n_operations) / seconds
 

@@ -38,6 +38,7 @@ from deltic.ops.attention import AttentionHeads, attention, attn_prepare
 from deltic.ops.embed import embed
 from deltic.ops.gdn import GdnHeads, GdnWeights, gdn
 from deltic.ops.linear import linear
+from deltic.ops.matrix import FORMATS, Matrix
 from deltic.ops.moe import moe
 from deltic.ops.rms_norm import rms_norm
 from deltic.ops.sample import logprobs, sample
@@ -129,7 +130,7 @@ class Workload:
         rows = self.activations.residual.shape[0]
         x, out = _matrix(rows, n_in), torch.zeros(rows, n_out)
         for _ in range(n_copies):
-            linear(program, x, _matrix(n_out, n_in), out, n_rows)
+            linear(program, x, _packed(n_out, n_in), out, self.activations.packed, n_rows)
         return Case(
             "linear",
             f"{what} {n_out} x {n_in}",
@@ -155,7 +156,7 @@ class Workload:
         yield self.linear_case("gate, up", 2 * inner, h, layers)
         yield self.linear_case("down", h, inner, layers)
         if shape.is_moe:
-            yield self.linear_case("router", shape.n_experts, h, layers)
+            yield self.linear_case("router", shape.n_experts + 1, h, layers)
             yield self._moe_case()
         yield self.linear_case("head", v, h, 1)
         yield from self._sample_cases()
@@ -163,7 +164,7 @@ class Workload:
     def _row_cases(self) -> Iterator[Case]:
         shape, act, inputs = self.shape, self.activations, self.batch.inputs
         h, v, layers = shape.hidden_size, shape.vocab_size, shape.n_layers
-        table = _matrix(v, h)
+        table = _packed(v, h)
         yield self.case(
             "embed", f"{v} x {h}", 1,
             lambda p: embed(p, table, inputs.token_ids, act.residual, inputs.n_tokens), lambda m: 6.0 * m * h,
@@ -256,16 +257,16 @@ class Workload:
             shape.n_experts_per_tok,
             shape.moe_intermediate_size,
         )
-        gate_up, down, gate = _matrix(e, 2 * inner, h), _matrix(e, h, inner), _matrix(h)
+        gate_up, down = _packed(2 * inner, h, e), _packed(h, inner, e)
 
         def record(program: Program) -> None:
             moe(
-                program, act.normed, router, gate_up, down, gate, shared, act.residual, n_per_token=k,
+                program, act.normed, router, gate_up, down, shared, act.residual, n_per_token=k,
                 normalise=shape.norm_topk_prob, n_tokens=self.batch.inputs.n_tokens, scratch=scratch,
             )  # fmt: skip
 
         def n_bytes(m: int) -> float:
-            n_used = len(set(torch.topk(router[:m], k).indices.flatten().tolist()))
+            n_used = len(set(torch.topk(router[:m, :e], k).indices.flatten().tolist()))
             return n_used * 6.0 * inner * h + m * (2.0 * h + 4 * e + 12 * h)
 
         size = f"{k} of {e} experts {inner} x {h}"
@@ -301,6 +302,10 @@ def _allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 def _matrix(*size: int) -> torch.Tensor:
     """bfloat16, every byte written: memory that was never written is all one page of zeros to the system."""
     return torch.full(size, 0.01, dtype=torch.bfloat16)
+
+
+def _packed(n: int, k: int, n_matrices: int = 1) -> Matrix:
+    return Matrix.empty(n, k, FORMATS["bf16"], n_matrices).pack(_matrix(n_matrices * n, k))
 
 
 def best_s(program: Program, seconds: float) -> float:

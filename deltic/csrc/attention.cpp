@@ -5,7 +5,7 @@
 // Gimelshein, "Online normalizer calculation for softmax", 2018). Tiles are pages, at absolute positions, and a row never
 // looks at its neighbours, so a token's output does not depend on how the prompt was cut.
 #include "kernel.h"
-#include "linear.h"
+#include "dot.h"
 #include "pool.h"
 
 #include <utility>
@@ -86,7 +86,7 @@ struct Attention {
             const bf16 *k = page + h * PAGE * dim, *v = page + (heads.n_k + h) * PAGE * dim;
             const bf16* keys[PAGE];
             for (int64_t i = 0; i < n_keys; i++) keys[i] = k + i * dim;
-            dot_block(rows, n_rows, keys, n_keys, dim, dim, [&](int64_t r, int64_t i, float x) { scores[r * PAGE + i] = x * scale; });
+            dot_block(rows, n_rows, keys, n_keys, dim, [&](int64_t r, int64_t i, float x) { scores[r * PAGE + i] = x * scale; });
             for (int64_t r = 0; r < n_rows; r++) softmax_tile(scores + r * PAGE, limit[r] - base, top[r], total[r], acc + r * dim);
             int64_t r = 0;
             for (; r + X_TILE <= n_rows; r += X_TILE) add_values<X_TILE>(scores + r * PAGE, v, n_keys, dim, acc + r * dim);

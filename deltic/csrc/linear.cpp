@@ -1,24 +1,31 @@
-// linear: out[m, n] = (residual[m, n] +) sum_k x[m, k] w[n, k], bfloat16 in, float32 accumulate and out.
-#include "linear.h"
-
+// linear: out[m, n] = (out[m, n] +) sum_k x[m, k] w[n, k]: rows packed once, then strips of weights shared among threads.
 #include "kernel.h"
+#include "matrix.h"
 #include "pool.h"
 
-// x bf16 [M, K], w bf16 [N, K], out f32 [M, N], M (counted at run time), N, K, add (out is the residual)
+// x bf16 [M, K], w (packed: data, format, N, K, group), out f32 [M, N], workspace u8 [M * row_bytes], M (counted), add (out is the residual)
 KERNEL(deltic_linear) {
     Arguments a{arguments};
     auto x = a.pointer<const bf16>();
-    auto w = a.pointer<const bf16>();
+    Matrix w = read_matrix(a);
     auto out = a.pointer<float>();
-    int64_t m_size = a.count(), n_size = a.integer(), k_size = a.integer(), add = a.integer();
-    if (m_size == 0) return;
-    parallel_for((n_size + W_BLOCK - 1) / W_BLOCK, [&](int64_t block, int) {
-        int64_t n0 = block * W_BLOCK, n = n_size - n0 < W_BLOCK ? n_size - n0 : W_BLOCK;
-        const bf16* rows[X_BLOCK];
-        for (int64_t m0 = 0; m0 < m_size; m0 += X_BLOCK) {
-            int64_t n_m = m_size - m0 < X_BLOCK ? m_size - m0 : X_BLOCK;
-            for (int64_t m = 0; m < n_m; m++) rows[m] = x + (m0 + m) * k_size;
-            multiply_block(rows, n_m, w + n0 * k_size, n, k_size, add, [&](int64_t m) { return out + (m0 + m) * n_size + n0; });
-        }
+    auto workspace = a.pointer<uint8_t>();
+    int64_t n_rows = a.count();
+    bool add = a.integer();
+    if (n_rows == 0) return;
+    Rows rows = place_rows(workspace, n_rows, w);
+    if (n_rows == 1 && w.format == Format::BF16) {
+        rows.words = (const uint32_t*)x;  // a single row is packed as it stands
+    } else {
+        int64_t step = tile_rows(n_rows), n_tiles = (n_rows + step - 1) / step;
+        parallel_for(n_tiles, [&](int64_t i, int) {
+            int64_t m0 = i * step;
+            pack_tile(rows, m0, n_rows - m0 < step ? n_rows - m0 : step, w, [&](int64_t m) { return x + m * w.k; });
+        });
+    }
+    int64_t n_strips = w.n_strips(), share = strips_per_task(n_strips, pool_size());
+    parallel_for((n_strips + share - 1) / share, [&](int64_t i, int) {
+        int64_t s1 = (i + 1) * share < n_strips ? (i + 1) * share : n_strips;
+        multiply(rows, n_rows, w, i * share, s1, add, [&](int64_t m) { return out + m * w.n; });
     });
 }

@@ -1,11 +1,12 @@
 // moe: route, group by expert, two grouped GEMMs, combine, shared expert: added to the residual stream.
 //
 //   p = softmax(router logits); the k largest (ties: lower expert first), renormalised when `norm`
-//   x += sum_slots p_slot * Expert_slot(h)  +  sigmoid(h . shared_gate) * Shared(h)
+//   x += sum_slots p_slot * Expert_slot(h)  +  sigmoid(gate) * Shared(h)
 //
+// The last logit of a token is the gate of the shared expert.
 // A token's outputs are combined in the order of its slots, so neither the grouping nor the neighbours touch its bits.
 #include "kernel.h"
-#include "linear.h"
+#include "matrix.h"
 #include "pool.h"
 
 namespace {
@@ -56,20 +57,18 @@ void group(const Routing& r, int64_t n_slots, int64_t n_experts) {
 
 }  // namespace
 
-// h bf16 [T, H] (normed input), logits f32 [T, E], residual f32 [T, H], T (counted), H, E, k, M, norm,
-// gate_up bf16 [E, 2M, H], down bf16 [E, H, M], shared_gate bf16 [H], shared f32 [T, H] (the shared expert's output),
+// h bf16 [T, H] (normed input), logits f32 [T, E + 1], residual f32 [T, H], T (counted), E, k, norm,
+// gate_up (packed, E matrices [2M, H]), down (packed, E matrices [H, M]), shared f32 [T, H] (the shared expert's output),
 // scratch: expert i32 [T k], weight f32 [T k], order i32 [T k], begin i32 [E + 1], probabilities f32 [T, E + 16],
-// up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H]
+// rows u8 [T k * most row_bytes], up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H]
 KERNEL(deltic_moe) {
     Arguments a{arguments};
     auto h = a.pointer<const bf16>();
     auto logits = a.pointer<const float>();
     auto residual = a.pointer<float>();
-    int64_t n_tokens = a.count(), width = a.integer(), n_experts = a.integer(), k = a.integer(), inner = a.integer();
+    int64_t n_tokens = a.count(), n_experts = a.integer(), k = a.integer();
     bool norm = a.integer();
-    auto gate_up = a.pointer<const bf16>();
-    auto down = a.pointer<const bf16>();
-    auto shared_gate = a.pointer<const bf16>();
+    Matrix gate_up = read_matrix(a), down = read_matrix(a);
     auto shared = a.pointer<const float>();
     Routing r;
     r.expert = a.pointer<int32_t>();
@@ -77,40 +76,39 @@ KERNEL(deltic_moe) {
     r.order = a.pointer<int32_t>();
     r.begin = a.pointer<int32_t>();
     auto probabilities = a.pointer<float>();
+    auto workspace = a.pointer<uint8_t>();
     auto up = a.pointer<float>();
     auto act = a.pointer<bf16>();
     auto y = a.pointer<float>();
     if (n_tokens == 0) return;
+    const int64_t width = down.n, inner = down.k;
 
     parallel_for(n_tokens, [&](int64_t t, int) {
-        route(logits + t * n_experts, n_experts, k, norm, r.expert + t * k, r.weight + t * k, probabilities + t * (n_experts + 16));
+        route(logits + t * (n_experts + 1), n_experts, k, norm, r.expert + t * k, r.weight + t * k, probabilities + t * (n_experts + 16));
     });
     group(r, n_tokens * k, n_experts);
 
-    // out[slot] = w[expert] . input(slot): one task per expert and block of weight rows.
-    auto grouped = [&](const bf16* w, int64_t n_rows, int64_t n_k, auto input, float* out) {
-        int64_t n_blocks = (n_rows + W_BLOCK - 1) / W_BLOCK;
-        parallel_for(n_experts * n_blocks, [&](int64_t i, int) {
-            int64_t e = i / n_blocks, n0 = i % n_blocks * W_BLOCK, n = n_rows - n0 < W_BLOCK ? n_rows - n0 : W_BLOCK;
-            const bf16* rows[X_BLOCK];
-            for (int64_t m0 = r.begin[e]; m0 < r.begin[e + 1]; m0 += X_BLOCK) {
-                int64_t n_m = r.begin[e + 1] - m0 < X_BLOCK ? r.begin[e + 1] - m0 : X_BLOCK;
-                for (int64_t m = 0; m < n_m; m++) rows[m] = input(r.order[m0 + m]);
-                multiply_block(rows, n_m, w + (e * n_rows + n0) * n_k, n, n_k, false,
-                               [&](int64_t m) { return out + (int64_t)r.order[m0 + m] * n_rows + n0; });
-            }
+    // out[slot] = w[expert] . input(slot): one task per expert and share of its strips.
+    auto grouped = [&](const Matrix& w, auto input, float* out) {
+        const Rows all = place_rows(workspace, n_tokens * k, w);
+        parallel_for(n_experts, [&](int64_t e, int) {
+            const int64_t first = r.begin[e], n_rows = r.begin[e + 1] - first, step = tile_rows(n_rows);
+            for (int64_t m0 = 0; m0 < n_rows; m0 += step)
+                pack_tile(all, first + m0, n_rows - m0 < step ? n_rows - m0 : step, w, [&](int64_t m) { return input(r.order[m]); });
+        });
+        const int64_t n_strips = w.n_strips(), share = n_strips < 4 ? n_strips : 4, n_tasks = (n_strips + share - 1) / share;
+        parallel_for(n_experts * n_tasks, [&](int64_t i, int) {
+            const int64_t e = i / n_tasks, s0 = i % n_tasks * share, first = r.begin[e], n_rows = r.begin[e + 1] - first;
+            if (n_rows == 0) return;
+            multiply(rows_from(all, first, w), n_rows, w.expert(e), s0, s0 + share < n_strips ? s0 + share : n_strips, false,
+                     [&](int64_t m) { return out + (int64_t)r.order[first + m] * w.n; });
         });
     };
-    grouped(gate_up, 2 * inner, width, [&](int64_t slot) { return h + slot / k * width; }, up);
+    grouped(gate_up, [&](int64_t slot) { return h + slot / k * width; }, up);
     parallel_for(n_tokens * k, [&](int64_t slot, int) { silu_mul_row(up + slot * 2 * inner, inner, act + slot * inner); });
-    grouped(down, width, inner, [&](int64_t slot) { return act + slot * inner; }, y);
+    grouped(down, [&](int64_t slot) { return act + slot * inner; }, y);
     parallel_for(n_tokens, [&](int64_t t, int) {
-        float gate = 0.0f;
-        for (int64_t k0 = 0; k0 < width; k0 += K_BLOCK) {
-            const bf16 *x = h + t * width + k0, *w = shared_gate + k0;
-            dot_rows<1>(&x, 1, &w, 0, width - k0 < K_BLOCK ? width - k0 : K_BLOCK, 0, [&](int64_t, int64_t, float part) { gate += part; });
-        }
-        v16 open = splat(sigmoid1(gate));
+        v16 open = splat(sigmoid1(logits[t * (n_experts + 1) + n_experts]));
         for (int64_t i = 0; i < width; i += 16) {
             v16 out = {};
             for (int64_t slot = 0; slot < k; slot++) out = fma(splat(r.weight[t * k + slot]), load(y + (t * k + slot) * width + i), out);

@@ -1,19 +1,16 @@
 // Operators on single rows: embed, rms_norm, silu_mul.
 #include "kernel.h"
+#include "matrix.h"
 #include "pool.h"
-#include "simd.h"
 
-// table bf16 [V, H], token_ids i32 [T], out f32 [T, H], T (counted), H
+// table (packed [V, H]: data, format, V, H, group), token_ids i32 [T], out f32 [T, H], T (counted)
 KERNEL(deltic_embed) {
     Arguments a{arguments};
-    auto table = a.pointer<const bf16>();
+    Matrix table = read_matrix(a);
     auto ids = a.pointer<const int32_t>();
     auto out = a.pointer<float>();
-    int64_t n_tokens = a.count(), width = a.integer();
-    parallel_for(n_tokens, [&](int64_t t, int) {
-        const bf16* row = table + (int64_t)ids[t] * width;
-        for (int64_t i = 0; i < width; i += 16) store(out + t * width + i, load_bf16(row + i));
-    });
+    int64_t n_tokens = a.count();
+    parallel_for(n_tokens, [&](int64_t t, int) { unpack_row(table, ids[t], out + t * table.k); });
 }
 
 // Zero-centred RMSNorm: out = x * rsqrt(mean(x^2) + eps) * (1 + w), rounded once to bfloat16.

@@ -26,6 +26,7 @@ typedef float f32_part __attribute__((vector_size(LANES * 4)));
 typedef int32_t i32_part __attribute__((vector_size(LANES * 4)));
 typedef uint32_t u32_part __attribute__((vector_size(LANES * 4)));
 typedef uint16_t u16_part __attribute__((vector_size(LANES * 2)));
+typedef int8_t i8_part __attribute__((vector_size(LANES)));
 typedef uint16_t bf16;
 
 struct v16 {

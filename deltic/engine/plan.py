@@ -20,6 +20,7 @@ from deltic.engine.request import PAGE_SIZE
 from deltic.engine.sampler import Sampler
 from deltic.models.qwen import Activations, allocate_activations, check_kernels
 from deltic.models.shapes import ModelShape
+from deltic.models.weights import weight_bytes
 
 DEFAULT_MODEL_LEN = 32768
 DEFAULT_SEQS = 32
@@ -65,6 +66,8 @@ class Plan:
     """Sizes of everything, in bytes and in counts."""
 
     shape: ModelShape
+    quantize: str | None
+    weight_bytes: int
     n_real: int
     max_model_len: int
     max_num_seqs: int
@@ -98,7 +101,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        return self.shape.weight_bytes + self.workspace_bytes + self.slots_bytes + self.pages_bytes
+        return self.weight_bytes + self.workspace_bytes + self.slots_bytes + self.pages_bytes
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,26 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
         )
     n_threads = config.threads or n_usable_cpus()
     n_seqs = config.max_num_seqs or DEFAULT_SEQS
-    plan = _sized(Plan(shape, n_real, length, n_seqs, config.max_step_tokens, 0, n_threads, {}, most))
+    n_bytes = weight_bytes(shape, config.quantize)
+    plan = _sized(
+        Plan(
+            shape,
+            config.quantize,
+            n_bytes,
+            n_real,
+            length,
+            n_seqs,
+            config.max_step_tokens,
+            0,
+            n_threads,
+            {},
+            most,
+        )
+    )
     plan = _shrunk(plan, config)
     if config.memory_gb is None and config.n_pages is None:  # modest unless told otherwise
         pools = max(DEFAULT_POOL_BYTES, plan.slots_bytes + _one_sequence(plan))
-        plan = replace(plan, budget_bytes=min(most, shape.weight_bytes + plan.workspace_bytes + pools))
+        plan = replace(plan, budget_bytes=min(most, plan.weight_bytes + plan.workspace_bytes + pools))
     useful = plan.max_num_seqs * pages_for(plan.max_model_len)
     n_fit = max(0, _left(plan)) // shape.page_bytes(PAGE_SIZE)
     plan = replace(plan, n_pages=config.n_pages or min(useful, n_fit))
@@ -189,7 +207,7 @@ def _shrunk(plan: Plan, config: EngineConfig) -> Plan:
 
 def _left(plan: Plan) -> int:
     """Bytes for pages once everything else is placed."""
-    return plan.budget_bytes - plan.shape.weight_bytes - plan.workspace_bytes - plan.slots_bytes
+    return plan.budget_bytes - plan.weight_bytes - plan.workspace_bytes - plan.slots_bytes
 
 
 def _one_sequence(plan: Plan) -> int:
@@ -201,19 +219,19 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
     """Raises ConfigError if the plan does not hold, saying what would."""
     shape, budget = plan.shape, plan.budget_bytes
     have = f"{budget / 1e9:.1f} GB"
-    least = shape.weight_bytes + shape.state_bytes + shape.page_bytes(PAGE_SIZE)
+    least = plan.weight_bytes + shape.state_bytes + shape.page_bytes(PAGE_SIZE)
     if least + plan.workspace_bytes > budget:
         base = _sized(plan, max_step_tokens=1).workspace_bytes
         a_token = (plan.workspace_bytes - base) / plan.max_step_tokens
-        needed = shape.weight_bytes + plan.slots_bytes + _one_sequence(plan) + base
+        needed = plan.weight_bytes + plan.slots_bytes + _one_sequence(plan) + base
         n_tokens = int((budget - needed) / max(1.0, a_token)) // PAGE_SIZE * PAGE_SIZE
         if plan.max_step_tokens > n_tokens >= PAGE_SIZE:
             raise ConfigError(
                 f"--max-step-tokens {plan.max_step_tokens} needs a workspace of {plan.workspace_bytes / 1e9:.1f} GB beside "
-                f"{shape.weight_bytes / 1e9:.1f} GB of weights, and {have} may be used; give at most {n_tokens}"
+                f"{plan.weight_bytes / 1e9:.1f} GB of weights, and {have} may be used; give at most {n_tokens}"
             )
         raise ConfigError(
-            f"the model does not fit: weights {shape.weight_bytes / 1e9:.1f} GB and workspace "
+            f"the model does not fit: weights {plan.weight_bytes / 1e9:.1f} GB and workspace "
             f"{plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used; take a smaller model, or a machine with at least "
             f"{math.ceil((least + plan.workspace_bytes) / FREE_SHARE / 1e9)} GB free"
         )

@@ -10,10 +10,11 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from deltic.config import EngineConfig, free_memory_bytes
+from deltic.config import ConfigError, EngineConfig, free_memory_bytes
 from deltic.engine.plan import Arena, Plan, build_workspace, make_plan
 from deltic.engine.request import (
     PAGE_SIZE,
@@ -27,6 +28,7 @@ from deltic.engine.request import (
     StepResult,
 )
 from deltic.models.checkpoint import locate, model_name, n_real_ids
+from deltic.models.packed import PACKED, cache_file, map_packed, packed_format, save_packed
 from deltic.models.qwen import Memory, Qwen
 from deltic.models.weights import Weights, dummy_weights, load_weights
 from deltic.ops.table import Program, chosen
@@ -122,21 +124,14 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
 
     progress("plan", 0.0)
     directory, shape = locate(config)
+    config = replace(config, quantize=_resolve_quantize(config, directory))
     plan = make_plan(config, shape, n_real_ids(config, directory, shape))
     lap("plan")
-    notices: list[str] = []
-
-    def on_bytes(done: int, total: int) -> None:
-        progress("weights", done / max(1, total))
-
-    if config.dummy is not None:
-        weights = dummy_weights(shape, config.seed, on_bytes)
-    else:
-        weights, notices = load_weights(directory, shape, on_bytes)
-        # A head may be stored beside an embedding that the configuration ties to it.
-        if weights.n_bytes > shape.weight_bytes:
-            untied = replace(shape, tie_word_embeddings=False)
-            plan = make_plan(config, untied, plan.n_real, free_memory_bytes() + weights.n_bytes)
+    weights, notices = _get_weights(config, directory, plan, progress)
+    # A head may be stored beside an embedding that the configuration ties to it.
+    if weights.n_bytes > plan.weight_bytes:
+        untied = replace(shape, tie_word_embeddings=False)
+        plan = make_plan(config, untied, plan.n_real, free_memory_bytes() + weights.n_bytes)
     lap("weights")
     runner = Runner(plan, weights, progress)
     lap("memory")
@@ -144,3 +139,48 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     runner.info.notices = notices
     runner.info.start_s = spent
     return runner
+
+
+def _resolve_quantize(config: EngineConfig, directory: Path) -> str | None:
+    """The format that the weights will have. Raises ConfigError when a packed model is asked to be another."""
+    if config.dummy is not None or not (directory / PACKED).exists():
+        return config.quantize
+    packed = packed_format(directory / PACKED)
+    if config.quantize not in (None, packed):
+        raise ConfigError(
+            f"--quantize {config.quantize}: {directory} holds weights packed as {packed or 'bf16'}; leave the flag out, or "
+            "give the original checkpoint"
+        )
+    return packed
+
+
+def _get_weights(
+    config: EngineConfig, directory: Path, plan: Plan, progress: Progress
+) -> tuple[Weights, list[str]]:
+    """From a packed model, from the cache, or from the checkpoint (and then into the cache)."""
+
+    def on_bytes(stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: progress(stage, done / max(1, total))
+
+    shape, n_threads, quantize, cached = plan.shape, plan.n_threads, config.quantize, None
+    if config.dummy is None and (directory / PACKED).exists():
+        return map_packed(directory / PACKED, shape, n_threads, on_bytes("weights"))
+    if config.weights_cache is not None:
+        cached = cache_file(config, directory)
+        if cached.exists():
+            return map_packed(cached, shape, n_threads, on_bytes("weights"))
+    notices: list[str] = []
+    if config.dummy is not None:
+        weights = dummy_weights(
+            shape, config.seed, on_bytes("weights"), quantize=quantize, n_threads=n_threads
+        )
+    else:
+        weights, notices = load_weights(
+            directory, shape, on_bytes("weights"), quantize=quantize, n_threads=n_threads
+        )
+    if cached is not None:
+        try:
+            save_packed(weights, cached, quantize, notices, on_bytes("weights cache"))
+        except OSError as error:
+            notices = [*notices, f"--weights-cache: {error}; the next start loads again"]
+    return weights, notices

@@ -21,6 +21,7 @@ from deltic.ops.attention import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads, attent
 from deltic.ops.embed import embed
 from deltic.ops.gdn import MAX_K_DIM, GdnHeads, GdnScratch, GdnWeights, gdn
 from deltic.ops.linear import linear
+from deltic.ops.matrix import Matrix, row_bytes
 from deltic.ops.moe import MoeScratch, moe
 from deltic.ops.rms_norm import rms_norm
 from deltic.ops.silu_mul import silu_mul
@@ -69,7 +70,8 @@ class Activations:
     query: Tensor  # bfloat16, flat
     gdn: GdnScratch
     moe: MoeScratch | None
-    router: Tensor | None  # float32 [T, E]
+    packed: Tensor  # uint8: the rows of a linear's input as its kernel reads them
+    router: Tensor | None  # float32 [T, E + 1]
     shared: Tensor | None  # float32 [T, H]
     final: Tensor  # bfloat16 [R, H]
     logits: Tensor  # float32 [R, V]
@@ -112,11 +114,12 @@ def allocate_activations(
             order=allocate("expert order", (t * k,), i32),
             begin=allocate("expert begin", (e + 1,), i32),
             probabilities=allocate("router probabilities", (t, e + 16), f32),
+            rows=allocate("experts in", (t * k, row_bytes(max(h, m))), torch.uint8),
             up=allocate("experts up", (t * k, 2 * m), f32),
             act=allocate("experts act", (t * k, m), bf16),
             y=allocate("experts out", (t * k, h), f32),
         )
-        router = allocate("router logits", (t, e), f32)
+        router = allocate("router logits", (t, e + 1), f32)
         shared = allocate("shared expert", (t, h), f32)
     return Activations(
         residual=allocate("residual", (t, h), f32),
@@ -130,6 +133,9 @@ def allocate_activations(
             o=allocate("gdn out", (t, value), f32),
         ),
         moe=scratch,
+        packed=allocate(
+            "packed rows", (max(t * max(h, value, q_size, inner), n_logit_rows * h) * 2,), torch.uint8
+        ),
         router=router,
         shared=shared,
         final=allocate("final", (n_logit_rows, h), bf16),
@@ -174,7 +180,7 @@ class Qwen:
             rms_norm(program, act.residual, layer.post_norm, eps, act.normed, inputs.n_tokens)
             self._feed_forward(program, layer, inputs.n_tokens, act)
         rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
-        linear(program, act.final, w.lm_head, act.logits, inputs.n_logit_rows)
+        linear(program, act.final, w.lm_head, act.logits, act.packed, inputs.n_logit_rows)
 
     def _gdn(
         self,
@@ -188,13 +194,13 @@ class Qwen:
     ) -> None:
         proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
         mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
-        linear(program, act.normed, layer.in_proj, proj, inputs.n_tokens)
+        linear(program, act.normed, layer.in_proj, proj, act.packed, inputs.n_tokens)
         gdn(
             program, proj, self.gdn_heads, self.gdn_weights[i], self.shape.rms_norm_eps,
             n_tokens=inputs.n_tokens, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context,
             slot=inputs.slot, token_seq=inputs.token_seq, conv_state=columns, state=state, scratch=act.gdn, out=mixed,
         )  # fmt: skip
-        linear(program, mixed, layer.out_proj, act.residual, inputs.n_tokens, add=True)
+        linear(program, mixed, layer.out_proj, act.residual, act.packed, inputs.n_tokens, add=True)
 
     def _attention(
         self, program: Program, layer: AttnLayer, inputs: ForwardInputs, pages: Tensor, act: Activations
@@ -202,7 +208,7 @@ class Qwen:
         proj = _rows(act.proj, act.residual, self.heads.row)
         query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
         mixed = _rows(act.mixed, act.residual, self.heads.n_q * self.heads.dim)
-        linear(program, act.normed, layer.qkv, proj, inputs.n_tokens)
+        linear(program, act.normed, layer.qkv, proj, act.packed, inputs.n_tokens)
         attn_prepare(
             program, proj, self.heads, layer.q_norm, layer.k_norm, self.shape.rms_norm_eps,
             n_tokens=inputs.n_tokens, positions=inputs.positions, token_slot=inputs.token_slot,
@@ -212,7 +218,7 @@ class Qwen:
             program, query, proj, self.heads, pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
             seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table, out=mixed,
         )  # fmt: skip
-        linear(program, mixed, layer.o_proj, act.residual, inputs.n_tokens, add=True)
+        linear(program, mixed, layer.o_proj, act.residual, act.packed, inputs.n_tokens, add=True)
 
     def _feed_forward(
         self, program: Program, layer: GdnLayer | AttnLayer, n_tokens: Tensor, act: Activations
@@ -220,10 +226,10 @@ class Qwen:
         mlp = layer.mlp
         if isinstance(mlp, Moe):
             assert act.router is not None and act.shared is not None and act.moe is not None
-            linear(program, act.normed, mlp.router, act.router, n_tokens)
+            linear(program, act.normed, mlp.router, act.router, act.packed, n_tokens)
             self._swiglu(program, mlp.shared_gate_up, mlp.shared_down, act.shared, n_tokens, act, add=False)
             moe(
-                program, act.normed, act.router, mlp.gate_up, mlp.down, mlp.shared_gate, act.shared, act.residual,
+                program, act.normed, act.router, mlp.gate_up, mlp.down, act.shared, act.residual,
                 n_per_token=self.shape.n_experts_per_tok, normalise=self.shape.norm_topk_prob,
                 n_tokens=n_tokens, scratch=act.moe,
             )  # fmt: skip
@@ -233,20 +239,20 @@ class Qwen:
     def _swiglu(
         self,
         program: Program,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
         out: Tensor,
         n_tokens: Tensor,
         act: Activations,
         *,
         add: bool,
     ) -> None:
-        width = down.shape[1]
+        width = down.k
         up = _rows(act.proj, act.residual, 2 * width)
         inner = _rows(act.mixed, act.residual, width)
-        linear(program, act.normed, gate_up, up, n_tokens)
+        linear(program, act.normed, gate_up, up, act.packed, n_tokens)
         silu_mul(program, up, inner, n_tokens)
-        linear(program, inner, down, out, n_tokens, add=add)
+        linear(program, inner, down, out, act.packed, n_tokens, add=add)
 
 
 def _rows(flat: Tensor, like: Tensor, width: int) -> Tensor:

@@ -231,11 +231,6 @@ class ModelShape:
         return self.n_params - self.n_layers * idle * 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the loaded weights: matrices bfloat16; norms, convolution, A_log and dt_bias float32."""
-        return self._n_matrix_params * BF16_BYTES + self._n_float32_params * F32_BYTES
-
-    @property
     def _n_matrix_params(self) -> int:
         h = self.hidden_size
         embed = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)

@@ -1,9 +1,10 @@
 """Checkpoint names and packings, turned at load into the one layout that the forward pass knows.
 
 Stored checkpoints differ by family, by exporter and by age: wrapped or flat names, fused or split
-experts, interleaved (Next) or plain projections, one file or many. All of that ends here. Tensors are
-copied one at a time from the memory-mapped files straight into their place, so the peak stays near the
-size of the weights. Left out: quantised checkpoints, the vision tower and the MTP head.
+experts, interleaved (Next) or plain projections, one file or many. All of that ends here. Matrices are
+put together one at a time from the memory-mapped files and packed at once, quantised when asked, so the
+peak stays near the size of the packed weights. What was packed can be kept: models/packed.py.
+Left out: checkpoints that are quantised already, the vision tower and the MTP head.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deltic.models.shapes import LINEAR_ATTENTION, CheckpointError, ModelShape, read_json
+from deltic.ops.matrix import FORMATS, Matrix, MatrixFormat
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -41,20 +44,19 @@ _DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start a
 class Mlp:
     """SwiGLU of width F. `gate_up` rows: gate, then up."""
 
-    gate_up: Tensor  # [2F, H] bf16
-    down: Tensor  # [H, F] bf16
+    gate_up: Matrix  # [2F, H]
+    down: Matrix  # [H, F]
 
 
 @dataclass
 class Moe:
     """E experts of width M and one shared expert of width Ms. `gate_up` rows: gate, then up."""
 
-    router: Tensor  # [E, H] bf16
-    gate_up: Tensor  # [E, 2M, H] bf16
-    down: Tensor  # [E, H, M] bf16
-    shared_gate_up: Tensor  # [2Ms, H] bf16
-    shared_down: Tensor  # [H, Ms] bf16
-    shared_gate: Tensor  # [H] bf16
+    router: Matrix  # [E + 1, H]: a row an expert, then the gate of the shared expert
+    gate_up: Matrix  # E of [2M, H]
+    down: Matrix  # E of [H, M]
+    shared_gate_up: Matrix  # [2Ms, H]
+    shared_down: Matrix  # [H, Ms]
 
 
 @dataclass
@@ -62,12 +64,12 @@ class GdnLayer:
     """A gated DeltaNet layer. `in_proj` rows: q | k | v | z | b | a, heads in order within each."""
 
     input_norm: Tensor  # [H] f32, zero-centred
-    in_proj: Tensor  # [2Kd+2Vd+2Hv, H] bf16
+    in_proj: Matrix  # [2Kd+2Vd+2Hv, H]
     conv: Tensor  # [C, conv_width] f32, the last tap meets the current token
     a_log: Tensor  # [Hv] f32
     dt_bias: Tensor  # [Hv] f32
     norm: Tensor  # [dv] f32, plain
-    out_proj: Tensor  # [H, Vd] bf16
+    out_proj: Matrix  # [H, Vd]
     post_norm: Tensor  # [H] f32, zero-centred
     mlp: Mlp | Moe
 
@@ -77,64 +79,92 @@ class AttnLayer:
     """A gated attention layer. `qkv` rows: all query heads | all gates | k heads | v heads."""
 
     input_norm: Tensor  # [H] f32, zero-centred
-    qkv: Tensor  # [2*nq*d + 2*nk*d, H] bf16
+    qkv: Matrix  # [2*nq*d + 2*nk*d, H]
     q_norm: Tensor  # [d] f32, zero-centred
     k_norm: Tensor  # [d] f32, zero-centred
-    o_proj: Tensor  # [H, nq*d] bf16
+    o_proj: Matrix  # [H, nq*d]
     post_norm: Tensor  # [H] f32, zero-centred
     mlp: Mlp | Moe
 
 
 @dataclass
 class Weights:
-    """The text stack in the internal layout: contiguous CPU tensors. Tied: `lm_head is embed`."""
+    """The text stack in the internal layout: packed matrices and float32 vectors. Tied: `lm_head is embed`."""
 
-    embed: Tensor  # [V, H] bf16
+    embed: Matrix  # [V, H]
     norm: Tensor  # [H] f32, zero-centred
-    lm_head: Tensor  # [V, H] bf16
+    lm_head: Matrix  # [V, H]
     layers: list[GdnLayer | AttnLayer]
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its path, such as `layers.3.mlp.gate_up`; a tied head is not repeated."""
+    def named_parts(self) -> Iterator[tuple[str, Tensor | Matrix]]:
+        """Everything with its path, such as `layers.3.mlp.gate_up`; a tied head is not repeated."""
         yield "embed", self.embed
         yield "norm", self.norm
         if self.lm_head is not self.embed:
             yield "lm_head", self.lm_head
         for i, layer in enumerate(self.layers):
             for owner, prefix in ((layer, f"layers.{i}."), (layer.mlp, f"layers.{i}.mlp.")):
-                for field in dataclasses.fields(owner):
-                    value = getattr(owner, field.name)
-                    if isinstance(value, Tensor):
-                        yield prefix + field.name, value
+                for f in dataclasses.fields(owner):
+                    value = getattr(owner, f.name)
+                    if isinstance(value, Tensor | Matrix):
+                        yield prefix + f.name, value
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The memory of every part: float32 vectors, and the packed bytes of every matrix."""
+        for name, part in self.named_parts():
+            yield name, part.data if isinstance(part, Matrix) else part
+
+    def replace(self, memory: dict[str, Tensor]) -> None:
+        """Puts other memory, as bytes by the names of `named_tensors`, in the place of every part's."""
+        for name, part in list(self.named_parts()):
+            flat, tied = memory[name], self.lm_head is self.embed
+            new = (
+                dataclasses.replace(part, data=flat.view(part.data.shape))
+                if isinstance(part, Matrix)
+                else flat.view(part.dtype).view(part.shape)
+            )
+            owner: Any = self
+            *path, last = name.split(".")
+            for step in path:
+                owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
+            setattr(owner, last, new)
+            if name == "embed" and tied:
+                self.lm_head = self.embed
 
     @property
     def n_bytes(self) -> int:
         return sum(t.nbytes for _, t in self.named_tensors())
 
 
+def weight_bytes(shape: ModelShape, quantize: str | None) -> int:
+    """Bytes of the loaded weights of a shape, known without loading anything."""
+    return empty_weights(shape, quantize, shape.tie_word_embeddings, device="meta").n_bytes
+
+
 @dataclass(frozen=True)
 class _Stored:
-    """One checkpoint tensor and where its rows go.
+    """One checkpoint tensor, the part of the internal layout that it belongs to, and where its rows go there.
 
-    The rows are `n_groups` equal groups, each holding a share of every part, one part after another:
+    The rows are `n_groups` equal groups, each holding a share of every range of rows, one after another:
     so Next interleaves q, k, v and z by key head, and every family interleaves query and gate by head.
-    A plain tensor is one group with one part. Parts are views into the internal layout.
+    A plain tensor is one group with one range, by default all rows.
     """
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Tensor, ...]
+    target: Tensor | Matrix
+    ranges: tuple[tuple[int, int], ...] = ()
     n_groups: int = 1
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(p.nbytes for p in self.parts)
-
-    def place(self, source: Tensor) -> None:
-        source = source.view(self.n_groups, -1, *self.shape[1:])
+    def place(self, source: Tensor, rows: Tensor) -> None:
+        """Copies the stored tensor into its rows of the target as [N, K], or as it is when it has no ranges."""
+        if not self.ranges:
+            rows.view(-1).copy_(source.reshape(-1))
+            return
+        source = source.reshape(self.n_groups, -1, rows.shape[1])
         start = 0
-        for part in self.parts:
-            target = part.view(self.n_groups, -1, *self.shape[1:])
+        for first, n in self.ranges:
+            target = rows[first : first + n].view(self.n_groups, -1, rows.shape[1])
             target.copy_(source[:, start : start + target.shape[1]])
             start += target.shape[1]
 
@@ -150,7 +180,7 @@ class _Header:
 
 def _read_headers(path: Path) -> dict[str, _Header]:
     headers: dict[str, _Header] = {}
-    for file, promised in _list_files(path).items():
+    for file, promised in checkpoint_files(path).items():
         with _opened(file) as handle:
             stored = set(handle.keys())
             for name in promised:
@@ -165,50 +195,97 @@ def _read_headers(path: Path) -> dict[str, _Header]:
     return headers
 
 
-def _copy(plan: list[_Stored], headers: dict[str, _Header], progress: Progress | None) -> None:
-    """Copy every planned tensor into its place, file by file."""
-    by_file: dict[Path, list[_Stored]] = {}
-    for stored in plan:
-        by_file.setdefault(headers[stored.name].file, []).append(stored)
-    total, done = sum(s.n_bytes for s in plan), 0
-    for file, group in by_file.items():
-        for batch in _batches(group):
-            with _opened(file) as handle:
-                for stored in batch:
-                    stored.place(handle.get_tensor(stored.name))
-                    done += stored.n_bytes
-                    if progress is not None:
-                        progress(done, total)
+@dataclass
+class _Files:
+    """The memory-mapped files, kept open while tensors are read from them."""
+
+    headers: dict[str, _Header]
+    _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _handles: dict[Path, Any] = field(default_factory=dict)
+    _n_read: int = 0
+
+    def read(self, name: str) -> Tensor:
+        header = self.headers[name]
+        if self._n_read > _REMAP_BYTES:
+            self.close()
+        if header.file not in self._handles:
+            self._handles[header.file] = self._open.enter_context(_opened(header.file))
+        try:
+            tensor: Tensor = self._handles[header.file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(header.file, error) from error
+        self._n_read += tensor.nbytes
+        return tensor
+
+    def close(self) -> None:
+        self._open.close()
+        self._handles.clear()
+        self._n_read = 0
+
+
+def _copy(plan: list[_Stored], files: _Files, progress: Progress | None, n_threads: int) -> None:
+    """Puts every part together in rows of bfloat16, and packs it."""
+    sizes = {
+        id(s.target): s.target.nbytes if isinstance(s.target, Tensor) else s.target.n_bytes for s in plan
+    }
+    total, done = sum(sizes.values()), 0
+    for _, group in groupby(plan, key=lambda stored: id(stored.target)):
+        stored = list(group)
+        target = stored[0].target
+        if isinstance(target, Matrix):
+            rows = torch.empty(target.data.shape[0] * target.n, target.k, dtype=torch.bfloat16)
+        else:
+            rows = target
+        for part in stored:
+            part.place(files.read(part.name), rows)
+        if isinstance(target, Matrix):
+            target.pack(rows, n_threads)
+        done += sizes[id(target)]
+        if progress is not None:
+            progress(done, total)
+    files.close()
 
 
 def load_weights(
-    path: str | Path, shape: ModelShape, progress: Progress | None = None
+    path: str | Path,
+    shape: ModelShape,
+    progress: Progress | None = None,
+    *,
+    quantize: str | None = None,
+    n_threads: int = 1,
 ) -> tuple[Weights, list[str]]:
     """Load a checkpoint directory, or one safetensors file, into the internal layout.
 
-    Stored bf16, f16 and f32 are accepted; matrices become bf16, norms and gates float32. The second
-    result holds notices for the user: what was skipped or converted. Raises CheckpointError, naming the
-    tensor, what was expected, what was found and the file, for a missing, unexpected, misshapen or
-    quantised tensor and for a damaged or missing file.
+    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4"); norms and
+    gates become float32. The second result holds notices for the user: what was skipped or converted. Raises
+    CheckpointError, naming the tensor, what was expected, what was found and the file, for a missing, unexpected,
+    misshapen or quantised tensor and for a damaged or missing file.
     """
     path = Path(path)
     _refuse_quantised(path if path.is_dir() else path.parent)
     headers = _read_headers(path)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in headers) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in headers
-    weights = _allocate(shape, tied)
+    weights = empty_weights(shape, quantize, tied)
     plan = list(_plan(weights, shape, prefix, headers))
     notices = _check_plan(plan, headers, path)
-    _copy(plan, headers, progress)
+    _copy(plan, _Files(headers), progress, n_threads)
     if shape.tie_word_embeddings and not tied:
-        if torch.equal(weights.embed, weights.lm_head):
+        if torch.equal(weights.embed.data, weights.lm_head.data):
             weights.lm_head = weights.embed
         else:
             notices.append("the config ties the embeddings, but a different lm_head.weight is stored: used")
     return weights, notices
 
 
-def dummy_weights(shape: ModelShape, seed: int = 0, progress: Progress | None = None) -> Weights:
+def dummy_weights(
+    shape: ModelShape,
+    seed: int = 0,
+    progress: Progress | None = None,
+    *,
+    quantize: str | None = None,
+    n_threads: int = 1,
+) -> Weights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter.
 
     Matrices have unit fan-in, so activations keep their magnitude, and are tiled from one block of a few
@@ -217,18 +294,21 @@ def dummy_weights(shape: ModelShape, seed: int = 0, progress: Progress | None = 
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(_DUMMY_BLOCK, generator=generator)
     scaled: dict[float, Tensor] = {}
-    weights = _allocate(shape, shape.tie_word_embeddings)
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings)
     total, done, offset = weights.n_bytes, 0, 0
-    for name, tensor in weights.named_tensors():
-        if tensor.dtype == torch.float32:
-            _fill_dummy_vector(name.rpartition(".")[2], tensor, "layers" in name, generator)
+    for name, part in weights.named_parts():
+        if isinstance(part, Tensor):
+            _fill_dummy_vector(name.rpartition(".")[2], part, "layers" in name, generator)
+            done += part.nbytes
         else:
-            scale = 0.1 if name == "embed" else tensor.shape[-1] ** -0.5
+            scale = 0.1 if name == "embed" else part.k**-0.5
             if scale not in scaled:
                 scaled[scale] = (block * scale).to(torch.bfloat16)
             offset = (offset + 7919 * 131) % _DUMMY_BLOCK
-            _tile(tensor.view(-1), scaled[scale], offset)
-        done += tensor.nbytes
+            rows = torch.empty(part.data.shape[0] * part.n, part.k, dtype=torch.bfloat16)
+            _tile(rows.view(-1), scaled[scale], offset)
+            part.pack(rows, n_threads)
+            done += part.n_bytes
         if progress is not None:
             progress(done, total)
     return weights
@@ -255,72 +335,78 @@ def _tile(flat: Tensor, block: Tensor, offset: int) -> None:
         rest.copy_(block[: rest.numel()])
 
 
-def _allocate(shape: ModelShape, tied: bool) -> Weights:
-    """Uninitialised weights of the right sizes."""
+def _format_of(name: str, quantize: str | None) -> MatrixFormat:
+    """A router's near-ties decide which experts run, so it stays as it is; the head, whose errors nothing evens out any
+    more, and the embedding, which is often the same matrix, keep 8 bits of int4."""
+    if quantize is None or name == "router":
+        return FORMATS["bf16"]
+    return FORMATS["int8" if name in ("embed", "lm_head") else quantize]
+
+
+def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: str | None = None) -> Weights:
+    """Uninitialised weights of the right sizes and formats."""
     h = shape.hidden_size
 
-    def matrix(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.bfloat16)
+    def matrix(name: str, n: int, k: int, n_matrices: int = 1) -> Matrix:
+        return Matrix.empty(n, k, _format_of(name, quantize), n_matrices, device)
 
     def vector(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float32)
+        return torch.empty(size, dtype=torch.float32, device=device)
 
     def feed_forward() -> Mlp | Moe:
         f, e = shape.intermediate_size, shape.n_experts
         m, ms = shape.moe_intermediate_size, shape.shared_intermediate_size
         if not shape.is_moe:
-            return Mlp(gate_up=matrix(2 * f, h), down=matrix(h, f))
+            return Mlp(gate_up=matrix("gate_up", 2 * f, h), down=matrix("down", h, f))
         return Moe(
-            router=matrix(e, h),
-            gate_up=matrix(e, 2 * m, h),
-            down=matrix(e, h, m),
-            shared_gate_up=matrix(2 * ms, h),
-            shared_down=matrix(h, ms),
-            shared_gate=matrix(h),
+            router=matrix("router", e + 1, h),
+            gate_up=matrix("gate_up", 2 * m, h, e),
+            down=matrix("down", h, m, e),
+            shared_gate_up=matrix("gate_up", 2 * ms, h),
+            shared_down=matrix("down", h, ms),
         )
 
     def layer(kind: str) -> GdnLayer | AttnLayer:
         if kind == LINEAR_ATTENTION:
             return GdnLayer(
                 input_norm=vector(h),
-                in_proj=matrix(shape.gdn_in_proj_rows, h),
+                in_proj=matrix("in_proj", shape.gdn_in_proj_rows, h),
                 conv=vector(shape.conv_channels, shape.conv_width),
                 a_log=vector(shape.gdn_n_v_heads),
                 dt_bias=vector(shape.gdn_n_v_heads),
                 norm=vector(shape.gdn_v_dim),
-                out_proj=matrix(h, shape.gdn_value_size),
+                out_proj=matrix("out_proj", h, shape.gdn_value_size),
                 post_norm=vector(h),
                 mlp=feed_forward(),
             )
         return AttnLayer(
             input_norm=vector(h),
-            qkv=matrix(shape.attn_qkv_rows, h),
+            qkv=matrix("qkv", shape.attn_qkv_rows, h),
             q_norm=vector(shape.head_dim),
             k_norm=vector(shape.head_dim),
-            o_proj=matrix(h, shape.n_q_heads * shape.head_dim),
+            o_proj=matrix("o_proj", h, shape.n_q_heads * shape.head_dim),
             post_norm=vector(h),
             mlp=feed_forward(),
         )
 
-    embed = matrix(shape.vocab_size, h)
-    head = embed if tied else matrix(shape.vocab_size, h)
+    embed = matrix("embed", shape.vocab_size, h)
+    head = embed if tied else matrix("lm_head", shape.vocab_size, h)
     return Weights(embed=embed, norm=vector(h), lm_head=head, layers=[layer(k) for k in shape.layer_types])
 
 
 def _plan(weights: Weights, shape: ModelShape, prefix: str, names: Collection[str]) -> Iterator[_Stored]:
-    """Every tensor the checkpoint must hold. `names` decides between the layouts that exporters use."""
+    """Every tensor the checkpoint must hold, those of one part together. `names` decides between the layouts that
+    exporters use."""
 
-    def plain(name: str, target: Tensor) -> _Stored:
-        return _Stored(name, tuple(target.shape), (target,))
-
-    yield plain(f"{prefix}embed_tokens.weight", weights.embed)
-    yield plain(f"{prefix}norm.weight", weights.norm)
+    h, v = shape.hidden_size, shape.vocab_size
+    yield _Stored(f"{prefix}embed_tokens.weight", (v, h), weights.embed)
+    yield _Stored(f"{prefix}norm.weight", (h,), weights.norm)
     if weights.lm_head is not weights.embed:
-        yield plain("lm_head.weight", weights.lm_head)
+        yield _Stored("lm_head.weight", (v, h), weights.lm_head)
     for i, layer in enumerate(weights.layers):
         p = f"{prefix}layers.{i}."
-        yield plain(f"{p}input_layernorm.weight", layer.input_norm)
-        yield plain(f"{p}post_attention_layernorm.weight", layer.post_norm)
+        yield _Stored(f"{p}input_layernorm.weight", (h,), layer.input_norm)
+        yield _Stored(f"{p}post_attention_layernorm.weight", (h,), layer.post_norm)
         if isinstance(layer, GdnLayer):
             yield from _plan_gdn(layer, shape, f"{p}linear_attn.")
         else:
@@ -331,55 +417,64 @@ def _plan(weights: Weights, shape: ModelShape, prefix: str, names: Collection[st
             yield from _plan_swiglu(layer.mlp.gate_up, layer.mlp.down, f"{p}mlp.")
 
 
+def _in_order(*sizes: int) -> list[tuple[int, int]]:
+    """Ranges (first row, rows) that follow one another."""
+    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
 def _plan_gdn(layer: GdnLayer, shape: ModelShape, p: str) -> Iterator[_Stored]:
     h, hk, hv = shape.hidden_size, shape.gdn_n_k_heads, shape.gdn_n_v_heads
-    kd, vd, c = shape.gdn_key_size, shape.gdn_value_size, shape.conv_channels
-    q, k, v, z, b, a = torch.split(layer.in_proj, [kd, kd, vd, vd, hv, hv])
+    kd, vd, c, w = shape.gdn_key_size, shape.gdn_value_size, shape.conv_channels, layer.in_proj
+    q, k, v, z, b, a = _in_order(kd, kd, vd, vd, hv, hv)
     if shape.family == "qwen3_next":
-        yield _Stored(f"{p}in_proj_qkvz.weight", (c + vd, h), (q, k, v, z), n_groups=hk)
-        yield _Stored(f"{p}in_proj_ba.weight", (2 * hv, h), (b, a), n_groups=hk)
+        yield _Stored(f"{p}in_proj_qkvz.weight", (c + vd, h), w, (q, k, v, z), n_groups=hk)
+        yield _Stored(f"{p}in_proj_ba.weight", (2 * hv, h), w, (b, a), n_groups=hk)
     else:
-        yield _Stored(f"{p}in_proj_qkv.weight", (c, h), (layer.in_proj[:c],))
-        yield _Stored(f"{p}in_proj_z.weight", (vd, h), (z,))
-        yield _Stored(f"{p}in_proj_b.weight", (hv, h), (b,))
-        yield _Stored(f"{p}in_proj_a.weight", (hv, h), (a,))
-    yield _Stored(f"{p}conv1d.weight", (c, 1, shape.conv_width), (layer.conv,))
-    yield _Stored(f"{p}A_log", (hv,), (layer.a_log,))
-    yield _Stored(f"{p}dt_bias", (hv,), (layer.dt_bias,))
-    yield _Stored(f"{p}norm.weight", (shape.gdn_v_dim,), (layer.norm,))
-    yield _Stored(f"{p}out_proj.weight", (h, vd), (layer.out_proj,))
+        yield _Stored(f"{p}in_proj_qkv.weight", (c, h), w, ((0, c),))
+        yield _Stored(f"{p}in_proj_z.weight", (vd, h), w, (z,))
+        yield _Stored(f"{p}in_proj_b.weight", (hv, h), w, (b,))
+        yield _Stored(f"{p}in_proj_a.weight", (hv, h), w, (a,))
+    yield _Stored(f"{p}conv1d.weight", (c, 1, shape.conv_width), layer.conv)
+    yield _Stored(f"{p}A_log", (hv,), layer.a_log)
+    yield _Stored(f"{p}dt_bias", (hv,), layer.dt_bias)
+    yield _Stored(f"{p}norm.weight", (shape.gdn_v_dim,), layer.norm)
+    yield _Stored(f"{p}out_proj.weight", (h, vd), layer.out_proj)
 
 
 def _plan_attention(layer: AttnLayer, shape: ModelShape, p: str) -> Iterator[_Stored]:
-    h, d = shape.hidden_size, shape.head_dim
+    h, d, w = shape.hidden_size, shape.head_dim, layer.qkv
     q_rows, kv_rows = shape.n_q_heads * d, shape.n_kv_heads * d
-    q, gate, k, v = torch.split(layer.qkv, [q_rows, q_rows, kv_rows, kv_rows])
-    yield _Stored(f"{p}q_proj.weight", (2 * q_rows, h), (q, gate), n_groups=shape.n_q_heads)
-    yield _Stored(f"{p}k_proj.weight", (kv_rows, h), (k,))
-    yield _Stored(f"{p}v_proj.weight", (kv_rows, h), (v,))
-    yield _Stored(f"{p}q_norm.weight", (d,), (layer.q_norm,))
-    yield _Stored(f"{p}k_norm.weight", (d,), (layer.k_norm,))
-    yield _Stored(f"{p}o_proj.weight", (h, q_rows), (layer.o_proj,))
+    q, gate, k, v = _in_order(q_rows, q_rows, kv_rows, kv_rows)
+    yield _Stored(f"{p}q_proj.weight", (2 * q_rows, h), w, (q, gate), n_groups=shape.n_q_heads)
+    yield _Stored(f"{p}k_proj.weight", (kv_rows, h), w, (k,))
+    yield _Stored(f"{p}v_proj.weight", (kv_rows, h), w, (v,))
+    yield _Stored(f"{p}q_norm.weight", (d,), layer.q_norm)
+    yield _Stored(f"{p}k_norm.weight", (d,), layer.k_norm)
+    yield _Stored(f"{p}o_proj.weight", (h, q_rows), layer.o_proj)
 
 
-def _plan_swiglu(gate_up: Tensor, down: Tensor, p: str) -> Iterator[_Stored]:
-    width, h = gate_up.shape[0] // 2, gate_up.shape[1]
-    yield _Stored(f"{p}gate_proj.weight", (width, h), (gate_up[:width],))
-    yield _Stored(f"{p}up_proj.weight", (width, h), (gate_up[width:],))
-    yield _Stored(f"{p}down_proj.weight", (h, width), (down,))
+def _plan_swiglu(gate_up: Matrix, down: Matrix, p: str) -> Iterator[_Stored]:
+    width, h = down.k, down.n
+    gate, up = _in_order(width, width)
+    yield _Stored(f"{p}gate_proj.weight", (width, h), gate_up, (gate,))
+    yield _Stored(f"{p}up_proj.weight", (width, h), gate_up, (up,))
+    yield _Stored(f"{p}down_proj.weight", (h, width), down)
 
 
 def _plan_moe(moe: Moe, shape: ModelShape, p: str, names: Collection[str]) -> Iterator[_Stored]:
-    h = shape.hidden_size
-    yield _Stored(f"{p}gate.weight", (shape.n_experts, h), (moe.router,))
-    yield _Stored(f"{p}shared_expert_gate.weight", (1, h), (moe.shared_gate,))
+    h, e, m = shape.hidden_size, shape.n_experts, shape.moe_intermediate_size
+    yield _Stored(f"{p}gate.weight", (e, h), moe.router, ((0, e),))
+    yield _Stored(f"{p}shared_expert_gate.weight", (1, h), moe.router, ((e, 1),))
     yield from _plan_swiglu(moe.shared_gate_up, moe.shared_down, f"{p}shared_expert.")
     if f"{p}experts.0.gate_proj.weight" in names:
-        for e in range(shape.n_experts):
-            yield from _plan_swiglu(moe.gate_up[e], moe.down[e], f"{p}experts.{e}.")
+        for i in range(e):
+            for name, first in (("gate", 2 * i * m), ("up", (2 * i + 1) * m)):
+                yield _Stored(f"{p}experts.{i}.{name}_proj.weight", (m, h), moe.gate_up, ((first, m),))
+        for i in range(e):
+            yield _Stored(f"{p}experts.{i}.down_proj.weight", (h, m), moe.down, ((i * h, h),))
     else:
-        yield _Stored(f"{p}experts.gate_up_proj", tuple(moe.gate_up.shape), (moe.gate_up,))
-        yield _Stored(f"{p}experts.down_proj", tuple(moe.down.shape), (moe.down,))
+        yield _Stored(f"{p}experts.gate_up_proj", (e, 2 * m, h), moe.gate_up)
+        yield _Stored(f"{p}experts.down_proj", (e, h, m), moe.down)
 
 
 def _check_plan(plan: list[_Stored], headers: dict[str, _Header], path: Path) -> list[str]:
@@ -402,7 +497,7 @@ def _check_plan(plan: list[_Stored], headers: dict[str, _Header], path: Path) ->
             raise CheckpointError(
                 f"{where} has the wrong dtype: expected {', '.join(_STORED_DTYPES)}, found {header.dtype}"
             )
-        if header.dtype != "BF16" and stored.parts[0].dtype == torch.bfloat16:
+        if header.dtype != "BF16" and isinstance(stored.target, Matrix):
             converted[header.dtype] += 1
 
     skipped: Counter[str] = Counter()
@@ -423,7 +518,7 @@ def _check_plan(plan: list[_Stored], headers: dict[str, _Header], path: Path) ->
     return notices + [f"converted {n} matrices from {dtype} to BF16" for dtype, n in converted.items()]
 
 
-def _list_files(path: Path) -> dict[Path, list[str]]:
+def checkpoint_files(path: Path) -> dict[Path, list[str]]:
     """The files of a checkpoint, each with the names that the index promises in it."""
     if path.is_file():
         return {path: []}
@@ -457,20 +552,11 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(str(file), framework="pt", device="cpu") as handle:
             yield handle
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: damaged or unreadable ({error}); download it again") from error
+        raise _damaged(file, error) from error
 
 
-def _batches(group: list[_Stored]) -> Iterator[list[_Stored]]:
-    batch: list[_Stored] = []
-    n_bytes = 0
-    for stored in group:
-        batch.append(stored)
-        n_bytes += stored.n_bytes
-        if n_bytes >= _REMAP_BYTES:
-            yield batch
-            batch, n_bytes = [], 0
-    if batch:
-        yield batch
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file}: damaged or unreadable ({error}); download it again")
 
 
 def _refuse_quantised(directory: Path) -> None:

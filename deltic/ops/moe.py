@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltic.ops.matrix import Matrix, row_bytes
 from deltic.ops.table import Program, check
 
 
@@ -23,6 +24,7 @@ class MoeScratch:
     order: Tensor  # int32 [T k]
     begin: Tensor  # int32 [E + 1]
     probabilities: Tensor  # float32 [T, E + 16]
+    rows: Tensor  # uint8 [T k, row_bytes(max(H, M))]
     up: Tensor  # float32 [T k, 2M]
     act: Tensor  # bfloat16 [T k, M]
     y: Tensor  # float32 [T k, H]
@@ -32,9 +34,8 @@ def moe(
     program: Program,
     h: Tensor,
     logits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    shared_gate: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     shared: Tensor,
     residual: Tensor,
     *,
@@ -43,21 +44,20 @@ def moe(
     n_tokens: Tensor,
     scratch: MoeScratch,
 ) -> None:
-    """residual[t] += sum_slot p_slot Expert_slot(h[t]) + sigmoid(h[t] . shared_gate) shared[t].
+    """residual[t] += sum_slot p_slot Expert_slot(h[t]) + sigmoid(logits[t, E]) shared[t].
 
-    h: bfloat16 [T, H]; logits: float32 [T, E]; gate_up: bfloat16 [E, 2M, H] (gate rows first); down: bfloat16
-    [E, H, M]; shared_gate: bfloat16 [H]; shared, residual: float32 [T, H]; p: softmax of all logits, the n_per_token
+    h: bfloat16 [T, H]; logits: float32 [T, E + 1], the last for the shared expert; gate_up: E matrices [2M, H] (gate rows
+    first); down: E matrices [H, M]; shared, residual: float32 [T, H]; p: softmax of the first E logits, the n_per_token
     largest (ties: lower expert), renormalised when `normalise`; n_tokens: int32 scalar.
     """
-    n_experts, width, inner = down.shape
-    check(
-        "moe", gate_up.shape == (n_experts, 2 * inner, width), f"gate_up [{n_experts}, {2 * inner}, {width}]"
-    )
-    check("moe", h.dtype == gate_up.dtype == down.dtype == torch.bfloat16, "bfloat16 h, gate_up, down")
-    check("moe", logits.shape[1] == n_experts and n_per_token <= n_experts, "logits [T, E], k <= E")
-    check("moe", width % 32 == 0 and inner % 32 == 0, "widths that are multiples of 32")
+    n_experts, width, inner = down.data.shape[0], down.n, down.k
+    check("moe", (gate_up.n, gate_up.k) == (2 * inner, width), f"gate_up [{2 * inner}, {width}]")
+    check("moe", gate_up.data.shape[0] == n_experts, f"gate_up of {n_experts} experts")
+    check("moe", h.dtype == torch.bfloat16 and h.shape[1] == width, f"bfloat16 h [T, {width}]")
+    check("moe", logits.shape[1] == n_experts + 1 and n_per_token <= n_experts, "logits [T, E + 1], k <= E")
     s = scratch
+    check("moe", s.rows.nbytes >= s.order.numel() * row_bytes(max(width, inner)), "rows for T k slots")
     program.call(
-        "deltic_moe", h, logits, residual, n_tokens, width, n_experts, n_per_token, inner, int(normalise),
-        gate_up, down, shared_gate, shared, s.expert, s.weight, s.order, s.begin, s.probabilities, s.up, s.act, s.y,
+        "deltic_moe", h, logits, residual, n_tokens, n_experts, n_per_token, int(normalise), *gate_up.arguments,
+        *down.arguments, shared, s.expert, s.weight, s.order, s.begin, s.probabilities, s.rows, s.up, s.act, s.y,
     )  # fmt: skip

@@ -24,11 +24,15 @@ OPERATORS = (
     "embed", "linear", "rms_norm", "silu_mul", "gdn", "attn_prepare", "attention", "moe", "sample", "logprobs",
 )  # fmt: skip
 
-# Best first: library name and the /proc/cpuinfo flags it needs.
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"})
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})
+
+# Best first: library name and the /proc/cpuinfo flags it needs. AVX-512 without its int8 dot product runs as AVX2.
 INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("avx512_bf16", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16"})),
-    ("avx512", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"})),
-    ("avx2", frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})),
+    ("avx512_bf16", _AVX512 | {"avx512_bf16"}),
+    ("avx512", _AVX512),
+    ("avx2_vnni", _AVX2 | {"avx_vnni"}),
+    ("avx2", _AVX2),
     ("baseline", frozenset()),
 )
 

@@ -17,6 +17,7 @@ from deltic.engine.runner import Runner, build_runner
 from deltic.models.checkpoint import n_real_ids
 from deltic.models.shapes import ModelShape, UnsupportedModelError, published_shape
 from deltic.reference.model import forward
+from tests.plain import plain
 from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
 
 CHECKPOINTS = {
@@ -75,9 +76,9 @@ def test_greedy_against_oracle(name: str) -> None:
                 drawn += output.token_ids
                 rows.append(runner.logits(1)[0].clone())
                 logprobs += [entry.logprob for entry in output.logprobs or []]
-        expected = forward(runner.model.weights, runner.plan.shape, ids + drawn[:-1], precision="bfloat16")[
-            length - 1 :
-        ]
+        expected = forward(
+            plain(runner.model.weights), runner.plan.shape, ids + drawn[:-1], precision="bfloat16"
+        )[length - 1 :]
         error = (torch.stack(rows) - expected)[:, :N_REAL_VOCAB].abs().amax(-1)
         errors.append(error)
         expected[:, N_REAL_VOCAB:] = -torch.inf
@@ -167,7 +168,7 @@ def test_logprobs_of_prompt_and_answer(runner: Runner) -> None:
     outputs = finish(engine)["a", 0]
     entries = outputs[0].prompt_logprobs
     assert entries is not None and len(entries) == 150 and entries[0] is None
-    logits = forward(runner.model.weights, runner.plan.shape, ids, precision="bfloat16")
+    logits = forward(plain(runner.model.weights), runner.plan.shape, ids, precision="bfloat16")
     logits[:, N_REAL_VOCAB:] = -torch.inf
     expected = logits.log_softmax(-1)
     for i, entry in enumerate(entries[1:], 1):
@@ -214,17 +215,20 @@ def test_biases_bans_and_penalties(runner: Runner) -> None:
 
 def test_a_damaged_model_fails_its_sequences_only(runner: Runner) -> None:
     """Logits that are not finite end the sequence with an error; pages and slots come back, others go on."""
-    weight = runner.model.weights.embed
-    kept = weight[7].clone()
+    embed = runner.model.weights.embed
+    weight = embed.data.view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[
+        0, :, 7
+    ]  # row 7 of the first strip
+    kept = weight.clone()
     engine = Engine(runner)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1, n=2)
     engine.add(Request(id="bad", prompt_ids=[7], params=params))
     engine.add(Request(id="good", prompt_ids=[8, 9], params=params))
     try:
-        weight[7] = float("nan")
+        weight.fill_(float("nan"))
         outputs = engine.step()
     finally:
-        weight[7] = kept
+        weight.copy_(kept)
     while engine.has_work():
         outputs += engine.step()
         engine.check()

@@ -5,6 +5,8 @@ Shapes are ugly, outputs and scratch are poisoned with NaN, and rows beyond the 
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from deltic.ops.attention import AttentionHeads, attention, attn_prepare
 from deltic.ops.embed import embed
 from deltic.ops.gdn import GdnHeads, GdnScratch, GdnWeights, gdn
 from deltic.ops.linear import linear
+from deltic.ops.matrix import FORMATS, Matrix, row_bytes
 from deltic.ops.moe import MoeScratch, moe
 from deltic.ops.rms_norm import rms_norm
 from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
@@ -49,44 +52,128 @@ def close(actual: Tensor, expected: Tensor, relative: float, absolute: float = 1
     torch.testing.assert_close(actual.float(), expected.float(), rtol=relative, atol=absolute)
 
 
-def test_embed(program: Program) -> None:
-    table, out = torch.randn(50, 48).to(BF16), poison(9, 48)
-    embed(program, table, i32(3, 49, 0, 7, 7, 1, 1, 1, 1), out, count(5))
+def packed(values: Tensor, format: str = "bf16") -> Matrix:
+    """values [N, K], or [E, N, K]."""
+    n_matrices = 1 if values.dim() == 2 else len(values)
+    return Matrix.empty(*values.shape[-2:], FORMATS[format], n_matrices).pack(values.contiguous())
+
+
+def workspace(n_rows: int, k: int) -> Tensor:
+    return torch.full((n_rows * row_bytes(k),), 255, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_embed(program: Program, format: str) -> None:
+    table, out = torch.randn(50, 96).to(BF16), poison(9, 96)
+    w = packed(table, format)
+    embed(program, w, i32(3, 49, 0, 7, 7, 1, 1, 1, 1), out, count(5))
     program.run()
-    assert torch.equal(out[:5], table[[3, 49, 0, 7, 7]].float())
+    expected = table.float() if format == "bf16" else w.unpack()[0]
+    assert torch.equal(out[:5], expected[[3, 49, 0, 7, 7]])
     assert out[5:].isnan().all()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 63, 130])
+# Of a group's largest value: half a step of 127; the fits of int4 clip what stands out.
+STEP = {"bf16": 0.0, "int8": 0.5 / 127, "int4": 0.35, "int4-symmetric": 0.35}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(1, 32), (35, 96), (16, 128), (33, 4128)])
+def test_packing_keeps_the_values(format: str, n: int, k: int) -> None:
+    torch.manual_seed(n)
+    values = torch.randn(n, k).to(BF16)
+    values[0, : k // 2] = 0  # groups of nothing, too
+    matrix = packed(values, format)
+    found, group = matrix.unpack()[0], matrix.format.group
+    for start in range(0, k, group):
+        part = values[:, start : start + group].float()
+        most = part.abs().amax(1, keepdim=True)
+        assert ((found[:, start : start + group] - part).abs() <= STEP[format] * most + 1e-7).all()
+    error = (found - values.float()).norm() / values.float().norm()
+    assert error <= {"bf16": 0.0, "int8": 0.007, "int4": 0.085, "int4-symmetric": 0.105}[format]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_bytes_are_the_same_on_every_machine(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, 35, 160).to(BF16)
+    expected = packed(values, format).data
+    for library in SETS:
+        monkeypatch.setattr("deltic.ops.matrix.Program", partial(Program, library=library))
+        assert torch.equal(packed(values, format).data, expected), library
+
+
+def product(x: Tensor, w: Matrix) -> Tensor:
+    """x W^T in float64, with x rounded to int8 by groups as a quantised product does."""
+    x = x.float()
+    if w.format.name != "bf16":
+        pieces = []
+        for part in x.split(w.format.group, 1):
+            most = part.abs().amax(1, keepdim=True)
+            inverse = torch.div(127.0 * torch.ones(()), most)  # 127 / most would multiply by a reciprocal
+            pieces.append((part * inverse).round() * (most / 127))
+        x = torch.cat(pieces, 1)
+    return x.double() @ w.unpack()[0].double().T
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 17, 33, 130])
 @pytest.mark.parametrize(("n", "k"), [(1, 32), (35, 96), (70, 2048), (33, 4128)])
-def test_linear(program: Program, rows: int, n: int, k: int) -> None:
-    x, w = torch.randn(rows + 2, k).to(BF16), (torch.randn(n, k) / k**0.5).to(BF16)
-    out, residual = poison(rows + 2, n), torch.randn(rows + 2, n)
+def test_linear(program: Program, rows: int, n: int, k: int, format: str) -> None:
+    x, w = torch.randn(rows + 2, k).to(BF16), packed((torch.randn(n, k) / k**0.5).to(BF16), format)
+    out, residual, space = poison(rows + 2, n), torch.randn(rows + 2, n), workspace(rows + 2, k)
     added = residual.clone()
-    linear(program, x, w, out, count(rows))
-    linear(program, x, w, added, count(rows), add=True)
+    linear(program, x, w, out, space, count(rows))
+    linear(program, x, w, added, space, count(rows), add=True)
     program.run()
-    expected = x.double() @ w.double().T
-    close(out[:rows], expected[:rows], 1e-5, 3e-6)
-    close(added[:rows], (residual + expected)[:rows], 1e-5, 3e-6)
+    expected = product(x, w)
+    close(out[:rows], expected[:rows], 1e-5, 5e-6)
+    close(added[:rows], (residual + expected)[:rows], 1e-5, 5e-6)
     assert out[rows:].isnan().all() and torch.equal(added[rows:], residual[rows:])
 
 
-def test_linear_row_count_keeps_bits(program: Program) -> None:
-    x, w = torch.randn(101, 4128).to(BF16), torch.randn(67, 4128).to(BF16)
-    many, one = poison(101, 67), poison(1, 67)
-    linear(program, x, w, many, count(101))
+@pytest.mark.parametrize("format", FORMATS)
+def test_linear_row_count_keeps_bits(program: Program, format: str) -> None:
+    x, w = torch.randn(101, 4128).to(BF16), packed(torch.randn(67, 4128).to(BF16), format)
+    space = workspace(101, 4128)
+    expected = poison(101, 67)
+    linear(program, x, w, expected, space, count(101))
     program.run()
-    for row in (0, 5, 96, 100):
-        single = Program(1, library=program.instruction_set)
-        linear(single, x[row : row + 1].contiguous(), w, one, count(1))
-        single.run()
-        assert torch.equal(one[0].view(I32), many[row].view(I32))
+    for n_rows in (1, 3, 16, 30, 40):
+        for n_threads in (1, 3):
+            out, some = poison(n_rows, 67), Program(n_threads, library=program.instruction_set)
+            linear(some, x[-n_rows:].contiguous(), w, out, space, count(n_rows))
+            some.run()
+            assert torch.equal(out.view(I32), expected[-n_rows:].view(I32))
+
+
+def test_quantised_products_are_equal_on_all_instruction_sets_but_for_the_last_sum() -> None:
+    """Sums within a group are exact integers; what is left is one fused multiply-add a group, which not all sets have."""
+    torch.manual_seed(0)
+    x, space = torch.randn(9, 640).to(BF16), workspace(9, 640)
+    for format in ("int8", "int4"):
+        w = packed(torch.randn(40, 640).to(BF16), format)
+        outs = []
+        for library in SETS:
+            out, program = poison(9, 40), Program(1, library=library)
+            linear(program, x, w, out, space, count(9))
+            program.run()
+            outs.append(out)
+        for out in outs:
+            close(out, outs[0], 1e-6, 1e-5)
 
 
 def test_linear_refuses_what_it_cannot_do(program: Program) -> None:
     with pytest.raises(KernelError, match="K a multiple of 32, found 40"):
-        linear(program, torch.zeros(1, 40).to(BF16), torch.zeros(8, 40).to(BF16), torch.zeros(1, 8), count(1))
+        Matrix.empty(8, 40, FORMATS["bf16"])
+    w = packed(torch.zeros(8, 64).to(BF16))
+    x, out = torch.zeros(2, 64).to(BF16), torch.zeros(2, 8)
+    with pytest.raises(KernelError, match="a workspace for 2 rows"):
+        linear(program, x, w, out, workspace(1, 64), count(1))
+    with pytest.raises(KernelError, match=r"x \[T, 64\] and out \[T, 8\]"):
+        linear(program, x, w, torch.zeros(2, 9), workspace(2, 64), count(1))
+    with pytest.raises(KernelError, match=r"contiguous bfloat16 values of 1 x \[8, 64\]"):
+        w.pack(torch.zeros(8, 32).to(BF16))
 
 
 @pytest.mark.parametrize("rows", [1, 65])
@@ -253,40 +340,41 @@ def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
         close(torch.cat(parts[s]), o * gate.sigmoid(), ONE_BF16_ULP, 2e-3)
 
 
+@pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize(("n_tokens", "n_experts", "k"), [(1, 16, 4), (37, 10, 3), (130, 16, 1)])
-def test_moe(program: Program, n_tokens: int, n_experts: int, k: int) -> None:
+def test_moe(program: Program, n_tokens: int, n_experts: int, k: int, format: str) -> None:
     width, inner, t = 96, 64, n_tokens + 1
     h = torch.randn(t, width).to(BF16)
-    router = torch.randn(n_experts, width).to(BF16)
-    gate_up, down = (
-        torch.randn(n_experts, 2 * inner, width).to(BF16) / 8,
-        torch.randn(n_experts, width, inner).to(BF16) / 8,
-    )
-    shared_gate, shared, residual = torch.randn(width).to(BF16), torch.randn(t, width), torch.randn(t, width)
-    out, logits = residual.clone(), poison(t, n_experts)
+    router = torch.randn(n_experts + 1, width).to(BF16)
+    gate_up = packed(torch.randn(n_experts, 2 * inner, width).to(BF16) / 8, format)
+    down = packed(torch.randn(n_experts, width, inner).to(BF16) / 8, format)
+    shared, residual = torch.randn(t, width), torch.randn(t, width)
+    out, logits = residual.clone(), poison(t, n_experts + 1)
     scratch = MoeScratch(
         expert=torch.full((t, k), -1, dtype=I32), weight=poison(t, k), order=torch.full((t * k,), -1, dtype=I32),
         begin=torch.full((n_experts + 1,), -1, dtype=I32), probabilities=poison(t, n_experts + 16),
-        up=poison(t * k, 2 * inner), act=poison(t * k, inner, dtype=BF16), y=poison(t * k, width),
+        rows=workspace(t * k, width), up=poison(t * k, 2 * inner), act=poison(t * k, inner, dtype=BF16), y=poison(t * k, width),
     )  # fmt: skip
-    linear(program, h, router, logits, count(n_tokens))
+    linear(program, h, packed(router), logits, workspace(t, width), count(n_tokens))
     moe(
-        program, h, logits, gate_up, down, shared_gate, shared, out,
+        program, h, logits, gate_up, down, shared, out,
         n_per_token=k, normalise=True, n_tokens=count(n_tokens), scratch=scratch,
     )  # fmt: skip
     program.run()
-    weights, ids = oracle.route(h.float(), router, k, True, "bfloat16")
+    weights, ids = oracle.route(h.float(), router[:-1], k, True, "bfloat16")
     assert torch.equal(scratch.expert[:n_tokens], ids[:n_tokens].to(I32))
-    gate = (h.float() @ shared_gate.float()).sigmoid()
+    gate = (h.float() @ router[-1].float()).sigmoid()
+    up_rows, down_rows = gate_up.unpack(), down.unpack()
+    expected = torch.empty(n_tokens, width)
     for token in range(n_tokens):
-        expected = residual[token] + gate[token] * shared[token]
+        expected[token] = residual[token] + gate[token] * shared[token]
+        x = h[token : token + 1].float()
         for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
-            expected = (
-                expected
-                + weight
-                * oracle.swiglu(h[token : token + 1].float(), gate_up[expert], down[expert], "bfloat16")[0]
-            )
-        close(out[token], expected, 1e-2, 1e-2)
+            expected[token] += weight * oracle.swiglu(x, up_rows[expert], down_rows[expert], "bfloat16")[0]
+    if format == "bf16":
+        close(out[:n_tokens], expected, 1e-2, 1e-2)
+    else:  # the rows were rounded to int8 twice
+        assert (out[:n_tokens] - expected).norm() < 0.015 * expected.norm()
     assert torch.equal(out[n_tokens:], residual[n_tokens:])
 
 

@@ -16,6 +16,7 @@ from deltic.models.shapes import ModelShape
 from deltic.models.weights import load_weights
 from deltic.reference import layers, sample
 from deltic.reference.model import forward, generate_greedy
+from tests.plain import plain
 from tests.tiny import tiny_checkpoint, tiny_config
 
 needs_transformers = pytest.mark.skipif(
@@ -66,7 +67,7 @@ def published_greedy(model: Any, ids: list[int], n_tokens: int) -> list[int]:
 def test_logits_and_greedy_tokens_equal_the_published_model(kind: str, options: dict[str, Any]) -> None:
     path = tiny_checkpoint(kind, **options)
     shape = ModelShape.from_directory(path)
-    weights, _ = load_weights(path, shape)
+    weights = plain(load_weights(path, shape)[0])
     model, ids = published_model(path), prompt()
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids])).logits[0]
@@ -98,7 +99,7 @@ def test_bfloat16_rules_stay_near_float32(kind: str, limit: float) -> None:
     """Logits of magnitude 4 move little; a router in a near-tie moves them more, so the median is judged."""
     path = tiny_checkpoint(kind)
     shape = ModelShape.from_directory(path)
-    weights, _ = load_weights(path, shape)
+    weights = plain(load_weights(path, shape)[0])
     exact, lossy = (forward(weights, shape, prompt(40), p) for p in ("float32", "bfloat16"))
     gap = (exact - lossy).abs().amax(-1)
     assert 0 < gap.median() < limit

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from deltic.models.checkpoint import resolve_model
 from deltic.models.shapes import PUBLISHED, CheckpointError, ModelShape
-from deltic.models.weights import AttnLayer, GdnLayer, Mlp, Moe, Weights, dummy_weights, load_weights
+from deltic.models.weights import (
+    AttnLayer,
+    GdnLayer,
+    Mlp,
+    Moe,
+    Weights,
+    dummy_weights,
+    load_weights,
+    weight_bytes,
+)
+from deltic.ops.matrix import Matrix
+from tests.plain import rows
 from tests.tiny import tiny_checkpoint
 
 
@@ -53,8 +64,11 @@ def test_every_stored_layout_loads_to_the_same_tensors(kind: str, options: dict[
 def test_sizes_are_those_that_the_shape_predicts(kind: str) -> None:
     weights, notices, shape = load(tiny_checkpoint(kind))
     assert notices == []
-    assert weights.n_bytes == shape.weight_bytes
-    assert sum(t.numel() for _, t in weights.named_tensors()) == shape.n_params
+    assert weights.n_bytes == weight_bytes(shape, None)
+    sizes = [
+        p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.numel() for _, p in weights.named_parts()
+    ]
+    assert sum(sizes) == shape.n_params
     assert all(t.is_contiguous() for _, t in weights.named_tensors())
     assert [isinstance(layer, AttnLayer) for layer in weights.layers] == [False, False, False, True]
     assert all(isinstance(layer.mlp, Moe if shape.is_moe else Mlp) for layer in weights.layers)
@@ -66,11 +80,12 @@ def test_query_and_gate_are_taken_apart_by_head() -> None:
     stored = load_file(path / "model.safetensors")["model.language_model.layers.3.self_attn.q_proj.weight"]
     layer, d = weights.layers[3], shape.head_dim
     assert isinstance(layer, AttnLayer)
+    qkv = rows(layer.qkv)
     for head in range(shape.n_q_heads):
         query = stored[2 * d * head : 2 * d * head + d]
         gate = stored[2 * d * head + d : 2 * d * (head + 1)]
-        assert torch.equal(layer.qkv[d * head : d * (head + 1)], query)
-        assert torch.equal(layer.qkv[d * (shape.n_q_heads + head) :][:d], gate)
+        assert torch.equal(qkv[d * head : d * (head + 1)], query)
+        assert torch.equal(qkv[d * (shape.n_q_heads + head) :][:d], gate)
 
 
 def test_next_projections_are_taken_apart_by_key_head() -> None:
@@ -81,23 +96,24 @@ def test_next_projections_are_taken_apart_by_key_head() -> None:
     ba = stored["model.layers.0.linear_attn.in_proj_ba.weight"]
     layer = weights.layers[0]
     assert isinstance(layer, GdnLayer)
+    in_proj = rows(layer.in_proj)
     kd, vd, hv, d = shape.gdn_key_size, shape.gdn_value_size, shape.gdn_n_v_heads, shape.gdn_v_dim
     block, repeat = 2 * d + 2 * (hv // shape.gdn_n_k_heads) * d, hv // shape.gdn_n_k_heads
     # key head 1, second value head of its group
     head = repeat + 1
-    assert torch.equal(layer.in_proj[d : 2 * d], qkvz[block : block + d])
-    assert torch.equal(layer.in_proj[kd + d : kd + 2 * d], qkvz[block + d : block + 2 * d])
-    assert torch.equal(layer.in_proj[2 * kd + head * d :][:d], qkvz[block + 3 * d : block + 4 * d])
+    assert torch.equal(in_proj[d : 2 * d], qkvz[block : block + d])
+    assert torch.equal(in_proj[kd + d : kd + 2 * d], qkvz[block + d : block + 2 * d])
+    assert torch.equal(in_proj[2 * kd + head * d :][:d], qkvz[block + 3 * d : block + 4 * d])
     z = qkvz[block + 2 * d + repeat * d + d :][:d]
-    assert torch.equal(layer.in_proj[2 * kd + vd + head * d :][:d], z)
-    assert torch.equal(layer.in_proj[2 * kd + 2 * vd + head], ba[2 * repeat + 1])
-    assert torch.equal(layer.in_proj[2 * kd + 2 * vd + hv + head], ba[2 * repeat + repeat + 1])
+    assert torch.equal(in_proj[2 * kd + vd + head * d :][:d], z)
+    assert torch.equal(in_proj[2 * kd + 2 * vd + head], ba[2 * repeat + 1])
+    assert torch.equal(in_proj[2 * kd + 2 * vd + hv + head], ba[2 * repeat + repeat + 1])
 
 
 def test_tied_head_is_the_embedding_itself() -> None:
     weights, _, shape = load(tiny_checkpoint("dense", tied=True))
     assert weights.lm_head is weights.embed
-    assert weights.n_bytes == shape.weight_bytes
+    assert weights.n_bytes == weight_bytes(shape, None)
     assert load(tiny_checkpoint("dense"))[0].lm_head is not load(tiny_checkpoint("dense"))[0].embed
 
 
@@ -109,7 +125,7 @@ def test_vision_and_mtp_are_skipped_with_a_notice() -> None:
 def test_float_checkpoints_are_converted_with_a_notice() -> None:
     for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16")):
         weights, notices, _ = load(tiny_checkpoint("dense", dtype=dtype))
-        assert weights.embed.dtype == torch.bfloat16
+        assert weights.embed.format.name == "bf16"
         assert len(notices) == 1 and f"from {name} to BF16" in notices[0]
 
 
@@ -120,7 +136,7 @@ def test_single_file_and_progress() -> None:
     weights, _ = load_weights(path / "model.safetensors", shape, lambda *at: seen.append(at))
     assert_same(weights, load(path)[0])
     assert seen == sorted(seen)
-    assert seen[-1] == (shape.weight_bytes, shape.weight_bytes)
+    assert seen[-1] == (weight_bytes(shape, None),) * 2
 
 
 @pytest.fixture
@@ -157,7 +173,7 @@ def test_missing_head_of_an_untied_model(edited: Callable[..., Path]) -> None:
 
 def test_stored_head_of_a_tied_model(edited: Callable[..., Path]) -> None:
     """Equal to the embedding it is shared; different it is used, because that is what was stored."""
-    embed = load(tiny_checkpoint("dense", tied=True))[0].embed
+    embed = rows(load(tiny_checkpoint("dense", tied=True))[0].embed)
     weights, notices, _ = load(edited(tied=True, **{"lm_head.weight": embed.clone()}))
     assert weights.lm_head is weights.embed and notices == []
 
@@ -165,7 +181,7 @@ def test_stored_head_of_a_tied_model(edited: Callable[..., Path]) -> None:
 def test_different_stored_head_of_a_tied_model(edited: Callable[..., Path]) -> None:
     head = torch.ones(512, 256, dtype=torch.bfloat16)
     weights, notices, _ = load(edited(tied=True, **{"lm_head.weight": head}))
-    assert torch.equal(weights.lm_head, head)
+    assert torch.equal(rows(weights.lm_head), head)
     assert "lm_head.weight" in notices[0]
 
 
@@ -272,9 +288,10 @@ def test_dummy_weights_are_the_right_size_repeatable_and_sane() -> None:
     shape = ModelShape.from_directory(tiny_checkpoint("moe"))
     weights, again, other = dummy_weights(shape), dummy_weights(shape), dummy_weights(shape, seed=1)
     assert_same(weights, again)
-    assert not torch.equal(weights.embed, other.embed)
-    assert weights.n_bytes == shape.weight_bytes
-    for name, tensor in weights.named_tensors():
+    assert not torch.equal(weights.embed.data, other.embed.data)
+    assert weights.n_bytes == weight_bytes(shape, None)
+    for name, part in weights.named_parts():
+        tensor = rows(part) if isinstance(part, Matrix) else part
         assert tensor.float().isfinite().all(), name
         if tensor.dtype == torch.bfloat16 and tensor.numel() > 10_000:
             scale = 0.1 if name == "embed" else tensor.shape[-1] ** -0.5

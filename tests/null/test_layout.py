@@ -19,7 +19,7 @@ SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 MAX_SOURCE_FILES = 60
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 14_000
+MAX_PACKAGE_LINES = 15_500
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
 LEAVES = {"config", "metrics", "engine.request"}

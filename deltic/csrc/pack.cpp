@@ -1,0 +1,136 @@
+// Packing and quantising of matrices at load, a strip of 16 rows at a time; the layouts are in matrix.h. Nothing here is
+// fused, so that all instruction sets give the same bytes.
+#include "kernel.h"
+#include "matrix.h"
+#include "pool.h"
+
+namespace {
+
+constexpr int64_t MOST_GROUP = 256;  // checked where a matrix is made
+
+void pack_bf16(const bf16* rows, int64_t n_rows, int64_t k, uint8_t* out) {
+    memset(out, 0, k * STRIP * 2);
+    for (int64_t lane = 0; lane < n_rows; lane++)
+        for (int64_t j = 0; j < k / 2; j++) memcpy(out + j * 64 + lane * 4, rows + lane * k + 2 * j, 4);
+}
+
+// A group of one strip, one row a lane.
+struct Group {
+    float w[MOST_GROUP * STRIP];
+    int64_t n_k;
+
+    v16 at(int64_t i) const { return load(w + i * STRIP); }
+
+    // round((w - least) / scale) in [0, top]; where the scale is 0, so is what is multiplied with it.
+    v16 quantised(int64_t i, v16 least, v16 inverse, float top) const {
+        const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+        v16 q = (at(i) - least) * inverse + magic - magic;
+        return -vmax(splat(-top), -vmax(splat(0.0f), q));
+    }
+};
+
+v16 inverse_of(v16 x) {
+    return each_part([&](int i) { return select(x.part[i] == f32_part{}, f32_part{}, 1.0f / x.part[i]); });
+}
+
+void quantise_int8(const Group& group, uint8_t* out) {
+    v16 most = {};
+    for (int64_t i = 0; i < group.n_k; i++) most = vmax(most, vmax(group.at(i), -group.at(i)));
+    v16 scale = most * splat(1.0f / 127.0f), inverse = inverse_of(scale);
+    for (int64_t i = 0; i < group.n_k; i++) {
+        float q[STRIP];
+        store(q, group.quantised(i, scale * splat(-128.0f), inverse, 255.0f));
+        for (int64_t lane = 0; lane < STRIP; lane++) out[i / 4 * 64 + lane * 4 + i % 4] = (uint8_t)q[lane];
+    }
+    store((float*)(out + group.n_k * STRIP), scale);
+}
+
+// Scale and least by trial: quantise with a step near (max - min) / 15, fit both to the result by least squares, keep the
+// best of the trials (the method of llama.cpp's K-quants). `symmetric`: least is -8 scale, only the scale is fitted.
+void fit_int4(const Group& group, bool symmetric, v16& best_scale, v16& best_least) {
+    v16 low = group.at(0), high = group.at(0), sum_x = {}, sum_xx = {};
+    for (int64_t i = 0; i < group.n_k; i++) {
+        v16 x = group.at(i);
+        high = vmax(high, x);
+        low = -vmax(-low, -x);
+        sum_x = sum_x + x;
+        sum_xx = x * x + sum_xx;
+    }
+    v16 most = vmax(high, -low), n = splat((float)group.n_k);
+    v16 best_error = splat(INFINITY);
+    best_scale = best_least = v16{};
+    for (int trial = 0; trial < 16; trial++) {
+        v16 step = symmetric ? most * splat(1.0f / (6.5f + 0.15f * (float)trial)) : (high - low) * splat(1.0f / (14.0f + 0.15f * (float)trial));
+        v16 start = symmetric ? step * splat(-8.0f) : low, inverse = inverse_of(step);
+        v16 sum_q = {}, sum_qq = {}, sum_qx = {};
+        for (int64_t i = 0; i < group.n_k; i++) {
+            v16 q = group.quantised(i, start, inverse, 15.0f), x = group.at(i);
+            if (symmetric) q = q - splat(8.0f);
+            sum_q = sum_q + q;
+            sum_qq = q * q + sum_qq;
+            sum_qx = q * x + sum_qx;
+        }
+        v16 scale, least;
+        if (symmetric) {
+            scale = sum_qx * inverse_of(sum_qq);
+            least = v16{};
+        } else {
+            v16 spread = n * sum_qq - sum_q * sum_q;
+            scale = (n * sum_qx - sum_q * sum_x) * inverse_of(spread);
+            least = (sum_x - scale * sum_q) / n;
+        }
+        // |x - scale q - least|^2, expanded
+        v16 error = sum_xx + scale * scale * sum_qq + n * least * least - splat(2.0f) * (scale * sum_qx + least * sum_x - scale * least * sum_q);
+        if (symmetric) least = scale * splat(-8.0f);
+        for (int i = 0; i < PARTS; i++) {
+            i32_part better = error.part[i] < best_error.part[i];
+            best_error.part[i] = select(better, error.part[i], best_error.part[i]);
+            best_scale.part[i] = select(better, scale.part[i], best_scale.part[i]);
+            best_least.part[i] = select(better, least.part[i], best_least.part[i]);
+        }
+    }
+}
+
+void quantise_int4(const Group& group, bool symmetric, uint8_t* out) {
+    v16 scale, least;
+    fit_int4(group, symmetric, scale, least);
+    scale = round_bf16(scale);
+    least = symmetric ? scale * splat(-8.0f) : round_bf16(least);
+    v16 inverse = inverse_of(scale);
+    memset(out, 0, group.n_k * STRIP / 2);
+    for (int64_t i = 0; i < group.n_k; i++) {
+        float q[STRIP];
+        store(q, group.quantised(i, least, inverse, 15.0f));
+        for (int64_t lane = 0; lane < STRIP; lane++) out[i / 8 * 64 + lane * 4 + i % 4] |= (uint8_t)q[lane] << (i % 8 / 4 * 4);
+    }
+    uint8_t* scales = out + group.n_k * STRIP / 2;
+    for (int i = 0; i < PARTS; i++) {
+        u32_part both = (u32_part)least.part[i] | (u32_part)scale.part[i] >> 16;
+        memcpy(scales + i * LANES * 4, &both, sizeof both);
+    }
+}
+
+}  // namespace
+
+// values bf16 [N, K], w (packed: data, format, N, K, group), symmetric (of int4)
+KERNEL(deltic_pack) {
+    Arguments a{arguments};
+    auto values = a.pointer<const bf16>();
+    Matrix w = read_matrix(a);
+    bool symmetric = a.integer();
+    parallel_for(w.n_strips(), [&](int64_t strip, int) {
+        const bf16* rows = values + strip * STRIP * w.k;
+        int64_t n_rows = w.n - strip * STRIP < STRIP ? w.n - strip * STRIP : STRIP;
+        uint8_t* out = (uint8_t*)w.data + strip * w.strip_bytes();
+        if (w.format == Format::BF16) return pack_bf16(rows, n_rows, w.k, out);
+        for (int64_t k0 = 0; k0 < w.k; k0 += w.group) {
+            Group group;
+            group.n_k = w.k - k0 < w.group ? w.k - k0 : w.group;
+            for (int64_t lane = 0; lane < STRIP; lane++)
+                for (int64_t i = 0; i < group.n_k; i++) group.w[i * STRIP + lane] = lane < n_rows ? widen(rows[lane * w.k + k0 + i]) : 0.0f;
+            if (w.format == Format::INT8) quantise_int8(group, out);
+            else quantise_int4(group, symmetric, out);
+            out += group.n_k * STRIP / (w.format == Format::INT8 ? 1 : 2) + STRIP * 4;
+        }
+    });
+}

@@ -1,0 +1,111 @@
+"""Packed matrices: the one layout in which the linears, the experts and the embedding read their weights.
+
+A matrix [N, K] is stored in strips of 16 rows (csrc/matrix.h says how), in one of three formats:
+
+    bf16   as stored in the checkpoint
+    int8   8.25 bits a weight: groups of 128 along K with a float32 scale, symmetric
+    int4   4.5 bits a weight: groups of 64 along K with a bfloat16 scale and least value, fitted by least squares
+
+Rows multiplied with a quantised matrix are themselves rounded to int8, with a scale per row and group; the sums within
+a group are exact integers. The layout does not depend on the machine, so a packed file can be kept and moved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.ops.table import Program, check
+
+STRIP = 16
+
+
+@dataclass(frozen=True)
+class MatrixFormat:
+    """code: its number in csrc/matrix.h; group: weights along K that share a scale; bits: of one weight, scales left out."""
+
+    name: str
+    code: int
+    group: int
+    bits: int
+    symmetric: bool = True
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        MatrixFormat("bf16", 0, 32, 16),
+        MatrixFormat("int8", 1, 128, 8),
+        MatrixFormat("int4", 2, 64, 4, symmetric=False),
+        MatrixFormat("int4-symmetric", 2, 64, 4),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """n_matrices matrices of [n, k] (the experts of a layer, or one), packed. data: uint8 [n_matrices, bytes of one]."""
+
+    n: int
+    k: int
+    format: MatrixFormat
+    data: Tensor
+
+    @staticmethod
+    def n_bytes_of(n: int, k: int, format: MatrixFormat) -> int:
+        scales = 0 if format.bits == 16 else math.ceil(k / format.group) * 4
+        return math.ceil(n / STRIP) * STRIP * (k * format.bits // 8 + scales)
+
+    @classmethod
+    def empty(
+        cls, n: int, k: int, format: MatrixFormat, n_matrices: int = 1, device: str | None = None
+    ) -> Matrix:
+        """Room for the matrices; `pack` fills it. Raises KernelError unless k is a multiple of 32."""
+        check("matrix", k % 32 == 0, f"K a multiple of 32, found {k}")
+        size = (n_matrices, cls.n_bytes_of(n, k, format))
+        return cls(n, k, format, torch.empty(size, dtype=torch.uint8, device=device))
+
+    @property
+    def n_bytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def arguments(self) -> tuple[Tensor, int, int, int, int]:
+        """What a kernel reads of it (read_matrix in csrc/matrix.h)."""
+        return self.data, self.format.code, self.n, self.k, self.format.group
+
+    def pack(self, values: Tensor, n_threads: int = 1) -> Matrix:
+        """Stores values, bfloat16 [n_matrices * n, k] in rows; gives itself."""
+        n_matrices = self.data.shape[0]
+        check(
+            "pack",
+            values.dtype == torch.bfloat16
+            and values.is_contiguous()
+            and values.numel() == n_matrices * self.n * self.k,
+            f"contiguous bfloat16 values of {n_matrices} x [{self.n}, {self.k}]",
+        )
+        program = Program(n_threads)
+        for data, part in zip(self.data, values.view(n_matrices, self.n, self.k), strict=True):
+            one = Matrix(self.n, self.k, self.format, data)
+            program.call("deltic_pack", part, *one.arguments, int(self.format.symmetric))
+        program.run()
+        return self
+
+    def unpack(self) -> Tensor:
+        """float32 [n_matrices, n, k]: the values that stand for the matrices. For tests and to see what a format loses."""
+        out = torch.empty(self.data.shape[0], self.n, self.k)
+        rows, count = torch.arange(self.n, dtype=torch.int32), torch.tensor(self.n, dtype=torch.int32)
+        program = Program(1)
+        for data, part in zip(self.data, out, strict=True):
+            one = Matrix(self.n, self.k, self.format, data)
+            program.call("deltic_embed", *one.arguments, rows, part, count)
+        program.run()
+        return out
+
+
+def row_bytes(k: int) -> int:
+    """Bytes that one row of x takes when packed for a product, in whatever format (row_bytes in csrc/matrix.h)."""
+    return 2 * k

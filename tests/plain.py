@@ -1,0 +1,45 @@
+"""Loaded weights as plain rows, for the oracle: what each packed matrix stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltic.models.weights import Moe, Weights
+from deltic.ops.matrix import Matrix
+
+
+def rows(matrix: Matrix) -> Tensor:
+    """[n, k], or [E, n, k] of experts; bfloat16 where that is what is stored."""
+    values = matrix.unpack()
+    if matrix.format.name == "bf16":
+        values = values.to(torch.bfloat16)
+    return values[0] if len(values) == 1 else values
+
+
+def plain(weights: Weights) -> Any:
+    """The same structure with tensors in the place of matrices, and the shared expert's gate apart from the router."""
+
+    def fields(owner: Any) -> Any:
+        out = type(owner).__new__(type(owner))
+        for field in dataclasses.fields(owner):
+            value = getattr(owner, field.name)
+            if isinstance(value, Matrix):
+                value = rows(value)
+            elif dataclasses.is_dataclass(value):
+                value = fields(value)
+            setattr(out, field.name, value)
+        if isinstance(owner, Moe):
+            out.shared_gate, out.router = out.router[-1], out.router[:-1]
+        return out
+
+    return SimpleNamespace(
+        embed=rows(weights.embed),
+        norm=weights.norm,
+        lm_head=rows(weights.lm_head),
+        layers=[fields(layer) for layer in weights.layers],
+    )
