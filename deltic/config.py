@@ -12,6 +12,7 @@ import math
 import os
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ class EngineConfig:
         None, "keep packed weights in this directory: later starts map them instead of loading", metavar="DIR"
     )
     threads: int | None = knob(None, "CPU threads of the engine (default: the CPUs this process may use)")
+    pin_threads: bool = knob(
+        False, "bind each engine thread to a CPU of its own, in the order of their numbers"
+    )
     memory_gb: float | None = knob(
         None,
         "memory for weights, workspace, pages and slots (default: weights, workspace, and 2 GiB of pages and slots; "
@@ -105,11 +109,16 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[T], skip: tuple[str, ..
         if field.name in skip:
             continue
         kind, many = _scalar(hints[field.name])
-        text = field.metadata["help"]
+        text, flag = field.metadata["help"], "--" + field.name.replace("_", "-")
+        if kind is bool:
+            group.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+            continue
         if field.default not in (None, ()):
             text += f" (default: {field.default})"
         group.add_argument(
-            "--" + field.name.replace("_", "-"),
+            flag,
             type=kind,
             action="append" if many else "store",
             default=argparse.SUPPRESS,
@@ -118,6 +127,11 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[T], skip: tuple[str, ..
             or (None if field.metadata["choices"] else kind.__name__.upper()),
             help=text,
         )
+
+
+def _switch(text: str) -> bool:
+    """Raises ValueError."""
+    return bool(("off", "on", "0", "1", "false", "true", "no", "yes").index(text.strip().lower()) % 2)
 
 
 def _scalar(hint: Any) -> tuple[type, bool]:
@@ -147,10 +161,11 @@ def resolve(cls: type[T], given: dict[str, Any], environ: typing.Mapping[str, st
             values[name] = tuple(given[name]) if many else given[name]
         elif variable in environ:
             text = environ[variable]
+            parse, expected = (_switch, "on or off") if kind is bool else (kind, kind.__name__)
             try:
-                values[name] = tuple(kind(t.strip()) for t in text.split(",")) if many else kind(text)
+                values[name] = tuple(parse(t.strip()) for t in text.split(",")) if many else parse(text)
             except ValueError:
-                raise ConfigError(f"{variable}={text!r}: expected {kind.__name__}") from None
+                raise ConfigError(f"{variable}={text!r}: expected {expected}") from None
     config = cls(**values)
     _check(config)
     return config
@@ -190,19 +205,70 @@ def _check(config: EngineConfig | ServerConfig) -> None:
             raise ConfigError(f"{flag} {value}: must be {expected}")
     if isinstance(config, EngineConfig) and config.dummy and config.model != BUILT_IN:
         raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
+    if isinstance(config, EngineConfig) and config.pin_threads:
+        pinned_cpus(config.threads or 1)
 
 
-def n_usable_cpus() -> int:
-    """CPUs this process may use, as threads to start: its affinity mask, and the container's quota when there is one
-    (cgroup v2); at most MAX_THREADS."""
+def pinned_cpus(n_threads: int) -> tuple[int, ...]:
+    """The CPU of each thread when threads are bound: the first of the affinity mask. Raises ConfigError if there are fewer."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("--pin-threads: this system does not let threads be bound to CPUs; leave it out")
+    cpus = sorted(os.sched_getaffinity(0))
+    if n_threads > len(cpus):
+        raise ConfigError(
+            f"--pin-threads gives each thread a CPU of its own: --threads {n_threads} on {len(cpus)} CPUs that this process "
+            f"may use; give at most --threads {len(cpus)}, or leave --pin-threads out"
+        )
+    return tuple(cpus[:n_threads])
+
+
+def n_usable_cpus(proc: Path = Path("/proc/self"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPUs this process may use, as threads to start: its affinity mask, and the container's quota when there is one;
+    at most MAX_THREADS.
+
+    A quota of a CPU and a half is one thread: two would be stopped for a quarter of each period, and a step waits for
+    the last of them.
+    """
     n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for quota in _cpu_quotas(proc, cgroup):
+        n_cpus = min(n_cpus, max(1, int(quota)))
+    return min(n_cpus, MAX_THREADS)
+
+
+def _cpu_quotas(proc: Path, cgroup: Path) -> Iterator[float]:
+    """CPUs that each of the process's control groups may keep busy, from its own up to the root, where limited.
+
+    `cgroup` mounts version 2 (one tree, `cpu.max`), or version 1 (`cpu.cfs_quota_us` in the tree of the cpu controller), or
+    both side by side. Inside a container the path may be one of the host's that is not mounted: the root of what is mounted
+    is then the container's own group.
+    """
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            n_cpus = min(n_cpus, max(1, int(quota) // int(period)))
+        lines = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+    except OSError:
+        lines = []
+    groups = {name: path for _, names, path in lines for name in names.split(",")}  # version 2 has no name
+    for mounted in (cgroup, cgroup / "unified"):
+        for group in _up(mounted, groups.get("", "/")):
+            yield from _quota(group / "cpu.max")
+    for mounted in (cgroup / "cpu", cgroup / "cpu,cpuacct"):
+        for group in _up(mounted, groups.get("cpu", "/")):
+            yield from _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+
+
+def _up(mounted: Path, path: str) -> list[Path]:
+    """The directory of a control group and those above it, the root of the mount last."""
+    group = mounted / path.strip("/")
+    return [group, *(above for above in group.parents if above.is_relative_to(mounted))]
+
+
+def _quota(*files: Path) -> Iterator[float]:
+    """Quota over period, in one file or two; nothing where there is no limit ("max", or -1)."""
+    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
+        if int(quota) > 0:
+            yield int(quota) / int(period)
     except (OSError, ValueError):
         pass
-    return min(n_cpus, MAX_THREADS)
 
 
 MEMORY_FILES = (

@@ -300,6 +300,9 @@ def flags(config_class: Any, given: dict[str, Any]) -> list[str]:
     arguments = []
     for field in dataclasses.fields(config_class):
         values = given.get(field.name)
+        if isinstance(values, bool):
+            arguments.append(("--" if values else "--no-") + field.name.replace("_", "-"))
+            continue
         for value in values if isinstance(values, (list, tuple)) else [] if values is None else [values]:
             arguments += ["--" + field.name.replace("_", "-"), str(value)]
     return arguments

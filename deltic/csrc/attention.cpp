@@ -2,25 +2,42 @@
 //
 // attn_prepare: q, k = rope(zero-centred RMSNorm per head); q rounded to bfloat16 for the scores, k and v into the pages.
 // attention: softmax(q k^T / sqrt(d)) v * sigmoid(gate), one pass with a running maximum over pages in order (Milakov and
-// Gimelshein, "Online normalizer calculation for softmax", 2018). Tiles are pages, at absolute positions, and a row never
-// looks at its neighbours, so a token's output does not depend on how the prompt was cut.
+// Gimelshein, "Online normalizer calculation for softmax", 2018). The keys are cut into splits at fixed positions: each split
+// is summed by itself, and a row's splits are merged in order of position, whoever computed them. Pages and splits are at
+// absolute positions and a row never looks at its neighbours, so a token's output does not depend on how the prompt was cut,
+// on the batch, or on the number of threads.
+//
+// A page holds k as words of two neighbouring elements, [nk, d / 2, 64 keys]: a score is a lane of its own and needs no sum
+// across lanes; then v as rows, [nk, 64 keys, d].
 #include "kernel.h"
-#include "dot.h"
 #include "pool.h"
+#include "simd.h"
 
-#include <utility>
-#include <vector>
+#include <type_traits>
 
 namespace {
 
 constexpr int64_t PAGE = 64;
-constexpr int64_t ROWS = 32;       // query rows (token x head of the group) of one task
-constexpr int64_t MAX_DIM = 256;  // head_dim; checked where the operator is recorded
+constexpr int64_t SPLIT = 8 * PAGE;  // keys of a split: a constant of the arithmetic, changing it changes bits
+constexpr int64_t ROWS = 32;         // query rows (token x head of the group) of a block
+constexpr int64_t MAX_DIM = 256;     // head_dim; checked where the operator is recorded
+constexpr int64_t N_BLOCKS = 512;    // blocks of a wave
+
+// Rows of a tile, registers of keys in a tile of scores and of columns in a tile of values: as many accumulators as the
+// registers hold. They do not touch the bits.
+constexpr int TILE = LANES == 16 ? 6 : 4;
+#if defined(__AVX512BF16__)
+constexpr int SCORE_VECTORS = 4;
+#else
+constexpr int SCORE_VECTORS = LANES == 16 ? 2 : 1;
+#endif
+constexpr int VALUE_VECTORS = LANES == 16 ? 4 : 1;
 
 // proj f32 [T, row]: q [nq, d] | gate [nq, d] | k [nk, d] | v [nk, d]
 struct Heads {
     int64_t n_q, n_k, dim;
     int64_t row() const { return 2 * (n_q + n_k) * dim; }
+    int64_t group() const { return n_q / n_k; }
 };
 
 // One head: norm, then rotation of the first `rotary` dims, pairs (i, i + rotary / 2).
@@ -37,92 +54,274 @@ void norm_rope(const float* x, const float* w, float eps, const float* cos, cons
     for (int64_t i = rotary; i < dim; i += 16) store_bf16(out + i, load(y + i));
 }
 
+// Two neighbouring elements of a query, in the form that a product with sixteen keys wants.
+#if defined(__AVX512BF16__)
+using Pair = uint32_t;
+inline Pair pair_of(const bf16* x) { return x[0] | (uint32_t)x[1] << 16; }
+inline v16 dot_pair(v16 acc, Pair q, const uint32_t* k) {
+    __m512bh a = (__m512bh)_mm512_set1_epi32((int)q), b = (__m512bh)_mm512_loadu_si512(k);
+    acc.part[0] = (f32_part)_mm512_dpbf16_ps((__m512)acc.part[0], a, b);
+    return acc;
+}
+#else
+struct Pair {
+    float even, odd;
+};
+inline Pair pair_of(const bf16* x) { return {widen(x[0]), widen(x[1])}; }
+inline v16 dot_pair(v16 acc, Pair q, const uint32_t* k) {
+    return each_part([&](int i) {
+        u32_part word;
+        memcpy(&word, k + i * LANES, sizeof word);
+        f32_part odd = fma(f32_part{} + q.odd, (f32_part)(word & 0xffff0000u), acc.part[i]);
+        return fma(f32_part{} + q.even, (f32_part)(word << 16), odd);
+    });
+}
+#endif
+
+// What is known of a query row after some keys: dim weighted sums of values, then the maximum and the sum of weights.
+struct Record {
+    float* sums;
+    int64_t dim;
+    static int64_t size(int64_t dim) { return dim + 16; }
+    float& top() const { return sums[dim]; }
+    float& total() const { return sums[dim + 1]; }
+
+    void clear() const {
+        memset(sums, 0, dim * 4);
+        top() = -INFINITY;
+        total() = 0.0f;
+    }
+
+    void shrink(float factor) const {
+        total() *= factor;
+        for (int64_t i = 0; i < dim; i += 16) store(sums + i, load(sums + i) * splat(factor));
+    }
+
+    // Adds what is known of the keys of the next split.
+    void merge(const Record& next) const {
+        float high = next.top() > top() ? next.top() : top();
+        float here = exp1(top() - high), there = exp1(next.top() - high);
+        total() = total() * here + next.total() * there;
+        for (int64_t i = 0; i < dim; i += 16)
+            store(sums + i, fma(load(next.sums + i), splat(there), load(sums + i) * splat(here)));
+        top() = high;
+    }
+};
+
+// Query rows of tokens [t0, t1) of sequence s, for the group of query heads that shares key head h. A block is one task that
+// walks its splits, or, where there are too few blocks, a task for each split and then one for each row.
+struct Block {
+    int64_t s, t0, t1, h, n_splits;
+    bool divided;
+    int64_t first_task, first_record, first_row;  // among those of the wave
+};
+
 struct Attention {
     const bf16* q;  // [T, nq, d]
     const float* proj;
     Heads heads;
-    const bf16* pages;  // this layer's part of page 0: k [nk, 64, d] | v [nk, 64, d]
+    const bf16* pages;  // this layer's part of page 0
     int64_t page_stride;
     const int32_t *seq_start, *seq_context, *slot, *page_table;
     int64_t table_stride;  // page_table [slots, stride]: the pages of the sequence that holds a slot
-    bf16* out;  // [T, nq, d]
+    bf16* out;             // [T, nq, d]
+    float* records;        // [n_records, d + 16]
+    int64_t n_records;
 
-    // out[r] += p[r] . v over the keys of a page, in order, 16 * NV columns at a time.
-    template <int MR>
-    static void add_values(const float* p, const bf16* v, int64_t n_keys, int64_t dim, float* out) {
-        for (int64_t c = 0; c < dim; c += 32) {
-            v16 acc[MR][2];
-            for (int r = 0; r < MR; r++)
-                for (int j = 0; j < 2; j++) acc[r][j] = load(out + r * dim + c + 16 * j);
-            for (int64_t i = 0; i < n_keys; i++) {
-                v16 value[2] = {load_bf16(v + i * dim + c), load_bf16(v + i * dim + c + 16)};
-                for (int r = 0; r < MR; r++)
-                    for (int j = 0; j < 2; j++) acc[r][j] = fma(splat(p[r * PAGE + i]), value[j], acc[r][j]);
+    int64_t n_rows(const Block& b) const { return (b.t1 - b.t0) * heads.group(); }
+    // Keys that row r of a block may see.
+    int64_t limit(const Block& b, int64_t r) const {
+        return seq_context[b.s] + b.t0 + r / heads.group() - seq_start[b.s] + 1;
+    }
+    const bf16* keys(const Block& b, int64_t position) const {
+        return pages + page_table[slot[b.s] * table_stride + position / PAGE] * page_stride + b.h * PAGE * heads.dim;
+    }
+    Record record(const Block& b, int64_t split, int64_t r) const {
+        return {records + (b.first_record + split * n_rows(b) + r) * Record::size(heads.dim), heads.dim};
+    }
+
+    // scores[r] = scale * q[r] . k for MR rows and 16 NR keys; fetches v, which is wanted next.
+    template <int MR, int NR, bool FETCH>
+    static void score_tile(const Pair* rows, const bf16* k, const bf16* v, int64_t dim, float scale, float* scores) {
+        v16 acc[MR][NR] = {};
+        for (int64_t i = 0; i < dim / 2; i++) {
+            if constexpr (FETCH)
+                for (int j = 0; j < 4; j++) __builtin_prefetch(v + 128 * i + 32 * j);
+            for (int r = 0; r < MR; r++) {
+                Pair pair = rows[r * dim / 2 + i];
+                for (int j = 0; j < NR; j++) acc[r][j] = dot_pair(acc[r][j], pair, (const uint32_t*)k + PAGE * i + 16 * j);
             }
+        }
+        for (int r = 0; r < MR; r++)
+            for (int j = 0; j < NR; j++) store(scores + r * PAGE + 16 * j, acc[r][j] * splat(scale));
+    }
+
+    // record[r] += p[r] . v over the keys of a page, in order, 16 NV columns at a time; fetches the keys of the next page.
+    template <int MR, int NV, bool FETCH>
+    static void value_tile(const float* p, const bf16* v, const bf16* next, int64_t n_keys, int64_t dim, int64_t c, float* sums) {
+        v16 acc[MR][NV];
+        for (int r = 0; r < MR; r++)
+            for (int j = 0; j < NV; j++) acc[r][j] = load(sums + r * Record::size(dim) + c + 16 * j);
+        for (int64_t i = 0; i < n_keys; i++) {
+            if constexpr (FETCH)
+                for (int j = 0; j < NV; j += 2) __builtin_prefetch(next + c * PAGE + 16 * (NV * i + j));
+            v16 value[NV];
+            for (int j = 0; j < NV; j++) value[j] = load_bf16(v + i * dim + c + 16 * j);
             for (int r = 0; r < MR; r++)
-                for (int j = 0; j < 2; j++) store(out + r * dim + c + 16 * j, acc[r][j]);
+                for (int j = 0; j < NV; j++) acc[r][j] = fma(splat(p[r * PAGE + i]), value[j], acc[r][j]);
+        }
+        for (int r = 0; r < MR; r++)
+            for (int j = 0; j < NV; j++) store(sums + r * Record::size(dim) + c + 16 * j, acc[r][j]);
+    }
+
+    template <int MR, bool FETCH>
+    static void add_values(const float* p, const bf16* v, const bf16* next, int64_t n_keys, int64_t dim, float* sums) {
+        constexpr int NV = VALUE_VECTORS;
+        int64_t c = 0;
+        for (; c + 16 * NV <= dim; c += 16 * NV) value_tile<MR, NV, FETCH>(p, v, next, n_keys, dim, c, sums);
+        for (; c < dim; c += 16) value_tile<MR, 1, FETCH>(p, v, next, n_keys, dim, c, sums);
+    }
+
+    // Calls tile(rows of the tile, first row) for tiles of MR rows and one of what is left. Tiles do not touch the bits.
+    template <int MR = TILE, class Tile>
+    static void each_tile(int64_t n_rows, const Tile& tile, int64_t r = 0) {
+        for (; r + MR <= n_rows; r += MR) tile(std::integral_constant<int, MR>{}, r);
+        if constexpr (MR > 1) each_tile<MR - 1>(n_rows, tile, r);
+    }
+
+    // One split of a block: what its keys give for each row.
+    void attend(const Block& b, int64_t split, float* sums) const {
+        int64_t dim = heads.dim, rows_here = n_rows(b), stride = Record::size(dim);
+        float scores[ROWS * PAGE];
+        Pair rows[ROWS * MAX_DIM / 2];
+        for (int64_t r = 0; r < rows_here; r++) {
+            int64_t head = b.h * heads.group() + r % heads.group();
+            const bf16* x = q + ((b.t0 + r / heads.group()) * heads.n_q + head) * dim;
+            for (int64_t i = 0; i < dim / 2; i++) rows[r * dim / 2 + i] = pair_of(x + 2 * i);
+            Record{sums + r * stride, dim}.clear();
+        }
+        const float scale = 1.0f / sqrtf((float)dim);
+        int64_t last = limit(b, rows_here - 1), end = last < (split + 1) * SPLIT ? last : (split + 1) * SPLIT;
+        for (int64_t base = split * SPLIT; base < end; base += PAGE) {
+            int64_t n_keys = end - base < PAGE ? end - base : PAGE;
+            const bf16 *k = keys(b, base), *v = k + heads.n_k * PAGE * dim, *next = base + PAGE < end ? keys(b, base + PAGE) : k;
+            each_tile(rows_here, [&](auto n, int64_t r) {
+                constexpr int MR = decltype(n)::value;
+                if (r == 0) score_page<MR, true>(rows, k, v, n_keys, dim, scale, scores);
+                else score_page<MR, false>(rows + r * dim / 2, k, v, n_keys, dim, scale, scores + r * PAGE);
+            });
+            for (int64_t r = 0; r < rows_here; r++) softmax_tile(scores + r * PAGE, limit(b, r) - base, Record{sums + r * stride, dim});
+            each_tile(rows_here, [&](auto n, int64_t r) {
+                constexpr int MR = decltype(n)::value;
+                if (r == 0) add_values<MR, true>(scores, v, next, n_keys, dim, sums);
+                else add_values<MR, false>(scores + r * PAGE, v, next, n_keys, dim, sums + r * stride);
+            });
         }
     }
 
-    // Query rows of tokens [t0, t1) of sequence s, for the group of query heads that shares key head h.
-    void block(int64_t s, int64_t t0, int64_t t1, int64_t h) const {
-        int64_t dim = heads.dim, group = heads.n_q / heads.n_k, n_rows = (t1 - t0) * group;
-        float acc[ROWS * MAX_DIM], scores[ROWS * PAGE], top[ROWS], total[ROWS];
-        const bf16* rows[ROWS];
-        int64_t limit[ROWS];  // keys the row may see
-        for (int64_t r = 0; r < n_rows; r++) {
-            int64_t t = t0 + r / group;
-            rows[r] = q + (t * heads.n_q + h * group + r % group) * dim;
-            limit[r] = seq_context[s] + t - seq_start[s] + 1;
-            top[r] = -INFINITY;
-            total[r] = 0.0f;
-        }
-        memset(acc, 0, n_rows * dim * 4);
-        const float scale = 1.0f / sqrtf((float)dim);
-        int64_t n_keys_all = limit[n_rows - 1];
-        for (int64_t base = 0; base < n_keys_all; base += PAGE) {
-            int64_t n_keys = n_keys_all - base < PAGE ? n_keys_all - base : PAGE;
-            const bf16* page = pages + (int64_t)page_table[slot[s] * table_stride + base / PAGE] * page_stride;
-            const bf16 *k = page + h * PAGE * dim, *v = page + (heads.n_k + h) * PAGE * dim;
-            const bf16* keys[PAGE];
-            for (int64_t i = 0; i < n_keys; i++) keys[i] = k + i * dim;
-            dot_block(rows, n_rows, keys, n_keys, dim, [&](int64_t r, int64_t i, float x) { scores[r * PAGE + i] = x * scale; });
-            for (int64_t r = 0; r < n_rows; r++) softmax_tile(scores + r * PAGE, limit[r] - base, top[r], total[r], acc + r * dim);
-            int64_t r = 0;
-            for (; r + X_TILE <= n_rows; r += X_TILE) add_values<X_TILE>(scores + r * PAGE, v, n_keys, dim, acc + r * dim);
-            for (; r < n_rows; r++) add_values<1>(scores + r * PAGE, v, n_keys, dim, acc + r * dim);
-        }
-        for (int64_t r = 0; r < n_rows; r++) {
-            int64_t t = t0 + r / group, head = h * group + r % group;
-            const float* gate = proj + t * heads.row() + (heads.n_q + head) * dim;
-            v16 inverse = splat(1.0f / total[r]);
-            for (int64_t i = 0; i < dim; i += 16)
-                store_bf16(out + (t * heads.n_q + head) * dim + i, load(acc + r * dim + i) * inverse * sigmoid(load(gate + i)));
+    template <int MR, bool FETCH>
+    static void score_page(const Pair* rows, const bf16* k, const bf16* v, int64_t n_keys, int64_t dim, float scale, float* scores) {
+        constexpr int NR = SCORE_VECTORS;
+        for (int64_t i = 0; i < n_keys; i += 16 * NR) {
+            if (i == 0) score_tile<MR, NR, FETCH>(rows, k, v, dim, scale, scores);
+            else score_tile<MR, NR, false>(rows, k + 2 * i, v, dim, scale, scores + i);
         }
     }
 
     // Turns a page's scores into weights relative to the running maximum; keys from `n_seen` on weigh exactly nothing.
-    void softmax_tile(float* scores, int64_t n_seen, float& top, float& total, float* acc) const {
+    static void softmax_tile(float* scores, int64_t n_seen, const Record& row) {
         for (int64_t i = n_seen < 0 ? 0 : n_seen; i < PAGE; i++) scores[i] = -INFINITY;
         if (n_seen <= 0) {
             memset(scores, 0, PAGE * 4);
             return;
         }
         v16 highest = vmax(vmax(load(scores), load(scores + 16)), vmax(load(scores + 32), load(scores + 48)));
-        float new_top = max(highest);
-        new_top = new_top > top ? new_top : top;
-        if (new_top > top) {
-            float shrink = top == -INFINITY ? 0.0f : exp1(top - new_top);
-            total *= shrink;
-            for (int64_t i = 0; i < heads.dim; i += 16) store(acc + i, load(acc + i) * splat(shrink));
-            top = new_top;
+        float top = max(highest);
+        if (top > row.top()) {
+            row.shrink(row.top() == -INFINITY ? 0.0f : exp1(row.top() - top));
+            row.top() = top;
         }
         v16 weights[4];
         for (int i = 0; i < 4; i++) {
-            weights[i] = vexp(load(scores + 16 * i) - splat(top));
+            weights[i] = vexp(load(scores + 16 * i) - splat(row.top()));
             store(scores + 16 * i, weights[i]);
         }
-        total += sum((weights[0] + weights[1]) + (weights[2] + weights[3]));
+        row.total() += sum((weights[0] + weights[1]) + (weights[2] + weights[3]));
+    }
+
+    // Row r of a block, all its keys known.
+    void finish(const Block& b, int64_t r, const Record& row) const {
+        int64_t t = b.t0 + r / heads.group(), head = b.h * heads.group() + r % heads.group(), dim = heads.dim;
+        const float* gate = proj + t * heads.row() + (heads.n_q + head) * dim;
+        v16 inverse = splat(1.0f / row.total());
+        for (int64_t i = 0; i < dim; i += 16)
+            store_bf16(out + (t * heads.n_q + head) * dim + i, load(row.sums + i) * inverse * sigmoid(load(gate + i)));
+    }
+
+    // All splits of a block by one thread.
+    void walk(const Block& b) const {
+        float known[ROWS * (MAX_DIM + 16)], next[ROWS * (MAX_DIM + 16)];
+        int64_t stride = Record::size(heads.dim);
+        attend(b, 0, known);
+        for (int64_t split = 1; split < b.n_splits; split++) {
+            attend(b, split, next);
+            for (int64_t r = 0; r < n_rows(b); r++)
+                if (limit(b, r) > split * SPLIT) Record{known + r * stride, heads.dim}.merge({next + r * stride, heads.dim});
+        }
+        for (int64_t r = 0; r < n_rows(b); r++) finish(b, r, {known + r * stride, heads.dim});
+    }
+
+    // Row r of a divided block, once all its splits are attended.
+    void merge(const Block& b, int64_t r) const {
+        Record row = record(b, 0, r);
+        for (int64_t split = 1; split * SPLIT < limit(b, r); split++) row.merge(record(b, split, r));
+        finish(b, r, row);
+    }
+};
+
+// Blocks that run together: as many as have room for their records.
+struct Wave {
+    const Attention& attention;
+    int64_t n_blocks = 0, n_tasks = 0, n_records = 0, n_rows = 0;
+    Block blocks[N_BLOCKS];
+
+    // A block whose records are more than there are is not divided, however long.
+    void add(Block b, int64_t most_splits) {
+        int64_t n = attention.n_rows(b), needed = n * b.n_splits;
+        b.divided = b.n_splits > most_splits && needed <= attention.n_records;
+        if (n_blocks == N_BLOCKS || (b.divided && n_records + needed > attention.n_records)) run();
+        b.first_task = n_tasks;
+        b.first_record = n_records;
+        b.first_row = n_rows;
+        blocks[n_blocks++] = b;
+        n_tasks += b.divided ? b.n_splits : 1;
+        if (b.divided) {
+            n_records += needed;
+            n_rows += n;
+        }
+    }
+
+    // The last block that begins at or before i.
+    const Block& block(int64_t i, int64_t Block::*first) const {
+        int64_t low = 0, high = n_blocks;
+        while (high - low > 1) {
+            int64_t middle = (low + high) / 2;
+            (blocks[middle].*first <= i ? low : high) = middle;
+        }
+        return blocks[low];
+    }
+
+    void run() {
+        parallel_for(n_tasks, [&](int64_t i, int) {
+            const Block& b = block(i, &Block::first_task);
+            if (!b.divided) return attention.walk(b);
+            attention.attend(b, i - b.first_task, attention.record(b, i - b.first_task, 0).sums);
+        });
+        parallel_for(n_rows, [&](int64_t i, int) {
+            const Block& b = block(i, &Block::first_row);
+            attention.merge(b, i - b.first_row);
+        });
+        n_blocks = n_tasks = n_records = n_rows = 0;
     }
 };
 
@@ -156,14 +355,16 @@ KERNEL(deltic_attn_prepare) {
         bf16* page = pages + (int64_t)page_table[token_slot[t] * table_stride + position / PAGE] * page_stride;
         x += 2 * heads.n_q * dim;
         for (int64_t h = 0; h < heads.n_k; h++) {
-            bf16 *k = page + (h * PAGE + position % PAGE) * dim, *v = k + heads.n_k * PAGE * dim;
+            bf16 k[MAX_DIM], *words = page + h * PAGE * dim, *v = page + ((heads.n_k + h) * PAGE + position % PAGE) * dim;
             norm_rope(x + h * dim, k_norm, eps, c, s, dim, rotary, k);
+            for (int64_t i = 0; i < dim; i += 2) memcpy(words + PAGE * i + 2 * (position % PAGE), k + i, 4);
             for (int64_t i = 0; i < dim; i += 16) store_bf16(v + i, load(x + (heads.n_k + h) * dim + i));
         }
     });
 }
 
-// q bf16 [T, nq, d], proj, n_q, n_k, d, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], slot i32 [S], page_table, stride, out
+// q bf16 [T, nq, d], proj, n_q, n_k, d, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], slot i32 [S],
+// page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records
 KERNEL(deltic_attention) {
     Arguments a{arguments};
     Attention x;
@@ -179,15 +380,24 @@ KERNEL(deltic_attention) {
     x.page_table = a.pointer<const int32_t>();
     x.table_stride = a.integer();
     x.out = a.pointer<bf16>();
-    int64_t n_tokens_block = ROWS / (x.heads.n_q / x.heads.n_k);
-    static thread_local std::vector<std::pair<int32_t, int32_t>> blocks;
-    blocks.clear();
-    for (int64_t s = 0; s < n_seqs; s++)
-        for (int64_t t = x.seq_start[s]; t < x.seq_start[s + 1]; t += n_tokens_block) blocks.emplace_back(s, t);
-    const auto* first = blocks.data();
-    parallel_for((int64_t)blocks.size() * x.heads.n_k, [&](int64_t i, int) {
-        auto [s, t] = first[i / x.heads.n_k];
-        int64_t end = x.seq_start[s + 1] < t + n_tokens_block ? x.seq_start[s + 1] : t + n_tokens_block;
-        x.block(s, t, end, i % x.heads.n_k);
+    x.records = a.pointer<float>();
+    x.n_records = a.integer();
+    int64_t n_tokens_block = ROWS / x.heads.group();
+    auto each_block = [&](auto use) {
+        for (int64_t s = 0; s < n_seqs; s++)
+            for (int64_t t = x.seq_start[s], end = x.seq_start[s + 1]; t < end; t += n_tokens_block) {
+                Block b{.s = s, .t0 = t, .t1 = t + n_tokens_block < end ? t + n_tokens_block : end};
+                b.n_splits = (x.limit(b, x.n_rows(b) - 1) + SPLIT - 1) / SPLIT;
+                use(b);
+            }
+    };
+    // A block is divided when it is so long that, as one task, it could be what the others wait for.
+    int64_t n_splits = 0;
+    each_block([&](const Block& b) { n_splits += b.n_splits * x.heads.n_k; });
+    int64_t most_splits = pool_size() == 1 ? n_splits : n_splits / (4 * pool_size());
+    Wave wave{x};
+    each_block([&](Block b) {
+        for (b.h = 0; b.h < x.heads.n_k; b.h++) wave.add(b, most_splits > 1 ? most_splits : 1);
     });
+    wave.run();
 }

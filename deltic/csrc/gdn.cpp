@@ -14,10 +14,14 @@
 
 namespace {
 
+constexpr int64_t CHUNK = 64;      // tokens whose q, k, v and o are kept at a time; it does not touch the bits
+constexpr int64_t MAX_DIM = 256;  // dk and dv; checked where the operator is recorded
+constexpr int64_t COLUMNS = 64;   // of a state that prefill keeps in the first-level cache
+
 struct Gdn {
     const float* proj;  // [T, row]: q | k | v | z | b | a
-    int64_t row, n_tokens, n_seqs;
-    const int32_t *seq_start, *seq_context, *slot, *token_seq;
+    int64_t row, n_seqs;
+    const int32_t *seq_start, *seq_context, *slot;
     const float* conv_w;  // [4, C]
     bf16* conv_state;     // [slots, 3, C]: the last three columns, oldest first
     int64_t conv_stride;
@@ -26,40 +30,39 @@ struct Gdn {
     const float *a_log, *dt_bias, *norm_w;
     float eps;
     int64_t n_k, n_v, dk, dv;
-    float *u, *gates, *o;  // scratch [T, C], [T, 2 Hv] (alpha | beta), [T, Hv dv]
-    bf16* out;             // [T, Hv dv]
+    bf16* out;  // [T, Hv dv]
 
     int64_t channels() const { return 2 * n_k * dk + n_v * dv; }
 
-    // Column `back` tokens before token t of sequence s (back 0 is t itself), as bfloat16 values widened.
-    v16 column(int64_t s, int64_t t, int64_t back, int64_t c) const {
-        int64_t from = t - back;
-        if (from >= seq_start[s]) return round_bf16(load(proj + from * row + c));
-        int64_t before = seq_start[s] - from;  // 1..3 tokens before the chunk
+    // The 16 channels from c on of token t of sequence s, as bfloat16 values widened; t may lie up to 3 tokens before its chunk.
+    v16 column(int64_t s, int64_t t, int64_t c) const {
+        if (t >= seq_start[s]) return round_bf16(load(proj + t * row + c));
+        int64_t before = seq_start[s] - t;
         if (before > seq_context[s]) return v16{};
         return load_bf16(conv_state + slot[s] * conv_stride + (3 - before) * channels() + c);
     }
 
-    void convolve(int64_t t) const {
-        int64_t s = token_seq[t], n_channels = channels();
-        for (int64_t c = 0; c < n_channels; c += 16) {
-            v16 acc = column(s, t, 3, c) * load(conv_w + c);
-            for (int64_t tap = 1; tap < 4; tap++)
-                acc = fma(column(s, t, 3 - tap, c), load(conv_w + tap * n_channels + c), acc);
-            store(u + t * n_channels + c, silu(acc));
+    // out [n, width] = SiLU(conv) of the channels from c0 on, for n tokens from t0 on.
+    void convolve(int64_t s, int64_t t0, int64_t n, int64_t c0, int64_t width, float* out) const {
+        const int64_t n_channels = channels();
+        for (int64_t i = 0; i < width; i += 16) {
+            const int64_t c = c0 + i;
+            const v16 w[4] = {load(conv_w + c), load(conv_w + n_channels + c), load(conv_w + 2 * n_channels + c), load(conv_w + 3 * n_channels + c)};
+            v16 x[3] = {column(s, t0 - 3, c), column(s, t0 - 2, c), column(s, t0 - 1, c)};
+            for (int64_t t = 0; t < n; t++) {
+                const float* at = proj + (t0 + t) * row + c;
+                __builtin_prefetch(at + 8 * row);  // rows are too far apart for the hardware to guess
+                v16 now = round_bf16(load(at));
+                store(out + t * width + i, silu(fma(now, w[3], fma(x[2], w[2], fma(x[1], w[1], x[0] * w[0])))));
+                x[0] = x[1], x[1] = x[2], x[2] = now;
+            }
         }
-        for (int64_t h = 0; h < 2 * n_k; h++) {
-            float* x = u + t * n_channels + h * dk;
-            float scale = 1.0f / sqrtf(sum_of_squares(x, dk) + 1e-6f);
-            if (h < n_k) scale *= 1.0f / sqrtf((float)dk);
-            for (int64_t i = 0; i < dk; i += 16) store(x + i, load(x + i) * splat(scale));
-        }
-        const float *b = proj + t * row + n_channels + n_v * dv, *a = b + n_v;
-        for (int64_t h = 0; h < n_v; h++) {
-            float x = a[h] + dt_bias[h];
-            float softplus = x > 20.0f ? x : log1pf(expf(x));
-            gates[t * 2 * n_v + h] = expf(-expf(a_log[h]) * softplus);
-            gates[t * 2 * n_v + n_v + h] = sigmoid1(b[h]);
+    }
+
+    void l2_normalise(int64_t n, float scale, float* x) const {
+        for (int64_t t = 0; t < n; t++, x += dk) {
+            v16 by = splat(scale / sqrtf(sum_of_squares(x, dk) + 1e-6f));
+            for (int64_t i = 0; i < dk; i += 16) store(x + i, load(x + i) * by);
         }
     }
 
@@ -68,83 +71,128 @@ struct Gdn {
         int64_t n_channels = channels(), last = seq_start[s + 1] - 1;
         bf16* kept = conv_state + slot[s] * conv_stride;
         for (int64_t c = 0; c < n_channels; c += 16) {
-            v16 columns[3] = {column(s, last, 2, c), column(s, last, 1, c), column(s, last, 0, c)};
+            v16 columns[3] = {column(s, last - 2, c), column(s, last - 1, c), column(s, last, c)};
             for (int64_t i = 0; i < 3; i++) store_bf16(kept + i * n_channels + c, columns[i]);
         }
     }
 
-    // One token on NV * 16 columns of one head's state. Even and odd rows have their own sums, to hide latency.
+    // What the tokens of a chunk bring to one head: q, k [n, dk], v, o [n, dv], and its two gates.
+    struct Head {
+        float q[CHUNK * MAX_DIM], k[CHUNK * MAX_DIM], v[CHUNK * MAX_DIM], o[CHUNK * MAX_DIM], alpha[CHUNK], beta[CHUNK];
+    };
+
+    // Steps n tokens through NV * 16 columns of one head's state S, rows `stride` apart. Every token reads S^T k before it
+    // changes S; for all but the first that sum is taken while the token before writes S. Even and odd rows have their own
+    // sums, to hide latency.
     template <int NV>
-    static void step(float* S, int64_t stride, int64_t dk, const float* q, const float* k, const float* v, float alpha, float beta, float* o) {
+    void recur(int64_t n, float* S, int64_t stride, int64_t column, Head& head) const {
         v16 even[NV] = {}, odd[NV] = {};
         for (int64_t i = 0; i < dk; i += 2)
             for (int j = 0; j < NV; j++) {
-                even[j] = fma(splat(k[i]), load(S + i * stride + 16 * j), even[j]);
-                odd[j] = fma(splat(k[i + 1]), load(S + (i + 1) * stride + 16 * j), odd[j]);
+                even[j] = fma(splat(head.k[i]), load(S + i * stride + 16 * j), even[j]);
+                odd[j] = fma(splat(head.k[i + 1]), load(S + (i + 1) * stride + 16 * j), odd[j]);
             }
-        v16 e[NV];
-        for (int j = 0; j < NV; j++) {
-            e[j] = splat(beta) * (load(v + 16 * j) - splat(alpha) * (even[j] + odd[j]));
-            even[j] = odd[j] = v16{};
+        for (int64_t t = 0; t < n; t++) {
+            v16 e[NV];
+            for (int j = 0; j < NV; j++)
+                e[j] = splat(head.beta[t]) * (load(head.v + t * dv + column + 16 * j) - splat(head.alpha[t]) * (even[j] + odd[j]));
+            if (t + 1 < n) update<NV, true>(S, stride, head.k + t * dk, head.q + t * dk, head.alpha[t], e, even, odd, head.o + t * dv + column);
+            else update<NV, false>(S, stride, head.k + t * dk, head.q + t * dk, head.alpha[t], e, even, odd, head.o + t * dv + column);
         }
-        for (int64_t i = 0; i < dk; i += 2)
+    }
+
+    // S = alpha S + k e^T; o = S^T q; with NEXT, even + odd = S^T of the next token's k.
+    template <int NV, bool NEXT>
+    void update(float* S, int64_t stride, const float* k, const float* q, float alpha, const v16* e, v16* even, v16* odd, float* o) const {
+        v16 o_even[NV] = {}, o_odd[NV] = {}, next_even[NV] = {}, next_odd[NV] = {};
+        const v16 decay = splat(alpha);
+        for (int64_t i = 0; i < dk; i += 2) {
+            const v16 k0 = splat(k[i]), k1 = splat(k[i + 1]), q0 = splat(q[i]), q1 = splat(q[i + 1]);
+            v16 n0, n1;
+            if constexpr (NEXT) n0 = splat(k[dk + i]), n1 = splat(k[dk + i + 1]);
             for (int j = 0; j < NV; j++) {
-                v16 s0 = fma(splat(k[i]), e[j], splat(alpha) * load(S + i * stride + 16 * j));
-                v16 s1 = fma(splat(k[i + 1]), e[j], splat(alpha) * load(S + (i + 1) * stride + 16 * j));
+                v16 s0 = fma(k0, e[j], decay * load(S + i * stride + 16 * j));
+                v16 s1 = fma(k1, e[j], decay * load(S + (i + 1) * stride + 16 * j));
                 store(S + i * stride + 16 * j, s0);
                 store(S + (i + 1) * stride + 16 * j, s1);
-                even[j] = fma(splat(q[i]), s0, even[j]);
-                odd[j] = fma(splat(q[i + 1]), s1, odd[j]);
+                o_even[j] = fma(q0, s0, o_even[j]);
+                o_odd[j] = fma(q1, s1, o_odd[j]);
+                if constexpr (NEXT) {
+                    next_even[j] = fma(n0, s0, next_even[j]);
+                    next_odd[j] = fma(n1, s1, next_odd[j]);
+                }
             }
-        for (int j = 0; j < NV; j++) store(o + 16 * j, even[j] + odd[j]);
+        }
+        for (int j = 0; j < NV; j++) {
+            store(o + 16 * j, o_even[j] + o_odd[j]);
+            even[j] = next_even[j];
+            odd[j] = next_odd[j];
+        }
     }
 
-    // All tokens of sequence s for columns [column, column + 16 NV) of value head h.
-    template <int NV>
-    void recur(int64_t s, int64_t h, int64_t column) const {
-        constexpr int64_t width = 16 * NV;
-        float local[256 * width];
-        int64_t n_channels = channels(), head_k = h / (n_v / n_k);
-        float* S = state + slot[s] * state_stride + h * dk * dv + column;
-        bool fresh = seq_context[s] == 0, many = seq_start[s + 1] - seq_start[s] > 1;
-        if (fresh)
-            for (int64_t i = 0; i < dk; i++) memset(S + i * dv, 0, width * 4);
-        if (many)
-            for (int64_t i = 0; i < dk; i++) memcpy(local + i * width, S + i * dv, width * 4);
-        for (int64_t t = seq_start[s]; t < seq_start[s + 1]; t++) {
-            const float *q = u + t * n_channels + head_k * dk, *k = q + n_k * dk;
-            const float* v = u + t * n_channels + 2 * n_k * dk + h * dv + column;
-            float alpha = gates[t * 2 * n_v + h], beta = gates[t * 2 * n_v + n_v + h];
-            step<NV>(many ? local : S, many ? width : dv, dk, q, k, v, alpha, beta, o + (t * n_v + h) * dv + column);
+    // All columns of a head's state for n tokens, `wide` registers of 16 at a time where they fit.
+    void recur_all(int64_t n, float* S, Head& head) const {
+        constexpr int DECODE = LANES == 16 ? 8 : 2, PREFILL = LANES == 16 ? 4 : 2;
+        if (n == 1) {  // the state is read once from memory: whole rows, one after another
+            int64_t c = 0;
+            for (; c + 16 * DECODE <= dv; c += 16 * DECODE) recur<DECODE>(n, S + c, dv, c, head);
+            for (; c < dv; c += 16) recur<1>(n, S + c, dv, c, head);
+            return;
         }
-        if (many)
-            for (int64_t i = 0; i < dk; i++) memcpy(S + i * dv, local + i * width, width * 4);
+        float local[MAX_DIM * COLUMNS];
+        for (int64_t c0 = 0; c0 < dv; c0 += COLUMNS) {
+            const int64_t width = dv - c0 < COLUMNS ? dv - c0 : COLUMNS;
+            for (int64_t i = 0; i < dk; i++) memcpy(local + i * width, S + i * dv + c0, width * 4);
+            int64_t c = 0;
+            for (; c + 16 * PREFILL <= width; c += 16 * PREFILL) recur<PREFILL>(n, local + c, width, c0 + c, head);
+            for (; c < width; c += 16) recur<1>(n, local + c, width, c0 + c, head);
+            for (int64_t i = 0; i < dk; i++) memcpy(S + i * dv + c0, local + i * width, width * 4);
+        }
     }
 
-    void gated_norm(int64_t t) const {
-        for (int64_t h = 0; h < n_v; h++) {
-            const float *x = o + (t * n_v + h) * dv, *z = proj + t * row + channels() + h * dv;
-            v16 scale = splat(1.0f / sqrtf(sum_of_squares(x, dv) / (float)dv + eps));
-            for (int64_t i = 0; i < dv; i += 16)
-                store_bf16(out + (t * n_v + h) * dv + i, load(norm_w + i) * (load(x + i) * scale) * silu(load(z + i)));
+    // All tokens of sequence s in value head h.
+    void run(int64_t s, int64_t h) const {
+        static thread_local Head head;
+        const int64_t head_k = h / (n_v / n_k), b = channels() + n_v * dv + h, a = b + n_v;
+        float* S = state + slot[s] * state_stride + h * dk * dv;
+        if (seq_context[s] == 0) memset(S, 0, dk * dv * 4);
+        for (int64_t t0 = seq_start[s]; t0 < seq_start[s + 1]; t0 += CHUNK) {
+            const int64_t n = seq_start[s + 1] - t0 < CHUNK ? seq_start[s + 1] - t0 : CHUNK;
+            convolve(s, t0, n, head_k * dk, dk, head.q);
+            convolve(s, t0, n, (n_k + head_k) * dk, dk, head.k);
+            convolve(s, t0, n, 2 * n_k * dk + h * dv, dv, head.v);
+            l2_normalise(n, 1.0f / sqrtf((float)dk), head.q);
+            l2_normalise(n, 1.0f, head.k);
+            for (int64_t t = 0; t < n; t++) {
+                const float* token = proj + (t0 + t) * row;
+                float x = token[a] + dt_bias[h], softplus = x > 20.0f ? x : log1pf(expf(x));
+                head.alpha[t] = expf(-expf(a_log[h]) * softplus);
+                head.beta[t] = sigmoid1(token[b]);
+            }
+            recur_all(n, S, head);
+            for (int64_t t = 0; t < n; t++) gated_norm(head.o + t * dv, proj + (t0 + t) * row + channels() + h * dv, out + ((t0 + t) * n_v + h) * dv);
         }
+    }
+
+    void gated_norm(const float* x, const float* z, bf16* y) const {
+        v16 scale = splat(1.0f / sqrtf(sum_of_squares(x, dv) / (float)dv + eps));
+        for (int64_t i = 0; i < dv; i += 16) store_bf16(y + i, load(norm_w + i) * (load(x + i) * scale) * silu(load(z + i)));
     }
 };
 
 }  // namespace
 
-// Arguments in the order of the fields of Gdn; n_tokens and n_seqs are counted.
+// Arguments in the order of the fields of Gdn; n_seqs is counted. One task is one head of one sequence, from the projection
+// to the output.
 KERNEL(deltic_gdn) {
     Arguments a{arguments};
     Gdn g;
     g.proj = a.pointer<const float>();
     g.row = a.integer();
-    g.n_tokens = a.count();
     g.n_seqs = a.count();
     g.seq_start = a.pointer<const int32_t>();
     g.seq_context = a.pointer<const int32_t>();
     g.slot = a.pointer<const int32_t>();
-    g.token_seq = a.pointer<const int32_t>();
     g.conv_w = a.pointer<const float>();
     g.conv_state = a.pointer<bf16>();
     g.conv_stride = a.integer();
@@ -158,18 +206,7 @@ KERNEL(deltic_gdn) {
     g.n_v = a.integer();
     g.dk = a.integer();
     g.dv = a.integer();
-    g.u = a.pointer<float>();
-    g.gates = a.pointer<float>();
-    g.o = a.pointer<float>();
     g.out = a.pointer<bf16>();
-    parallel_for(g.n_tokens, [&](int64_t t, int) { g.convolve(t); });
+    parallel_for(g.n_seqs * g.n_v, [&](int64_t i, int) { g.run(i / g.n_v, i % g.n_v); });
     parallel_for(g.n_seqs, [&](int64_t s, int) { g.keep_columns(s); });
-    constexpr int WIDE = LANES == 16 ? 4 : 2;  // registers of a column block; they do not touch the bits
-    int64_t width = g.dv % (16 * WIDE) == 0 ? 16 * WIDE : 16, n_blocks = g.dv / width;
-    parallel_for(g.n_seqs * g.n_v * n_blocks, [&](int64_t i, int) {
-        int64_t s = i / (g.n_v * n_blocks), h = i / n_blocks % g.n_v, column = i % n_blocks * width;
-        if (width == 16 * WIDE) g.recur<WIDE>(s, h, column);
-        else g.recur<1>(s, h, column);
-    });
-    parallel_for(g.n_tokens, [&](int64_t t, int) { g.gated_norm(t); });
 }

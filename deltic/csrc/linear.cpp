@@ -1,6 +1,6 @@
 // linear: out[m, n] = (out[m, n] +) sum_k x[m, k] w[n, k]: rows packed once, then strips of weights shared among threads.
 #include "kernel.h"
-#include "matrix.h"
+#include "multiply.h"
 #include "pool.h"
 
 // x bf16 [M, K], w (packed: data, format, N, K, group), out f32 [M, N], workspace u8 [M * row_bytes], M (counted), add (out is the residual)
@@ -14,8 +14,8 @@ KERNEL(deltic_linear) {
     bool add = a.integer();
     if (n_rows == 0) return;
     Rows rows = place_rows(workspace, n_rows, w);
-    if (n_rows == 1 && w.format == Format::BF16) {
-        rows.words = (const uint32_t*)x;  // a single row is packed as it stands
+    if (w.format == Format::BF16 && (n_rows == 1 || ROWS_AS_THEY_STAND)) {
+        rows.words = (const uint32_t*)x;
     } else {
         int64_t step = tile_rows(n_rows), n_tiles = (n_rows + step - 1) / step;
         parallel_for(n_tiles, [&](int64_t i, int) {

@@ -1,6 +1,6 @@
 // What the machine can do at best: the roofs that `deltic plan` and `deltic bench ops` print beside every figure.
 #include "kernel.h"
-#include "matrix.h"
+#include "multiply.h"
 #include "pool.h"
 
 // Reads every byte once. data, n_bytes, out f32 [n_blocks of 1 MiB]

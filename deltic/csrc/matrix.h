@@ -144,6 +144,12 @@ struct Rows {
     const int32_t* sum;   // of the signed bytes of a group
 };
 
+#if defined(__AMX_BF16__)
+constexpr bool ROWS_AS_THEY_STAND = true;  // amx.h reads bfloat16 rows one after another
+#else
+constexpr bool ROWS_AS_THEY_STAND = false;
+#endif
+
 // Where the rows of a product with `matrix` go in a workspace of n_rows * row_bytes(matrix) bytes.
 static inline int64_t row_bytes(const Matrix& matrix) {
     return matrix.format == Format::BF16 ? matrix.k * 2 : matrix.k + matrix.n_groups() * 8;
@@ -155,6 +161,10 @@ static inline Rows place_rows(uint8_t* workspace, int64_t n_rows, const Matrix& 
 
 // Row m of a tile of `rows` rows, as words.
 static inline void pack_row_bf16(const bf16* x, int64_t k, int64_t m, int64_t rows, uint32_t* words) {
+    if (ROWS_AS_THEY_STAND) {
+        memcpy(words + m * k / 2, x, k * 2);
+        return;
+    }
     for (int64_t j = 0; j < k / 2; j++) memcpy(words + j * rows + m, x + 2 * j, 4);
 }
 
@@ -297,23 +307,25 @@ static inline void tile(const Rows& x, const uint8_t* w, const Matrix& matrix, v
     else tile_int<F, MR, NS, FETCH>(x, w, matrix, out);
 }
 
+// Outputs [n0, n0 + 16) of one row, as far as the matrix has so many.
+static inline void write_sums(v16 sums, int64_t n, int64_t n0, bool add, float* row) {
+    float* to = row + n0;
+    if (n0 + STRIP <= n) {
+        store(to, add ? load(to) + sums : sums);
+        return;
+    }
+    float rest[STRIP];
+    store(rest, sums);
+    for (int64_t i = 0; n0 + i < n; i++) to[i] = add ? to[i] + rest[i] : rest[i];
+}
+
 // Strips [s0, s0 + NS) for MR rows: `out(m)` is where row m's output 0 goes; it is added to when `add`.
 template <Format F, int MR, int NS, bool FETCH, class Out>
 static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, bool add, const Out& out) {
     v16 sums[MR][NS];
     tile<F, MR, NS, FETCH>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, sums);
     for (int m = 0; m < MR; m++)
-        for (int s = 0; s < NS; s++) {
-            int64_t n0 = (s0 + s) * STRIP;
-            float* to = out(m) + n0;
-            if (n0 + STRIP <= matrix.n) {
-                store(to, add ? load(to) + sums[m][s] : sums[m][s]);
-            } else {
-                float rest[STRIP];
-                store(rest, sums[m][s]);
-                for (int64_t i = 0; n0 + i < matrix.n; i++) to[i] = add ? to[i] + rest[i] : rest[i];
-            }
-        }
+        for (int s = 0; s < NS; s++) write_sums(sums[m][s], matrix.n, (s0 + s) * STRIP, add, out(m));
 }
 
 // f(integral_constant<MR>) for the MR in [1, MOST] that equals n.
@@ -343,11 +355,4 @@ static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& 
         }
         s0 += panel;
     }
-}
-
-template <class Out>
-static inline void multiply(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, bool add, const Out& out) {
-    if (matrix.format == Format::BF16) multiply_strips<Format::BF16>(x, n_rows, matrix, s0, s1, add, out);
-    else if (matrix.format == Format::INT8) multiply_strips<Format::INT8>(x, n_rows, matrix, s0, s1, add, out);
-    else multiply_strips<Format::INT4>(x, n_rows, matrix, s0, s1, add, out);
 }

@@ -6,7 +6,7 @@
 // The last logit of a token is the gate of the shared expert.
 // A token's outputs are combined in the order of its slots, so neither the grouping nor the neighbours touch its bits.
 #include "kernel.h"
-#include "matrix.h"
+#include "multiply.h"
 #include "pool.h"
 
 namespace {

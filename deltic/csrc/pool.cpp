@@ -1,6 +1,10 @@
 #include "pool.h"
 
+#include <sched.h>
+
+#include <algorithm>
 #include <atomic>
+#include <system_error>
 #include <thread>
 #include <vector>
 #if defined(__x86_64__)
@@ -16,6 +20,7 @@ namespace {
 // delays nobody.
 constexpr int RING = 64;
 constexpr int SPINS = 4000;
+constexpr int YIELD = 64;         // spins between two offers of the CPU to whoever has work
 constexpr int MAX_THREADS = 256;  // deltic/config.py refuses more
 
 struct Job {
@@ -36,14 +41,47 @@ std::atomic<uint32_t> n_posted{0};  // changes with every job: what sleeping wor
 std::atomic<int> n_sleeping{0};
 std::atomic<bool> stopping{false};
 std::vector<std::thread> workers;
+std::vector<int32_t> bound;  // the CPU of each thread; empty where the system may choose
 
-inline void relax() {
+inline void pause() {
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
 }
+
+// One turn of a spin. Where threads are more than CPUs, or others want them too, the thread that is waited for may itself wait
+// for this CPU; without it the system would let the spin run until its time is over.
+inline void relax(int spin) {
+    if (spin % YIELD == YIELD - 1) std::this_thread::yield();
+    else pause();
+}
+
+// Binding a caller is undone when the pool is no longer bound: threads that it starts would inherit it.
+thread_local int32_t caller_cpu = -1;
+#if defined(__linux__)
+thread_local cpu_set_t caller_was;
+
+bool bind(int32_t cpu) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
+    CPU_SET(cpu, &set);
+    return sched_setaffinity(0, sizeof set, &set) == 0;
+}
+
+bool bind_caller(int32_t cpu) {
+    if (cpu == caller_cpu) return true;
+    if (caller_cpu < 0 && sched_getaffinity(0, sizeof caller_was, &caller_was) != 0) return false;
+    if (cpu >= 0 ? !bind(cpu) : sched_setaffinity(0, sizeof caller_was, &caller_was) != 0) return false;
+    caller_cpu = cpu;
+    return true;
+}
+#else
+bool bind(int32_t) { return false; }
+bool bind_caller(int32_t cpu) { return cpu < 0; }
+#endif
 
 // Runs tasks of job `number` until none is left to claim: the thread's own share first.
 void work(uint32_t number, int i_thread) {
@@ -71,7 +109,7 @@ void worker_loop(int i_thread, uint32_t last) {
     while (!stopping.load(std::memory_order_relaxed)) {
         uint32_t posted = n_posted.load(std::memory_order_acquire);
         for (int spin = 0; posted == last && spin < SPINS; spin++) {
-            relax();
+            relax(spin);
             posted = n_posted.load(std::memory_order_acquire);
         }
         if (posted == last) {
@@ -91,6 +129,7 @@ void stop() {
     n_posted.notify_all();
     for (auto& worker : workers) worker.join();
     workers.clear();
+    bound.clear();
     stopping = false;
 }
 
@@ -102,10 +141,34 @@ struct StopAtExit {
 
 int pool_size() { return (int)workers.size() + 1; }
 
-void pool_start(int n_threads) {
-    stop();
+PoolState pool_start(int n_threads, const int32_t* cpus) {
+    const int32_t* cpus_end = cpus ? cpus + n_threads : cpus;
+    bool is_so = n_threads == pool_size() && std::equal(bound.begin(), bound.end(), cpus, cpus_end);
+    if (!is_so) stop();
+    if (!bind_caller(cpus ? cpus[0] : -1)) return PoolState::NOT_BOUND;
+    if (is_so) return PoolState::READY;
+    if (n_threads > MAX_THREADS) return PoolState::NO_THREAD;
     uint32_t last = n_posted.load();
-    for (int i = 1; i < n_threads && i < MAX_THREADS; i++) workers.emplace_back(worker_loop, i, last);
+    std::atomic<int> n_bound{0}, n_failed{0};
+    try {
+        for (int i = 1; i < n_threads; i++)
+            workers.emplace_back([=, &n_bound, &n_failed] {
+                // The starter waits for these, which live in its frame.
+                if (cpus && !bind(cpus[i])) n_failed++;
+                n_bound++;
+                worker_loop(i, last);
+            });
+    } catch (const std::system_error&) {
+        stop();
+        return PoolState::NO_THREAD;
+    }
+    for (int spin = 0; n_bound < n_threads - 1; spin++) relax(spin);
+    if (n_failed) {
+        stop();
+        return PoolState::NOT_BOUND;
+    }
+    bound.assign(cpus, cpus_end);
+    return PoolState::READY;
 }
 
 void pool_run(int64_t n_tasks, Task task, void* context) {
@@ -126,5 +189,5 @@ void pool_run(int64_t n_tasks, Task task, void* context) {
     n_posted.store(number);
     if (n_sleeping.load() > 0) n_posted.notify_all();
     work(number, 0);
-    while (job.n_done.load(std::memory_order_acquire) < n_tasks) relax();
+    for (int spin = 0; job.n_done.load(std::memory_order_acquire) < n_tasks; spin++) relax(spin);
 }

@@ -2,8 +2,12 @@
 #pragma once
 #include <cstdint>
 
-// Starts n_threads - 1 workers (the caller is the last thread). May be called again with another count.
-void pool_start(int n_threads);
+enum class PoolState : int64_t { READY = 0, NO_THREAD = 1, NOT_BOUND = 2 };
+
+// Starts n_threads - 1 workers; the caller is the first thread. With cpus [n_threads], thread i runs on CPU cpus[i] only, the
+// caller too. Does nothing when the pool is so already, but binds whichever thread calls, so it is called before every program.
+// When a thread cannot be started or bound, there are no workers.
+PoolState pool_start(int n_threads, const int32_t* cpus);
 int pool_size();
 
 using Task = void (*)(void* context, int64_t i, int i_thread);

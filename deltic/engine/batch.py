@@ -29,7 +29,6 @@ class Batch:
             n_logit_rows=counts[2],
             token_ids=buffer("token ids", n_tokens),
             positions=buffer("positions", n_tokens),
-            token_seq=buffer("token sequence", n_tokens),
             token_slot=buffer("token slot", n_tokens),
             seq_start=buffer("sequence start", n_slots + 1),
             seq_context=buffer("sequence context", n_slots),
@@ -40,7 +39,7 @@ class Batch:
         i = self.inputs
         self._counts = counts.numpy()
         self._token_ids, self._positions = i.token_ids.numpy(), i.positions.numpy()
-        self._token_seq, self._token_slot = i.token_seq.numpy(), i.token_slot.numpy()
+        self._token_slot = i.token_slot.numpy()
         self._seq_start, self._seq_context, self._slot = (
             i.seq_start.numpy(),
             i.seq_context.numpy(),
@@ -65,12 +64,10 @@ class Batch:
             if chunk.length == 1:
                 self._token_ids[at] = sequence.tokens[chunk.start]
                 self._positions[at] = chunk.start
-                self._token_seq[at] = i
                 self._token_slot[at] = slot
             else:
                 self._token_ids[at:end] = sequence.tokens[chunk.start : chunk.start + chunk.length]
                 self._positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
-                self._token_seq[at:end] = i
                 self._token_slot[at:end] = slot
             first_row.append(len(logit_tokens) if chunk.prompt_logprobs or i in draws else -1)
             if chunk.prompt_logprobs:

@@ -286,7 +286,7 @@ class EngineClient:
             launch = self._bind()
             self._process = await asyncio.create_subprocess_exec(
                 *self._program,
-                msgspec.json.encode(launch).decode(),
+                msgspec.json.encode(launch, enc_hook=str).decode(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # stdout is the server's, or holds the answers of a batch run
                 start_new_session=True,  # Ctrl-C is for the server, which drains

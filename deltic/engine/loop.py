@@ -328,7 +328,11 @@ def main(build: Build | None = None, argument: str | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    launch = msgspec.json.decode(argument or sys.argv[-1], type=Launch)
+    launch = msgspec.json.decode(
+        argument or sys.argv[-1],
+        type=Launch,
+        dec_hook=lambda kind, value: kind(value),  # paths, as texts
+    )
     if os.getppid() != launch.parent_pid:  # it ended before the kernel was asked to tell
         return 1
     process = EngineProcess(launch)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
+from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus, pinned_cpus
 from deltic.engine.batch import Batch
 from deltic.engine.cache import pages_for
 from deltic.engine.request import PAGE_SIZE
@@ -77,6 +77,8 @@ class Plan:
     workspace: dict[str, int]
     """Bytes of each buffer of a step."""
     budget_bytes: int
+    cpus: tuple[int, ...] = ()
+    """The CPU of each thread; none: wherever the system puts them."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -166,6 +168,8 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
             most,
         )
     )
+    if config.pin_threads:
+        plan = replace(plan, cpus=pinned_cpus(n_threads))
     plan = _shrunk(plan, config)
     if config.memory_gb is None and config.n_pages is None:  # modest unless told otherwise
         pools = max(DEFAULT_POOL_BYTES, plan.slots_bytes + _one_sequence(plan))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from deltic.config import ConfigError, EngineConfig, free_memory_bytes
+from deltic.config import EngineConfig, free_memory_bytes
 from deltic.engine.plan import Arena, Plan, build_workspace, make_plan
 from deltic.engine.request import (
     PAGE_SIZE,
@@ -28,8 +28,9 @@ from deltic.engine.request import (
     StepResult,
 )
 from deltic.models.checkpoint import locate, model_name, n_real_ids
-from deltic.models.packed import PACKED, cache_file, map_packed, packed_format, save_packed
+from deltic.models.packed import PACKED, cache_file, map_packed, resolve_quantize, save_packed
 from deltic.models.qwen import Memory, Qwen
+from deltic.models.shapes import CheckpointError
 from deltic.models.weights import Weights, dummy_weights, load_weights
 from deltic.ops.table import Program, chosen
 
@@ -68,7 +69,7 @@ class Runner:
         self.workspace = build_workspace(plan, arena)
         arena.touch(lambda done: progress("memory", done))
         self.model = Qwen(shape, weights, plan.max_model_len)
-        self.program = Program(plan.n_threads)
+        self.program = Program(plan.n_threads, cpus=plan.cpus)
         activations = self.workspace.activations
         self.model.record(self.program, self.workspace.batch.inputs, self.memory, activations)
         self.workspace.sampler.record(self.program, activations.logits)
@@ -124,7 +125,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
 
     progress("plan", 0.0)
     directory, shape = locate(config)
-    config = replace(config, quantize=_resolve_quantize(config, directory))
+    config = replace(config, quantize=resolve_quantize(config, directory))
     plan = make_plan(config, shape, n_real_ids(config, directory, shape))
     lap("plan")
     weights, notices = _get_weights(config, directory, plan, progress)
@@ -141,23 +142,13 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     return runner
 
 
-def _resolve_quantize(config: EngineConfig, directory: Path) -> str | None:
-    """The format that the weights will have. Raises ConfigError when a packed model is asked to be another."""
-    if config.dummy is not None or not (directory / PACKED).exists():
-        return config.quantize
-    packed = packed_format(directory / PACKED)
-    if config.quantize not in (None, packed):
-        raise ConfigError(
-            f"--quantize {config.quantize}: {directory} holds weights packed as {packed or 'bf16'}; leave the flag out, or "
-            "give the original checkpoint"
-        )
-    return packed
-
-
 def _get_weights(
     config: EngineConfig, directory: Path, plan: Plan, progress: Progress
 ) -> tuple[Weights, list[str]]:
-    """From a packed model, from the cache, or from the checkpoint (and then into the cache)."""
+    """From a packed model, from the cache, or from the checkpoint (and then into the cache).
+
+    Whatever is wrong with the cache is a notice: it costs a load, not the start.
+    """
 
     def on_bytes(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: progress(stage, done / max(1, total))
@@ -165,10 +156,14 @@ def _get_weights(
     shape, n_threads, quantize, cached = plan.shape, plan.n_threads, config.quantize, None
     if config.dummy is None and (directory / PACKED).exists():
         return map_packed(directory / PACKED, shape, n_threads, on_bytes("weights"))
+    cache_notices: list[str] = []
     if config.weights_cache is not None:
         cached = cache_file(config, directory)
-        if cached.exists():
-            return map_packed(cached, shape, n_threads, on_bytes("weights"))
+        try:
+            if cached.exists():
+                return map_packed(cached, shape, n_threads, on_bytes("weights"))
+        except (CheckpointError, OSError) as error:
+            cache_notices.append(f"--weights-cache: {error}")
     notices: list[str] = []
     if config.dummy is not None:
         weights = dummy_weights(
@@ -181,6 +176,7 @@ def _get_weights(
     if cached is not None:
         try:
             save_packed(weights, cached, quantize, notices, on_bytes("weights cache"))
+            cache_notices += [f"--weights-cache: packed again as {cached}"] if cache_notices else []
         except OSError as error:
-            notices = [*notices, f"--weights-cache: {error}; the next start loads again"]
-    return weights, notices
+            cache_notices.append(f"--weights-cache: {error}; the next start loads again")
+    return weights, notices + cache_notices

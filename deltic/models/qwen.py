@@ -19,7 +19,7 @@ from deltic.models.shapes import ModelShape, UnsupportedModelError
 from deltic.models.weights import AttnLayer, GdnLayer, Moe, Weights
 from deltic.ops.attention import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads, attention, attn_prepare
 from deltic.ops.embed import embed
-from deltic.ops.gdn import MAX_K_DIM, GdnHeads, GdnScratch, GdnWeights, gdn
+from deltic.ops.gdn import MAX_DIM, GdnHeads, GdnWeights, gdn
 from deltic.ops.linear import linear
 from deltic.ops.matrix import Matrix, row_bytes
 from deltic.ops.moe import MoeScratch, moe
@@ -40,7 +40,6 @@ class ForwardInputs:
     n_logit_rows: Tensor
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
-    token_seq: Tensor  # [T]
     token_slot: Tensor  # [T]
     seq_start: Tensor  # [S + 1]
     seq_context: Tensor  # [S]
@@ -68,7 +67,7 @@ class Activations:
     proj: Tensor  # float32, flat: the widest projection
     mixed: Tensor  # bfloat16, flat: a mixer's output or the MLP's inner activation
     query: Tensor  # bfloat16, flat
-    gdn: GdnScratch
+    attn_records: Tensor  # float32 [n, d + 16]
     moe: MoeScratch | None
     packed: Tensor  # uint8: the rows of a linear's input as its kernel reads them
     router: Tensor | None  # float32 [T, E + 1]
@@ -88,8 +87,8 @@ def check_kernels(shape: ModelShape) -> None:
         ("head_dim", shape.head_dim, shape.head_dim % 32 == 0 and shape.head_dim <= MAX_HEAD_DIM, f"a multiple of 32, at most {MAX_HEAD_DIM}"),
         ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 32 == 0, "a multiple of 32"),
         ("num_attention_heads / num_key_value_heads", group, group <= MAX_GROUP, f"at most {MAX_GROUP}"),
-        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim % 16 == 0 and shape.gdn_k_dim <= MAX_K_DIM, f"a multiple of 16, at most {MAX_K_DIM}"),
-        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim % 16 == 0, "a multiple of 16"),
+        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim % 16 == 0 and shape.gdn_k_dim <= MAX_DIM, f"a multiple of 16, at most {MAX_DIM}"),
+        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim % 16 == 0 and shape.gdn_v_dim <= MAX_DIM, f"a multiple of 16, at most {MAX_DIM}"),
         ("linear_num_value_heads * linear_value_head_dim", shape.gdn_value_size, shape.gdn_value_size % 32 == 0, "a multiple of 32"),
     )  # fmt: skip
     for field, found, holds, supported in limits:
@@ -105,6 +104,7 @@ def allocate_activations(
     t, h = n_tokens, shape.hidden_size
     value, inner = shape.gdn_value_size, max(shape.intermediate_size, shape.shared_intermediate_size)
     q_size = shape.n_q_heads * shape.head_dim
+    heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
     scratch = router = shared = None
     if shape.is_moe:
         k, m, e = shape.n_experts_per_tok, shape.moe_intermediate_size, shape.n_experts
@@ -127,11 +127,7 @@ def allocate_activations(
         proj=allocate("projections", (t * max(shape.gdn_in_proj_rows, shape.attn_qkv_rows, 2 * inner),), f32),
         mixed=allocate("mixed", (t * max(value, q_size, inner),), bf16),
         query=allocate("queries", (t * q_size,), bf16),
-        gdn=GdnScratch(
-            u=allocate("gdn convolved", (t, shape.conv_channels), f32),
-            gates=allocate("gdn gates", (t, 2 * shape.gdn_n_v_heads), f32),
-            o=allocate("gdn out", (t, value), f32),
-        ),
+        attn_records=allocate("attention records", heads.records_size(shape.max_position_embeddings), f32),
         moe=scratch,
         packed=allocate(
             "packed rows", (max(t * max(h, value, q_size, inner), n_logit_rows * h) * 2,), torch.uint8
@@ -197,8 +193,8 @@ class Qwen:
         linear(program, act.normed, layer.in_proj, proj, act.packed, inputs.n_tokens)
         gdn(
             program, proj, self.gdn_heads, self.gdn_weights[i], self.shape.rms_norm_eps,
-            n_tokens=inputs.n_tokens, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context,
-            slot=inputs.slot, token_seq=inputs.token_seq, conv_state=columns, state=state, scratch=act.gdn, out=mixed,
+            n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context, slot=inputs.slot,
+            conv_state=columns, state=state, out=mixed,
         )  # fmt: skip
         linear(program, mixed, layer.out_proj, act.residual, act.packed, inputs.n_tokens, add=True)
 
@@ -216,7 +212,8 @@ class Qwen:
         )  # fmt: skip
         attention(
             program, query, proj, self.heads, pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-            seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table, out=mixed,
+            seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table, records=act.attn_records,
+            out=mixed,
         )  # fmt: skip
         linear(program, mixed, layer.o_proj, act.residual, act.packed, inputs.n_tokens, add=True)
 

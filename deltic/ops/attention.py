@@ -1,8 +1,9 @@
 """attn_prepare and attention: gated full attention over 64-token pages (csrc/attention.cpp).
 
-A page holds, for each attention layer, k [nk, 64, d] and v [nk, 64, d] in bfloat16. The pages of the sequence that
-holds state slot i are page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order.
-Leaves out: a split of long contexts over threads (one head of one sequence is one task).
+A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the scores of
+neighbouring keys are neighbouring lanes, and v as [nk, 64, d]. The pages of the sequence that holds state slot i are
+page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order, and start anew every
+SPLIT_KEYS keys; the splits are merged in order. So a long context can be many tasks, and how many does not touch the bits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from deltic.ops.table import Program, check
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 32  # query heads that share a key head: the rows of one task
+SPLIT_KEYS = 512
+MAX_RECORDS = 16384
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,13 @@ class AttentionHeads:
     @property
     def row(self) -> int:
         return 2 * (self.n_q + self.n_kv) * self.dim
+
+    def records_size(self, max_len: int) -> tuple[int, int]:
+        """Size of the `records` of `attention`, float32: enough to give every split of a sequence of max_len tokens to
+        another thread, whether it decodes or its prefill is a few rows. More than MAX_RECORDS, and a longest one is
+        fewer tasks."""
+        n_splits = -(-max_len // SPLIT_KEYS)
+        return min(MAX_RECORDS, n_splits * max(self.n_q, MAX_GROUP)), self.dim + 16
 
 
 def attn_prepare(
@@ -86,12 +96,14 @@ def attention(
     seq_context: Tensor,
     slot: Tensor,
     page_table: Tensor,
+    records: Tensor,
     out: Tensor,
 ) -> None:
     """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), causal; query head j reads key head j // (nq/nk).
 
     q: bfloat16 [T, nq, d]; proj: float32 [T, row] for the gates; out: bfloat16 [T, nq d]; the rest as in attn_prepare
-    and gdn. The keys of the tokens themselves must be in the pages already.
+    and gdn. The keys of the tokens themselves must be in the pages already. records: float32 scratch of
+    heads.records_size(), for the splits of blocks of rows that are given to several threads; any number of them will do.
     """
     check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
     check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
@@ -100,7 +112,13 @@ def attention(
         out.shape[1] == heads.n_q * heads.dim and out.dtype == torch.bfloat16,
         "bfloat16 out [T, nq d]",
     )
+    check(
+        "attention",
+        records.shape[1] == heads.dim + 16 and records.dtype == torch.float32,
+        "float32 records [n, d + 16]",
+    )
     program.call(
         "deltic_attention", q, proj, heads.n_q, heads.n_kv, heads.dim, pages, pages.stride(0), n_seqs,
         seq_start, seq_context, slot, page_table, page_table.stride(0), out,
+        records, records.shape[0],
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.ops.table import Program, check
 
-MAX_K_DIM = 256
+MAX_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,6 @@ class GdnWeights:
     norm: Tensor
 
 
-@dataclass(frozen=True)
-class GdnScratch:
-    """float32 workspaces: u [T, C], gates [T, 2 Hv], o [T, Hv dv]."""
-
-    u: Tensor
-    gates: Tensor
-    o: Tensor
-
-
 def gdn(
     program: Program,
     proj: Tensor,
@@ -56,22 +47,19 @@ def gdn(
     weights: GdnWeights,
     eps: float,
     *,
-    n_tokens: Tensor,
     n_seqs: Tensor,
     seq_start: Tensor,
     seq_context: Tensor,
     slot: Tensor,
-    token_seq: Tensor,
     conv_state: Tensor,
     state: Tensor,
-    scratch: GdnScratch,
     out: Tensor,
 ) -> None:
     """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]; states advance in place.
 
     Sequence s owns tokens seq_start[s] .. seq_start[s+1]-1 (int32 [S+1]); seq_context[s] tokens came before them (0 resets
     the state); slot[s] names its rows of conv_state (bfloat16 [slots, 3, C], any slot stride) and state (float32
-    [slots, Hv, dk, dv], any slot stride); token_seq: int32 [T].
+    [slots, Hv, dk, dv], any slot stride).
     """
     n_channels = heads.channels
     check("gdn", proj.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 proj, bfloat16 out")
@@ -86,8 +74,8 @@ def gdn(
     check("gdn", state[0].is_contiguous() and conv_state[0].is_contiguous(), "contiguous slots")
     check(
         "gdn",
-        heads.k_dim % 16 == 0 and heads.v_dim % 16 == 0 and heads.k_dim <= MAX_K_DIM,
-        "dk, dv % 16 == 0, dk <= 256",
+        heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_DIM,
+        f"dk, dv % 16 == 0 and at most {MAX_DIM}",
     )
     check(
         "gdn",
@@ -95,8 +83,8 @@ def gdn(
         "six projections in a row",
     )
     program.call(
-        "deltic_gdn", proj, proj.shape[1], n_tokens, n_seqs, seq_start, seq_context, slot, token_seq,
+        "deltic_gdn", proj, proj.shape[1], n_seqs, seq_start, seq_context, slot,
         weights.conv, conv_state, conv_state.stride(0), state, state.stride(0),
         weights.a_log, weights.dt_bias, weights.norm, eps, heads.n_k, heads.n_v, heads.k_dim, heads.v_dim,
-        scratch.u, scratch.gates, scratch.o, out,
+        out,
     )  # fmt: skip

@@ -29,6 +29,7 @@ _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})
 
 # Best first: library name and the /proc/cpuinfo flags it needs. AVX-512 without its int8 dot product runs as AVX2.
 INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("amx", _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}),
     ("avx512_bf16", _AVX512 | {"avx512_bf16"}),
     ("avx512", _AVX512),
     ("avx2_vnni", _AVX2 | {"avx_vnni"}),
@@ -38,6 +39,14 @@ INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
 
 _pool = threading.Lock()
 """The thread pool of a library runs one program at a time."""
+
+_REFUSALS = (
+    None,
+    "{n_threads} threads cannot be started: the system or the container limits them (ulimit -u, ulimit -v, pids.max); "
+    "give --threads less",
+    "threads cannot be bound to CPUs here; leave --pin-threads out",
+)
+"""What deltic_start_threads answers (csrc/pool.h, PoolState)."""
 
 _LIBRARIES = Path(__file__).parent / "lib"
 
@@ -65,7 +74,9 @@ def usable_instruction_sets() -> tuple[str, ...]:
     return tuple(
         name
         for name, needed in INSTRUCTION_SETS
-        if needed <= flags and (_LIBRARIES / f"cpu_{name}.so").exists()
+        if needed <= flags
+        and (_LIBRARIES / f"cpu_{name}.so").exists()
+        and load_library(name).deltic_prepare()
     )
 
 
@@ -84,8 +95,8 @@ def load_library(name: str) -> ctypes.CDLL:
     library = ctypes.CDLL(str(_LIBRARIES / f"cpu_{name}.so"))
     library.deltic_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.deltic_run.restype = None
-    library.deltic_start_threads.argtypes = [ctypes.c_int64]
-    library.deltic_n_threads.restype = ctypes.c_int64
+    library.deltic_start_threads.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    library.deltic_start_threads.restype = library.deltic_prepare.restype = ctypes.c_int64
     return library
 
 
@@ -97,10 +108,13 @@ def chosen() -> dict[str, str]:
 class Program:
     """A recorded list of kernel calls. Arguments are tensors (passed by address and kept alive), ints and floats."""
 
-    def __init__(self, n_threads: int, library: str | None = None) -> None:
+    def __init__(self, n_threads: int, library: str | None = None, cpus: tuple[int, ...] = ()) -> None:
+        """cpus: the CPU that each thread is bound to, the one that calls `run` first; none: wherever the system likes."""
         self.instruction_set = library or instruction_set()
         self._kernels = load_library(self.instruction_set)
         self.n_threads = n_threads
+        self._cpus = np.array(cpus, np.int32) if cpus else None
+        check("program", not cpus or len(cpus) == n_threads, f"a CPU for each of {n_threads} threads")
         self._words: list[int] = []
         self._alive: list[Tensor] = []
         self._code = np.empty(0, np.int64)
@@ -125,12 +139,15 @@ class Program:
         self._words += [address, len(words), *words]
 
     def run(self) -> None:
-        """Runs all calls in order. The interpreter lock is released meanwhile."""
+        """Runs all calls in order. The interpreter lock is released meanwhile. Raises KernelError if the threads are not to
+        be had."""
         if len(self._code) != len(self._words):
             self._code = np.array(self._words, np.int64)
         with _pool:
-            if self._kernels.deltic_n_threads() != self.n_threads:
-                self._kernels.deltic_start_threads(self.n_threads)
+            cpus = None if self._cpus is None else self._cpus.ctypes.data
+            refusal = _REFUSALS[self._kernels.deltic_start_threads(self.n_threads, cpus)]
+            if refusal:
+                raise KernelError(refusal.format(n_threads=self.n_threads))
             self._kernels.deltic_run(self._code.ctypes.data, len(self._code))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from deltic.engine.request import SamplingParams
 from deltic.ops.attention import AttentionHeads, attention, attn_prepare
 from deltic.ops.embed import embed
-from deltic.ops.gdn import GdnHeads, GdnScratch, GdnWeights, gdn
+from deltic.ops.gdn import GdnHeads, GdnWeights, gdn
 from deltic.ops.linear import linear
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
 from deltic.ops.moe import MoeScratch, moe
@@ -232,14 +232,12 @@ class GdnCase:
         lengths = torch.tensor([len(rows) for _, _, rows in chunks])
         t, s = len(proj), len(chunks)
         out = poison(t, h.n_v * h.v_dim, dtype=BF16)
-        scratch = GdnScratch(poison(t, h.channels), poison(t, 2 * h.n_v), poison(t, h.n_v * h.v_dim))
         program = Program(2, library=self.program.instruction_set)
         gdn(
-            program, proj, h, self.weights, 1e-6, n_tokens=count(t), n_seqs=count(s),
+            program, proj, h, self.weights, 1e-6, n_seqs=count(s),
             seq_start=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(I32),
             seq_context=i32(*(before for _, before, _ in chunks)), slot=i32(*(slot for slot, _, _ in chunks)),
-            token_seq=torch.repeat_interleave(torch.arange(s), lengths).to(I32),
-            conv_state=self.columns, state=self.state, scratch=scratch, out=out,
+            conv_state=self.columns, state=self.state, out=out,
         )  # fmt: skip
         program.run()
         return list(out.split(lengths.tolist()))
@@ -321,7 +319,7 @@ def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
         attention(
             step, q, rows, heads, pages, n_seqs=count(len(live)),
             seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(done[s] for s in live)),
-            slot=slots, page_table=page_table, out=out,
+            slot=slots, page_table=page_table, records=poison(*heads.records_size(256)), out=out,
         )  # fmt: skip
         step.run()
         for s, part in zip(live, out.split(counts.tolist()), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,11 +14,14 @@ from deltic.config import (
     ConfigError,
     EngineConfig,
     ServerConfig,
+    add_flags,
     free_memory_bytes,
     n_usable_cpus,
+    pinned_cpus,
     resolve,
 )
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
+from deltic.remote import flags
 
 CSRC = Path(__file__).parents[2] / "deltic" / "csrc"
 
@@ -52,6 +56,7 @@ def test_an_empty_key_is_not_an_open_door(given: dict[str, list[str]], environ: 
         (EngineConfig, "MAX_ITL_MS", "nan", "--max-itl-ms nan"),
         (EngineConfig, "THREADS", "257", "--threads 257: must be from 1 to 256"),
         (EngineConfig, "THREADS", "two", "DELTIC_THREADS='two': expected int"),
+        (EngineConfig, "PIN_THREADS", "maybe", "DELTIC_PIN_THREADS='maybe': expected on or off"),
         (ServerConfig, "DRAIN_S", "nan", "--drain-s nan"),
         (ServerConfig, "MAX_BODY_MB", "nan", "--max-body-mb nan"),
         (ServerConfig, "PORT", "65536", "--port 65536: must be from 0 to 65535"),
@@ -70,6 +75,70 @@ def test_no_more_threads_than_the_pool_has_places(monkeypatch: pytest.MonkeyPatc
     assert f"constexpr int MAX_THREADS = {MAX_THREADS};" in (CSRC / "pool.cpp").read_text()
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000)))
     assert n_usable_cpus() <= MAX_THREADS
+
+
+def test_a_switch_is_a_flag_without_a_value() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig)
+    for words, pinned in (["--pin-threads"], True), (["--no-pin-threads"], False):
+        given = vars(parser.parse_args(words))
+        assert given == {"pin_threads": pinned}
+        assert flags(EngineConfig, given) == words, "a server started for a command gets it on"
+    for text, pinned in (
+        ("on", True),
+        ("1", True),
+        ("True", True),
+        ("off", False),
+        ("0", False),
+        ("no", False),
+    ):
+        assert resolve(EngineConfig, {}, {"DELTIC_PIN_THREADS": text}).pin_threads is pinned
+
+
+def test_pinned_threads_get_the_first_cpus_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {9, 2, 4})
+    assert pinned_cpus(2) == (2, 4)
+    assert resolve(EngineConfig, {"pin_threads": True, "threads": 3}, {}).pin_threads
+    with pytest.raises(
+        ConfigError, match=r"--threads 4 on 3 CPUs .*; give at most --threads 3, or leave --pin-threads out"
+    ):
+        resolve(EngineConfig, {"pin_threads": True, "threads": 4}, {})
+
+
+V1 = "4:memory:/pod/one\n3:cpu,cpuacct:/pod/one\n0::/pod/one\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "n_cpus"),
+    [
+        ("0::/\n", {}, 8),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "300000 100000\n"}, 3),
+        ("0::/a/b\n", {"a/b/cpu.max": "200000 100000\n", "a/cpu.max": "300000 100000\n"}, 2),
+        ("0::/a\n", {"a/b/cpu.max": "100000 100000\n", "c/cpu.max": "100000 100000\n"}, 8),
+        ("0::/host/path\n", {"cpu.max": "400000 100000\n"}, 4),
+        ("0::/../beside\n", {"cpu.max": "400000 100000\n"}, 4),
+        (V1, {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, 8),
+        (V1, {"cpu/cpu.cfs_quota_us": "600000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
+        (V1, {"cpu/pod/cpu.cfs_quota_us": "150000\n", "cpu/pod/cpu.cfs_period_us": "50000\n"}, 3),
+        (V1, {"unified/pod/one/cpu.max": "500000 100000\n"}, 5),
+        (V1, {"cpu/pod/cpu.cfs_quota_us": "150000\n"}, 8),
+        (None, {"cpu.max": "200000 100000\n"}, 2),
+    ],
+    ids=["none", "v2 max", "v2", "v2 half", "v2 parent", "v2 nested", "v2 others", "v2 not mounted", "v2 outside",
+         "v1 no limit", "v1 root", "v1 parent", "both", "v1 half a limit", "no list of groups"],
+)  # fmt: skip
+def test_threads_are_those_that_the_container_pays_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], n_cpus: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    texts = {f"cgroup/{name}": text for name, text in files.items()}
+    for name, text in (texts | ({"proc/cgroup": groups} if groups else {})).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert n_usable_cpus(tmp_path / "proc", tmp_path / "cgroup") == n_cpus
 
 
 def machine(root: Path, files: dict[str, str]) -> int:

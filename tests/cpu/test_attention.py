@@ -1,0 +1,138 @@
+"""Attention over several splits of the keys: right, and the same bits however the work is shared out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.ops.attention import SPLIT_KEYS, AttentionHeads, attention, attn_prepare
+from deltic.ops.table import KernelError, Program, usable_instruction_sets
+from deltic.reference import layers as oracle
+
+BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+HEADS = AttentionHeads(n_q=4, n_kv=2, dim=128)
+ROTARY = 32
+LENGTHS = (5 * SPLIT_KEYS + 9, SPLIT_KEYS, 70, SPLIT_KEYS + 1)
+EVERY_SPLIT_A_TASK = 4096  # records
+
+
+def i32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=I32)
+
+
+class Sequences:
+    """Sequences over shuffled pages, their projections, and a way to run chunks of them."""
+
+    def __init__(
+        self, library: str, heads: AttentionHeads = HEADS, lengths: tuple[int, ...] = LENGTHS
+    ) -> None:
+        torch.manual_seed(0)
+        self.library, self.heads, self.lengths = library, heads, lengths
+        self.proj = [torch.randn(n, heads.row) for n in lengths]
+        for proj in self.proj:  # a softmax that is not flat
+            proj[:, : heads.n_q * heads.dim] *= 3
+        n_pages = [-(-n // 64) for n in lengths]
+        order = torch.randperm(sum(n_pages)).to(I32)
+        self.table = torch.full((len(lengths), max(n_pages)), -1, dtype=I32)
+        for row, pages in zip(self.table, order.split(n_pages), strict=True):
+            row[: len(pages)] = pages
+        self.pages = torch.full((sum(n_pages), 2, heads.n_kv, 64, heads.dim), float("nan"), dtype=BF16)
+        self.inv_freq = torch.tensor(
+            [1e4 ** (-2 * i / ROTARY) for i in range(ROTARY // 2)], dtype=torch.float64
+        )
+        angles = (torch.arange(max(lengths))[:, None] * self.inv_freq).float()
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.q_norm, self.k_norm = 0.1 * torch.randn(heads.dim), 0.1 * torch.randn(heads.dim)
+
+    def run(self, chunks: list[tuple[int, int, int]], n_threads: int = 2, n_records: int = 0) -> list[Tensor]:
+        """(sequence, first token, end) of each chunk -> its output rows."""
+        h, rows = self.heads, torch.cat([self.proj[s][a:b] for s, a, b in chunks])
+        counts = torch.tensor([b - a for _, a, b in chunks])
+        slots = i32(*(s for s, _, _ in chunks))
+        q, out = (torch.full((len(rows), h.n_q * h.dim), float("nan"), dtype=BF16) for _ in range(2))
+        program = Program(n_threads, library=self.library)
+        attn_prepare(
+            program, rows, h, self.q_norm, self.k_norm, 1e-6, n_tokens=i32(len(rows)),
+            positions=torch.cat([torch.arange(a, b) for _, a, b in chunks]).to(I32),
+            token_slot=torch.repeat_interleave(slots, counts).to(I32), page_table=self.table,
+            cos=self.cos, sin=self.sin, q_out=q, pages=self.pages,
+        )  # fmt: skip
+        attention(
+            program, q, rows, h, self.pages, n_seqs=i32(len(chunks)),
+            seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(a for _, a, _ in chunks)),
+            slot=slots, page_table=self.table,
+            records=torch.full((n_records, h.dim + 16), float("nan"), dtype=F32), out=out,
+        )  # fmt: skip
+        program.run()
+        return [part.view(torch.int16) for part in out.split(counts.tolist())]
+
+    def expected(self, s: int) -> Tensor:
+        h, n = self.heads, self.lengths[s]
+        q, gate, k, v = self.proj[s].split([h.n_q * h.dim] * 2 + [h.n_kv * h.dim] * 2, -1)
+        q, k = (
+            oracle.rounded(
+                oracle.rope(oracle.rms_norm(x.unflatten(-1, (-1, h.dim)), w, 1e-6), torch.arange(n), self.inv_freq),
+                "bfloat16",
+            )
+            for x, w in ((q, self.q_norm), (k, self.k_norm))
+        )  # fmt: skip
+        o = oracle.attention(q, k, oracle.rounded(v, "bfloat16").unflatten(-1, (-1, h.dim))).flatten(1)
+        return o * gate.sigmoid()
+
+
+@pytest.mark.parametrize("library", usable_instruction_sets())
+@pytest.mark.parametrize("heads", [HEADS, AttentionHeads(6, 1, 96)])
+def test_long_contexts_against_the_oracle(library: str, heads: AttentionHeads) -> None:
+    lengths = (2 * SPLIT_KEYS + 9, SPLIT_KEYS, 70)
+    sequences = Sequences(library, heads, lengths)
+    whole = [(s, 0, n) for s, n in enumerate(lengths)]
+    for s, out in enumerate(sequences.run(whole, n_records=EVERY_SPLIT_A_TASK)):
+        torch.testing.assert_close(out.view(BF16).float(), sequences.expected(s), rtol=2**-7, atol=2e-3)
+
+
+@pytest.mark.parametrize("library", usable_instruction_sets())
+def test_shares_and_cuts_keep_bits(library: str) -> None:
+    """One task a block or one a split, in one wave or many; any number of threads; any cut; alone or among others."""
+    sequences = Sequences(library)
+    whole = sequences.run([(s, 0, n) for s, n in enumerate(LENGTHS)], n_threads=1)
+    last = [(s, n - 1, n) for s, n in enumerate(LENGTHS)]
+    tail = LENGTHS[0] - 60  # four blocks; rows of the first three do not see the last split
+    # A row of a head that is given to a task a split is 6 records, and a block of 16 tokens is 192.
+    for n_threads, n_records in ((2, 0), (1, 4096), (2, 10), (2, 200), (5, 500), (2, EVERY_SPLIT_A_TASK)):
+        case = f"{n_threads} threads, {n_records} records"
+        for s, out in enumerate(sequences.run(last, n_threads, n_records)):
+            assert torch.equal(out, whole[s][-1:]), f"decode, {case}"
+        for start in (tail, LENGTHS[0] - 1, SPLIT_KEYS - 7):
+            (alone,) = sequences.run([(0, start, LENGTHS[0])], n_threads, n_records)
+            assert torch.equal(alone, whole[0][start:]), f"alone from {start}, {case}"
+        cut, *others = sequences.run([(0, tail, LENGTHS[0]), *last[1:]], n_threads, n_records)
+        assert torch.equal(cut, whole[0][tail:]), f"chunk, {case}"
+        assert all(torch.equal(o, w[-1:]) for o, w in zip(others, whole[1:], strict=True)), case
+
+
+def test_a_key_that_is_not_finite_is_not_lost_in_the_merge() -> None:
+    sequences = Sequences(usable_instruction_sets()[0])
+    sequences.run([(0, 0, LENGTHS[0])])
+    values = sequences.pages[sequences.table[0, 9], 1]  # of the second split
+    values[:, 3] = float("nan")
+    for n_records in (0, EVERY_SPLIT_A_TASK):
+        (out,) = sequences.run([(0, LENGTHS[0] - 1, LENGTHS[0])], n_records=n_records)
+        assert out.view(BF16).isnan().all()
+
+
+def test_more_blocks_than_a_wave_holds() -> None:
+    sequences = Sequences(usable_instruction_sets()[0], AttentionHeads(32, 1, 32), (700,))
+    (whole,) = sequences.run([(0, 0, 700)])  # one token a block
+    (last,) = sequences.run([(0, 699, 700)], n_records=10_000)
+    assert torch.equal(whole[-1:], last)
+
+
+def test_records_are_checked() -> None:
+    sequences = Sequences(usable_instruction_sets()[0], lengths=(1,))
+    with pytest.raises(KernelError, match=r"attention: expected float32 records \[n, d \+ 16\]"):
+        attention(
+            Program(1), torch.zeros(1, 512, dtype=BF16), sequences.proj[0], HEADS, sequences.pages, n_seqs=i32(1),
+            seq_start=i32(0, 1), seq_context=i32(0), slot=i32(0), page_table=sequences.table,
+            records=torch.zeros(4, 64), out=torch.zeros(1, 512, dtype=BF16),
+        )  # fmt: skip
