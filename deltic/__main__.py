@@ -1,4 +1,4 @@
-"""The command line: `deltic serve | chat | run | plan | doctor | bench serve | bench start | bench ops | version`.
+"""The command line: `deltic serve | chat | run | pack | plan | doctor | bench WHAT | version`.
 
 Each subcommand imports what it needs when it runs, so `deltic --help` answers at once.
 """
@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from deltic import __version__
@@ -70,6 +71,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(run, EngineConfig, skip=("model",))
 
+    pack = add("pack", _pack, "write a model directory of packed weights, quantised if asked: fast starts")
+    _add_model(pack)
+    pack.add_argument("--out", metavar="DIR", required=True, help="directory to make")
+    _add_some_flags(pack, "quantize", "threads")
+
     plan = add("plan", _plan, "print what fits in memory and the speed to expect")
     _add_model(plan)
     add_flags(plan, EngineConfig, skip=("model",))
@@ -88,28 +94,19 @@ def parser() -> argparse.ArgumentParser:
     start.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
     add_flags(start, EngineConfig, skip=("model",))
     ops = add("ops", _bench_ops, "time each operator at a model's shapes", benches)
-    ops.add_argument(
-        "shape",
-        nargs="?",
-        metavar="SHAPE",
-        help="published shape or checkpoint (default: the built-in model)",
-    )
-    ops.add_argument("--rows", default="1,4,16,64,512", help="row counts (default: 1,4,16,64,512)")
-    ops.add_argument(
-        "--threads",
-        type=int,
-        default=argparse.SUPPRESS,
-        help="CPU threads (default: the CPUs this process may use)",
-    )
-    ops.add_argument(
-        "--seconds", type=float, default=0.3, help="time spent on each measurement (default: 0.3)"
-    )
-    ops.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
+    _add_bench_ops(ops)
+    quality = add("quality", _bench_quality, "what quantised weights lose against bfloat16", benches)
+    _add_bench_quality(quality)
     return top
 
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=MODEL_HELP)
+
+
+def _add_some_flags(sub: argparse.ArgumentParser, *names: str) -> None:
+    """The flags of these engine settings only."""
+    add_flags(sub, EngineConfig, skip=tuple(set(EngineConfig.__dataclass_fields__) - set(names)))
 
 
 def _add_remote(sub: argparse.ArgumentParser, positional: bool = True) -> None:
@@ -175,6 +172,40 @@ def _add_bench_serve(sub: argparse.ArgumentParser) -> None:
     add_flags(sub, EngineConfig, skip=("model", "seed"))
 
 
+def _add_bench_ops(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "shape",
+        nargs="?",
+        metavar="SHAPE",
+        help="published shape or checkpoint (default: the built-in model)",
+    )
+    sub.add_argument("--rows", default="1,4,16,64,512", help="row counts (default: 1,4,16,64,512)")
+    sub.add_argument(
+        "--seconds", type=float, default=0.3, help="time spent on each measurement (default: 0.3)"
+    )
+    sub.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
+    _add_some_flags(sub, "quantize", "threads")
+
+
+def _add_bench_quality(sub: argparse.ArgumentParser) -> None:
+    _add_model(sub)
+    sub.add_argument(
+        "--quantize",
+        dest="formats",
+        default="int8,int4,int4-symmetric",
+        metavar="FORMAT,...",
+        help="formats to measure (default: int8,int4,int4-symmetric)",
+    )
+    sub.add_argument(
+        "--text",
+        metavar="FILE",
+        help="plain text, or .jsonl with a document in each line: [[text, does it count], ...] (default: "
+        "conversations that the built-in model knows)",
+    )
+    sub.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
+    _add_some_flags(sub, "dummy", "weights_cache", "threads", "seed")
+
+
 def _given(arguments: argparse.Namespace, config_class: Any) -> dict[str, Any]:
     """The settings of `config_class` that were on the command line."""
     return {
@@ -229,6 +260,27 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _pack(arguments: argparse.Namespace) -> int:
+    config = resolve(EngineConfig, _given(arguments, EngineConfig))
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from deltic.models.packed import pack_model
+
+    target = Path(arguments.out)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("packing", total=1.0)
+        notices = pack_model(
+            config, target, lambda stage, done: progress.update(bar, description=stage, completed=done)
+        )
+    for notice in notices:
+        print(notice, file=sys.stderr)
+    n_bytes = sum(file.stat().st_size for file in target.iterdir())
+    print(f"{target}: {n_bytes / 1e6:,.0f} MB, {config.quantize or 'bfloat16'}; deltic serve {target}")
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from deltic.doctor import report
 
@@ -257,7 +309,13 @@ def _bench_ops(arguments: argparse.Namespace) -> int:
     config = resolve(EngineConfig, _given(arguments, EngineConfig))
     from deltic.bench.ops import bench
 
-    return bench(arguments, config.threads or n_usable_cpus())
+    return bench(arguments, config.threads or n_usable_cpus(), config.quantize)
+
+
+def _bench_quality(arguments: argparse.Namespace) -> int:
+    from deltic.bench.quality import bench
+
+    return bench(arguments, _given(arguments, EngineConfig))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

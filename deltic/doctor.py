@@ -30,8 +30,9 @@ PROMISES = (
 """Clause, state on the CPU, meaning."""
 
 ASSERTED = (
-    "tests/cpu/test_purity.py asserts those that hold, bit for bit: all on the library of the instruction set above, "
-    "P1 and P2 on every library that this CPU can run. Bits are equal within a library, not between libraries."
+    "tests/cpu/test_purity.py asserts those that hold, bit for bit and for bfloat16, int8 and int4 weights: all on the "
+    "library of the instruction set above, P1 and P2 on every library that this CPU can run. Bits are equal within a "
+    "library, not between libraries."
 )
 """On what the tests show it."""
 
@@ -50,7 +51,8 @@ def report() -> str:
         return out.getvalue()
     better = [set_name for set_name, needed in INSTRUCTION_SETS if needed <= cpu_flags()]
     console.print(
-        f"read bandwidth {read_bandwidth(n_cpus) / 1e9:.1f} GB/s · bfloat16 multiply {multiply_peak(n_cpus) / 1e9:.0f} GFLOP/s"
+        f"read bandwidth {read_bandwidth(n_cpus) / 1e9:.1f} GB/s · multiply: bfloat16 {multiply_peak(n_cpus) / 1e9:.0f}, "
+        f"int8 {multiply_peak(n_cpus, 'int8') / 1e9:.0f}, int4 {multiply_peak(n_cpus, 'int4') / 1e9:.0f} Gop/s"
     )
     console.print(
         f"instruction set: {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from deltic.engine.cache import pages_for
 from deltic.engine.plan import Plan, make_plan
 from deltic.engine.request import PAGE_SIZE
 from deltic.models.checkpoint import locate, model_name, n_real_ids
+from deltic.models.packed import resolve_quantize
 from deltic.models.shapes import ModelShape
 from deltic.models.weights import Moe, empty_weights
 from deltic.roofs import multiply_peak, read_bandwidth
@@ -23,6 +25,7 @@ def report(config: EngineConfig) -> str:
     Raises ConfigError or another ValueError when the model cannot be served with these settings.
     """
     directory, shape = locate(config)
+    config = replace(config, quantize=resolve_quantize(config, directory))
     free = free_memory_bytes()
     wanted = int((config.memory_gb or 0) * 1e9)
     plan = make_plan(config, shape, n_real_ids(config, directory, shape), max(free, wanted))
@@ -93,7 +96,7 @@ def _speed_table(plan: Plan, bandwidth: float, peak: float) -> Table:
     shape, context = plan.shape, min(1024, plan.max_model_len)
     head = 2 * shape.vocab_size * shape.hidden_size
     body = 2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2)
-    title = f"Roofline at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} GFLOP/s (measured now)"
+    title = f"Roofline at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} Gop/s (measured now)"
     table = Table("step", "tokens/s at most", "bound by", title=title, title_justify="left")
     for n_seqs in (n for n in (1, 4, 16, 64) if n <= plan.max_num_seqs):
         memory_s = decode_bytes(shape, plan.quantize, n_seqs, context) / bandwidth

@@ -1,11 +1,11 @@
 """`deltic bench ops`: each operator at a model's shapes, beside what the machine can do at best.
 
 Up to 64 rows are that many decodes, each with 1,024 tokens behind it; more rows are one prefill chunk of
-one sequence with as much behind it. Weights are copied until they no longer fit into the caches, as a
-model's layers do not; a time is the best of many. Bytes are those that must move at least once: the
+one sequence with as much behind it. Weights are copied until they fit into the caches no better than
+the whole model's; a time is the best of many. Bytes are those that must move at least once: the
 weights, the state or pages, and each activation in and out. The roof of a row is the larger of its bytes
-over the read bandwidth and its operations over the multiply peak. "x" is how often a step runs the
-operator.
+over the read bandwidth and its operations over the multiply peak of its weights' format. "x" is how often
+a step runs the operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ from deltic.engine.sampler import Sampler
 from deltic.models.checkpoint import locate, model_name
 from deltic.models.qwen import Activations, allocate_activations
 from deltic.models.shapes import PUBLISHED, ModelShape
+from deltic.models.weights import format_of, weight_bytes
 from deltic.ops.attention import AttentionHeads, attention, attn_prepare
 from deltic.ops.embed import embed
 from deltic.ops.gdn import GdnHeads, GdnWeights, gdn
 from deltic.ops.linear import linear
-from deltic.ops.matrix import FORMATS, Matrix
+from deltic.ops.matrix import Matrix, MatrixFormat
 from deltic.ops.moe import moe
 from deltic.ops.rms_norm import rms_norm
 from deltic.ops.sample import logprobs, sample
@@ -49,7 +50,8 @@ from deltic.roofs import multiply_peak, read_bandwidth
 MAX_DECODES = 64
 CONTEXT = 1024
 CACHE_BYTES = 256 << 20
-"""Copies of a weight go on until they take this much."""
+"""Copies of a weight go on until they take this much, or as much as all weights of the model."""
+MAX_COPIES = 256
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,32 @@ class Case:
     n_operations: Callable[[int], float]
     """Both by number of rows."""
     decodes_only: bool = False
+    format: str = "bf16"
+    """Of the weights that it multiplies with."""
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What the machine can do at best: bytes a second, and operations a second by format."""
+
+    read: float
+    multiply: dict[str, float]
+
+    @classmethod
+    def measured(cls, n_threads: int, quantize: str | None) -> Roofs:
+        """In bfloat16, and in what a model so quantised has besides."""
+        formats = ["bf16", *(format_of(name, quantize).name for name in ("gate_up", "lm_head"))]
+        read = read_bandwidth(n_threads)
+        return cls(read, {name: multiply_peak(n_threads, name) for name in dict.fromkeys(formats)})
 
 
 class Workload:
     """Buffers of one layer of each kind, and the operators recorded over them."""
 
-    def __init__(self, shape: ModelShape, max_rows: int, n_threads: int) -> None:
+    def __init__(self, shape: ModelShape, max_rows: int, n_threads: int, quantize: str | None = None) -> None:
         self.shape = shape
+        self.quantize = quantize
+        self.weight_bytes = weight_bytes(shape, quantize)
         self.n_threads = n_threads
         self.n_slots = min(MAX_DECODES, max_rows)
         n_tokens = CONTEXT + max_rows
@@ -121,16 +142,19 @@ class Workload:
         record(program)
         return Case(name, size, n_per_step, program, 1, n_bytes, n_operations, decodes_only)
 
-    def linear_case(self, what: str, n_out: int, n_in: int, n_per_step: int) -> Case:
-        """A linear over copies of its weight, each used once a run."""
-        weight = n_out * n_in * 2
-        n_copies = max(1, min(n_per_step, CACHE_BYTES // weight))
+    def linear_case(self, what: str, n_out: int, n_in: int, n_per_step: int, field: str = "linear") -> Case:
+        """A linear over copies of its weight, each used once a run. field: of the weights, which decides the format."""
+        format = format_of(field, self.quantize)
+        weight = Matrix.n_bytes_of(n_out, n_in, format)
+        n_copies = max(1, min(MAX_COPIES, min(CACHE_BYTES, self.weight_bytes) // weight))
         program = Program(self.n_threads)
         n_rows = self.batch.inputs.n_tokens
         rows = self.activations.residual.shape[0]
         x, out = _matrix(rows, n_in), torch.zeros(rows, n_out)
-        for _ in range(n_copies):
-            linear(program, x, _packed(n_out, n_in), out, self.activations.packed, n_rows)
+        first = _packed(n_out, n_in, format)
+        for i in range(n_copies):
+            copy = first if i == 0 else replace(first, data=first.data.clone())
+            linear(program, x, copy, out, self.activations.packed, n_rows)
         return Case(
             "linear",
             f"{what} {n_out} x {n_in}",
@@ -139,6 +163,7 @@ class Workload:
             n_copies,
             lambda m: weight + m * (2 * n_in + 4 * n_out),
             lambda m: 2.0 * m * n_in * n_out,
+            format=format.name,
         )
 
     def cases(self) -> Iterator[Case]:
@@ -156,18 +181,19 @@ class Workload:
         yield self.linear_case("gate, up", 2 * inner, h, layers)
         yield self.linear_case("down", h, inner, layers)
         if shape.is_moe:
-            yield self.linear_case("router", shape.n_experts + 1, h, layers)
+            yield self.linear_case("router", shape.n_experts + 1, h, layers, "router")
             yield self._moe_case()
-        yield self.linear_case("head", v, h, 1)
+        yield self.linear_case("head", v, h, 1, "lm_head")
         yield from self._sample_cases()
 
     def _row_cases(self) -> Iterator[Case]:
         shape, act, inputs = self.shape, self.activations, self.batch.inputs
         h, v, layers = shape.hidden_size, shape.vocab_size, shape.n_layers
-        table = _packed(v, h)
+        table = _packed(v, h, format_of("embed", self.quantize))
+        a_row = table.n_bytes / v
         yield self.case(
             "embed", f"{v} x {h}", 1,
-            lambda p: embed(p, table, inputs.token_ids, act.residual, inputs.n_tokens), lambda m: 6.0 * m * h,
+            lambda p: embed(p, table, inputs.token_ids, act.residual, inputs.n_tokens), lambda m: m * (a_row + 4 * h),
         )  # fmt: skip
         weight = torch.zeros(h)
         yield self.case(
@@ -196,10 +222,8 @@ class Workload:
 
         def record(program: Program) -> None:
             gdn(
-                program, proj, heads, weights, 1e-6, n_tokens=inputs.n_tokens, n_seqs=inputs.n_seqs,
-                seq_start=inputs.seq_start, seq_context=inputs.seq_context, slot=inputs.slot,
-                token_seq=inputs.token_seq, conv_state=self.columns, state=self.states,
-                scratch=self.activations.gdn, out=out,
+                program, proj, heads, weights, 1e-6, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
+                seq_context=inputs.seq_context, slot=inputs.slot, conv_state=self.columns, state=self.states, out=out,
             )  # fmt: skip
 
         def n_bytes(m: int) -> float:
@@ -242,7 +266,8 @@ class Workload:
             "attention", size, shape.n_attn_layers,
             lambda p: attention(
                 p, query, proj, heads, self.pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table, out=out,
+                seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table,
+                records=self.activations.attn_records, out=out,
             ),
             n_bytes, lambda m: 4.0 * q_size * n_keys(m),
         )  # fmt: skip
@@ -257,7 +282,9 @@ class Workload:
             shape.n_experts_per_tok,
             shape.moe_intermediate_size,
         )
-        gate_up, down = _packed(2 * inner, h, e), _packed(h, inner, e)
+        format = format_of("gate_up", self.quantize)
+        gate_up, down = _packed(2 * inner, h, format, e), _packed(h, inner, format, e)
+        an_expert = (gate_up.n_bytes + down.n_bytes) / e
 
         def record(program: Program) -> None:
             moe(
@@ -267,10 +294,14 @@ class Workload:
 
         def n_bytes(m: int) -> float:
             n_used = len(set(torch.topk(router[:m, :e], k).indices.flatten().tolist()))
-            return n_used * 6.0 * inner * h + m * (2.0 * h + 4 * e + 12 * h)
+            return n_used * an_expert + m * (2.0 * h + 4 * e + 12 * h)
 
         size = f"{k} of {e} experts {inner} x {h}"
-        return self.case("moe", size, shape.n_layers, record, n_bytes, lambda m: 6.0 * m * k * inner * h)
+        program = Program(self.n_threads)
+        record(program)
+        return Case(
+            "moe", size, shape.n_layers, program, 1, n_bytes, lambda m: 6.0 * m * k * inner * h, format=format.name
+        )  # fmt: skip
 
     def _sample_cases(self) -> Iterator[Case]:
         v, s, logits = self.shape.vocab_size, self.sampler, self.activations.logits
@@ -304,8 +335,8 @@ def _matrix(*size: int) -> torch.Tensor:
     return torch.full(size, 0.01, dtype=torch.bfloat16)
 
 
-def _packed(n: int, k: int, n_matrices: int = 1) -> Matrix:
-    return Matrix.empty(n, k, FORMATS["bf16"], n_matrices).pack(_matrix(n_matrices * n, k))
+def _packed(n: int, k: int, format: MatrixFormat, n_matrices: int = 1) -> Matrix:
+    return Matrix.empty(n, k, format, n_matrices).pack(_matrix(n_matrices * n, k))
 
 
 def best_s(program: Program, seconds: float) -> float:
@@ -320,10 +351,8 @@ def best_s(program: Program, seconds: float) -> float:
     return min(times)
 
 
-def measure(
-    workload: Workload, rows: list[int], seconds: float, roofs: tuple[float, float]
-) -> list[dict[str, Any]]:
-    """A row for each operator and row count. roofs: bytes and operations a second."""
+def measure(workload: Workload, rows: list[int], seconds: float, roofs: Roofs) -> list[dict[str, Any]]:
+    """A row for each operator and row count."""
     found = []
     for case in workload.cases():
         for m in rows:
@@ -332,9 +361,9 @@ def measure(
             workload.fill(m)
             took = best_s(case.program, seconds) / case.n_calls
             n_bytes, n_operations = case.n_bytes(m), case.n_operations(m)
-            roof = max(n_bytes / roofs[0], n_operations / roofs[1])
+            roof = max(n_bytes / roofs.read, n_operations / roofs.multiply[case.format])
             found.append({
-                "operator": case.name, "size": case.size, "per_step": case.n_per_step, "rows": m,
+                "operator": case.name, "size": case.size, "format": case.format, "per_step": case.n_per_step, "rows": m,
                 "us": round(took * 1e6, 2), "bytes": int(n_bytes), "gb_s": round(n_bytes / took / 1e9, 2),
                 "gflop_s": round(n_operations / took / 1e9, 2), "roof_share": round(roof / took, 3),
             })  # fmt: skip
@@ -346,7 +375,7 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
     out = Table(title=title, title_justify="left")
     out.add_column("operator")
     out.add_column("size")
-    for name in ("x", "rows", "us", "GB/s", "GFLOP/s", "of roof"):
+    for name in ("x", "rows", "us", "GB/s", "Gop/s", "of roof"):
         out.add_column(name, justify="right")
     last: tuple[str, str] | None = None
     for row in results:
@@ -374,15 +403,16 @@ def find_shape(name: str | None) -> tuple[str, ModelShape]:
     return model_name(config), locate(config)[1]
 
 
-def bench(arguments: argparse.Namespace, n_threads: int) -> int:
+def bench(arguments: argparse.Namespace, n_threads: int, quantize: str | None) -> int:
     """The command."""
     rows = sorted(numbers(arguments.rows, "--rows", int))
     name, shape = find_shape(arguments.shape)
     console = Console(stderr=True)
     with console.status("measuring the machine"):
-        roofs = read_bandwidth(n_threads), multiply_peak(n_threads)
+        roofs = Roofs.measured(n_threads, quantize)
     with console.status(f"measuring the operators of {name}"):
-        results = measure(Workload(shape, max(rows), n_threads), rows, arguments.seconds, roofs)
+        workload = Workload(shape, max(rows), n_threads, quantize)
+        results = measure(workload, rows, arguments.seconds, roofs)
     step_ms = {
         m: round(sum(r["us"] * r["per_step"] for r in results if r["rows"] == m) / 1e3, 3)
         for m in rows
@@ -391,15 +421,16 @@ def bench(arguments: argparse.Namespace, n_threads: int) -> int:
     head = {
         "bench": "ops", "shape": name, "date": now().isoformat(), "machine": machine(), "code": code(),
         "threads": n_threads, "instructions": instruction_set(),
-        "read_gb_s": round(roofs[0] / 1e9, 1), "multiply_gflop_s": round(roofs[1] / 1e9, 1),
+        "quantize": quantize, "read_gb_s": round(roofs.read / 1e9, 1),
+        "multiply_gflop_s": {name: round(peak / 1e9, 1) for name, peak in roofs.multiply.items()},
         "decode_step_ms": step_ms,
     }  # fmt: skip
     directory = runs_directory(arguments.out)
-    path: Path = directory / f"ops-{name}-{now():%H%M%S}.json"
+    path: Path = directory / f"ops-{name}-{quantize or 'bf16'}-{now():%H%M%S}.json"
     path.write_text(json.dumps(head | {"rows": results}, indent=1) + "\n")
     title = (
-        f"{name} on {n_threads} threads, {instruction_set()}: memory reads {roofs[0] / 1e9:.1f} GB/s, "
-        f"multiplies {roofs[1] / 1e9:.0f} GFLOP/s"
+        f"{name} in {quantize or 'bf16'} on {n_threads} threads, {instruction_set()}: memory reads {roofs.read / 1e9:.1f} "
+        f"GB/s, multiplies {', '.join(f'{peak / 1e9:.0f} Gop/s in {name}' for name, peak in roofs.multiply.items())}"
     )
     Console(width=None if sys.stdout.isatty() else 120).print(table(results, title))
     for m, took in step_ms.items():

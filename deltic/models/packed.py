@@ -2,25 +2,39 @@
 
 A start from such a file copies nothing: the kernels work on the mapped pages. The file is written once, by `deltic pack`
 into a directory that is a model of its own, or by the first start with `--weights-cache`. It is the same for all machines.
-Every part is stored as bytes, padded to 64 so that all begin on a cache line. A file appears whole or not at all.
+Every part is stored as bytes, padded to 64 so that all begin on a cache line. A file appears whole or not at all: it is
+written under another name and moved when the disk has it. What the header says is checked on every start, the bytes are
+not, as little as those of any checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltic.config import EngineConfig
-from deltic.models.checkpoint import model_name
+from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
+from deltic.models.checkpoint import locate, model_name
 from deltic.models.shapes import CheckpointError, ModelShape
-from deltic.models.weights import Progress, Weights, checkpoint_files, empty_weights
+from deltic.models.weights import (
+    Progress,
+    Weights,
+    checkpoint_files,
+    empty_weights,
+    load_weights,
+    weight_bytes,
+)
+from deltic.ops.matrix import FORMATS
 from deltic.ops.table import Program
 
 PACKED = "packed.safetensors"
@@ -28,12 +42,17 @@ VERSION = "1"
 """Of the layout of csrc/matrix.h and of the parts' names: a file of another version is packed anew."""
 
 _LINE = 64
+_PAGE = 4096
+_ADVICE = "it must be packed again"
+_ABANDONED_S = 3600.0
+"""A part file that nobody has written to for this long was left by a writer that was killed."""
 
 
 def save_packed(
     weights: Weights, file: Path, quantize: str | None, notices: list[str], progress: Progress | None = None
 ) -> None:
-    """Writes the file beside its name and moves it there when it is complete. Raises OSError."""
+    """Writes the file beside its name and moves it there when it is complete. Several may write it at once: the last
+    wins, and all wrote the same. Raises OSError."""
     parts = dict(weights.named_tensors())
     header: dict[str, object] = {
         "__metadata__": {"deltic": VERSION, "quantize": quantize or "", "notices": json.dumps(notices)}
@@ -46,24 +65,86 @@ def save_packed(
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _LINE)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part_file = file.with_name(f"{file.name}.{os.getpid()}.part")
+    for left in file.parent.glob(f"{file.name}.*.part"):
+        with contextlib.suppress(OSError):  # moved by its writer meanwhile, or another user's
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                left.unlink()
+    # Not the process id: two containers that share the directory may have the same.
+    part_file = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
     try:
-        with part_file.open("wb") as out:
+        with part_file.open("xb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
+            done = 0
             for tensor in parts.values():
                 out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-                out.write(bytes(-tensor.nbytes % _LINE))
+                done += out.write(bytes(-tensor.nbytes % _LINE)) + tensor.nbytes
                 if progress is not None:
-                    progress(out.tell(), total)
+                    progress(done, total)
+            out.flush()
+            os.fsync(out.fileno())  # else a crash of the machine could leave the name without the bytes
         part_file.replace(file)
     finally:
         part_file.unlink(missing_ok=True)
 
 
-def packed_format(file: Path) -> str | None:
-    """What a packed file was quantised to, or None for bfloat16. Raises CheckpointError for a file of another kind."""
-    quantize, _ = _metadata(file)
-    return quantize
+def resolve_quantize(config: EngineConfig, directory: Path) -> str | None:
+    """The format that the weights will have. Raises ConfigError when a packed model is asked to be another, and
+    CheckpointError when it cannot be read."""
+    if config.dummy is not None or not (directory / PACKED).exists():
+        return config.quantize
+    packed, _ = _metadata(directory / PACKED)
+    if config.quantize not in (None, packed):
+        raise ConfigError(
+            f"--quantize {config.quantize}: {directory} holds weights packed as {packed or 'bf16'}; leave the flag out, or "
+            "give the original checkpoint"
+        )
+    return packed
+
+
+def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, float], None]) -> list[str]:
+    """Writes a model directory of packed weights; gives the notices of loading, which the file keeps as well.
+
+    progress: the stage, and how much of it is done. Raises ConfigError, and a loader's other ValueErrors, before anything
+    is written; and ConfigError when it cannot be.
+    """
+    if config.dummy is not None:
+        raise ConfigError(
+            f"--dummy {config.dummy}: random weights are not packed into a model; `deltic serve --dummy` can keep them "
+            "with --weights-cache"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(
+            f"--out {target}: exists and is not an empty directory; give another, or remove it first"
+        )
+    source, shape = locate(config)
+    if (source / PACKED).exists():
+        raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
+    needed, free = weight_bytes(shape, config.quantize), free_memory_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"packing takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; take --quantize int4, or a "
+            "machine with more"
+        )
+    weights, notices = load_weights(
+        source,
+        shape,
+        lambda done, total: progress("packing", done / total),
+        quantize=config.quantize,
+        n_threads=config.threads or n_usable_cpus(),
+    )
+    try:
+        # The weights last: a directory without them is no model yet, and is not taken for one.
+        _copy_model_files(source, target)
+        file = target / PACKED
+        save_packed(
+            weights, file, config.quantize, notices, lambda done, total: progress("writing", done / total)
+        )
+    except BaseException as error:
+        shutil.rmtree(target, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"--out {target}: cannot be written ({error})") from error
+        raise
+    return notices
 
 
 def _metadata(file: Path) -> tuple[str | None, list[str]]:
@@ -71,12 +152,15 @@ def _metadata(file: Path) -> tuple[str | None, list[str]]:
         with safe_open(str(file), framework="pt") as handle:
             metadata = handle.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: damaged or unreadable ({error}); pack the model again") from error
+        raise CheckpointError(f"{file}: damaged or unreadable ({error}); {_ADVICE}") from error
     if metadata.get("deltic") != VERSION:
         raise CheckpointError(
-            f"{file}: packed by another version of Deltic ({metadata.get('deltic')!r}, not {VERSION!r}); pack the model again"
+            f"{file}: packed by another version of Deltic ({metadata.get('deltic')!r}, not {VERSION!r}); {_ADVICE}"
         )
-    return metadata["quantize"] or None, json.loads(metadata["notices"])
+    quantize = metadata.get("quantize", "")
+    if quantize and quantize not in FORMATS:
+        raise CheckpointError(f"{file}: packed in a format that is not known here ({quantize!r}); {_ADVICE}")
+    return quantize or None, json.loads(metadata.get("notices", "[]"))
 
 
 def map_packed(
@@ -89,17 +173,18 @@ def map_packed(
     quantize, notices = _metadata(file)
     with safe_open(str(file), framework="pt") as handle:
         names = set(handle.keys())
-        weights = empty_weights(shape, quantize, tied="lm_head" not in names, device="meta")
+        tied = shape.tie_word_embeddings and "lm_head" not in names
+        weights = empty_weights(shape, quantize, tied, device="meta")
         sizes = {name: tensor.nbytes for name, tensor in weights.named_tensors()}
         if names != set(sizes):
             odd = sorted(names.symmetric_difference(sizes))[0]
-            raise CheckpointError(f"{file}: packed from another model ({odd!r}); pack the model again")
+            raise CheckpointError(f"{file}: packed from another model ({odd!r} is in one only); {_ADVICE}")
         mapped: dict[str, Tensor] = {}
         total, done = sum(sizes.values()), 0
         for name, n_bytes in sizes.items():
-            stored = handle.get_tensor(name)
-            if stored.nbytes != (n_bytes + _LINE - 1) // _LINE * _LINE:
-                raise CheckpointError(f"{file}: {name!r} has the size of another model; pack the model again")
+            stored = handle.get_tensor(name)  # a view of the mapping
+            if stored.dtype != torch.uint8 or stored.numel() != (n_bytes + _LINE - 1) // _LINE * _LINE:
+                raise CheckpointError(f"{file}: {name!r} has the size of another model; {_ADVICE}")
             mapped[name] = stored[:n_bytes]
             _touch(stored, n_threads)
             done += n_bytes
@@ -111,9 +196,11 @@ def map_packed(
 
 def _touch(data: Tensor, n_threads: int) -> None:
     """Reads what was mapped, so that the first request does not wait for the disk."""
+    n_blocks = data.nbytes >> 20  # the kernel reads whole ones
     program = Program(n_threads)
-    program.call("deltic_read_memory", data, data.nbytes, torch.empty(data.nbytes // (1 << 20) + 1))
+    program.call("deltic_read_memory", data, data.nbytes, torch.empty(n_blocks + 1))
     program.run()
+    data[n_blocks << 20 :: _PAGE].sum()
 
 
 def cache_file(config: EngineConfig, directory: Path) -> Path:
@@ -122,7 +209,11 @@ def cache_file(config: EngineConfig, directory: Path) -> Path:
     if config.dummy is not None:
         what: list[object] = [config.dummy, config.seed]
     else:
-        files = [*sorted(checkpoint_files(directory)), directory / "config.json"]
+        files = [
+            *sorted(checkpoint_files(directory)),
+            *sorted(directory.glob("*.index.json")),
+            directory / "config.json",
+        ]
         what = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = hashlib.sha256(json.dumps([VERSION, config.quantize, what]).encode()).hexdigest()[:16]
     return (
@@ -131,7 +222,7 @@ def cache_file(config: EngineConfig, directory: Path) -> Path:
     )
 
 
-def copy_model_files(source: Path, target: Path) -> None:
+def _copy_model_files(source: Path, target: Path) -> None:
     """Everything of a checkpoint directory but its weights: configuration, tokenizer, templates, licence."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():

@@ -335,12 +335,12 @@ def _tile(flat: Tensor, block: Tensor, offset: int) -> None:
         rest.copy_(block[: rest.numel()])
 
 
-def _format_of(name: str, quantize: str | None) -> MatrixFormat:
-    """A router's near-ties decide which experts run, so it stays as it is; the head, whose errors nothing evens out any
+def format_of(name: str, quantize: str | None) -> MatrixFormat:
+    """Of the matrix in a field of this name. A router's near-ties decide which experts run, so it stays as it is; the head, whose errors nothing evens out any
     more, and the embedding, which is often the same matrix, keep 8 bits of int4."""
     if quantize is None or name == "router":
         return FORMATS["bf16"]
-    return FORMATS["int8" if name in ("embed", "lm_head") else quantize]
+    return FORMATS["int8" if name in ("embed", "lm_head", "last down") else quantize]
 
 
 def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: str | None = None) -> Weights:
@@ -348,25 +348,27 @@ def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: s
     h = shape.hidden_size
 
     def matrix(name: str, n: int, k: int, n_matrices: int = 1) -> Matrix:
-        return Matrix.empty(n, k, _format_of(name, quantize), n_matrices, device)
+        return Matrix.empty(n, k, format_of(name, quantize), n_matrices, device)
 
     def vector(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=device)
 
-    def feed_forward() -> Mlp | Moe:
+    def feed_forward(is_last: bool) -> Mlp | Moe:
+        down = "last down" if is_last else "down"
         f, e = shape.intermediate_size, shape.n_experts
         m, ms = shape.moe_intermediate_size, shape.shared_intermediate_size
         if not shape.is_moe:
-            return Mlp(gate_up=matrix("gate_up", 2 * f, h), down=matrix("down", h, f))
+            return Mlp(gate_up=matrix("gate_up", 2 * f, h), down=matrix(down, h, f))
         return Moe(
             router=matrix("router", e + 1, h),
             gate_up=matrix("gate_up", 2 * m, h, e),
-            down=matrix("down", h, m, e),
+            down=matrix(down, h, m, e),
             shared_gate_up=matrix("gate_up", 2 * ms, h),
-            shared_down=matrix("down", h, ms),
+            shared_down=matrix(down, h, ms),
         )
 
-    def layer(kind: str) -> GdnLayer | AttnLayer:
+    def layer(i: int, kind: str) -> GdnLayer | AttnLayer:
+        mlp = feed_forward(i == shape.n_layers - 1)
         if kind == LINEAR_ATTENTION:
             return GdnLayer(
                 input_norm=vector(h),
@@ -377,7 +379,7 @@ def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: s
                 norm=vector(shape.gdn_v_dim),
                 out_proj=matrix("out_proj", h, shape.gdn_value_size),
                 post_norm=vector(h),
-                mlp=feed_forward(),
+                mlp=mlp,
             )
         return AttnLayer(
             input_norm=vector(h),
@@ -386,12 +388,17 @@ def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: s
             k_norm=vector(shape.head_dim),
             o_proj=matrix("o_proj", h, shape.n_q_heads * shape.head_dim),
             post_norm=vector(h),
-            mlp=feed_forward(),
+            mlp=mlp,
         )
 
     embed = matrix("embed", shape.vocab_size, h)
     head = embed if tied else matrix("lm_head", shape.vocab_size, h)
-    return Weights(embed=embed, norm=vector(h), lm_head=head, layers=[layer(k) for k in shape.layer_types])
+    return Weights(
+        embed=embed,
+        norm=vector(h),
+        lm_head=head,
+        layers=[layer(i, kind) for i, kind in enumerate(shape.layer_types)],
+    )
 
 
 def _plan(weights: Weights, shape: ModelShape, prefix: str, names: Collection[str]) -> Iterator[_Stored]:

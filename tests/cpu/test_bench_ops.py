@@ -6,25 +6,56 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
+
 from deltic.__main__ import main
 from deltic.bench import ops
-from deltic.bench.ops import Workload, measure
+from deltic.bench.ops import Roofs, Workload, measure
 from deltic.models.shapes import PUBLISHED
 from deltic.ops.table import OPERATORS, KernelError
 
-ROOFS = (1e10, 1e11)
+PEAKS = {"bf16": 1e11, "int8": 2e11, "int4": 3e11}
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "n_experts": 16,
+    "moe_intermediate_size": 32,
+    "n_experts_per_tok": 2,
+}
+MIXTURE = dataclasses.replace(PUBLISHED["qwen3.5-35b-a3b"], shared_intermediate_size=32, **SMALL)
+
+
+@pytest.fixture(autouse=True)
+def few_copies(monkeypatch: pytest.MonkeyPatch):
+    """Nothing here depends on a weight being outside of the caches."""
+    monkeypatch.setattr(ops, "MAX_COPIES", 2)
 
 
 def test_every_dense_operator_is_timed_and_written(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(ops, "read_bandwidth", lambda n_threads: ROOFS[0])
-    monkeypatch.setattr(ops, "multiply_peak", lambda n_threads: ROOFS[1])
-    assert main(["bench", "ops", "--rows", "1,65", "--seconds", "0", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(ops, "read_bandwidth", lambda n_threads: 1e10)
+    monkeypatch.setattr(ops, "multiply_peak", lambda n_threads, format: PEAKS[format])
+    asked = [
+        "--rows",
+        "1,65",
+        "--seconds",
+        "0",
+        "--out",
+        str(tmp_path),
+        "--quantize",
+        "int4",
+        "--threads",
+        "1",
+    ]
+    assert main(["bench", "ops", *asked]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = json.loads(Path(line["file"]).read_text())["rows"]
     assert {row["operator"] for row in rows} == set(OPERATORS) - {"moe"}
     assert all(row["us"] > 0 and row["bytes"] > 0 for row in rows)
     assert {row["rows"] for row in rows if row["operator"] == "sample"} == {1}, "a chunk draws one token"
-    assert line["read_gb_s"] == 10.0
+    assert line["read_gb_s"] == 10.0 and line["quantize"] == "int4" and line["threads"] == 1
+    assert line["multiply_gflop_s"] == {name: peak / 1e9 for name, peak in PEAKS.items()}
+    formats = {row["size"].split(" ")[0]: row["format"] for row in rows if row["operator"] == "linear"}
+    assert formats.pop("head") == "int8" and set(formats.values()) == {"int4"}
 
 
 def test_missing_kernels_are_one_line(capsys, monkeypatch):
@@ -36,17 +67,19 @@ def test_missing_kernels_are_one_line(capsys, monkeypatch):
     assert "deltic: no compiled kernels for this machine\n" in capsys.readouterr().err
 
 
-def test_experts_count_the_bytes_of_those_used():
-    small = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "n_experts": 16,
-        "moe_intermediate_size": 32,
-        "n_experts_per_tok": 2,
-    }
-    shape = dataclasses.replace(PUBLISHED["qwen3.5-35b-a3b"], shared_intermediate_size=32, **small)
-    rows = measure(Workload(shape, 64, 1), [1, 64], 0.0, ROOFS)
+@pytest.mark.parametrize(("quantize", "bits"), [(None, 16), ("int8", 8.25), ("int4", 4.5)])
+def test_experts_count_the_packed_bytes_of_those_used(quantize: str | None, bits: float):
+    shape = dataclasses.replace(MIXTURE, hidden_size=256, moe_intermediate_size=128)
+    rows = measure(Workload(shape, 64, 1, quantize), [1, 64], 0.0, Roofs(1e10, PEAKS))
     one, many = (row for row in rows if row["operator"] == "moe")
-    weights = 6 * 32 * 64
-    assert 2 * weights <= one["bytes"] < 3 * weights
+    weights = 3 * 128 * 256 * bits / 8
+    assert 2 * weights <= one["bytes"] < 2.2 * weights
     assert 10 * weights < many["bytes"]
+    (router,) = (row for row in rows if row["size"].startswith("router") and row["rows"] == 1)
+    assert router["format"] == "bf16"
+
+
+def test_a_row_is_held_to_the_roof_of_its_format():
+    rows = measure(Workload(MIXTURE, 1, 1, "int8"), [1], 0.0, Roofs(1e20, {"bf16": 1e20, "int8": 1.0}))
+    beyond = {(row["operator"], row["format"]) for row in rows if row["roof_share"] > 1.0}
+    assert beyond == {("linear", "int8"), ("moe", "int8")}

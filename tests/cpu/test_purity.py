@@ -1,6 +1,6 @@
 """Purity on the CPU: the logits and tokens of a sequence have the same bits whatever runs beside it.
 
-Each property compares whole rows of float32 logits bit for bit, on tiny checkpoints of every kind.
+Each property compares whole rows of float32 logits bit for bit, on tiny checkpoints of every kind in every format.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from functools import cache, partial
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltic.config import EngineConfig
+from deltic.engine import runner as runner_module
 from deltic.engine.loop import Engine
 from deltic.engine.request import Request, SamplingParams
 from deltic.engine.runner import Runner, build_runner
@@ -22,19 +25,28 @@ from deltic.ops.table import Program, usable_instruction_sets
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next")
-relaxed = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+FORMATS = (None, "int8", "int4")
+every_model = pytest.mark.parametrize(("kind", "quantize"), list(product(KINDS, FORMATS)))
+every_format = pytest.mark.parametrize("quantize", FORMATS)
+relaxed = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@cache
-def runner(kind: str, threads: int = 2) -> Runner:
+def build(kind: str, quantize: str | None, threads: int = 2, weights_cache: Path | None = None) -> Runner:
     config = EngineConfig(
         model=str(tiny_checkpoint(kind)),
+        quantize=quantize,
+        weights_cache=weights_cache,
         max_num_seqs=8,
         max_model_len=512,
         max_step_tokens=320,
         threads=threads,
     )
     return build_runner(config, lambda stage, done: None)
+
+
+@cache
+def runner(kind: str, quantize: str | None) -> Runner:
+    return build(kind, quantize)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -115,72 +127,108 @@ other_requests = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+class DirectCalls(Program):
+    """A program that is no list: every kernel call is a program of its own, run one after another."""
+
+    def __init__(self, *settings: object, **more: object) -> None:
+        super().__init__(*settings, **more)
+        self.one = partial(Program, *settings, **more)
+        self.calls: list[Program] = []
+
+    def call(self, kernel: str, *arguments: torch.Tensor | int | float | None) -> None:
+        one = self.one()
+        one.call(kernel, *arguments)
+        self.calls.append(one)
+
+    def run(self) -> None:
+        for one in self.calls:
+            one.run()
+
+
+@every_model
 @relaxed
 @given(length=st.integers(1, 200), seed=st.integers(0, 99), others=other_requests)
-def test_batch(kind: str, length: int, seed: int, others: list) -> None:
+def test_batch(kind: str, quantize: str | None, length: int, seed: int, others: list) -> None:
     """P1: alone or among others that come and go."""
-    ids = prompt(seed, length)
-    assert_same_bits(run(runner(kind), ids), run(runner(kind), ids, others))
+    ids, inner = prompt(seed, length), runner(kind, quantize)
+    assert_same_bits(run(inner, ids), run(inner, ids, others))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_model
 @relaxed
 @given(length=st.integers(65, 330), step_tokens=st.sampled_from([64, 100, 128, 200, 320]))
-def test_chunking(kind: str, length: int, step_tokens: int) -> None:
+def test_chunking(kind: str, quantize: str | None, length: int, step_tokens: int) -> None:
     """P2: any budget, hence any cut of the prompt at multiples of 64."""
-    ids = prompt(length, length)
-    assert_same_bits(run(runner(kind), ids, step_tokens=256), run(runner(kind), ids, step_tokens=step_tokens))
+    ids, inner = prompt(length, length), runner(kind, quantize)
+    assert_same_bits(run(inner, ids, step_tokens=256), run(inner, ids, step_tokens=step_tokens))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_model
 @relaxed
 @given(length=st.integers(1, 150), n_decoded=st.integers(1, 70))
-def test_prefill_is_decode(kind: str, length: int, n_decoded: int) -> None:
+def test_prefill_is_decode(kind: str, quantize: str | None, length: int, n_decoded: int) -> None:
     """Tokens decoded one by one give the bits that a prefill of the same text gives."""
-    ids = prompt(length, length)
-    tokens, rows = run(runner(kind), ids, n_tokens=n_decoded + 1)
-    again, row = run(runner(kind), ids + tokens[:-1], n_tokens=1)
-    assert again == tokens[-1:]
-    assert torch.equal(row[0].view(torch.int32), rows[-1].view(torch.int32))
+    ids, inner = prompt(length, length), runner(kind, quantize)
+    tokens, rows = run(inner, ids, n_tokens=n_decoded + 1)
+    assert_same_bits((tokens[-1:], rows[-1:]), run(inner, ids + tokens[:-1], n_tokens=1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_model
 @relaxed
 @given(length=st.integers(1, 150), preempt_at=st.integers(1, 12), others=other_requests)
-def test_preemption(kind: str, length: int, preempt_at: int, others: list) -> None:
+def test_preemption(kind: str, quantize: str | None, length: int, preempt_at: int, others: list) -> None:
     """P4: a sequence that loses its pages and state goes on with the same bits."""
-    ids = prompt(length, length)
-    tokens, rows = run(runner(kind), ids)
-    tokens_again, rows_again = run(runner(kind), ids, others, preempt_at=preempt_at)
-    assert tokens == tokens_again
-    assert torch.equal(rows.view(torch.int32), rows_again.view(torch.int32))
+    ids, inner = prompt(length, length), runner(kind, quantize)
+    assert_same_bits(run(inner, ids), run(inner, ids, others, preempt_at=preempt_at))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_threads(kind: str) -> None:
-    """Any number of threads."""
+@every_model
+@relaxed
+@given(seed=st.integers(0, 2**63 - 1), others=other_requests)
+def test_seeded_draws(kind: str, quantize: str | None, seed: int, others: list) -> None:
+    """P6: sampled tokens depend on logits, seed and position, not on the batch."""
+    ids, inner = prompt(seed % 1000, 70), runner(kind, quantize)
+    sampled = {"seed": seed, "temperature": 0.9, "top_p": 0.95, "top_k": 40, "n_tokens": 20}
+    assert_same_bits(run(inner, ids, **sampled), run(inner, ids, others, **sampled))
+
+
+@every_model
+def test_threads(kind: str, quantize: str | None) -> None:
+    """Any number of threads, also of those that packed the weights."""
     ids = prompt(5, 150)
-    assert_same_bits(run(runner(kind, 1), ids), run(runner(kind, 3), ids))
+    expected = run(runner(kind, quantize), ids)
+    for threads in (1, 3):
+        assert_same_bits(run(build(kind, quantize, threads), ids), expected)
 
 
+@every_model
+def test_recorded_step_is_its_calls(kind: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing passes from one kernel to the next but by the memory that both were given."""
+    monkeypatch.setattr(runner_module, "Program", DirectCalls)
+    direct = build(kind, quantize)
+    assert isinstance(direct.program, DirectCalls) and len(direct.program.calls) > 20
+    ids, crowd = prompt(7, 150), [(i, prompt(i, 30 * i + 1), SamplingParams(max_tokens=7)) for i in range(3)]
+    assert_same_bits(run(runner(kind, quantize), ids, crowd), run(direct, ids, crowd))
+
+
+@every_model
+def test_mapped_weights_are_the_loaded_ones(
+    kind: str, quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start from packed weights on disk gives the bits of the start that packed them."""
+    build(kind, quantize, weights_cache=tmp_path)
+    monkeypatch.delattr(runner_module, "load_weights")
+    mapped, ids = build(kind, quantize, weights_cache=tmp_path), prompt(8, 130)
+    assert_same_bits(run(runner(kind, quantize), ids), run(mapped, ids))
+
+
+@every_format
 @pytest.mark.parametrize("library", usable_instruction_sets())
-def test_every_instruction_set(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set(library: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds for the library chosen here holds for the others: batch, cut, and prefill as decode."""
-    monkeypatch.setattr("deltic.engine.runner.Program", partial(Program, library=library))
-    config = EngineConfig(model=str(tiny_checkpoint("moe")), max_num_seqs=4, max_model_len=512, threads=2)
-    inner, ids = build_runner(config, lambda stage, done: None), prompt(3, 130)
+    monkeypatch.setattr(runner_module, "Program", partial(Program, library=library))
+    inner, ids = build("moe", quantize), prompt(3, 130)
     crowd = [(i, prompt(i, 40 * i + 9), SamplingParams(max_tokens=9)) for i in range(3)]
     tokens, rows = run(inner, ids)
     assert_same_bits((tokens, rows), run(inner, ids, crowd, step_tokens=100))
-    again, row = run(inner, ids + tokens[:-1], n_tokens=1)
-    assert again == tokens[-1:] and torch.equal(row[0].view(torch.int32), rows[-1].view(torch.int32))
-
-
-@relaxed
-@given(seed=st.integers(0, 2**63 - 1), others=other_requests)
-def test_seeded_draws(seed: int, others: list) -> None:
-    """P6: sampled tokens depend on logits, seed and position, not on the batch."""
-    ids = prompt(seed % 1000, 70)
-    sampled = {"seed": seed, "temperature": 0.9, "top_p": 0.95, "top_k": 40, "n_tokens": 20}
-    assert_same_bits(run(runner("dense"), ids, **sampled), run(runner("dense"), ids, others, **sampled))
+    assert_same_bits((tokens[-1:], rows[-1:]), run(inner, ids + tokens[:-1], n_tokens=1))

@@ -21,7 +21,7 @@ from deltic.remote import Endpoint, LocalServer, ServerFailed, flags
 from deltic.terminal import Conversation, command
 from tests.fake_openai import FakeOpenAI
 
-COMMANDS = ["serve", "chat", "run", "plan", "doctor", "version", "bench serve", "bench ops"]
+COMMANDS = ["serve", "chat", "run", "pack", "plan", "doctor", "version", "bench serve", "bench ops"]
 
 
 def test_importing_deltic_and_help_load_nothing_heavy():
@@ -67,7 +67,9 @@ def test_a_wrong_setting_is_one_line_and_status_2(arguments, complaint, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", [*(name for name in COMMANDS if name != "run"), "run in out"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in COMMANDS if name not in ("run", "pack")), "run in out", "pack --out x"]
+)
 def test_a_mistyped_variable_is_refused(name, monkeypatch, capsys):
     monkeypatch.setenv("DELTIC_THREAD", "2")
     assert main(name.split()) == 2

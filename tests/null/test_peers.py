@@ -22,6 +22,7 @@ from bench.peers_report import (
     summarise,
 )
 from deltic.config import ConfigError
+from deltic.models.shapes import PUBLISHED
 
 A, B = Lane(OURS, "bf16", 16), Lane("llama.cpp", "bf16", 16)
 
@@ -29,7 +30,7 @@ A, B = Lane(OURS, "bf16", 16), Lane("llama.cpp", "bf16", 16)
 def figures(ours: list[float], theirs: list[float], workload: str = "decode 1") -> list[dict[str, object]]:
     both = ((A, ours), (B, theirs))
     return [
-        {"round": r, "workload": workload, "lane": lane.name, "tok_s": value}
+        {"round": r, "workload": workload, "lane": lane.name, "tok_s": value, "others": 0.0}
         for lane, values in both
         for r, value in enumerate(values)
     ]
@@ -67,6 +68,18 @@ def test_a_round_that_lacks_one_side_gives_no_ratio() -> None:
     summary = summarise(figures([20, 20], [10]), roofs, [A, B], COSTS)
     assert summary["ratios"][0]["ratio"]["n"] == 1
     assert summarise(figures([20], []), roofs[:1], [A, B], COSTS)["ratios"] == []
+
+
+def test_disturbed_figures_count_only_where_there_are_no_others() -> None:
+    roofs = [{"read": 1000.0, "multiply_bf16": 1e6}] * 2
+    found = figures([20, 5], [10, 10])
+    found[1]["others"] = 1.0
+    summary = summarise(found, roofs, [A, B], COSTS)
+    assert summary["ratios"][0]["ratio"] == {"median": 2.0, "min": 2.0, "max": 2.0, "n": 1}
+    found[0]["others"] = 1.0
+    summary = summarise(found, roofs, [A, B], COSTS)
+    assert ratio_cells(summary)[1] == [["decode 1", "1.25 (0.50 .. 2.00) *"]]
+    assert speed_cells(summary)[1] == [["decode 1", "12.5 (125%) *", "10.0 (100%)"]]
 
 
 def test_the_roof_is_memory_for_one_row_and_multiplies_for_many() -> None:
@@ -107,6 +120,14 @@ def test_lanes_are_chosen_by_engine_or_by_name() -> None:
         peers.chosen_lanes("deltic,vllm")
 
 
+def test_models_that_do_not_fit_together_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(peers, "free_memory_bytes", lambda: 24e9)
+    peers.check_memory(LANES, PUBLISHED["qwen3.5-0.8b"])
+    with pytest.raises(ConfigError, match="--engines"):
+        peers.check_memory(LANES, PUBLISHED["qwen3.5-4b"])
+    peers.check_memory([A, B], PUBLISHED["qwen3.5-4b"])
+
+
 @pytest.mark.parametrize(
     "flags", [["--n", "1,zero"], ["--prefill", "0"], ["--rounds", "0"], ["--shape", "gpt"]]
 )
@@ -124,3 +145,11 @@ def test_work_of_the_measured_process_is_not_other_work() -> None:
     before = peers_busy.Reading(wall_s=10.0, all_s=100.0, own_s=5.0)
     assert peers_busy.others(before, peers_busy.Reading(12.0, 104.0, 9.0)) == 0.0
     assert peers_busy.others(before, peers_busy.Reading(12.0, 104.0, 6.0)) == 1.5
+
+
+def test_the_recorded_command_repeats_the_measurement_elsewhere() -> None:
+    given = ["--rounds", "3", "--n", "1,16", "--env", "/home/somebody/env", "--out", "here"]
+    arguments = peers.parse(given)
+    again = peers.parse(peers.command(arguments).split()[3:])
+    assert "/home" not in peers.command(arguments)
+    assert (again.rounds, again.n, again.prefill) == (3, [1, 16], [128, 512, 2048])

@@ -1,0 +1,238 @@
+"""`deltic bench quality`: what quantising loses, against the same model in bfloat16 on the same text.
+
+Every format reads the text through the kernels that serve, teacher-forced, 64 tokens a step, beside the bfloat16 model.
+For each token that counts, with p the bfloat16 distribution over the vocabulary and q the quantised one:
+
+    perplexity  exp(mean(-log q[token]))
+    KL          sum p (log p - log q), in nats: mean with its standard error, 99th percentile, greatest
+    same        share of tokens for which p and q have the same most likely one
+    gap         p of its most likely token less p of q's: how near a tie was that q decided otherwise, at worst
+
+The default text is from the built-in model's held-out corpus (training/held_out.py). A text that the model does not know
+says little: there bfloat16 and its rounded copy are wrong together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.config import ConfigError, EngineConfig, resolve
+from deltic.engine.cache import pages_for
+from deltic.engine.loop import Engine
+from deltic.engine.request import PAGE_SIZE, Chunk, Request, SamplingParams, Sequence, Step
+from deltic.engine.runner import Runner, build_runner
+from deltic.models.checkpoint import model_name, text_directory
+from deltic.models.weights import Weights
+from deltic.ops.matrix import Matrix
+from deltic.ops.table import instruction_set
+from deltic.text import Tokenizer
+
+TEXT = Path(__file__).with_name("quality.jsonl")
+REFERENCE = "bf16"
+WINDOW = 2048
+"""Tokens of the longest document; a longer text is cut into several."""
+N_ANSWERS, ANSWER_TOKENS, LEAST_PROMPT = 3, 96, 8
+_LINES = msgspec.json.Decoder(list[tuple[str, bool]])
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids, and for each whether the model's guess of it counts; that of the first never does."""
+
+    ids: list[int]
+    counts: list[bool]
+
+    @property
+    def prompt(self) -> list[int]:
+        """What comes before the first token that counts; of a plain text, its beginning."""
+        return self.ids[: max(LEAST_PROMPT, self.counts.index(True))]
+
+
+def read_documents(file: Path, tokenizer: Tokenizer) -> list[Document]:
+    """Lines of [[text, whether it counts], ...] from a .jsonl file, or any other file as plain text, all of which counts.
+
+    Special tokens may be written out. Raises ConfigError for a file that cannot be read or has no token that counts.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        lines = _LINES.decode_lines(text) if file.suffix == ".jsonl" else [[(text, True)]]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {file}: cannot be read ({error})") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--text {file}: a line must be [[text, true or false], ...] ({error})") from None
+    documents = []
+    for segments in lines:
+        parts = [(tokenizer.encode(part, "parse"), counts) for part, counts in segments]
+        ids = [token for tokens, _ in parts for token in tokens]
+        counts = [each for tokens, each in parts for _ in tokens]
+        for start in range(0, len(ids), WINDOW):
+            window = slice(start, start + WINDOW)
+            documents.append(Document(ids[window], [False, *counts[window][1:]]))
+    documents = [document for document in documents if any(document.counts)]
+    if not documents:
+        raise ConfigError(f"--text {file}: no token that counts; give a text of at least two tokens")
+    return documents
+
+
+@dataclass
+class Losses:
+    """What one format's distributions say of each token that counts: a float64 tensor a step."""
+
+    nll: list[Tensor] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+    gap: list[Tensor] = field(default_factory=list)
+
+    def add(self, log_q: Tensor, log_p: Tensor, targets: Tensor) -> None:
+        """log_q, log_p: float64 [n, V], of this format and of bfloat16; targets: int64 [n]."""
+        p, chosen = log_p.exp(), log_q.argmax(1, keepdim=True)
+        self.nll.append(-log_q.gather(1, targets[:, None])[:, 0])
+        self.kl.append((p * (log_p - log_q)).sum(1))
+        self.gap.append(p.amax(1) - p.gather(1, chosen)[:, 0])
+
+    def summary(self) -> dict[str, float]:
+        """The numbers of the module's first lines."""
+        kl, gap = torch.cat(self.kl), torch.cat(self.gap)
+        return {
+            "perplexity": torch.cat(self.nll).mean().exp().item(),
+            "kl_mean": kl.mean().item(),
+            "kl_error": kl.std(correction=0).item() / math.sqrt(len(kl)),
+            "kl_p99": kl.quantile(0.99).item(),
+            "kl_max": kl.max().item(),
+            "same_argmax": (gap == 0).double().mean().item(),
+            "gap_max": gap.max().item(),
+        }
+
+
+def compare(
+    runners: dict[str, Runner], documents: list[Document], advance: Callable[[int], None]
+) -> dict[str, dict[str, float]]:
+    """The summary of each runner against the first, over all documents. advance: called with the tokens done."""
+    losses = {name: Losses() for name in runners}
+    n_real = next(iter(runners.values())).plan.n_real
+    for document in documents:
+        ids, pages = document.ids, list(range(pages_for(len(document.ids))))
+        request = Request(id="quality", prompt_ids=ids, params=SamplingParams(prompt_logprobs=0))
+        sequence = Sequence(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, slot=0)
+        for start in range(0, len(ids), PAGE_SIZE):
+            n_tokens = min(PAGE_SIZE, len(ids) - start)
+            step = Step(chunks=[Chunk(sequence, start, n_tokens, prompt_logprobs=True)])
+            counts, following = (each[start + 1 : start + 1 + n_tokens] for each in (document.counts, ids))
+            rows = [row for row, counted in enumerate(counts) if counted]
+            targets = torch.tensor([following[row] for row in rows], dtype=torch.int64)
+            log_p = None
+            for name, runner in runners.items():
+                runner.step(step)
+                log_q = torch.log_softmax(runner.logits(n_tokens)[rows, :n_real].double(), 1)
+                log_p = log_q if log_p is None else log_p
+                losses[name].add(log_q, log_p, targets)
+            advance(n_tokens)
+    return {name: each.summary() for name, each in losses.items()}
+
+
+def answer(runner: Runner, prompt: list[int]) -> list[int]:
+    """The greedy continuation, up to ANSWER_TOKENS."""
+    engine = Engine(runner)
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
+    engine.add(Request(id="answer", prompt_ids=prompt, params=params))
+    tokens: list[int] = []
+    while engine.has_work():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    return tokens
+
+
+def sizes(weights: Weights) -> dict[str, float]:
+    """Bytes in memory, and bits a parameter: scales, the parts that stay wider and padding included."""
+    parts = [part for _, part in weights.named_parts()]
+    n = sum(p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.numel() for p in parts)
+    return {"bytes": weights.n_bytes, "bits_per_weight": weights.n_bytes * 8 / n}
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    """The rows for people."""
+    out = Table("format", title=title, title_justify="left")
+    for name in ("MB", "bits/weight", "perplexity", "KL mean ± error", "p99", "max", "same argmax", "gap"):
+        out.add_column(name, justify="right")
+    for row in rows:
+        kl = (f"{row['kl_mean']:.1e} ± {row['kl_error']:.0e}", f"{row['kl_p99']:.4f}", f"{row['kl_max']:.3f}")
+        choice = (f"{row['same_argmax']:.2%}", f"{row['gap_max']:.3f}")
+        loss = ("",) * 5 if row["format"] == REFERENCE else (*kl, *choice)
+        out.add_row(
+            row["format"], f"{row['bytes'] / 1e6:.1f}", f"{row['bits_per_weight']:.2f}",
+            f"{row['perplexity']:.5f}", *loss,
+        )  # fmt: skip
+    return out
+
+
+def _load(config: EngineConfig, formats: list[str], progress: Progress) -> dict[str, Runner]:
+    """A runner of each format, the reference first. Raises ConfigError for a model that has no bfloat16 weights."""
+    runners = {}
+    for name in (REFERENCE, *formats):
+        bar = progress.add_task(f"loading {name}", total=1.0)
+        one = dataclasses.replace(config, quantize=None if name == REFERENCE else name)
+        runner = build_runner(one, lambda stage, done, bar=bar: progress.update(bar, completed=done))  # type: ignore[misc]
+        progress.update(bar, completed=1.0)
+        if (runner.plan.quantize or REFERENCE) != name:
+            raise ConfigError(
+                f"{config.model} holds {runner.plan.quantize} weights only, so nothing says what they lost; give the "
+                "original checkpoint"
+            )
+        runners[name] = runner
+    return runners
+
+
+def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+    """The command: a table, a JSON file with greedy answers of each format, and a last line of JSON."""
+    formats = [name.strip() for name in arguments.formats.split(",")]
+    for name in formats:
+        config = resolve(EngineConfig, given | {"quantize": name})
+    tokenizer = Tokenizer.load(text_directory(config))
+    file = Path(arguments.text) if arguments.text else TEXT
+    documents = read_documents(file, tokenizer)
+    longest = max(len(document.ids) for document in documents) + ANSWER_TOKENS
+    config = dataclasses.replace(
+        config, max_num_seqs=1, max_step_tokens=PAGE_SIZE, max_model_len=longest, n_pages=None
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        runners = _load(config, formats, progress)
+        torch.set_num_threads(runners[REFERENCE].plan.n_threads)
+        bar = progress.add_task("reading", total=sum(len(document.ids) for document in documents))
+        summaries = compare(runners, documents, lambda n: progress.advance(bar, n))
+        prompts = [document.prompt for document in documents[:N_ANSWERS]]
+        answers = {name: [answer(runner, prompt) for prompt in prompts] for name, runner in runners.items()}
+    rows = [
+        {"format": name, **sizes(runner.model.weights), **summaries[name]} for name, runner in runners.items()
+    ]
+    n_tokens = sum(sum(document.counts) for document in documents)
+    model = model_name(config)
+    head = {
+        "bench": "quality", "model": model, "date": now().isoformat(), "machine": machine(), "code": code(),
+        "instructions": instruction_set(), "text": file.name, "tokens": n_tokens, "rows": rows,
+    }  # fmt: skip
+    texts = {
+        "prompts": [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts],
+        "answers": {name: [tokenizer.decode(ids) for ids in each] for name, each in answers.items()},
+    }
+    path = runs_directory(arguments.out) / f"quality-{Path(model).name}-{now():%H%M%S}.json"
+    path.write_text(json.dumps(head | texts, indent=1, ensure_ascii=False) + "\n")
+    title = f"{model} against {REFERENCE} on {n_tokens} tokens of {file.name}"
+    Console(width=None if sys.stdout.isatty() else 120).print(table(rows, title))
+    print(json.dumps(head | {"file": str(path)}))
+    return 0

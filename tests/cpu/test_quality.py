@@ -1,0 +1,127 @@
+"""`deltic bench quality`: what it says of a format is what the engine serves in that format."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltic.__main__ import main
+from deltic.bench import quality
+from deltic.bench.quality import Document, Losses, compare, read_documents
+from deltic.config import ConfigError, EngineConfig
+from deltic.engine.loop import Engine
+from deltic.engine.request import Request, SamplingParams
+from deltic.engine.runner import Runner, build_runner
+from deltic.models.checkpoint import DEMO
+from deltic.text import Tokenizer
+from tests.tiny import tiny_checkpoint
+from training import held_out
+
+TOKENIZER = Tokenizer.load(DEMO)
+
+
+def runner(kind: str, quantize: str | None) -> Runner:
+    config = EngineConfig(
+        model=str(tiny_checkpoint(kind)), threads=1, max_num_seqs=1, max_step_tokens=64, max_model_len=256
+    )
+    return build_runner(replace(config, quantize=quantize), lambda stage, done: None)
+
+
+def served_logprobs(inner: Runner, ids: list[int]) -> list[float]:
+    """Of ids[1:], as the engine answers prompt_logprobs."""
+    engine = Engine(inner)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    engine.add(Request(id="a", prompt_ids=ids, params=params))
+    while engine.has_work():
+        for output in engine.step():
+            if output.prompt_logprobs:
+                return [entry.logprob for entry in output.prompt_logprobs if entry is not None]
+    raise AssertionError("no log-probabilities")
+
+
+@pytest.mark.parametrize("kind", ("dense", "moe"))
+def test_perplexity_is_that_of_the_served_logprobs(kind: str):
+    runners = {name: runner(kind, quantize) for name, quantize in (("bf16", None), ("int4", "int4"))}
+    documents = []
+    for length in (200, 65, 2):  # one that ends inside a page, and one a token behind its edge
+        ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        documents.append(Document(ids, [i > 0 and i % 3 > 0 for i in range(length)]))
+    done: list[int] = []
+    found = compare(runners, documents, done.append)
+    assert sum(done) == 267
+    for name, inner in runners.items():
+        served = [
+            logprob
+            for d in documents
+            for logprob, counts in zip(served_logprobs(inner, d.ids), d.counts[1:], strict=True)
+            if counts
+        ]
+        expected = math.exp(-sum(served) / len(served))
+        assert found[name]["perplexity"] == pytest.approx(expected, rel=1e-5)
+    assert found["bf16"]["kl_max"] == 0 and found["bf16"]["same_argmax"] == 1
+    assert 0 < found["int4"]["kl_mean"] < found["int4"]["kl_p99"] <= found["int4"]["kl_max"]
+
+
+def test_divergence_of_two_known_distributions():
+    log_p = torch.tensor([[0.6, 0.4], [0.9, 0.1]], dtype=torch.float64).log()
+    log_q = torch.tensor([[0.25, 0.75], [0.9, 0.1]], dtype=torch.float64).log()
+    losses = Losses()
+    losses.add(log_q, log_p, torch.tensor([1, 0]))
+    found = losses.summary()
+    first = 0.6 * math.log(0.6 / 0.25) + 0.4 * math.log(0.4 / 0.75)
+    assert found["kl_max"] == pytest.approx(first) and found["kl_mean"] == pytest.approx(first / 2)
+    assert found["perplexity"] == pytest.approx((0.75 * 0.9) ** -0.5)
+    assert found["same_argmax"] == 0.5 and found["gap_max"] == pytest.approx(0.2)
+
+
+def test_documents_of_both_kinds_of_file(tmp_path: Path):
+    lines, plain = tmp_path / "a.jsonl", tmp_path / "a.txt"
+    lines.write_text('[["<|im_start|>user\\nHello<|im_end|>", false], ["Hi.<|im_end|>", true]]\n\n')
+    (document,) = read_documents(lines, TOKENIZER)
+    n_answer = len(TOKENIZER.encode("Hi.<|im_end|>", "parse"))
+    assert document.counts == [False] * (len(document.ids) - n_answer) + [True] * n_answer
+    assert TOKENIZER.decode(document.ids, skip_special_tokens=False).startswith("<|im_start|>user\nHello")
+    plain.write_text("A fox and an owl. " * 900)
+    windows = read_documents(plain, TOKENIZER)
+    assert len(windows) > 1 and len(windows[0].ids) == quality.WINDOW
+    assert all(not w.counts[0] and all(w.counts[1:]) for w in windows)
+
+
+@pytest.mark.parametrize("text", ('[["no pair"]]', "not JSON", "", '[["nothing counts", false]]'))
+def test_text_that_says_nothing_is_refused(tmp_path: Path, text: str):
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"--text .*a\.jsonl: "):
+        read_documents(file, TOKENIZER)
+
+
+def test_the_text_in_the_package_is_what_its_command_makes():
+    assert quality.TEXT.read_text() == "".join(held_out.lines())
+
+
+def test_command_orders_the_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = tmp_path / "short.jsonl"
+    text.write_text("".join(quality.TEXT.read_text().splitlines(keepends=True)[1:9]))
+    flags = ["--threads", "1", "--text", str(text), "--out", str(tmp_path)]
+    assert main(["bench", "quality", *flags]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = json.loads(Path(line["file"]).read_text())
+    rows = {row["format"]: row for row in result["rows"]}
+    assert list(rows) == ["bf16", "int8", "int4", "int4-symmetric"]
+    assert 0 < rows["int8"]["kl_mean"] < 1e-3 and rows["int8"]["kl_mean"] < rows["int4"]["kl_mean"] < 1e-2
+    assert rows["int4"]["bytes"] < rows["int8"]["bytes"] < rows["bf16"]["bytes"]
+    assert result["answers"]["int4"][0] == "1 * 4 = 4."
+    assert "<function=getWeather>" in result["answers"]["int4"][1]
+
+
+def test_packed_weights_are_no_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["pack", "--quantize", "int8", "--out", str(tmp_path / "packed")]) == 0
+    assert main(["bench", "quality", str(tmp_path / "packed"), "--quantize", "int8"]) == 2
+    assert "holds int8 weights only" in " ".join(capsys.readouterr().err.split())
+    assert main(["bench", "quality", "--quantize", "int3"]) == 2
+    assert "--quantize 'int3': must be one of int8" in capsys.readouterr().err
