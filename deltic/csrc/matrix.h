@@ -228,14 +228,14 @@ static inline int64_t tile_rows(int64_t n_rows) { return n_rows <= 2 * MOST_ROWS
 
 // One tile of MR rows and NS strips: out[m][s] = the 16 outputs of strip s.
 template <int MR, int NS, bool FETCH>
-static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matrix, v16 (&out)[MR][NS]) {
+static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
     const int64_t strip = matrix.strip_bytes(), n_words = matrix.k / 2;
     v16 acc[MR][NS] = {};
     for (int64_t j = 0; j < n_words; j++) {
         w16 words[NS];
         for (int s = 0; s < NS; s++) {
             words[s] = load_words(w + s * strip + j * 64);
-            if constexpr (FETCH) __builtin_prefetch(w + s * strip + j * 64 + AHEAD, 0, 2);
+            if constexpr (FETCH) __builtin_prefetch(w + s * strip + j * 64 + ahead, 0, 2);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++)
@@ -248,7 +248,7 @@ static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matr
 
 // The sums of a group are exact integers in registers; `out` lives in the first-level cache and is touched once a group.
 template <Format F, int MR, int NS, bool FETCH>
-static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, v16 (&out)[MR][NS]) {
+static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
     constexpr bool INT8 = F == Format::INT8;
     const int64_t strip = matrix.strip_bytes();
     for (int m = 0; m < MR; m++)
@@ -265,7 +265,7 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
             w16 q[NS];
             for (int s = 0; s < NS; s++) {
                 q[s] = load_words(w + s * strip);
-                if constexpr (FETCH) __builtin_prefetch(w + s * strip + AHEAD, 0, 2);
+                if constexpr (FETCH) __builtin_prefetch(w + s * strip + ahead, 0, 2);
             }
             if constexpr (INT8) {
 #pragma GCC unroll 16
@@ -302,9 +302,9 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
 }
 
 template <Format F, int MR, int NS, bool FETCH>
-static inline void tile(const Rows& x, const uint8_t* w, const Matrix& matrix, v16 (&out)[MR][NS]) {
-    if constexpr (F == Format::BF16) tile_bf16<MR, NS, FETCH>(x, w, matrix, out);
-    else tile_int<F, MR, NS, FETCH>(x, w, matrix, out);
+static inline void tile(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
+    if constexpr (F == Format::BF16) tile_bf16<MR, NS, FETCH>(x, w, matrix, ahead, out);
+    else tile_int<F, MR, NS, FETCH>(x, w, matrix, ahead, out);
 }
 
 // Outputs [n0, n0 + 16) of one row, as far as the matrix has so many.
@@ -321,9 +321,9 @@ static inline void write_sums(v16 sums, int64_t n, int64_t n0, bool add, float* 
 
 // Strips [s0, s0 + NS) for MR rows: `out(m)` is where row m's output 0 goes; it is added to when `add`.
 template <Format F, int MR, int NS, bool FETCH, class Out>
-static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, bool add, const Out& out) {
+static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, int64_t ahead, bool add, const Out& out) {
     v16 sums[MR][NS];
-    tile<F, MR, NS, FETCH>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, sums);
+    tile<F, MR, NS, FETCH>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, ahead, sums);
     for (int m = 0; m < MR; m++)
         for (int s = 0; s < NS; s++) write_sums(sums[m][s], matrix.n, (s0 + s) * STRIP, add, out(m));
 }
@@ -347,11 +347,12 @@ static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& 
             const int64_t rows = n_rows - m0 < step ? n_rows - m0 : step;
             const Rows at = rows_from(x, m0, matrix);
             auto to = [&](int m) { return out(m0 + m); };
-            if (panel == 4) multiply_tile<F, 1, 4, false>(at, matrix, s0, add, to);
-            else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<F, TILE_ROWS, TILE_STRIPS, false>(at, matrix, s0, add, to);
+            if (panel == 4) multiply_tile<F, 1, 4, false>(at, matrix, s0, 0, add, to);
+            else if (panel == TILE_STRIPS && rows == TILE_ROWS && m0 == 0) multiply_tile<F, TILE_ROWS, TILE_STRIPS, true>(at, matrix, s0, panel * matrix.strip_bytes(), add, to);
+            else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<F, TILE_ROWS, TILE_STRIPS, false>(at, matrix, s0, 0, add, to);
             else
                 for (int s = 0; s < panel; s++)
-                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<F, mr(), 1, true>(at, matrix, s0 + s, add, to); });
+                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<F, mr(), 1, true>(at, matrix, s0 + s, AHEAD, add, to); });
         }
         s0 += panel;
     }
