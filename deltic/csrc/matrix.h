@@ -56,7 +56,7 @@ static inline w16 load_words(const uint8_t* p) {
     memcpy(&w, p, sizeof w);
     return w;
 }
-struct i16 {
+struct v16i {
     i32_part part[PARTS];
 };
 
@@ -75,7 +75,7 @@ static inline v16 dot2(v16 acc, w16 w, uint32_t x) {
 }
 
 // acc + x.w over four elements, exactly: unsigned bytes of w, signed bytes of x.
-static inline i16 dot4(i16 acc, w16 w, uint32_t x) {
+static inline v16i dot4(v16i acc, w16 w, uint32_t x) {
 #if defined(__AVX512VNNI__)
     acc.part[0] = (i32_part)_mm512_dpbusd_epi32((__m512i)acc.part[0], (__m512i)w.part[0], _mm512_set1_epi32((int)x));
 #elif defined(__AVXVNNI__)
@@ -97,11 +97,11 @@ static inline i16 dot4(i16 acc, w16 w, uint32_t x) {
     return acc;
 }
 
-static inline v16 to_float(i16 x) {
+static inline v16 to_float(v16i x) {
     return each_part([&](int i) { return __builtin_convertvector(x.part[i], f32_part); });
 }
-static inline i16 splat_int(int32_t x) {
-    i16 v;
+static inline v16i splat_int(int32_t x) {
+    v16i v;
     for (int i = 0; i < PARTS; i++) v.part[i] = i32_part{} + x;
     return v;
 }
@@ -168,19 +168,21 @@ static inline void pack_row_bf16(const bf16* x, int64_t k, int64_t m, int64_t ro
     for (int64_t j = 0; j < k / 2; j++) memcpy(words + j * rows + m, x + 2 * j, 4);
 }
 
-// The same as int8, rounded to the nearest (even) multiple of scale = max |x| / 127 of each group.
+// The same as int8, rounded to the nearest (even) multiple of scale = max |x| / 127 of each group. A group with a value that is
+// not finite gets a scale that is not, so that its row's outputs are not either.
 static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_t m, int64_t rows, uint32_t* words, float* scale, int32_t* sum) {
     const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
     for (int64_t k0 = 0, g = 0; k0 < k; k0 += group, g++) {
         int64_t end = k - k0 < group ? k : k0 + group;
-        v16 most = {};
+        v16 most = {}, nothing = {};
         for (int64_t i = k0; i < end; i += 16) {
             v16 v = load_bf16(x + i);
             most = vmax(most, vmax(v, -v));
+            nothing = nothing + v * splat(0.0f);
         }
         float top = max(most);
         v16 inverse = splat(top > 0.0f ? 127.0f / top : 0.0f);
-        i16 total = splat_int(0);
+        v16i total = splat_int(0);
         for (int64_t i = k0; i < end; i += 16) {
             v16 rounded = load_bf16(x + i) * inverse + magic;
             alignas(64) int8_t q[16];
@@ -192,7 +194,7 @@ static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_
             }
             for (int j = 0; j < 4; j++) memcpy(words + (i / 4 + j) * rows + m, q + 4 * j, 4);
         }
-        scale[g * rows + m] = top / 127.0f;
+        scale[g * rows + m] = top / 127.0f + ::sum(nothing);
         int32_t lanes[16], all = 0;
         memcpy(lanes, &total, sizeof lanes);
         for (int32_t lane : lanes) all += lane;
@@ -256,7 +258,7 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
     const uint32_t* words = x.words;
     for (int64_t k = 0, g = 0; k < matrix.k; k += matrix.group, g++) {
         int64_t n_vectors = (matrix.k - k < matrix.group ? matrix.k - k : matrix.group) / (INT8 ? 4 : 8);
-        i16 acc[MR][NS];
+        v16i acc[MR][NS];
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4

@@ -163,6 +163,23 @@ def test_quantised_products_are_equal_on_all_instruction_sets_but_for_the_last_s
             close(out, outs[0], 1e-6, 1e-5)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(
+    program: Program, format: str, bad: float
+) -> None:
+    x, w = torch.randn(5, 288).to(BF16), packed(torch.randn(20, 288).to(BF16), format)
+    clean, out, space = poison(5, 20), poison(5, 20), workspace(5, 288)
+    linear(program, x, w, clean, space, count(5))
+    damaged = x.clone()
+    damaged[2, 130] = bad
+    linear(program, damaged, w, out, space, count(5))
+    program.run()
+    others = [0, 1, 3, 4]
+    assert not out[2].isfinite().any()
+    assert torch.equal(out[others].view(I32), clean[others].view(I32))
+
+
 def test_linear_refuses_what_it_cannot_do(program: Program) -> None:
     with pytest.raises(KernelError, match="K a multiple of 32, found 40"):
         Matrix.empty(8, 40, FORMATS["bf16"])

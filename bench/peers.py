@@ -1,0 +1,495 @@
+"""Deltic side by side with llama.cpp and transformers: the same random checkpoint, machine and minutes.
+
+    python -m bench.peers                                  (from the root of a checkout with the CPU kernels built)
+    python -m bench.peers --rounds 1 --n 1,16 --prefill 512 --engines deltic,llama.cpp-bf16
+
+Makes an environment of its own for the peers (llama.cpp is compiled for this machine: minutes to half an hour), writes the
+checkpoint and its GGUF forms, checks that all engines give the same logits, then measures in interleaved rounds. Each engine
+is a process that has its model loaded; all but the one that is measured are stopped (SIGSTOP), since idle thread pools spin.
+Ours is timed with everything a step does, theirs without sampling. Writes JSON, a table and a plot to bench/runs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from bench import peers_busy as busy
+from bench import peers_report as report
+from bench.peers_report import LANES, MOST_OTHERS, OURS, Cost, Lane, Workload
+from deltic.bench.machine import code, machine, machine_name, now, runs_directory
+from deltic.bench.serve import numbers
+from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
+from deltic.models.shapes import ModelShape, published_shape
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PACKAGES = {
+    "llama-cpp-python": "0.3.36", "gguf": "0.19.0", "transformers": "5.23.0", "torch": "2.13.0", "safetensors": "0.8.0",
+}  # fmt: skip
+"""What the environment of the peers holds, from PyPI; llama-cpp-python is always built from source."""
+
+BUILD_FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
+"""Of llama.cpp: all instructions of this machine, no vision tools."""
+
+LEAST_COSINE = 0.99
+"""Between the logits of two engines in bfloat16, for the comparison to be one of the same model."""
+
+WARM_UP_TOKENS = 128
+
+N_ATTEMPTS = 3
+"""Times that a figure is taken when it is disturbed."""
+
+
+class PeerFailed(RuntimeError):
+    """A worker that ended or reported an error; the message names its log."""
+
+
+class Worker:
+    """The process of one lane. It runs only while it is asked."""
+
+    def __init__(self, name: str, python: Path, module: str, config: dict[str, Any], log: Path) -> None:
+        self.name, self.log = name, log
+        # In a session of its own: when a shell that started the driver in the background ends, the kernel continues
+        # every stopped process of that job.
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [python, "-m", module, json.dumps(config)], cwd=ROOT, text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": str(config["n_threads"])},
+            )  # fmt: skip
+        self.info: dict[str, Any] = self._answer()["ready"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        answer = json.loads(self._process.stdout.readline() or '{"error": "the process ended"}')
+        if "error" in answer:
+            raise PeerFailed(f"{self.name}: {answer['error']}; see {self.log}")
+        self._process.send_signal(signal.SIGSTOP)
+        return dict(answer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """One request and its answer. Raises PeerFailed."""
+        assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def make_environment(directory: Path, n_jobs: int) -> tuple[Path, dict[str, str]]:
+    """The Python of an environment that holds the packages (made, or completed, when it does not) and their versions."""
+    python = directory / "bin" / "python"
+    if not python.exists():
+        print(f"making an environment for the peers in {directory}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        (directory / ".gitignore").write_text("*\n")
+    if installed(python) is None:
+        print("installing " + ", ".join(f"{k} {v}" for k, v in PACKAGES.items()), flush=True)
+        flags = {"CMAKE_ARGS": BUILD_FLAGS, "CMAKE_BUILD_PARALLEL_LEVEL": str(n_jobs)}
+        wanted = [f"{name}=={version}" for name, version in PACKAGES.items()]
+        command = [str(python), "-m", "pip", "install", "--no-binary", "llama-cpp-python", *wanted]
+        subprocess.run(command, check=True, env=os.environ | flags)
+    versions = installed(python)
+    if versions is None:
+        raise PeerFailed(
+            f"{directory}: packages are missing after pip install; remove the directory and start again"
+        )
+    return python, versions
+
+
+def installed(python: Path) -> dict[str, str] | None:
+    """Versions of the peers in an environment; None when one is missing or another version."""
+    script = (
+        "import json, sys, importlib.metadata as m\n"
+        "found = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()}\n"
+        "print(json.dumps({name: found.get(name) for name in sys.argv[1:]}))"
+    )
+    output = subprocess.run(
+        [python, "-c", script, *PACKAGES], capture_output=True, text=True, check=True
+    ).stdout
+    found: dict[str, str | None] = json.loads(output)
+    versions = {name: version for name, version in found.items() if version is not None}
+    same = all((found[name] or "").partition("+")[0] == version for name, version in PACKAGES.items())
+    return versions if same else None
+
+
+def make_models(directory: Path, shape_name: str, python: Path, n_threads: int) -> dict[str, int]:
+    """Writes what is missing of the checkpoint and its GGUF forms; the bytes of weights that a GGUF's step reads."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory.parent / ".gitignore").write_text("*\n")
+    checkpoint, sizes = directory / "hf", directory / "bytes.json"
+    if not (checkpoint / "config.json").exists():
+        print(f"writing a random checkpoint of {shape_name} to {checkpoint}", flush=True)
+        subprocess.run(
+            [sys.executable, "-m", "bench.peers_model", shape_name, checkpoint], cwd=ROOT, check=True
+        )
+    if not sizes.exists():
+        print("writing it as GGUF and quantising it", flush=True)
+        with (directory / "gguf.log").open("w") as log:
+            command = [str(python), "-m", "bench.peers_gguf", str(checkpoint), str(directory), str(n_threads)]
+            subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
+    return dict(json.loads(sizes.read_text()))
+
+
+def chosen_lanes(text: str | None) -> list[Lane]:
+    """The lanes of --engines (engines or lanes, with commas between); of ours, those that this version can run.
+
+    Raises ConfigError.
+    """
+    can_quantise = any(field.name == "quantize" for field in dataclasses.fields(EngineConfig))
+    lanes = [lane for lane in LANES if can_quantise or lane.engine != OURS or lane.format == "bf16"]
+    if text is None:
+        return lanes
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    for part in wanted:
+        if not any(part in (lane.engine, lane.name) for lane in lanes):
+            known = ", ".join(dict.fromkeys(name for lane in lanes for name in (lane.engine, lane.name)))
+            raise ConfigError(f"--engines: {part!r} is not known; known: {known}")
+    return [lane for lane in lanes if lane.engine in wanted or lane.name in wanted]
+
+
+def check_memory(lanes: Sequence[Lane], shape: ModelShape) -> None:
+    """All models are in memory together. Raises ConfigError when they surely do not fit."""
+    needed = sum(shape.n_params * lane.width / 8 for lane in lanes)
+    free = free_memory_bytes()
+    if needed > 0.85 * free:
+        raise ConfigError(
+            f"the models of {len(lanes)} lanes take {needed / 1e9:.0f} GB together, and {free / 1e9:.0f} GB are free; "
+            "name fewer with --engines, such as deltic-bf16,llama.cpp-bf16, and run the others after"
+        )
+
+
+def prompts(seed: str, n: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Random prompts, the same for the same seed."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(n)]
+
+
+def model_costs(
+    lanes: Sequence[Lane], shape: ModelShape, gguf_bytes: Mapping[str, int], infos: Mapping[str, Any]
+) -> dict[str, Cost]:
+    """What each lane's model must read and multiply."""
+    head = shape.vocab_size * shape.hidden_size
+    n_read = shape.n_params - (0 if shape.tie_word_embeddings else head)
+    costs = {}
+    for lane in lanes:
+        n_bytes = {OURS: infos[lane.name].get("weight_bytes"), "llama.cpp": gguf_bytes.get(lane.format)}
+        costs[lane.name] = Cost(n_bytes.get(lane.engine) or 2 * n_read, n_read - head, head)
+    return costs
+
+
+class Comparison:
+    """All workers, loaded, and what is asked of them."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, lanes: Sequence[Lane], python: Path, models: Path
+    ) -> None:
+        self.arguments, self.lanes = arguments, lanes
+        self.shape = published_shape(arguments.shape)
+        self.workers: dict[str, Worker] = {}
+        self.logs = models / "logs"
+        self.logs.mkdir(exist_ok=True)
+        self.modules = {
+            OURS: (Path(sys.executable), "bench.peers_deltic"),
+            "llama.cpp": (python, "bench.peers_llama"),
+            "transformers": (python, "bench.peers_transformers"),
+        }
+        self.models = models
+        self.figures: list[dict[str, Any]] = []
+        self.roofs: list[dict[str, Any]] = []
+        self.tuning: dict[str, Any] = {}
+        """llama.cpp's options for decode and prefill, and the trials that chose them."""
+        self.workloads = [Workload("decode", n) for n in arguments.n] + [
+            Workload("prefill", n) for n in arguments.prefill
+        ]
+
+    def load(self) -> None:
+        """Starts the workers, one after another."""
+        a = self.arguments
+        limits = {
+            "n_threads": a.threads, "context": a.context, "n_steps": a.steps, "max_n": max(a.n),
+            "max_prefill": max(a.prefill),
+        }  # fmt: skip
+        self._start("machine", OURS, {"n_threads": a.threads})
+        for lane in self.lanes:
+            file = f"{lane.format}.gguf" if lane.engine == "llama.cpp" else "hf"
+            config = limits | {"model": str((self.models / file).resolve())}
+            if lane.engine == OURS and lane.format != "bf16":
+                config["quantize"] = lane.format
+            print(f"loading {lane.name}", flush=True)
+            self._start(lane.name, lane.engine, config)
+            if lane.engine == "llama.cpp":
+                worker = self.workers[lane.name]
+                self.tuning = self.tuning or self._tune(worker)
+                worker.ask("use", options=self.tuning["options"])
+
+    def _tune(self, worker: Worker) -> dict[str, Any]:
+        """llama.cpp's faster settings on this machine, for all its lanes."""
+        n, vocab_size = min(16, max(self.arguments.n)), self.shape.vocab_size
+        (prompt,) = prompts("tune", 1, 256, vocab_size)
+        batch = prompts("tune", n, 32, vocab_size)
+        found = self.calmly(worker, lambda attempt: worker.ask("tune", prompts=batch, prompt=prompt))
+        print(f"llama.cpp runs with {found['options']}", flush=True)
+        return found
+
+    def _start(self, name: str, engine: str, config: dict[str, Any]) -> None:
+        python, module = self.modules[engine]
+        self.workers[name] = Worker(name, python, module, config, self.logs / f"{name}.log")
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+    def check(self) -> dict[str, Any]:
+        """Each lane's logits against those of transformers, or else of another engine than ours: least cosine over the
+        positions, and at how many of them the likeliest token is the same. Raises PeerFailed when bfloat16 lanes disagree."""
+        (prompt,) = prompts("check", 1, 48, self.shape.vocab_size)
+        (follow,) = prompts("follow", 1, 8, self.shape.vocab_size)
+        found: dict[str, np.ndarray] = {}
+        for lane in self.lanes:
+            file = self.logs / f"{lane.name}.logits"
+            self.workers[lane.name].ask("check", prompt=prompt, follow=follow, file=str(file.resolve()))
+            logits = np.fromfile(file, np.float32).reshape(1 + len(follow), -1).astype(np.float64)
+            found[lane.name] = logits / np.linalg.norm(logits, axis=1, keepdims=True)
+            file.unlink()
+        widest = max(lane.width for lane in self.lanes)
+        full = [lane for lane in self.lanes if lane.width == widest]
+        first = min(full, key=lambda lane: (lane.engine == OURS, lane.engine != "transformers")).name
+        reference = found[first]
+        result = {}
+        for lane in self.lanes:
+            cosine = float((reference * found[lane.name]).sum(axis=1).min())
+            n_same = int((reference.argmax(1) == found[lane.name].argmax(1)).sum())
+            result[lane.name] = {"least_cosine": round(cosine, 5), "same_top": n_same, "of": len(reference)}
+            print(
+                f"{lane.name}: cosine to {first} at least {cosine:.4f}, same top at {n_same} of {len(reference)}"
+            )
+            if lane.width == 16 and cosine < LEAST_COSINE:
+                raise PeerFailed(
+                    f"{lane.name} gives other logits than {first}: not the same model, nothing is compared"
+                )
+        return {"reference": first, "lanes": result}
+
+    def calmly(self, worker: Worker, take: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+        """What `take` (given the attempt) finds, with `others`: the attempt with the least other work beside it, ended by the
+        first that had the CPUs to itself."""
+        tried = []
+        patience = self.arguments.patience
+        for attempt in range(N_ATTEMPTS):
+            patience -= busy.wait_until_idle(MOST_OTHERS, patience)
+            before = busy.read(worker.pid)
+            found = take(attempt)
+            tried.append(found | {"others": round(busy.others(before, busy.read(worker.pid)), 3)})
+            if tried[-1]["others"] <= MOST_OTHERS or patience <= 0:
+                break
+        return min(tried, key=lambda found: found["others"])
+
+    def _measure(self, seed: str, workload: Workload, worker: Worker) -> dict[str, Any]:
+        a, vocab_size = self.arguments, self.shape.vocab_size
+        if workload.kind == "decode":
+            batch = prompts(seed, workload.size, a.context, vocab_size)
+            steps = worker.ask("decode", prompts=batch, n_steps=a.steps)["step_s"]
+            return {"tok_s": workload.size / median(steps), "step_s": [round(s, 6) for s in steps]}
+        (prompt,) = prompts(seed, 1, workload.size, vocab_size)
+        (warm_up,) = prompts(seed + " warm-up", 1, WARM_UP_TOKENS, vocab_size)
+        worker.ask("prefill", prompt=warm_up)
+        seconds = worker.ask("prefill", prompt=prompt)["seconds"]
+        return {"tok_s": workload.size / seconds, "seconds": round(seconds, 6)}
+
+    def run(self) -> None:
+        """All rounds, into `figures` and `roofs`."""
+        machine_worker = self.workers["machine"]
+        for r in range(self.arguments.rounds):
+            print(f"round {r + 1} of {self.arguments.rounds}", flush=True)
+            for i, workload in enumerate(self.workloads):
+                roof = self.calmly(machine_worker, lambda attempt: machine_worker.ask("roofs"))
+                self.roofs.append({"round": r, "workload": workload.name} | roof)
+                shown = ", ".join(f"{k} {v / 1e9:.1f} G/s" for k, v in roof.items() if k != "others")
+                print(f"  {workload.name:>12}  machine: {shown}", flush=True)
+                for lane in report.rotated(self.lanes, r + i):
+                    self._take(r, workload, lane)
+
+    def _take(self, r: int, workload: Workload, lane: Lane) -> None:
+        worker = self.workers[lane.name]
+        found = self.calmly(
+            worker, lambda attempt: self._measure(f"{r} {attempt} {workload.name}", workload, worker)
+        )
+        self.figures.append({"round": r, "workload": workload.name, "lane": lane.name} | found)
+        note = "" if found["others"] <= MOST_OTHERS else f"  (others used {found['others']:.1f} CPUs)"
+        print(f"  {workload.name:>12}  {lane.name:<18} {found['tok_s']:9.1f} tok/s{note}", flush=True)
+
+
+def write(result: dict[str, Any], lanes: Sequence[Lane], directory: Path) -> None:
+    """JSON, Markdown and plot into the directory, the tables to the terminal."""
+    summary = result["summary"]
+    name = f"peers-{result['shape']}-{now():%H%M%S}"
+    (directory / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    read = median(roof["read"] for roof in result["roofs"]) / 1e9
+    bf16, int8 = (
+        median(roof[f"multiply_{kind}"] for roof in result["roofs"]) / 1e9 for kind in ("bf16", "int8")
+    )
+    title = (
+        f"{result['shape']} on {result['machine']['cpu']}, {result['threads']} threads, {result['date'][:10]}"
+    )
+    n_disturbed = sum(figure["others"] > MOST_OTHERS for figure in result["figures"])
+    n_figures = len(result["figures"])
+    facts = (
+        f"Memory reads {read:.1f} GB/s, multiplies {bf16:.0f} GFLOP/s in bfloat16 and {int8:.0f} GOP/s in int8; "
+        f"{result['rounds']} rounds; {versions}."
+    )
+    if n_disturbed:
+        facts += f" {n_disturbed} of {n_figures} figures shared the CPUs with other work; a star marks cells that have no others."
+    tables = [cells for cells in (report.speed_cells(summary), report.ratio_cells(summary)) if cells[1]]
+    text = "\n".join(report.markdown_table(*cells) for cells in tables)
+    command = result["command"]
+    (directory / f"{name}.md").write_text(f"# {title}\n\n{facts}\n\n{text}\nRepeat: `{command}`\n")
+    note = f"; {n_disturbed} of {n_figures} figures disturbed by other work" if n_disturbed else ""
+    report.draw(summary, lanes, title + note, directory / f"{name}.png")
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(title, facts, sep="\n", highlight=False)
+    for cells in tables:
+        console.print(report.rich_table(*cells))
+    print(directory / f"{name}.json")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags. Raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait, for each figure, until other work ends; 0 takes the machine as it is (default: 60)",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
+    parser.add_argument(
+        "--n", default="1,2,4,8,16,32", help="sequences that decode at once (default: 1,2,4,8,16,32)"
+    )
+    parser.add_argument(
+        "--prefill", default="128,512,2048", help="tokens of a prompt (default: 128,512,2048)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=64, help="tokens before the first decode step (default: 64)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=24, help="decode steps of a figure: their median counts (default: 24)"
+    )
+    parser.add_argument("--engines", help="engines or lanes, such as deltic,llama.cpp-q8_0 (default: all)")
+    parser.add_argument(
+        "--shape", default="qwen3.5-0.8b", help="a published dense shape (default: qwen3.5-0.8b)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=n_usable_cpus(),
+        help="threads of every engine (default: the usable CPUs)",
+    )
+    parser.add_argument(
+        "--env", type=Path, default=Path("bench/.peers-venv"), help="environment of the peers"
+    )
+    parser.add_argument(
+        "--models", type=Path, default=Path("bench/.peers-models"), help="where checkpoints are written"
+    )
+    parser.add_argument("--out", help="directory of the results (default: bench/runs/<date>-<machine>-peers)")
+    arguments = parser.parse_args(argv)
+    arguments.n = numbers(arguments.n, "--n", int)
+    arguments.prefill = numbers(arguments.prefill, "--prefill", int)
+    for flag in ("rounds", "context", "steps", "threads"):
+        if getattr(arguments, flag) < 1:
+            raise ConfigError(f"--{flag} {getattr(arguments, flag)}: must be at least 1")
+    return arguments
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """What repeats the measurement: the flags that change it, not those that say where files are."""
+    flags = {
+        "--shape": arguments.shape, "--threads": arguments.threads, "--rounds": arguments.rounds,
+        "--n": ",".join(map(str, arguments.n)), "--prefill": ",".join(map(str, arguments.prefill)),
+        "--context": arguments.context, "--steps": arguments.steps, "--engines": arguments.engines,
+    }  # fmt: skip
+    given = [str(part) for flag, value in flags.items() if value is not None for part in (flag, value)]
+    return shlex.join(["python", "-m", "bench.peers", *given])
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Everything. Raises ConfigError, UnsupportedModelError, PeerFailed and CalledProcessError."""
+    shape, lanes = published_shape(arguments.shape), chosen_lanes(arguments.engines)
+    if shape.is_moe:
+        raise ConfigError(f"--shape {arguments.shape}: only dense shapes are compared, such as qwen3.5-4b")
+    check_memory(lanes, shape)
+    python, versions = make_environment(arguments.env.absolute(), arguments.threads)
+    models = arguments.models.absolute() / arguments.shape.lower()
+    gguf_bytes = make_models(models, arguments.shape, python, arguments.threads)
+    comparison = Comparison(arguments, lanes, python, models)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: with what was measured
+    try:
+        comparison.load()
+        agreement = comparison.check()
+        comparison.run()
+    except KeyboardInterrupt:
+        if not comparison.figures:
+            raise
+        print("interrupted: what was measured is written", flush=True)
+    finally:
+        comparison.close()
+    infos = {name: worker.info for name, worker in comparison.workers.items()}
+    costs = model_costs(lanes, shape, gguf_bytes, infos)
+    figures, roofs = comparison.figures, comparison.roofs
+    result = {
+        "bench": "peers", "shape": arguments.shape, "date": now().isoformat(), "machine": machine(), "code": code(),
+        "versions": versions, "llama_build": BUILD_FLAGS, "command": command(arguments),
+        "threads": arguments.threads, "rounds": len({figure["round"] for figure in figures}), "context": arguments.context, "steps": arguments.steps,
+        "engines": infos, "costs": {name: dataclasses.asdict(cost) for name, cost in costs.items()},
+        "agreement": agreement, "llama_tuning": comparison.tuning, "roofs": roofs,
+        "summary": report.summarise(figures, roofs, lanes, costs), "figures": figures,
+    }  # fmt: skip
+    write(
+        result, lanes, runs_directory(arguments.out or f"bench/runs/{now():%Y-%m-%d}-{machine_name()}-peers")
+    )
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return compare(parse(argv))
+    except subprocess.CalledProcessError as error:
+        print(
+            f"bench.peers: {shlex.join(map(str, error.cmd[:6]))} ended with status {error.returncode}",
+            file=sys.stderr,
+        )
+    except (ValueError, PeerFailed) as error:
+        print(f"bench.peers: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""One random checkpoint at a published shape, in the Hugging Face layout: what every engine of the comparison loads.
+
+Dense text models only. The values are drawn as those of `deltic.models.weights.dummy_weights` are: unit fan-in matrices,
+norms near their rest, decays from a few tokens to thousands; so activations and states stay in the range of trained ones.
+
+    python -m bench.peers_model SHAPE DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deltic.models.shapes import LINEAR_ATTENTION, ModelShape, published_shape
+
+SHARD_BYTES = 2_000_000_000
+
+
+def config_json(shape: ModelShape) -> dict[str, Any]:
+    """The config.json of a dense text-only Qwen3.5 of this shape. Raises ValueError for another family."""
+    if shape.is_moe:
+        raise ValueError(
+            "the comparison writes dense checkpoints only; give a dense --shape, such as qwen3.5-0.8b"
+        )
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "dtype": "bfloat16",
+        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.n_layers, "layer_types": list(shape.layer_types), "full_attention_interval": 4,
+        "num_attention_heads": shape.n_q_heads, "num_key_value_heads": shape.n_kv_heads, "head_dim": shape.head_dim,
+        "linear_num_key_heads": shape.gdn_n_k_heads, "linear_num_value_heads": shape.gdn_n_v_heads,
+        "linear_key_head_dim": shape.gdn_k_dim, "linear_value_head_dim": shape.gdn_v_dim,
+        "linear_conv_kernel_dim": shape.conv_width, "attn_output_gate": True, "mamba_ssm_dtype": "float32",
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": shape.rms_norm_eps,
+        "max_position_embeddings": shape.max_position_embeddings, "tie_word_embeddings": shape.tie_word_embeddings,
+        "eos_token_id": list(shape.eos_token_ids), "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": shape.rope_theta, "mrope_interleaved": True,
+            "mrope_section": list(shape.mrope_section or ()),
+            "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
+        },
+    }  # fmt: skip
+
+
+def tensor_sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor's name and size."""
+    h, f, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    c, vd, hv = shape.conv_channels, shape.gdn_value_size, shape.gdn_n_v_heads
+    yield "model.embed_tokens.weight", (shape.vocab_size, h)
+    for i, kind in enumerate(shape.layer_types):
+        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (h,)}
+        if kind == LINEAR_ATTENTION:
+            layer |= {
+                "linear_attn.in_proj_qkv.weight": (c, h), "linear_attn.in_proj_z.weight": (vd, h),
+                "linear_attn.in_proj_b.weight": (hv, h), "linear_attn.in_proj_a.weight": (hv, h),
+                "linear_attn.conv1d.weight": (c, 1, shape.conv_width), "linear_attn.A_log": (hv,),
+                "linear_attn.dt_bias": (hv,), "linear_attn.norm.weight": (shape.gdn_v_dim,),
+                "linear_attn.out_proj.weight": (h, vd),
+            }  # fmt: skip
+        else:
+            q, kv = shape.n_q_heads * d, shape.n_kv_heads * d
+            layer |= {
+                "self_attn.q_proj.weight": (2 * q, h), "self_attn.k_proj.weight": (kv, h),
+                "self_attn.v_proj.weight": (kv, h), "self_attn.q_norm.weight": (d,),
+                "self_attn.k_norm.weight": (d,), "self_attn.o_proj.weight": (h, q),
+            }  # fmt: skip
+        layer |= {
+            "post_attention_layernorm.weight": (h,), "mlp.gate_proj.weight": (f, h),
+            "mlp.up_proj.weight": (f, h), "mlp.down_proj.weight": (h, f),
+        }  # fmt: skip
+        for name, size in layer.items():
+            yield f"model.layers.{i}.{name}", size
+    yield "model.norm.weight", (h,)
+    if not shape.tie_word_embeddings:
+        yield "lm_head.weight", (shape.vocab_size, h)
+
+
+def draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """bfloat16 values of the kind that the tensor of this name has."""
+    values = torch.empty(size)
+    if name.endswith("A_log"):
+        values.uniform_(0.5, 4.0, generator=generator).log_()
+    elif name.endswith("dt_bias"):  # inverse softplus of a log-uniform step
+        values.uniform_(math.log(1e-3), math.log(0.3), generator=generator).exp_()
+        values.add_(torch.log(-torch.expm1(-values)))
+    elif name.endswith("conv1d.weight"):
+        values.normal_(0.0, 0.5, generator=generator)
+    elif len(size) == 1:
+        rest = 1.0 if name.endswith("linear_attn.norm.weight") else 0.0  # every other norm is zero-centred
+        values.normal_(rest, 0.1, generator=generator)
+    else:
+        scale = 0.1 if "embed_tokens" in name else size[-1] ** -0.5
+        values.normal_(0.0, scale, generator=generator)
+    return values.to(torch.bfloat16)
+
+
+def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0) -> None:
+    """Writes config.json, the safetensors files and their index; the config comes last and so marks a complete one."""
+    config = config_json(shape)
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weight_map: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    n_files = n_bytes = total = 0
+
+    def save() -> None:
+        nonlocal n_files, n_bytes, total
+        n_files += 1
+        file = f"model-{n_files:05d}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+        total += n_bytes
+        shard.clear()
+        n_bytes = 0
+
+    for name, size in tensor_sizes(shape):
+        shard[name] = draw(name, size, generator)
+        n_bytes += shard[name].nbytes
+        if n_bytes >= SHARD_BYTES:
+            save()
+    if shard:
+        save()
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+
+
+if __name__ == "__main__":
+    write_checkpoint(Path(sys.argv[2]), published_shape(sys.argv[1]))
