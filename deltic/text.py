@@ -79,6 +79,8 @@ class Tokenizer:
         self.n_tokens: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         """One more than the largest id that names a token; the model's vocabulary may be padded beyond it."""
         self._bytes: list[bytes | None] = [None] * self.n_tokens
+        self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
+        """Texts of ids that are whole characters, as far as they were needed; without and with special tokens skipped."""
         literals = sorted(map(re.escape, self._id_of_special), key=len, reverse=True)
         self._literal = re.compile("|".join(literals)) if literals else None
         self._trusted = re.compile(f"{TRUSTED}({'|'.join(literals)})") if literals else None
@@ -233,16 +235,24 @@ class Detokenizer:
     Bytes that could still become a character are held back, at most three; each id costs O(1).
     """
 
+    __slots__ = ("_held", "_skipped", "_token_bytes", "_whole_texts")
+
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._whole_texts = tokenizer.whole_texts[skip_special_tokens]
         self._held = b""
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """The text that is certain now."""
+        alone = len(ids) == 1 and not self._held
+        if alone and (known := self._whole_texts.get(ids[0])) is not None:
+            return known
         data = self._held + b"".join([self._token_bytes(i) for i in ids if i not in self._skipped])
         text, n_read = codecs.utf_8_decode(data, "replace", False)
         self._held = data[n_read:]
+        if alone and not self._held:
+            self._whole_texts[ids[0]] = text
         return text
 
     def flush(self) -> str:

@@ -17,7 +17,7 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
 from deltic.config import ServerConfig
-from deltic.engine.client import EngineUnavailable, QueueFull, State, Stream
+from deltic.engine.client import Deliver, EngineUnavailable, QueueFull, State, Stream
 from deltic.engine.request import EngineInfo, Loading, Output, Request, Stats, TokenLogprob
 from deltic.server.chat import ChatTemplate
 from deltic.server.http import create_app
@@ -127,15 +127,14 @@ class FakeEngineClient:
             raise QueueFull(self.n_open, 7)
         return self.info
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, request: Request, deliver: Deliver) -> None:
         self.check_room(request.params.n)
         self.requests.append(request)
-        stream = self.streams[request.id] = Stream(request)
+        stream = self.streams[request.id] = Stream(request, deliver)
         for index in range(request.params.n):
             task = asyncio.get_running_loop().create_task(self._run(request, index, stream))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return stream
 
     def why_unavailable(self) -> str:
         return "the server is shutting down" if self.state == "stopped" else f"the engine is {self.state}"
@@ -147,6 +146,7 @@ class FakeEngineClient:
                 stream.push(Output(request_id, i, finish_reason="abort"))
             if index is not None:
                 stream.push(Output(request_id, index, finish_reason="abort"))
+            stream.flush()
 
     async def _run(self, request: Request, index: int, stream: Stream) -> None:
         params = request.params
@@ -173,6 +173,7 @@ class FakeEngineClient:
                 output.finish_reason = "stop" if ended_by_token else "length"
                 output.stop_token_id = ids[-1] if ended_by_token else None
             stream.push(output)
+            stream.flush()
             await asyncio.sleep(self.token_s)
 
     @staticmethod

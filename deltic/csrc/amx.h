@@ -44,8 +44,8 @@ static inline void tile(const uint8_t* x, int64_t stride, const uint8_t* w, int6
             if constexpr (STRIPS) _tile_dpbf16ps(3, 5, 7);
         } else {
             for (int64_t i = 0; i < 1024; i += 64) {  // a few rows wait for memory: fetch what comes
-                __builtin_prefetch(w + j * 1024 + i + AHEAD, 0, 2);
-                if constexpr (STRIPS) __builtin_prefetch(w + strip + j * 1024 + i + AHEAD, 0, 2);
+                __builtin_prefetch(w + j * 1024 + i + FAR, 0, 2);
+                if constexpr (STRIPS) __builtin_prefetch(w + strip + j * 1024 + i + FAR, 0, 2);
             }
         }
     }

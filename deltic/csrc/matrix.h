@@ -224,7 +224,7 @@ static inline void pack_tile(const Rows& x, int64_t m0, int64_t rows, const Matr
 constexpr int64_t TILE_ROWS = LANES == 16 ? 12 : 4;
 constexpr int64_t MOST_ROWS = LANES == 16 ? 16 : 4;
 constexpr int TILE_STRIPS = LANES == 16 ? 2 : 1;
-constexpr int64_t AHEAD = 32768;  // bytes between what is multiplied and what is fetched into the cache
+constexpr int64_t FAR = 32768, NEAR = 4096;  // bytes between what is multiplied and what is fetched: of bfloat16, of less
 
 static inline int64_t tile_rows(int64_t n_rows) { return n_rows <= 2 * MOST_ROWS ? MOST_ROWS : TILE_ROWS; }
 
@@ -342,9 +342,10 @@ static inline void with_rows(int64_t n, const Call& f) {
 // Strips [s0, s1) for all n_rows rows of x.
 template <Format F, class Out>
 static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, bool add, const Out& out) {
-    const int64_t step = tile_rows(n_rows);
+    const int64_t step = tile_rows(n_rows), ahead = F == Format::BF16 ? FAR : NEAR;
     while (s0 < s1) {
-        const int panel = n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= TILE_STRIPS ? TILE_STRIPS : 1;
+        // One row of bfloat16 would wait for its own sums: four strips take turns.
+        const int panel = F == Format::BF16 && n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= TILE_STRIPS ? TILE_STRIPS : 1;
         for (int64_t m0 = 0; m0 < n_rows; m0 += step) {
             const int64_t rows = n_rows - m0 < step ? n_rows - m0 : step;
             const Rows at = rows_from(x, m0, matrix);
@@ -354,7 +355,7 @@ static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& 
             else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<F, TILE_ROWS, TILE_STRIPS, false>(at, matrix, s0, 0, add, to);
             else
                 for (int s = 0; s < panel; s++)
-                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<F, mr(), 1, true>(at, matrix, s0 + s, AHEAD, add, to); });
+                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<F, mr(), 1, true>(at, matrix, s0 + s, ahead, add, to); });
         }
         s0 += panel;
     }

@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -84,56 +83,52 @@ class QueueFull(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-class Stream:
-    """The outputs of one request as they come, of all its n sequences; ends when each has had its last.
+Deliver = Callable[[list[Output]], None]
+"""Takes outputs of one request, in their order."""
 
-    For one consumer. Outputs that are not consumed are kept; dropping a stream does not end its request:
-    `abort` does.
+
+class Stream:
+    """The outputs of one request on their way to its consumer, of all its n sequences.
+
+    They are kept until `flush`, so that after a stall the outputs of several steps are delivered at once.
     """
 
-    def __init__(self, request: Request) -> None:
+    __slots__ = ("_deliver", "_is_open", "n_open", "outputs", "request_id", "submitted_s")
+
+    def __init__(self, request: Request, deliver: Deliver) -> None:
         self.request_id = request.id
         self.n_open = request.params.n
         self.submitted_s = time.monotonic()
+        self.outputs: list[Output] = []
+        """Those that were not delivered yet."""
         self._is_open = [True] * self.n_open
-        self._outputs: deque[Output] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Output:
-        while not self._outputs:
-            if not self.n_open:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._outputs.popleft()
-
-    def take_ready(self) -> list[Output]:
-        """What has come and was not consumed yet, without waiting; several steps' outputs after a stall."""
-        outputs = list(self._outputs)
-        self._outputs.clear()
-        return outputs
+        self._deliver = deliver
 
     def push(self, output: Output) -> bool:
         """Adds an output; True when it ends its sequence. One for a sequence that has ended is dropped."""
         if not self._is_open[output.index]:
             return False
-        self._outputs.append(output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.outputs.append(output)
         if output.finish_reason is None:
             return False
         self._is_open[output.index] = False
         self.n_open -= 1
         return True
 
+    def flush(self) -> None:
+        """Delivers what was pushed."""
+        outputs, self.outputs = self.outputs, []
+        try:
+            self._deliver(outputs)
+        except Exception:  # the other streams are to have theirs
+            log.exception("outputs of request %s could not be delivered", self.request_id)
+
     def end(self, reason: FinishReason, message: str) -> int:
-        """Ends every sequence that is open; how many those were."""
+        """Ends every sequence that is open, and delivers that; how many those were."""
         open_indices = [index for index, is_open in enumerate(self._is_open) if is_open]
         for index in open_indices:
             self.push(Output(self.request_id, index, finish_reason=reason, error=message))
+        self.flush()
         return len(open_indices)
 
 
@@ -207,8 +202,9 @@ class EngineClient:
             raise EngineFailed(self.failure or "the engine was stopped")
         return self.info
 
-    def submit(self, request: Request) -> Stream:
-        """Sends a request; its outputs come from the stream.
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Sends a request; its outputs go to `deliver`, in the event loop, until each of its sequences
+        has had its last.
 
         Raises QueueFull or EngineUnavailable at once, or ValueError when the id is in use or n is below 1.
         What else is wrong with a request, the engine says in an Output.
@@ -218,10 +214,9 @@ class EngineClient:
             raise ValueError(f"request {request.id!r}: n = {n} must be 1 or more, and the id not in use")
         self.check_room(n)
         self._send(request)
-        stream = self._streams[request.id] = Stream(request)
+        self._streams[request.id] = Stream(request, deliver)
         self.n_open += n
         self._all_ended.clear()
-        return stream
 
     def check_room(self, n: int) -> EngineInfo:
         """What the engine has, if it takes requests and n sequences more find a place.
@@ -237,7 +232,7 @@ class EngineClient:
         return self.info
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one of its sequences, within a step; its stream gets the last outputs."""
+        """Ends a request, or one of its sequences, within a step; its last outputs are delivered."""
         if request_id in self._streams:
             self._send(Abort(request_id, index))
 
@@ -400,26 +395,35 @@ class EngineClient:
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
     def _receive(self) -> None:
-        """Takes every message that has come. Not one may be left: the socket signals only new ones."""
+        """Takes every message that has come, then delivers. None may be left: the socket signals only new ones."""
+        fed: list[Stream] = []
         while self._events is not None:
             try:
                 message = self._events.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             try:
                 event = self._decoder.decode(message)
-                self._take(event)
+                self._take(event, fed)
                 if self._on_event:
                     self._on_event(event)
             except Exception:
                 log.exception("an event of the engine could not be handled")
+        for stream in fed:
+            stream.flush()
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event, fed: list[Stream]) -> None:
+        """fed: gets the streams that have something to deliver now."""
         if isinstance(event, StepOutputs):
             self._count(event.stats)
+            streams = self._streams
             for output in event.outputs:
-                stream = self._streams.get(output.id)
-                if stream is not None and stream.push(output):
+                stream = streams.get(output.id)
+                if stream is None:
+                    continue
+                if not stream.outputs:
+                    fed.append(stream)
+                if stream.push(output):
                     self._note_ended(stream, 1)
         elif isinstance(event, Loading):
             self.loading = event
@@ -447,7 +451,7 @@ class EngineClient:
 
     def _count(self, stats: Stats) -> None:
         """Takes the gauges as they are, and the counters on top of those of the processes that died."""
-        for name in COUNTERS:
+        for name in COUNTERS if self.n_restarts else ():
             setattr(stats, name, getattr(stats, name) + getattr(self._counted, name))
         self.stats = stats
 

@@ -55,6 +55,11 @@ class Piece(msgspec.Struct):
 class Choice:
     """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if `parser`)."""
 
+    __slots__ = (
+        "_detokenizer", "_held_scores", "_n_characters", "_n_shown", "_parser", "_silent", "_stop_token_ids",
+        "_stops", "finish_reason", "index", "last_s", "n_reasoning_tokens", "n_tokens",
+    )  # fmt: skip
+
     def __init__(
         self,
         index: int,
@@ -79,8 +84,10 @@ class Choice:
         """Generated tokens, the one that ended it included."""
         self.n_reasoning_tokens = 0
         self.finish_reason: str | None = None
+        self.last_s: float | None = None
+        """time.monotonic() of its last tokens, for who takes them."""
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(stops) if stops else None
         self._stop_token_ids = stop_token_ids
         self._parser = parser
         self._held_scores = Scores() if logprobs else None  # of tokens whose text was not shown yet
@@ -98,41 +105,45 @@ class Choice:
         if self._silent:
             self.finish_reason = "length" if reason else None
             return Piece(self.index, Delta(), finish_reason=self.finish_reason)
-        self.n_tokens += len(ids)
+        n_tokens = len(ids)
+        self.n_tokens += n_tokens
         if output.stop_token_id is not None and ids and ids[-1] == output.stop_token_id:
             ids = ids[:-1]  # the stop token is not printed, special or not
-        piece = Piece(self.index, Delta())
-        held = self._held_scores
+        held, stops, parser = self._held_scores, self._stops, self._parser
         text = self._detokenizer.push(ids) if held is None else self._push_with_offsets(ids, output, held)
         if reason is not None:
             text += self._detokenizer.flush()
-        text = self._stops.push(text)
-        matched = self._stops.matched is not None
-        if not matched and reason is not None:
-            text += self._stops.flush()
+        matched = False
+        if stops is not None:
+            text = stops.push(text)
+            matched = stops.matched is not None
+            if not matched and reason is not None:
+                text += stops.flush()
+        piece = Piece(self.index, Delta("", text) if parser is None else self._parse(parser, text, n_tokens))
         if held is not None:
             self._n_shown += len(text)
             piece.scores = held.take(
                 len(held.offsets) if reason and not matched else self._n_shown_tokens(held)
             )
-        cut = matched or reason != "stop" or output.stop_token_id in self._stop_token_ids
-        self._parse(text, "stop" if matched else reason, cut, len(output.token_ids), piece)
+        if matched or reason is not None:
+            cut = matched or reason != "stop" or output.stop_token_id in self._stop_token_ids
+            self._finish(piece, "stop" if matched else reason, cut)
         return piece
 
-    def _parse(self, text: str, reason: str | None, cut: bool, n_tokens: int, piece: Piece) -> None:
-        """cut: if there is a reason, it is not the model's wish to end here."""
+    def _parse(self, parser: OutputParser, text: str, n_tokens: int) -> Delta:
+        was_reasoning = parser.in_reasoning
+        delta = parser.push(text)
+        if was_reasoning or parser.in_reasoning:
+            self.n_reasoning_tokens += n_tokens
+        return delta
+
+    def _finish(self, piece: Piece, reason: str | None, cut: bool) -> None:
+        """Ends the choice with `piece`. cut: it is not the model's wish to end here."""
         parser = self._parser
-        if parser is None:
-            piece.delta.content = text
-        else:
-            was_reasoning = parser.in_reasoning
-            piece.delta = parser.push(text)
-            if was_reasoning or parser.in_reasoning:
-                self.n_reasoning_tokens += n_tokens
-            if reason is not None:
-                piece.delta.add(parser.finish(truncated=cut))
-                if parser.n_calls and reason == "stop" and not parser.is_call_open:
-                    reason = "tool_calls"
+        if parser is not None:
+            piece.delta.add(parser.finish(truncated=cut))
+            if parser.n_calls and reason == "stop" and not parser.is_call_open:
+                reason = "tool_calls"
         self.finish_reason = piece.finish_reason = reason
 
     def _push_with_offsets(self, ids: list[int], output: Output, held: Scores) -> str:
@@ -244,9 +255,10 @@ class ChatAnswer(Answer):
     def chunks(self, piece: Piece) -> bytes:
         """The chunks for a piece: one for what it adds, if anything; one that ends the choice, at its end."""
         written = b""
-        if piece.delta or (piece.scores and piece.scores.token_ids):
-            logprobs = _encode(self.logprobs(piece.scores))
-            written = self._chunk(piece.index, _encode(_plain_delta(piece.delta)), logprobs, b"null")
+        delta, scores = piece.delta, piece.scores
+        if delta.content or delta.reasoning or delta.calls or (scores and scores.token_ids):
+            logprobs = b"null" if scores is None else _encode(self.logprobs(scores))
+            written = self._chunk(piece.index, _encode(_plain_delta(delta)), logprobs, b"null")
         if piece.finish_reason is not None:
             written += self._chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason))
         return written
@@ -311,8 +323,8 @@ class CompletionAnswer(Answer):
             self._start,
             piece.index,
             _encode(piece.delta.content),
-            _encode(self.logprobs(piece.scores)),
-            _encode(piece.finish_reason),
+            b"null" if piece.scores is None else _encode(self.logprobs(piece.scores)),
+            b"null" if piece.finish_reason is None else _encode(piece.finish_reason),
             self._end,
         )
 

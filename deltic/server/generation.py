@@ -1,18 +1,18 @@
 """The engine's side of one HTTP request: its prompts submitted, their outputs as pieces, everything aborted at the end.
 
-Whatever happens (the client leaves, a stop string matches, an error is raised), leaving a Generation's `with` block
-ends what still runs, so pages and slots are free within a step.
+Whatever happens (the client leaves, a stop string matches, an error is raised), the end of `run` ends what still runs,
+so pages and slots are free within a step. No task wakes up for a token: the event loop calls from the engine's client
+through to the socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from types import TracebackType
+from collections.abc import Callable
+from functools import partial
 
-from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull, Stream
+from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.engine.request import Output, Request, TokenLogprob
 from deltic.metrics import Metrics
 from deltic.server.answer import Choice, Piece, Usage
@@ -24,6 +24,11 @@ RETRY_LATER = {"retry-after": "2"}
 class Generation:
     """Requests of the engine that make one answer. `choices[p * n + i]` is sequence i of prompt p."""
 
+    __slots__ = (
+        "_choices", "_client", "_consume", "_ended", "_metrics", "_n", "_n_cached", "_n_open", "_requests",
+        "_started_s", "_submitted", "_unfinished", "prompt_logprobs",
+    )  # fmt: skip
+
     def __init__(
         self, client: EngineClient, metrics: Metrics, requests: list[Request], choices: list[Choice]
     ) -> None:
@@ -31,11 +36,11 @@ class Generation:
         self._metrics = metrics
         self._requests = requests
         self._choices = choices
-        self._streams: list[Stream] = []
+        self._submitted: list[Request] = []
         self._n_open = len(choices)
+        self._n = len(choices) // len(requests)
         self._unfinished = "abort"  # why sequences did not finish: their client left, or what the engine said
         self._started_s = time.monotonic()
-        self._last_s: list[float | None] = [None] * len(choices)
         self._n_cached = [0] * len(requests)
         self.prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(requests)
 
@@ -43,109 +48,89 @@ class Generation:
     def n_choices(self) -> int:
         return len(self._choices)
 
-    def __enter__(self) -> Generation:
-        """Submits all prompts, or none. Raises ApiError: 429 when the queue is full, 503 while the engine is down."""
+    async def run(self, take: Callable[[list[Piece]], None]) -> None:
+        """Hands to `take` what comes, several pieces at a time when they came together, until every choice has ended.
+
+        Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or none), 503
+        while the engine is down, or when a sequence ends for another reason than its tokens: the engine died, the
+        server stops.
+        """
+        self._consume = take
+        ended = self._ended = asyncio.get_running_loop().create_future()
         try:
-            for request in self._requests:
-                self._streams.append(self._client.submit(request))
+            for p, request in enumerate(self._requests):
+                self._client.submit(request, partial(self._deliver, p))
+                self._submitted.append(request)
+            await ended
         except QueueFull as error:
-            self._abort()
             raise queue_full(error) from None
         except EngineUnavailable as error:
-            self._abort()
             raise unavailable(str(error)) from None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._n_open:
-            self._metrics.finished[self._unfinished] += self._n_open
-            self._abort()
-
-    def _abort(self) -> None:
-        for stream in self._streams:
-            self._client.abort(stream.request_id)
-
-    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """What came, several pieces at a time when they came together; ends when every choice has ended.
-
-        Raises ApiError when a sequence ends for another reason than its tokens: the engine died, the server stops.
-        """
-        async with aclosing(self._outputs()) as batches:
-            async for outputs in batches:
-                now_s = time.monotonic()
-                pieces = [
-                    piece for p, output in outputs if (piece := self._take(p, output, now_s)) is not None
-                ]
-                if pieces:
-                    yield pieces
-                if not self._n_open:
-                    return
-
-    async def _outputs(self) -> AsyncGenerator[list[tuple[int, Output]], None]:
-        """Batches of (prompt, output)."""
-        if len(self._streams) == 1:
-            stream = self._streams[0]
-            async for output in stream:
-                yield [(0, output), *((0, more) for more in stream.take_ready())]
-            return
-        queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
-
-        async def pump(p: int, stream: Stream) -> None:
-            async for output in stream:
-                queue.put_nowait((p, output))
-            queue.put_nowait(None)
-
-        pumps = [asyncio.create_task(pump(p, stream)) for p, stream in enumerate(self._streams)]
-        try:
-            n_pumping = len(pumps)
-            while n_pumping:
-                batch = [await queue.get()]
-                while not queue.empty():
-                    batch.append(queue.get_nowait())
-                n_pumping -= batch.count(None)
-                yield [entry for entry in batch if entry is not None]
         finally:
-            for task in pumps:
-                task.cancel()
+            ended.cancel()  # what is still delivered is nobody's
+            self._end()
+
+    def _end(self) -> None:
+        if not self._n_open:
+            return
+        if len(self._submitted) == len(self._requests):
+            self._metrics.finished[self._unfinished] += self._n_open
+        for request in self._submitted:
+            self._client.abort(request.id)
+
+    def _deliver(self, p: int, outputs: list[Output]) -> None:
+        """Takes outputs of prompt `p`. An error is not the event loop's, but `run`'s, which waits for `_ended`."""
+        ended = self._ended
+        if ended.done():
+            return
+        now_s = time.monotonic()
+        try:
+            self._consume(
+                [piece for output in outputs if (piece := self._take(p, output, now_s)) is not None]
+            )
+        except Exception as error:
+            ended.set_exception(error)
+            return
+        if not self._n_open:
+            ended.set_result(None)
 
     def _take(self, p: int, output: Output, now_s: float) -> Piece | None:
-        n = self._requests[p].params.n
-        choice = self._choices[p * n + output.index]
+        choice = self._choices[p * self._n + output.index]
         if choice.finish_reason is not None:
             return None  # a stop string ended it; the engine has not heard of that yet
         if output.finish_reason in ("error", "abort"):
             raise self._failure(output)
-        self._measure(choice, output, now_s)
-        self._n_cached[p] = max(self._n_cached[p], output.cached_tokens)
+        n_tokens = len(output.token_ids)
+        if n_tokens:
+            last_s = choice.last_s
+            if last_s is None:
+                self._metrics.queued_s.observe(output.queued_s)
+                self._metrics.ttft_s.observe(now_s - self._started_s)
+            else:
+                self._metrics.itl_s.observe((now_s - last_s) / n_tokens, n_tokens)
+            choice.last_s = now_s
+        if output.cached_tokens:
+            self._n_cached[p] = max(self._n_cached[p], output.cached_tokens)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[p] = output.prompt_logprobs
         piece = choice.push(output)
         if choice.finish_reason is not None:
-            self._n_open -= 1
-            if output.finish_reason is None:
-                self._client.abort(output.id, output.index)
-            self._metrics.finished[choice.finish_reason] += 1
-            self._metrics.n_generated.observe(choice.n_tokens)
-            if not self._n_open:
-                self._metrics.e2e_s.observe(now_s - self._started_s)
-                self._metrics.n_cached += sum(self._n_cached)
-                for request in self._requests:
-                    self._metrics.n_prompt.observe(len(request.prompt_ids))
+            self._note_finished(choice, output, now_s)
         return piece
 
-    def _measure(self, choice: Choice, output: Output, now_s: float) -> None:
-        n_tokens = len(output.token_ids)
-        if not n_tokens:
-            return
-        last_s = self._last_s[choice.index]
-        if last_s is None:
-            self._metrics.queued_s.observe(output.queued_s)
-            self._metrics.ttft_s.observe(now_s - self._started_s)
-        else:
-            self._metrics.itl_s.observe((now_s - last_s) / n_tokens, n_tokens)
-        self._last_s[choice.index] = now_s
+    def _note_finished(self, choice: Choice, output: Output, now_s: float) -> None:
+        """output: the one that `choice` finished with."""
+        assert choice.finish_reason
+        self._n_open -= 1
+        if output.finish_reason is None:
+            self._client.abort(output.id, output.index)
+        self._metrics.finished[choice.finish_reason] += 1
+        self._metrics.n_generated.observe(choice.n_tokens)
+        if not self._n_open:
+            self._metrics.e2e_s.observe(now_s - self._started_s)
+            self._metrics.n_cached += sum(self._n_cached)
+            for request in self._requests:
+                self._metrics.n_prompt.observe(len(request.prompt_ids))
 
     def _failure(self, output: Output) -> ApiError:
         self._unfinished = str(output.finish_reason)

@@ -10,8 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,7 +31,14 @@ from deltic.server.errors import ApiError, bad_request
 from deltic.server.generation import Generation
 from deltic.server.parser import Delta, OutputParser
 from deltic.server.service import Service
-from deltic.server.transport import EventStream, error_response, json_response, read_body, unless_disconnected
+from deltic.server.transport import (
+    SERVER_SEND,
+    EventStream,
+    error_response,
+    json_response,
+    read_body,
+    unless_disconnected,
+)
 from deltic.text import Tokenizer
 
 log = logging.getLogger("deltic.server")
@@ -62,7 +68,7 @@ def create_app(
         client, tokenizer, template, model_name, config, defaults or protocol.SamplingDefaults()
     )
     # No generated documentation: the bodies are not the framework's, so it would be empty.
-    app = FastAPI(title="Deltic", version=__version__, openapi_url=None)
+    app = Application(title="Deltic", version=__version__, openapi_url=None)
     app.state.service = service
     access = Access(config)
 
@@ -95,6 +101,14 @@ def create_app(
         )
     app.add_middleware(Envelope, service=service)
     return app
+
+
+class Application(FastAPI):
+    """FastAPI that lets an EventStream past its middleware, which looks at no body."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 def _answering(endpoint: Endpoint) -> Callable[[Request], Coroutine[Any, Any, Any]]:
@@ -210,7 +224,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     said = answer.ChatAnswer(request_id, service.model_name, service.tokenizer, usage)
     if chat.stream:
         first = b"".join(map(said.role_chunk, range(params.n)))
-        return EventStream(events(generation, said, None, first, usage))
+        return AnswerStream(generation, said, None, first, usage)
     messages = await unless_disconnected(request.receive, collect(generation, None))
     extra = {}
     if generation.prompt_logprobs[0] is not None:
@@ -303,7 +317,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     request_id = request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0]
     said = answer.CompletionAnswer(request_id, service.model_name, tokenizer, usage, n_top)
     if asked.stream:
-        return EventStream(events(generation, said, echo, b"", usage))
+        return AnswerStream(generation, said, echo, b"", usage)
     messages = await unless_disconnected(request.receive, collect(generation, echo))
     if asked.prompt_logprobs is not None:
         for index, message in enumerate(messages):
@@ -344,33 +358,50 @@ def requests_of(
     return requests
 
 
-async def events(
-    generation: Generation,
-    said: answer.ChatAnswer | answer.CompletionAnswer,
-    echo: Echo | None,
-    first: bytes,
-    include_usage: bool,
-) -> AsyncGenerator[bytes, None]:
-    """The chunks of a stream: `first` goes before the first piece, the usage after the last."""
-    with generation:
-        async with aclosing(generation.pieces()) as batches:
-            async for pieces in batches:
-                chunk = first + b"".join(map(said.chunks, echo.add(pieces, generation) if echo else pieces))
-                first = b""
-                if chunk:
-                    yield chunk
-        if include_usage:
-            yield said.usage_chunk(generation.usage())
+class AnswerStream(EventStream):
+    """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
+
+    __slots__ = ("_echo", "_first", "_generation", "_include_usage", "_said")
+
+    def __init__(
+        self,
+        generation: Generation,
+        said: answer.ChatAnswer | answer.CompletionAnswer,
+        echo: Echo | None,
+        first: bytes,
+        include_usage: bool,
+    ) -> None:
+        super().__init__()
+        self._generation = generation
+        self._said = said
+        self._echo = echo
+        self._first = first
+        self._include_usage = include_usage
+
+    async def run(self) -> None:
+        await self._generation.run(self._take)
+        if self._include_usage:
+            self.write(self._said.usage_chunk(self._generation.usage()))
+
+    def _take(self, pieces: list[answer.Piece]) -> None:
+        if self._echo is not None:
+            pieces = self._echo.add(pieces, self._generation)
+        chunk = b"".join(map(self._said.chunks, pieces))
+        if self._first:
+            chunk, self._first = self._first + chunk, b""
+        if chunk:
+            self.write(chunk)
 
 
 async def collect(generation: Generation, echo: Echo | None) -> list[answer.Message]:
     """The whole answer: a message for each choice."""
     messages = [answer.Message() for _ in range(generation.n_choices)]
-    with generation:
-        async with aclosing(generation.pieces()) as batches:
-            async for pieces in batches:
-                for piece in echo.add(pieces, generation) if echo else pieces:
-                    messages[piece.index].add(piece)
+
+    def take(pieces: list[answer.Piece]) -> None:
+        for piece in echo.add(pieces, generation) if echo else pieces:
+            messages[piece.index].add(piece)
+
+    await generation.run(take)
     return messages
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -790,6 +792,28 @@ def test_a_client_that_leaves_frees_its_request(
     assert time.monotonic() - left_s < 0.5
     assert sorted(engine.aborts) == sorted((request.id, None) for request in engine.requests)
     assert 'deltic_sequences_finished_total{finish_reason="abort"} 4.0' in httpx.get(f"{live}/metrics").text
+
+
+def test_a_client_that_reads_late_gets_all(engine: FakeEngineClient) -> None:
+    """Its stream is written to the socket until that is full, and kept from then on."""
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=10_000)
+    text = "".join(f"{i} " for i in range(900))
+    engine.answer = saying(text)
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": True, "n": 8}).encode()
+    with served(make_app(engine)) as url, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wait_for(lambda: client.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0)
+        head = "POST /v1/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: engine.requests and engine.n_open == 0)
+        data = b""
+        while part := client.recv(1 << 20):
+            data += part
+    chunks = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: {")]
+    texts = [""] * 8
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == [text] * 8 and b"data: [DONE]" in data
 
 
 def test_many_streams_at_once_each_get_their_own(engine: FakeEngineClient, live: str) -> None:
