@@ -46,8 +46,8 @@ PACKAGES = {
 BUILD_FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
 """Of llama.cpp: all instructions of this machine, no vision tools."""
 
-LEAST_COSINE = 0.99
-"""Between the logits of two engines in bfloat16, for the comparison to be one of the same model."""
+LEAST_COSINE = {16: 0.99, 8: 0.9, 4: 0.3}
+"""By bits a weight: between the logits of an engine and those of transformers in bfloat16, for it to be the same model."""
 
 WARM_UP_TOKENS = 128
 
@@ -287,7 +287,7 @@ class Comparison:
             print(
                 f"{lane.name}: cosine to {first} at least {cosine:.4f}, same top at {n_same} of {len(reference)}"
             )
-            if lane.width == 16 and cosine < LEAST_COSINE:
+            if not cosine >= LEAST_COSINE[lane.width]:  # nor when it is no number
                 raise PeerFailed(
                     f"{lane.name} gives other logits than {first}: not the same model, nothing is compared"
                 )

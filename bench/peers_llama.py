@@ -76,6 +76,10 @@ class Context:
         ]
         return self.run(Batch(rows))
 
+    def clear(self) -> None:
+        """Forgets all tokens; what was allocated stays."""
+        ll.llama_memory_clear(ll.llama_get_memory(self.raw), True)
+
     def close(self) -> None:
         ll.llama_free(self.raw)
 
@@ -131,6 +135,8 @@ class Llama:
 
     def _prefill(self, prompt: list[int], options: dict[str, bool]) -> float:
         context = Context(self.model, self.n_threads, 1, len(prompt), **options)
+        context.prefill([prompt])  # touches what is new
+        context.clear()
         took = context.prefill([prompt])
         context.close()
         return took

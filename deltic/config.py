@@ -22,6 +22,11 @@ BUILT_IN = "built-in"
 
 ENV_PREFIX = "DELTIC_"
 
+CPUS: tuple[int, ...] = tuple(
+    sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+)
+"""Those this process may use, as it was started: a thread that is pinned later sees only its own."""
+
 MAX_THREADS = 256
 """The thread pool's array of tickets (csrc/pool.cpp, MAX_THREADS) has as many."""
 
@@ -48,7 +53,9 @@ class EngineConfig:
         None, "round the weights at load, to 8.25 or 4.5 bits (default: as stored)", choices=("int8", "int4", "int4-symmetric"),
     )  # fmt: skip
     weights_cache: Path | None = knob(
-        None, "keep packed weights in this directory: later starts map them instead of loading", metavar="DIR"
+        None,
+        "keep packed weights in this directory: later starts map them instead of loading; a checkpoint that changes leaves its old file there",
+        metavar="DIR",
     )
     threads: int | None = knob(None, "CPU threads of the engine (default: the CPUs this process may use)")
     pin_threads: bool = knob(
@@ -213,13 +220,12 @@ def pinned_cpus(n_threads: int) -> tuple[int, ...]:
     """The CPU of each thread when threads are bound: the first of the affinity mask. Raises ConfigError if there are fewer."""
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--pin-threads: this system does not let threads be bound to CPUs; leave it out")
-    cpus = sorted(os.sched_getaffinity(0))
-    if n_threads > len(cpus):
+    if n_threads > len(CPUS):
         raise ConfigError(
-            f"--pin-threads gives each thread a CPU of its own: --threads {n_threads} on {len(cpus)} CPUs that this process "
-            f"may use; give at most --threads {len(cpus)}, or leave --pin-threads out"
+            f"--pin-threads gives each thread a CPU of its own: --threads {n_threads} on {len(CPUS)} CPUs that this process "
+            f"may use; give at most --threads {len(CPUS)}, or leave --pin-threads out"
         )
-    return tuple(cpus[:n_threads])
+    return CPUS[:n_threads]
 
 
 def n_usable_cpus(proc: Path = Path("/proc/self"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -229,7 +235,7 @@ def n_usable_cpus(proc: Path = Path("/proc/self"), cgroup: Path = Path("/sys/fs/
     A quota of a CPU and a half is one thread: two would be stopped for a quarter of each period, and a step waits for
     the last of them.
     """
-    n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n_cpus = len(CPUS)
     for quota in _cpu_quotas(proc, cgroup):
         n_cpus = min(n_cpus, max(1, int(quota)))
     return min(n_cpus, MAX_THREADS)

@@ -24,7 +24,7 @@ def multiply_peak(n_threads: int, format: str = "bf16") -> float:
     n_tasks, n_repeats, k = 4 * n_threads, 4000, 256
     w = Matrix.empty(32, k, FORMATS[format])
     w.data.zero_()
-    n_rows = 16  # of at least a tile
+    n_rows = 32  # the most a tile has
     rows, out = torch.zeros(n_rows * row_bytes(k), dtype=torch.uint8), torch.empty(n_tasks, n_rows, 32)
     n_operations = torch.empty(1)
     program = Program(n_threads)

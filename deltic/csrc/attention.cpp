@@ -5,7 +5,7 @@
 // Gimelshein, "Online normalizer calculation for softmax", 2018). The keys are cut into splits at fixed positions: each split
 // is summed by itself, and a row's splits are merged in order of position, whoever computed them. Pages and splits are at
 // absolute positions and a row never looks at its neighbours, so a token's output does not depend on how the prompt was cut,
-// on the batch, or on the number of threads.
+// on the batch, or on the number of threads. (For finite values: a masked key weighs 0, and 0 times infinity does not.)
 //
 // A page holds k as words of two neighbouring elements, [nk, d / 2, 64 keys]: a score is a lane of its own and needs no sum
 // across lanes; then v as rows, [nk, 64 keys, d].

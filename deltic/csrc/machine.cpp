@@ -20,16 +20,17 @@ KERNEL(deltic_read_memory) {
 }
 
 // Multiplies one full tile that stays in the first-level cache, n_repeats times on n_tasks tasks.
-// w (packed), x u8 (packed rows of a tile), n_tasks, n_repeats, out f32 [n_tasks, TILE_ROWS, N], out operations f32 [1]
+// w (packed), x u8 (packed rows), n_tasks, n_repeats, out f32 [n_tasks, 32, N], out operations f32 [1]
 KERNEL(deltic_multiply_peak) {
     Arguments a{arguments};
     Matrix w = read_matrix(a);
-    Rows x = place_rows(a.pointer<uint8_t>(), TILE_ROWS, w);
+    const int64_t n_rows = w.format == Format::BF16 && ROWS_AS_THEY_STAND ? 32 : TILE_ROWS;  // a full tile of the unit
+    Rows x = place_rows(a.pointer<uint8_t>(), n_rows, w);
     int64_t n_tasks = a.integer(), n_repeats = a.integer();
     auto out = a.pointer<float>();
-    *a.pointer<float>() = 2.0f * TILE_ROWS * w.n * w.k * n_tasks * n_repeats;
+    *a.pointer<float>() = 2.0f * n_rows * w.n * w.k * n_tasks * n_repeats;
     parallel_for(n_tasks, [&](int64_t task, int) {
         for (int64_t r = 0; r < n_repeats; r++)
-            for (int64_t s = 0; s < w.n_strips(); s += TILE_STRIPS) multiply(x, TILE_ROWS, w, s, s + TILE_STRIPS, false, [&](int64_t m) { return out + (task * TILE_ROWS + m) * w.n; });
+            for (int64_t s = 0; s < w.n_strips(); s += TILE_STRIPS) multiply(x, n_rows, w, s, s + TILE_STRIPS, false, [&](int64_t m) { return out + (task * n_rows + m) * w.n; });
     });
 }

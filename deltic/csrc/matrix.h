@@ -74,9 +74,25 @@ static inline v16 dot2(v16 acc, w16 w, uint32_t x) {
 #endif
 }
 
-// acc + x.w over four elements, exactly: unsigned bytes of w, signed bytes of x.
+// What dot4 takes the bytes of w for. The q + 128 of INT8 are made the signed q again where sdot is all there is; the q of
+// INT4 are the same number either way.
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool SIGNED_WEIGHTS = true;
+#else
+constexpr bool SIGNED_WEIGHTS = false;
+#endif
+
+// acc + x.w over four elements, exactly: unsigned bytes of w (signed ones where SIGNED_WEIGHTS), signed bytes of x.
 static inline v16i dot4(v16i acc, w16 w, uint32_t x) {
-#if defined(__AVX512VNNI__)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++)
+        acc.part[i] = (i32_part)vusdotq_s32((int32x4_t)acc.part[i], (uint8x16_t)w.part[i], (int8x16_t)vdupq_n_u32(x));
+#elif defined(__ARM_FEATURE_DOTPROD)
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++)
+        acc.part[i] = (i32_part)vdotq_s32((int32x4_t)acc.part[i], (int8x16_t)w.part[i], (int8x16_t)vdupq_n_u32(x));
+#elif defined(__AVX512VNNI__)
     acc.part[0] = (i32_part)_mm512_dpbusd_epi32((__m512i)acc.part[0], (__m512i)w.part[0], _mm512_set1_epi32((int)x));
 #elif defined(__AVXVNNI__)
     for (int i = 0; i < PARTS; i++)
@@ -262,7 +278,7 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-            for (int s = 0; s < NS; s++) acc[m][s] = splat_int(INT8 ? -128 * x.sum[g * MR + m] : 0);
+            for (int s = 0; s < NS; s++) acc[m][s] = splat_int(INT8 && !SIGNED_WEIGHTS ? -128 * x.sum[g * MR + m] : 0);
         for (int64_t j = 0; j < n_vectors; j++, w += 64) {
             w16 q[NS];
             for (int s = 0; s < NS; s++) {
@@ -270,6 +286,10 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
                 if constexpr (FETCH) __builtin_prefetch(w + s * strip + ahead, 0, 2);
             }
             if constexpr (INT8) {
+                if constexpr (SIGNED_WEIGHTS)
+                    for (int s = 0; s < NS; s++)
+#pragma GCC unroll 4
+                        for (int i = 0; i < PARTS; i++) q[s].part[i] ^= 0x80808080u;
 #pragma GCC unroll 16
                 for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4

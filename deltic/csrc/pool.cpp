@@ -160,11 +160,13 @@ PoolState pool_start(int n_threads, const int32_t* cpus) {
             });
     } catch (const std::system_error&) {
         stop();
+        bind_caller(-1);
         return PoolState::NO_THREAD;
     }
     for (int spin = 0; n_bound < n_threads - 1; spin++) relax(spin);
     if (n_failed) {
         stop();
+        bind_caller(-1);
         return PoolState::NOT_BOUND;
     }
     bound.assign(cpus, cpus_end);

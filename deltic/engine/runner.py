@@ -126,13 +126,14 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     progress("plan", 0.0)
     directory, shape = locate(config)
     config = replace(config, quantize=resolve_quantize(config, directory))
-    plan = make_plan(config, shape, n_real_ids(config, directory, shape))
+    free = free_memory_bytes()
+    plan = make_plan(config, shape, n_real_ids(config, directory, shape), free)
     lap("plan")
     weights, notices = _get_weights(config, directory, plan, progress)
     # A head may be stored beside an embedding that the configuration ties to it.
     if weights.n_bytes > plan.weight_bytes:
         untied = replace(shape, tie_word_embeddings=False)
-        plan = make_plan(config, untied, plan.n_real, free_memory_bytes() + weights.n_bytes)
+        plan = make_plan(config, untied, plan.n_real, free)
     lap("weights")
     runner = Runner(plan, weights, progress)
     lap("memory")

@@ -2,6 +2,7 @@
 
 A start from such a file copies nothing: the kernels work on the mapped pages. The file is written once, by `deltic pack`
 into a directory that is a model of its own, or by the first start with `--weights-cache`. It is the same for all machines.
+The pages are the system's file cache: it may drop them when others need the memory, and read them again.
 Every part is stored as bytes, padded to 64 so that all begin on a cache line. A file appears whole or not at all: it is
 written under another name and moved when the disk has it. What the header says is checked on every start, the bytes are
 not, as little as those of any checkpoint.
@@ -34,7 +35,7 @@ from deltic.models.weights import (
     load_weights,
     weight_bytes,
 )
-from deltic.ops.matrix import FORMATS
+from deltic.ops.matrix import FORMATS, Matrix
 from deltic.ops.table import Program
 
 PACKED = "packed.safetensors"
@@ -119,7 +120,10 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     source, shape = locate(config)
     if (source / PACKED).exists():
         raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
-    needed, free = weight_bytes(shape, config.quantize), free_memory_bytes()
+    largest = max(
+        p.data.shape[0] * p.n * p.k * 2 for p in _matrices(shape, config.quantize)
+    )  # whole while it is packed
+    needed, free = weight_bytes(shape, config.quantize) + largest, free_memory_bytes()
     if needed > free:
         raise ConfigError(
             f"packing takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; take --quantize int4, or a "
@@ -147,6 +151,11 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     return notices
 
 
+def _matrices(shape: ModelShape, quantize: str | None) -> list[Matrix]:
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device="meta")
+    return [part for _, part in weights.named_parts() if isinstance(part, Matrix)]
+
+
 def _metadata(file: Path) -> tuple[str | None, list[str]]:
     try:
         with safe_open(str(file), framework="pt") as handle:
@@ -160,7 +169,10 @@ def _metadata(file: Path) -> tuple[str | None, list[str]]:
     quantize = metadata.get("quantize", "")
     if quantize and quantize not in FORMATS:
         raise CheckpointError(f"{file}: packed in a format that is not known here ({quantize!r}); {_ADVICE}")
-    return quantize or None, json.loads(metadata.get("notices", "[]"))
+    try:
+        return quantize or None, json.loads(metadata.get("notices", "[]"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file}: damaged ({error}); {_ADVICE}") from error
 
 
 def map_packed(

@@ -2,8 +2,9 @@
 
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (spec 2.1; Qwen3-Next, 3.5, 3.6, 3.8)
 
-The residual stream, norms, gates, states, router and logits are float32; matrices, pages and the inputs of every
-linear are bfloat16. There is one layout of the weights (models/weights.py) and one path for decode and prefill.
+The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every
+linear are bfloat16, matrices are that or quantised. There is one layout of the weights (models/weights.py)
+and one path for decode and prefill.
 Left out: the vision tower and the MTP head.
 """
 

@@ -1,10 +1,11 @@
 """Packed matrices: the one layout in which the linears, the experts and the embedding read their weights.
 
-A matrix [N, K] is stored in strips of 16 rows (csrc/matrix.h says how), in one of three formats:
+A matrix [N, K] is stored in strips of 16 rows (csrc/matrix.h says how):
 
     bf16   as stored in the checkpoint
     int8   8.25 bits a weight: groups of 128 along K with a float32 scale, symmetric
-    int4   4.5 bits a weight: groups of 64 along K with a bfloat16 scale and least value, fitted by least squares
+    int4   4.5 bits a weight: groups of 64 along K with a bfloat16 scale and least value, fitted by least squares; int4-symmetric has
+           only the scale, its least is -8 scale
 
 Rows multiplied with a quantised matrix are themselves rounded to int8, with a scale per row and group; the sums within
 a group are exact integers. The layout does not depend on the machine, so a packed file can be kept and moved.

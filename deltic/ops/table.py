@@ -26,6 +26,7 @@ OPERATORS = (
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"})
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})
+_ARMV8_2 = frozenset({"asimd", "atomics", "asimdrdm", "crc32"})
 
 # Best first: library name and the /proc/cpuinfo flags it needs. AVX-512 without its int8 dot product runs as AVX2.
 INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
@@ -34,6 +35,8 @@ INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx512", _AVX512),
     ("avx2_vnni", _AVX2 | {"avx_vnni"}),
     ("avx2", _AVX2),
+    ("neon_i8mm", _ARMV8_2 | {"asimddp", "i8mm"}),
+    ("neon_dotprod", _ARMV8_2 | {"asimddp"}),
     ("baseline", frozenset()),
 )
 
@@ -57,10 +60,10 @@ class KernelError(ValueError):
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Instruction-set flags of this CPU as Linux names them; empty where /proc/cpuinfo has none (ARM)."""
+    """Instruction-set flags of this CPU as Linux names them (flags on x86, Features on ARM); empty where it names none."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
+            if line.startswith(("flags", "Features")):
                 return frozenset(line.partition(":")[2].split())
     except OSError:
         pass
@@ -92,7 +95,14 @@ def instruction_set() -> str:
 
 @cache
 def load_library(name: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(_LIBRARIES / f"cpu_{name}.so"))
+    try:
+        library = ctypes.CDLL(str(_LIBRARIES / f"cpu_{name}.so"))
+        library.deltic_prepare  # noqa: B018  of an older build it has none
+    except (OSError, AttributeError) as error:
+        raise KernelError(
+            f"the compiled kernels do not fit this version ({error}); install again (pip install --force-reinstall "
+            "--no-deps .)"
+        ) from error
     library.deltic_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.deltic_run.restype = None
     library.deltic_start_threads.argtypes = [ctypes.c_int64, ctypes.c_void_p]

@@ -84,10 +84,15 @@ class Generation:
         if ended.done():
             return
         now_s = time.monotonic()
+        pieces: list[Piece] = []
         try:
-            self._consume(
-                [piece for output in outputs if (piece := self._take(p, output, now_s)) is not None]
-            )
+            try:
+                for output in outputs:
+                    if (piece := self._take(p, output, now_s)) is not None:
+                        pieces.append(piece)
+            finally:
+                if pieces:  # what came before an error is still the client's
+                    self._consume(pieces)
         except Exception as error:
             ended.set_exception(error)
             return

@@ -104,7 +104,8 @@ def create_app(
 
 
 class Application(FastAPI):
-    """FastAPI that lets an EventStream past its middleware, which looks at no body."""
+    """FastAPI that tells an EventStream the server's own `send`, so that later chunks go past the middleware, which looks at
+    no body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send

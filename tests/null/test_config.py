@@ -73,7 +73,7 @@ def test_a_value_out_of_range_is_refused(
 
 def test_no_more_threads_than_the_pool_has_places(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"constexpr int MAX_THREADS = {MAX_THREADS};" in (CSRC / "pool.cpp").read_text()
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000)))
+    monkeypatch.setattr("deltic.config.CPUS", tuple(range(1000)))
     assert n_usable_cpus() <= MAX_THREADS
 
 
@@ -96,7 +96,7 @@ def test_a_switch_is_a_flag_without_a_value() -> None:
 
 
 def test_pinned_threads_get_the_first_cpus_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {9, 2, 4})
+    monkeypatch.setattr("deltic.config.CPUS", (2, 4, 9))
     assert pinned_cpus(2) == (2, 4)
     assert resolve(EngineConfig, {"pin_threads": True, "threads": 3}, {}).pin_threads
     with pytest.raises(
@@ -133,7 +133,7 @@ V1 = "4:memory:/pod/one\n3:cpu,cpuacct:/pod/one\n0::/pod/one\n"
 def test_threads_are_those_that_the_container_pays_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], n_cpus: int
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("deltic.config.CPUS", tuple(range(8)))
     texts = {f"cgroup/{name}": text for name, text in files.items()}
     for name, text in (texts | ({"proc/cgroup": groups} if groups else {})).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

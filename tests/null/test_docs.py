@@ -32,8 +32,10 @@ def commands() -> dict[str, set[str]]:
 
 
 COMMANDS = commands()
-FLAGS = set().union(*COMMANDS.values()) | {"--minutes", "--kill-engine", "--seed", "--resume", "--device", "--out", "--card",
-                                           "--no-compile", "--weights"}  # fmt: skip
+SCRIPTS = [*ROOT.glob("bench/*.py"), *ROOT.glob("training/*.py"), ROOT / "deltic/bench/soak.py"]
+FLAGS = set().union(
+    *COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS)
+)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

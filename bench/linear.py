@@ -1,0 +1,69 @@
+"""Products with packed matrices, by format, rows and instruction set: `python -m bench.linear --library amx --threads 16`.
+
+The weights are as many copies as no longer fit into the caches (a few for many rows, which take long enough). Prints bytes of
+weights and operations a second, medians of 7, beside the read bandwidth, and the error against float32 products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from deltic.config import n_usable_cpus
+from deltic.ops.linear import linear
+from deltic.ops.matrix import FORMATS, Matrix, row_bytes
+from deltic.ops.table import Program, instruction_set, usable_instruction_sets
+from deltic.roofs import read_bandwidth
+
+SHAPES = ((6144, 1024), (1024, 3584))
+COLD_BYTES = 2 << 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--formats", default="bf16,int8,int4")
+    parser.add_argument("--rows", default="1,2,4,8,16,32,512")
+    parser.add_argument("--library", default=instruction_set(), choices=usable_instruction_sets())
+    parser.add_argument("--threads", type=int, default=n_usable_cpus())
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    print(
+        f"{arguments.library}, {arguments.threads} threads, reads {read_bandwidth(arguments.threads) / 1e9:.1f} GB/s"
+    )
+    for name in arguments.formats.split(","):
+        for n, k in SHAPES:
+            one = Matrix.empty(n, k, FORMATS[name]).pack(
+                (torch.randn(n, k) * k**-0.5).bfloat16(), arguments.threads
+            )
+            copies = [
+                Matrix(n, k, one.format, data) for data in one.data.repeat(COLD_BYTES // one.n_bytes, 1)
+            ]
+            for rows in map(int, arguments.rows.split(",")):
+                used = copies if rows < 64 else copies[:6]
+                x, out = torch.randn(rows, k).bfloat16(), torch.empty(rows, n)
+                workspace = torch.empty(rows * row_bytes(k), dtype=torch.uint8)
+                program = Program(arguments.threads, library=arguments.library)
+                for matrix in used:
+                    linear(program, x, matrix, out, workspace, torch.tensor(rows, dtype=torch.int32))
+                times = []
+                for _ in range(8):
+                    begin = time.perf_counter()
+                    program.run()
+                    times.append(time.perf_counter() - begin)
+                took = statistics.median(times[1:]) / len(used)
+                expected = x.float() @ one.unpack()[0].T
+                error = float((out - expected).norm() / expected.norm())
+                rate, operations = one.n_bytes / took / 1e9, 2 * rows * n * k / took / 1e9
+                print(
+                    f"{name:5} [{n}, {k}] x {rows:3}: {rate:6.1f} GB/s {operations:7.0f} Gop/s, error {error:.0e}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
