@@ -1,4 +1,4 @@
-"""Products with packed matrices, by format, rows and instruction set: `python -m bench.linear --library amx --threads 16`.
+"""Products with packed matrices, by format, rows and instruction set: `python -m bench.linear --instructions amx --threads 16`.
 
 The weights are as many copies as no longer fit into the caches (a few for many rows, which take long enough). Prints bytes of
 weights and operations a second, medians of 7, beside the read bandwidth, and the error against float32 products.
@@ -28,12 +28,12 @@ def main() -> None:
     )
     parser.add_argument("--formats", default="bf16,int8,int4")
     parser.add_argument("--rows", default="1,2,4,8,16,32,512")
-    parser.add_argument("--library", default=instruction_set(), choices=usable_instruction_sets())
+    parser.add_argument("--instructions", default=instruction_set(), choices=usable_instruction_sets())
     parser.add_argument("--threads", type=int, default=n_usable_cpus())
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(
-        f"{arguments.library}, {arguments.threads} threads, reads {read_bandwidth(arguments.threads) / 1e9:.1f} GB/s"
+        f"{arguments.instructions}, {arguments.threads} threads, reads {read_bandwidth(arguments.threads) / 1e9:.1f} GB/s"
     )
     for name in arguments.formats.split(","):
         for n, k in SHAPES:
@@ -47,7 +47,7 @@ def main() -> None:
                 used = copies if rows < 64 else copies[:6]
                 x, out = torch.randn(rows, k).bfloat16(), torch.empty(rows, n)
                 workspace = torch.empty(rows * row_bytes(k), dtype=torch.uint8)
-                program = Program(arguments.threads, library=arguments.library)
+                program = Program(arguments.threads, library=arguments.instructions)
                 for matrix in used:
                     linear(program, x, matrix, out, workspace, torch.tensor(rows, dtype=torch.int32))
                 times = []

@@ -28,7 +28,7 @@ class Sequences:
         self, library: str, heads: AttentionHeads = HEADS, lengths: tuple[int, ...] = LENGTHS
     ) -> None:
         torch.manual_seed(0)
-        self.library, self.heads, self.lengths = library, heads, lengths
+        self.kernels, self.heads, self.lengths = library, heads, lengths
         self.proj = [torch.randn(n, heads.row) for n in lengths]
         for proj in self.proj:  # a softmax that is not flat
             proj[:, : heads.n_q * heads.dim] *= 3
@@ -51,7 +51,7 @@ class Sequences:
         counts = torch.tensor([b - a for _, a, b in chunks])
         slots = i32(*(s for s, _, _ in chunks))
         q, out = (torch.full((len(rows), h.n_q * h.dim), float("nan"), dtype=BF16) for _ in range(2))
-        program = Program(n_threads, library=self.library)
+        program = Program(n_threads, library=self.kernels)
         attn_prepare(
             program, rows, h, self.q_norm, self.k_norm, 1e-6, n_tokens=i32(len(rows)),
             positions=torch.cat([torch.arange(a, b) for _, a, b in chunks]).to(I32),
