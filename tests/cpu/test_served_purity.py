@@ -17,7 +17,7 @@ import pytest
 from tests.cpu.test_served import STORY, Served
 
 N_OTHERS = 31
-LONG = 300
+LONG = 3000
 """Tokens of an answer that is still being written when the watched one is complete."""
 
 WATCHED: dict[str, dict[str, Any]] = {
