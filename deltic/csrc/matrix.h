@@ -85,11 +85,9 @@ constexpr bool SIGNED_WEIGHTS = false;
 // acc + x.w over four elements, exactly: unsigned bytes of w (signed ones where SIGNED_WEIGHTS), signed bytes of x.
 static inline v16i dot4(v16i acc, w16 w, uint32_t x) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-#pragma GCC unroll 4
     for (int i = 0; i < PARTS; i++)
         acc.part[i] = (i32_part)vusdotq_s32((int32x4_t)acc.part[i], (uint8x16_t)w.part[i], (int8x16_t)vdupq_n_u32(x));
 #elif defined(__ARM_FEATURE_DOTPROD)
-#pragma GCC unroll 4
     for (int i = 0; i < PARTS; i++)
         acc.part[i] = (i32_part)vdotq_s32((int32x4_t)acc.part[i], (int8x16_t)w.part[i], (int8x16_t)vdupq_n_u32(x));
 #elif defined(__AVX512VNNI__)
@@ -288,7 +286,6 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
             if constexpr (INT8) {
                 if constexpr (SIGNED_WEIGHTS)
                     for (int s = 0; s < NS; s++)
-#pragma GCC unroll 4
                         for (int i = 0; i < PARTS; i++) q[s].part[i] ^= 0x80808080u;
 #pragma GCC unroll 16
                 for (int m = 0; m < MR; m++)
