@@ -94,20 +94,20 @@ class Workload:
         self.quantize = quantize
         self.weight_bytes = weight_bytes(shape, quantize)
         self.n_threads = n_threads
-        self.n_slots = min(MAX_DECODES, max_rows)
+        self.n_seqs = min(MAX_DECODES, max_rows)
         n_tokens = CONTEXT + max_rows
         n_seq_pages = pages_for(n_tokens)
-        self.batch = Batch(max_rows, self.n_slots, n_seq_pages, max_rows, _allocate)
+        self.batch = Batch(max_rows, self.n_seqs, n_seq_pages, max_rows, _allocate)
         self.sampler = Sampler(
-            self.n_slots, n_tokens, max_rows, shape.vocab_size, shape.vocab_size, (), n_threads, _allocate
+            self.n_seqs, n_tokens, max_rows, shape.vocab_size, shape.vocab_size, (), n_threads, _allocate
         )
         self.activations: Activations = allocate_activations(shape, max_rows, max_rows, _allocate)
         for name in ("normed", "mixed", "query", "final", "proj", "logits"):
             getattr(self.activations, name).normal_()
-        n_pages = max(self.n_slots * pages_for(CONTEXT + 1), n_seq_pages)
+        n_pages = max(self.n_seqs * pages_for(CONTEXT + 1), n_seq_pages)
         self.pages = _matrix(n_pages, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
-        self.states = torch.zeros(self.n_slots, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
-        self.columns = torch.zeros(self.n_slots, 3, shape.conv_channels, dtype=torch.bfloat16)
+        self.states = torch.zeros(self.n_seqs, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
+        self.columns = torch.zeros(self.n_seqs, 3, shape.conv_channels, dtype=torch.bfloat16)
 
     def fill(self, n_rows: int) -> None:
         """Writes the step of `n_rows` decodes, or one chunk, into the buffers that the operators read."""
@@ -119,7 +119,8 @@ class Workload:
             tokens = array("i", range(1, CONTEXT + length + 1))
             n_pages = pages_for(len(tokens))
             sequence = Sequence(Request(id=str(i), prompt_ids=[], params=params), 0, 1, tokens, CONTEXT)
-            sequence.pages, sequence.slot = list(range(i * n_pages, (i + 1) * n_pages)), i
+            sequence.pages = list(range(i * n_pages, (i + 1) * n_pages))
+            sequence.place = sequence.slot = i
             step.chunks.append(Chunk(sequence, CONTEXT, length))
             step.draws.append(Draw(i, sequence))
         self.sampler.fill(step, self.batch.fill(step))
@@ -223,7 +224,9 @@ class Workload:
         def record(program: Program) -> None:
             gdn(
                 program, proj, heads, weights, 1e-6, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context, slot=inputs.slot, conv_state=self.columns, state=self.states, out=out,
+                seq_context=inputs.seq_context, start_slot=inputs.start_slot, slot=inputs.slot,
+                snapshot_begin=inputs.snapshot_begin, snapshot_n=inputs.snapshot_n,
+                snapshot_slot=inputs.snapshot_slot, conv_state=self.columns, state=self.states, out=out,
             )  # fmt: skip
 
         def n_bytes(m: int) -> float:
@@ -248,7 +251,7 @@ class Workload:
             "attn_prepare", size, shape.n_attn_layers,
             lambda p: attn_prepare(
                 p, proj, heads, norm, norm, 1e-6, n_tokens=inputs.n_tokens, positions=inputs.positions,
-                token_slot=inputs.token_slot, page_table=inputs.page_table, cos=cos, sin=sin, q_out=query,
+                token_place=inputs.token_place, page_table=inputs.page_table, cos=cos, sin=sin, q_out=query,
                 pages=self.pages,
             ),
             lambda m: m * (4.0 * (heads.row - q_size) + 2 * q_size + 2 * kv_row),
@@ -266,7 +269,7 @@ class Workload:
             "attention", size, shape.n_attn_layers,
             lambda p: attention(
                 p, query, proj, heads, self.pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table,
+                seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table,
                 records=self.activations.attn_records, out=out,
             ),
             n_bytes, lambda m: 4.0 * q_size * n_keys(m),
@@ -305,18 +308,18 @@ class Workload:
 
     def _sample_cases(self) -> Iterator[Case]:
         v, s, logits = self.shape.vocab_size, self.sampler, self.activations.logits
-        target = torch.zeros(self.n_slots, dtype=torch.int32)
+        target = torch.zeros(self.n_seqs, dtype=torch.int32)
         yield self.case(
             "sample", f"{v}, top-k 20, top-p 0.95", 1,
             lambda p: sample(p, logits, v, s.slots, s.draws, s.scratch, target),
             lambda m: 4.0 * m * v, decodes_only=True,
         )  # fmt: skip
         row, n_top = (
-            torch.arange(self.n_slots, dtype=torch.int32),
-            torch.full((self.n_slots,), 5, dtype=torch.int32),
+            torch.arange(self.n_seqs, dtype=torch.int32),
+            torch.full((self.n_seqs,), 5, dtype=torch.int32),
         )
-        logprob = torch.zeros(self.n_slots)
-        top_ids, top = torch.zeros(self.n_slots, 20, dtype=torch.int32), torch.zeros(self.n_slots, 20)
+        logprob = torch.zeros(self.n_seqs)
+        top_ids, top = torch.zeros(self.n_seqs, 20, dtype=torch.int32), torch.zeros(self.n_seqs, 20)
         yield self.case(
             "logprobs", f"{v}, top 5", 0,
             lambda p: logprobs(

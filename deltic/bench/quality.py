@@ -129,7 +129,7 @@ def compare(
     for document in documents:
         ids, pages = document.ids, list(range(pages_for(len(document.ids))))
         request = Request(id="quality", prompt_ids=ids, params=SamplingParams(prompt_logprobs=0))
-        sequence = Sequence(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, slot=0)
+        sequence = Sequence(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, slot=0, place=0)
         for start in range(0, len(ids), PAGE_SIZE):
             n_tokens = min(PAGE_SIZE, len(ids) - start)
             step = Step(chunks=[Chunk(sequence, start, n_tokens, prompt_logprobs=True)])

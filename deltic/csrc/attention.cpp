@@ -122,8 +122,8 @@ struct Attention {
     Heads heads;
     const bf16* pages;  // this layer's part of page 0
     int64_t page_stride;
-    const int32_t *seq_start, *seq_context, *slot, *page_table;
-    int64_t table_stride;  // page_table [slots, stride]: the pages of the sequence that holds a slot
+    const int32_t *seq_start, *seq_context, *place, *page_table;
+    int64_t table_stride;  // page_table [places, stride]: the pages of the sequence in each place
     bf16* out;             // [T, nq, d]
     float* records;        // [n_records, d + 16]
     int64_t n_records;
@@ -134,7 +134,7 @@ struct Attention {
         return seq_context[b.s] + b.t0 + r / heads.group() - seq_start[b.s] + 1;
     }
     const bf16* keys(const Block& b, int64_t position) const {
-        return pages + page_table[slot[b.s] * table_stride + position / PAGE] * page_stride + b.h * PAGE * heads.dim;
+        return pages + page_table[place[b.s] * table_stride + position / PAGE] * page_stride + b.h * PAGE * heads.dim;
     }
     Record record(const Block& b, int64_t split, int64_t r) const {
         return {records + (b.first_record + split * n_rows(b) + r) * Record::size(heads.dim), heads.dim};
@@ -327,7 +327,7 @@ struct Wave {
 
 }  // namespace
 
-// proj, n_q, n_k, d, T (counted), positions i32 [T], token_slot i32 [T], page_table i32 [slots, stride], stride,
+// proj, n_q, n_k, d, T (counted), positions i32 [T], token_place i32 [T], page_table i32 [places, stride], stride,
 // q_norm f32 [d], k_norm f32 [d], eps, cos f32 [max_len, rotary / 2], sin, rotary, q out bf16, pages bf16, page_stride
 KERNEL(deltic_attn_prepare) {
     Arguments a{arguments};
@@ -335,7 +335,7 @@ KERNEL(deltic_attn_prepare) {
     Heads heads{a.integer(), a.integer(), a.integer()};
     int64_t n_tokens = a.count();
     auto positions = a.pointer<const int32_t>();
-    auto token_slot = a.pointer<const int32_t>();
+    auto token_place = a.pointer<const int32_t>();
     auto page_table = a.pointer<const int32_t>();
     int64_t table_stride = a.integer();
     auto q_norm = a.pointer<const float>();
@@ -352,7 +352,7 @@ KERNEL(deltic_attn_prepare) {
         const float *x = proj + t * heads.row(), *c = cos + position * rotary / 2, *s = sin + position * rotary / 2;
         for (int64_t h = 0; h < heads.n_q; h++)
             norm_rope(x + h * dim, q_norm, eps, c, s, dim, rotary, q_out + (t * heads.n_q + h) * dim);
-        bf16* page = pages + (int64_t)page_table[token_slot[t] * table_stride + position / PAGE] * page_stride;
+        bf16* page = pages + (int64_t)page_table[token_place[t] * table_stride + position / PAGE] * page_stride;
         x += 2 * heads.n_q * dim;
         for (int64_t h = 0; h < heads.n_k; h++) {
             bf16 k[MAX_DIM], *words = page + h * PAGE * dim, *v = page + ((heads.n_k + h) * PAGE + position % PAGE) * dim;
@@ -363,7 +363,7 @@ KERNEL(deltic_attn_prepare) {
     });
 }
 
-// q bf16 [T, nq, d], proj, n_q, n_k, d, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], slot i32 [S],
+// q bf16 [T, nq, d], proj, n_q, n_k, d, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], place i32 [S],
 // page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records
 KERNEL(deltic_attention) {
     Arguments a{arguments};
@@ -376,7 +376,7 @@ KERNEL(deltic_attention) {
     int64_t n_seqs = a.count();
     x.seq_start = a.pointer<const int32_t>();
     x.seq_context = a.pointer<const int32_t>();
-    x.slot = a.pointer<const int32_t>();
+    x.place = a.pointer<const int32_t>();
     x.page_table = a.pointer<const int32_t>();
     x.table_stride = a.integer();
     x.out = a.pointer<bf16>();

@@ -17,11 +17,13 @@ namespace {
 constexpr int64_t CHUNK = 64;      // tokens whose q, k, v and o are kept at a time; it does not touch the bits
 constexpr int64_t MAX_DIM = 256;  // dk and dv; checked where the operator is recorded
 constexpr int64_t COLUMNS = 64;   // of a state that prefill keeps in the first-level cache
+constexpr int64_t AHEAD = 8;      // rows of a state that are fetched in advance: to a decode it comes from memory
 
 struct Gdn {
     const float* proj;  // [T, row]: q | k | v | z | b | a
     int64_t row, n_seqs;
-    const int32_t *seq_start, *seq_context, *slot;
+    const int32_t *seq_start, *seq_context, *start_slot, *slot;
+    const int32_t *snapshot_begin, *snapshot_n, *snapshot_slot;  // ragged over the sequences
     const float* conv_w;  // [4, C]
     bf16* conv_state;     // [slots, 3, C]: the last three columns, oldest first
     int64_t conv_stride;
@@ -39,7 +41,7 @@ struct Gdn {
         if (t >= seq_start[s]) return round_bf16(load(proj + t * row + c));
         int64_t before = seq_start[s] - t;
         if (before > seq_context[s]) return v16{};
-        return load_bf16(conv_state + slot[s] * conv_stride + (3 - before) * channels() + c);
+        return load_bf16(conv_state + start_slot[s] * conv_stride + (3 - before) * channels() + c);
     }
 
     // out [n, width] = SiLU(conv) of the channels from c0 on, for n tokens from t0 on.
@@ -66,14 +68,21 @@ struct Gdn {
         }
     }
 
-    // Keeps the last three columns of sequence s for its next chunk. Runs after every token was convolved.
-    void keep_columns(int64_t s) const {
-        int64_t n_channels = channels(), last = seq_start[s + 1] - 1;
-        bf16* kept = conv_state + slot[s] * conv_stride;
+    // Keeps the three columns before token `end` of sequence s in a slot.
+    void keep_columns(int64_t s, int64_t end, int64_t slot) const {
+        const int64_t n_channels = channels();
+        bf16* kept = conv_state + slot * conv_stride;
         for (int64_t c = 0; c < n_channels; c += 16) {
-            v16 columns[3] = {column(s, last - 2, c), column(s, last - 1, c), column(s, last, c)};
+            v16 columns[3] = {column(s, end - 3, c), column(s, end - 2, c), column(s, end - 1, c)};
             for (int64_t i = 0; i < 3; i++) store_bf16(kept + i * n_channels + c, columns[i]);
         }
+    }
+
+    // What the next chunk of sequence s reads, and the snapshots. Runs after every token was convolved. The snapshots come
+    // first: a short one reads columns of the slot that it starts from, which may be the sequence's own.
+    void keep_all_columns(int64_t s) const {
+        for (int64_t i = snapshot_begin[s]; i < snapshot_begin[s + 1]; i++) keep_columns(s, seq_start[s] + snapshot_n[i], snapshot_slot[i]);
+        keep_columns(s, seq_start[s + 1], slot[s]);
     }
 
     // What the tokens of a chunk bring to one head: q, k [n, dk], v, o [n, dv], and its two gates.
@@ -89,6 +98,8 @@ struct Gdn {
         v16 even[NV] = {}, odd[NV] = {};
         for (int64_t i = 0; i < dk; i += 2)
             for (int j = 0; j < NV; j++) {
+                __builtin_prefetch(S + (i + AHEAD) * stride + 16 * j);
+                __builtin_prefetch(S + (i + AHEAD + 1) * stride + 16 * j);
                 even[j] = fma(splat(head.k[i]), load(S + i * stride + 16 * j), even[j]);
                 odd[j] = fma(splat(head.k[i + 1]), load(S + (i + 1) * stride + 16 * j), odd[j]);
             }
@@ -130,34 +141,48 @@ struct Gdn {
         }
     }
 
-    // All columns of a head's state for n tokens, `wide` registers of 16 at a time where they fit.
-    void recur_all(int64_t n, float* S, Head& head) const {
+    // All columns of a head's state for n tokens, as many registers at a time as there are: from `start` to S, which may be
+    // the same, and to `kept`, if any. Not cloned for its one caller: knowing that `head` is thread-local, the compiler would
+    // look up its address in the innermost loops.
+    __attribute__((noinline, noclone)) void recur_all(int64_t n, const float* start, float* S, float* kept, Head& head) const {
         constexpr int DECODE = LANES == 16 ? 8 : 2, PREFILL = LANES == 16 ? 4 : 2;
         if (n == 1) {  // the state is read once from memory: whole rows, one after another
+            if (start != S) memcpy(S, start, dk * dv * 4);
             int64_t c = 0;
             for (; c + 16 * DECODE <= dv; c += 16 * DECODE) recur<DECODE>(n, S + c, dv, c, head);
             for (; c < dv; c += 16) recur<1>(n, S + c, dv, c, head);
+            if (kept) memcpy(kept, S, dk * dv * 4);
             return;
         }
         float local[MAX_DIM * COLUMNS];
         for (int64_t c0 = 0; c0 < dv; c0 += COLUMNS) {
             const int64_t width = dv - c0 < COLUMNS ? dv - c0 : COLUMNS;
-            for (int64_t i = 0; i < dk; i++) memcpy(local + i * width, S + i * dv + c0, width * 4);
+            for (int64_t i = 0; i < dk; i++) memcpy(local + i * width, start + i * dv + c0, width * 4);
             int64_t c = 0;
             for (; c + 16 * PREFILL <= width; c += 16 * PREFILL) recur<PREFILL>(n, local + c, width, c0 + c, head);
             for (; c < width; c += 16) recur<1>(n, local + c, width, c0 + c, head);
             for (int64_t i = 0; i < dk; i++) memcpy(S + i * dv + c0, local + i * width, width * 4);
+            if (kept)
+                for (int64_t i = 0; i < dk; i++) memcpy(kept + i * dv + c0, local + i * width, width * 4);
         }
     }
+
+    float* state_of(int64_t slot, int64_t h) const { return state + slot * state_stride + h * dk * dv; }
 
     // All tokens of sequence s in value head h.
     void run(int64_t s, int64_t h) const {
         static thread_local Head head;
         const int64_t head_k = h / (n_v / n_k), b = channels() + n_v * dv + h, a = b + n_v;
-        float* S = state + slot[s] * state_stride + h * dk * dv;
+        float* S = state_of(slot[s], h);
+        const float* start = seq_context[s] == 0 ? S : state_of(start_slot[s], h);
         if (seq_context[s] == 0) memset(S, 0, dk * dv * 4);
-        for (int64_t t0 = seq_start[s]; t0 < seq_start[s + 1]; t0 += CHUNK) {
-            const int64_t n = seq_start[s + 1] - t0 < CHUNK ? seq_start[s + 1] - t0 : CHUNK;
+        int64_t snapshot = snapshot_begin[s], n;
+        for (int64_t t0 = seq_start[s]; t0 < seq_start[s + 1]; t0 += n) {
+            // A snapshot is the end of a block.
+            const bool comes = snapshot < snapshot_begin[s + 1];
+            const int64_t end = comes ? seq_start[s] + snapshot_n[snapshot] : seq_start[s + 1];
+            n = end - t0 < CHUNK ? end - t0 : CHUNK;
+            float* kept = comes && t0 + n == end ? state_of(snapshot_slot[snapshot++], h) : nullptr;
             convolve(s, t0, n, head_k * dk, dk, head.q);
             convolve(s, t0, n, (n_k + head_k) * dk, dk, head.k);
             convolve(s, t0, n, 2 * n_k * dk + h * dv, dv, head.v);
@@ -169,7 +194,8 @@ struct Gdn {
                 head.alpha[t] = expf(-expf(a_log[h]) * softplus);
                 head.beta[t] = sigmoid1(token[b]);
             }
-            recur_all(n, S, head);
+            recur_all(n, start, S, kept, head);
+            start = S;
             for (int64_t t = 0; t < n; t++) gated_norm(head.o + t * dv, proj + (t0 + t) * row + channels() + h * dv, out + ((t0 + t) * n_v + h) * dv);
         }
     }
@@ -192,7 +218,11 @@ KERNEL(deltic_gdn) {
     g.n_seqs = a.count();
     g.seq_start = a.pointer<const int32_t>();
     g.seq_context = a.pointer<const int32_t>();
+    g.start_slot = a.pointer<const int32_t>();
     g.slot = a.pointer<const int32_t>();
+    g.snapshot_begin = a.pointer<const int32_t>();
+    g.snapshot_n = a.pointer<const int32_t>();
+    g.snapshot_slot = a.pointer<const int32_t>();
     g.conv_w = a.pointer<const float>();
     g.conv_state = a.pointer<bf16>();
     g.conv_stride = a.integer();
@@ -208,5 +238,5 @@ KERNEL(deltic_gdn) {
     g.dv = a.integer();
     g.out = a.pointer<bf16>();
     parallel_for(g.n_seqs * g.n_v, [&](int64_t i, int) { g.run(i / g.n_v, i % g.n_v); });
-    parallel_for(g.n_seqs, [&](int64_t s, int) { g.keep_columns(s); });
+    parallel_for(g.n_seqs, [&](int64_t s, int) { g.keep_all_columns(s); });
 }

@@ -34,18 +34,26 @@ Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What the forward reads of a step, in buffers that keep their addresses. int32; S sequences, T tokens, R rows."""
+    """What the forward reads of a step, in buffers that keep their addresses. int32; S sequences, T tokens, R rows.
+
+    A place is a row of the page table, of which each running sequence has one; a slot is a state slot.
+    """
 
     n_tokens: Tensor
     n_seqs: Tensor
     n_logit_rows: Tensor
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
-    token_slot: Tensor  # [T]
+    token_place: Tensor  # [T]
     seq_start: Tensor  # [S + 1]
     seq_context: Tensor  # [S]
-    slot: Tensor  # [S]
-    page_table: Tensor  # [slots, max_pages]
+    place: Tensor  # [S]
+    start_slot: Tensor  # [S] where the chunk's state is read
+    slot: Tensor  # [S] and where it is left
+    snapshot_begin: Tensor  # [S + 1] into the next two
+    snapshot_n: Tensor  # [one for each 64 tokens] after so many tokens of its chunk the state goes
+    snapshot_slot: Tensor  # to this slot, too
+    page_table: Tensor  # [places, max_pages]
     logit_token: Tensor  # [R] the tokens whose logits are wanted
 
 
@@ -194,7 +202,9 @@ class Qwen:
         linear(program, act.normed, layer.in_proj, proj, act.packed, inputs.n_tokens)
         gdn(
             program, proj, self.gdn_heads, self.gdn_weights[i], self.shape.rms_norm_eps,
-            n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context, slot=inputs.slot,
+            n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context,
+            start_slot=inputs.start_slot, slot=inputs.slot, snapshot_begin=inputs.snapshot_begin,
+            snapshot_n=inputs.snapshot_n, snapshot_slot=inputs.snapshot_slot,
             conv_state=columns, state=state, out=mixed,
         )  # fmt: skip
         linear(program, mixed, layer.out_proj, act.residual, act.packed, inputs.n_tokens, add=True)
@@ -208,12 +218,12 @@ class Qwen:
         linear(program, act.normed, layer.qkv, proj, act.packed, inputs.n_tokens)
         attn_prepare(
             program, proj, self.heads, layer.q_norm, layer.k_norm, self.shape.rms_norm_eps,
-            n_tokens=inputs.n_tokens, positions=inputs.positions, token_slot=inputs.token_slot,
+            n_tokens=inputs.n_tokens, positions=inputs.positions, token_place=inputs.token_place,
             page_table=inputs.page_table, cos=self.cos, sin=self.sin, q_out=query, pages=pages,
         )  # fmt: skip
         attention(
             program, query, proj, self.heads, pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-            seq_context=inputs.seq_context, slot=inputs.slot, page_table=inputs.page_table, records=act.attn_records,
+            seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table, records=act.attn_records,
             out=mixed,
         )  # fmt: skip
         linear(program, mixed, layer.o_proj, act.residual, act.packed, inputs.n_tokens, add=True)

@@ -1,7 +1,7 @@
 """attn_prepare and attention: gated full attention over 64-token pages (csrc/attention.cpp).
 
 A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the scores of
-neighbouring keys are neighbouring lanes, and v as [nk, 64, d]. The pages of the sequence that holds state slot i are
+neighbouring keys are neighbouring lanes, and v as [nk, 64, d]. The pages of the sequence in place i are
 page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order, and start anew every
 SPLIT_KEYS keys; the splits are merged in order. So a long context can be many tasks, and how many does not touch the bits.
 """
@@ -51,7 +51,7 @@ def attn_prepare(
     *,
     n_tokens: Tensor,
     positions: Tensor,
-    token_slot: Tensor,
+    token_place: Tensor,
     page_table: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -60,8 +60,8 @@ def attn_prepare(
 ) -> None:
     """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v to the token's place in its page.
 
-    proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions, token_slot: int32 [T];
-    page_table: int32 [slots, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d]
+    proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions, token_place: int32 [T];
+    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d]
     (this layer's part, any page stride). Rotation: spec 2.5, the first `rotary` dims, pairs (i, i + rotary/2).
     """
     rotary = 2 * cos.shape[1]
@@ -79,7 +79,7 @@ def attn_prepare(
         f"rotary dims a multiple of 32, found {rotary}",
     )
     program.call(
-        "deltic_attn_prepare", proj, heads.n_q, heads.n_kv, heads.dim, n_tokens, positions, token_slot,
+        "deltic_attn_prepare", proj, heads.n_q, heads.n_kv, heads.dim, n_tokens, positions, token_place,
         page_table, page_table.stride(0), q_norm, k_norm, eps, cos, sin, rotary, q_out, pages, pages.stride(0),
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def attention(
     n_seqs: Tensor,
     seq_start: Tensor,
     seq_context: Tensor,
-    slot: Tensor,
+    place: Tensor,
     page_table: Tensor,
     records: Tensor,
     out: Tensor,
@@ -119,6 +119,6 @@ def attention(
     )
     program.call(
         "deltic_attention", q, proj, heads.n_q, heads.n_kv, heads.dim, pages, pages.stride(0), n_seqs,
-        seq_start, seq_context, slot, page_table, page_table.stride(0), out,
+        seq_start, seq_context, place, page_table, page_table.stride(0), out,
         records, records.shape[0],
     )  # fmt: skip

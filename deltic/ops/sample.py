@@ -11,7 +11,7 @@ from deltic.ops.table import Program, check
 
 @dataclass(frozen=True)
 class SlotParameters:
-    """Sampling parameters by state slot: they are written when a sequence takes the slot, not every step.
+    """Sampling parameters by place: they are written when a sequence takes the place, not every step.
 
     float32 [slots] each; top_k int32; seed int64 holding the bits of an unsigned one; history int32 [slots, max_len],
     the sequence's tokens, kept only where penalties need them.

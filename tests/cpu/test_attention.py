@@ -55,13 +55,13 @@ class Sequences:
         attn_prepare(
             program, rows, h, self.q_norm, self.k_norm, 1e-6, n_tokens=i32(len(rows)),
             positions=torch.cat([torch.arange(a, b) for _, a, b in chunks]).to(I32),
-            token_slot=torch.repeat_interleave(slots, counts).to(I32), page_table=self.table,
+            token_place=torch.repeat_interleave(slots, counts).to(I32), page_table=self.table,
             cos=self.cos, sin=self.sin, q_out=q, pages=self.pages,
         )  # fmt: skip
         attention(
             program, q, rows, h, self.pages, n_seqs=i32(len(chunks)),
             seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(a for _, a, _ in chunks)),
-            slot=slots, page_table=self.table,
+            place=slots, page_table=self.table,
             records=torch.full((n_records, h.dim + 16), float("nan"), dtype=F32), out=out,
         )  # fmt: skip
         program.run()
@@ -133,6 +133,6 @@ def test_records_are_checked() -> None:
     with pytest.raises(KernelError, match=r"attention: expected float32 records \[n, d \+ 16\]"):
         attention(
             Program(1), torch.zeros(1, 512, dtype=BF16), sequences.proj[0], HEADS, sequences.pages, n_seqs=i32(1),
-            seq_start=i32(0, 1), seq_context=i32(0), slot=i32(0), page_table=sequences.table,
+            seq_start=i32(0, 1), seq_context=i32(0), place=i32(0), page_table=sequences.table,
             records=torch.zeros(4, 64), out=torch.zeros(1, 512, dtype=BF16),
         )  # fmt: skip

@@ -243,9 +243,18 @@ class GdnCase:
             n_tokens, self.heads.channels + self.heads.n_v * self.heads.v_dim + 2 * self.heads.n_v
         )
 
-    def run(self, chunks: list[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """(slot, tokens before, projection rows) of each sequence -> its output rows."""
+    def run(
+        self,
+        chunks: list[tuple[int, int, Tensor]],
+        starts: list[int] | None = None,
+        snapshots: list[list[tuple[int, int]]] | None = None,
+    ) -> list[Tensor]:
+        """(slot, tokens before, projection rows) of each sequence -> its output rows.
+
+        starts: the slots that they start from, when not their own. snapshots: of each sequence, (tokens, slot).
+        """
         h, proj = self.heads, torch.cat([rows for _, _, rows in chunks])
+        snapshots = snapshots or [[]] * len(chunks)
         lengths = torch.tensor([len(rows) for _, _, rows in chunks])
         t, s = len(proj), len(chunks)
         out = poison(t, h.n_v * h.v_dim, dtype=BF16)
@@ -253,7 +262,11 @@ class GdnCase:
         gdn(
             program, proj, h, self.weights, 1e-6, n_seqs=count(s),
             seq_start=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(I32),
-            seq_context=i32(*(before for _, before, _ in chunks)), slot=i32(*(slot for slot, _, _ in chunks)),
+            seq_context=i32(*(before for _, before, _ in chunks)),
+            start_slot=i32(*(starts or [slot for slot, _, _ in chunks])), slot=i32(*(slot for slot, _, _ in chunks)),
+            snapshot_begin=torch.tensor([0, *(len(kept) for kept in snapshots)]).cumsum(0).to(I32),
+            snapshot_n=i32(*(n for kept in snapshots for n, _ in kept)),
+            snapshot_slot=i32(*(slot for kept in snapshots for _, slot in kept)),
             conv_state=self.columns, state=self.state, out=out,
         )  # fmt: skip
         program.run()
@@ -306,6 +319,63 @@ def test_gdn_chunks_keep_bits(program: Program) -> None:
         assert torch.equal(case.state[0].view(I32), case.state[slot].view(I32))
 
 
+def same_slots(case: GdnCase, pairs: list[tuple[int, int]]) -> bool:
+    """Whether the slots of each pair hold the same bits, both halves."""
+    return all(
+        torch.equal(case.state[a].view(I32), case.state[b].view(I32))
+        and torch.equal(case.columns[a].view(torch.int16), case.columns[b].view(torch.int16))
+        for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("heads", [HEADS, GdnHeads(1, 2, 64, 48)])
+def test_gdn_snapshots(program: Program, heads: GdnHeads) -> None:
+    """A snapshot is what a cut there would leave, wherever it is, and the chunk that takes it computes what it always does."""
+    case = GdnCase(program, heads, n_slots=14)
+    long, short = case.projection(200), case.projection(70)
+    chunks = [(0, 0, long), (1, 0, short)]
+    whole = case.run(chunks)
+    kept = [[(64, 4), (128, 5), (192, 6)], [(64, 7)]]
+    again = case.run([(2, 0, long), (3, 0, short)], snapshots=kept)
+    for one, other in zip(whole, again, strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+    assert same_slots(case, [(2, 0), (3, 1)])
+    case.run([(8, 0, long[:64])])
+    assert same_slots(case, [(4, 8)])
+    case.run([(8, 64, long[64:128])])
+    assert same_slots(case, [(5, 8)])
+    case.run([(8, 128, long[128:192]), (9, 0, short[:64])])
+    assert same_slots(case, [(6, 8), (7, 9)])
+    # Snapshots of a few tokens need columns from before the chunk, which the chunk's own end replaces.
+    case.run([(8, 192, long[192:])], snapshots=[[(1, 10), (2, 11), (7, 12)]])
+    assert same_slots(case, [(8, 0)])
+    for n, slot in ((1, 10), (2, 11), (7, 12)):
+        case.run([(13, 192, long[192 : 192 + n])], starts=[6])
+        assert same_slots(case, [(13, slot)])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 66])
+def test_gdn_starts_from_other_slots(program: Program, length: int) -> None:
+    """Sequences that start from one slot each go their own way, as from a slot of their own; it stays as it is."""
+    case = GdnCase(program, HEADS, n_slots=8)
+    case.run([(0, 0, case.projection(64))])
+    for slot in (1, 2, 3):
+        case.state[slot], case.columns[slot] = case.state[0], case.columns[0]
+    rows = [case.projection(length) for _ in range(3)]
+    expected = case.run([(1 + i, 64, rows[i]) for i in range(3)])
+    fresh = case.projection(length)
+    # The last one starts from nothing, whatever its start slot is.
+    found = case.run([*((4 + i, 64, rows[i]) for i in range(3)), (7, 0, fresh)], starts=[0, 0, 0, 0])
+    for one, other in zip(expected, found, strict=False):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+    assert same_slots(case, [(4, 1), (5, 2), (6, 3)])
+    (alone,) = case.run([(1, 0, fresh)])
+    assert torch.equal(alone.view(torch.int16), found[3].view(torch.int16)) and same_slots(case, [(7, 1)])
+    # What was read is as before: a chunk in it goes on like the others.
+    case.run([(0, 64, rows[0])])
+    assert same_slots(case, [(0, 4)])
+
+
 @pytest.mark.parametrize(("n_q", "n_kv", "dim"), [(4, 2, 256), (6, 1, 64), (32, 1, 128)])
 def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
     """Two sequences over shuffled pages, prefilled in ragged chunks and a decode, against the oracle."""
@@ -330,13 +400,13 @@ def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
         step = Program(2, library=program.instruction_set)
         attn_prepare(
             step, rows, heads, q_norm, k_norm, eps, n_tokens=count(t), positions=positions,
-            token_slot=torch.repeat_interleave(slots, counts).to(I32), page_table=page_table,
+            token_place=torch.repeat_interleave(slots, counts).to(I32), page_table=page_table,
             cos=angles.cos(), sin=angles.sin(), q_out=q, pages=pages,
         )  # fmt: skip
         attention(
             step, q, rows, heads, pages, n_seqs=count(len(live)),
             seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(done[s] for s in live)),
-            slot=slots, page_table=page_table, records=poison(*heads.records_size(256)), out=out,
+            place=slots, page_table=page_table, records=poison(*heads.records_size(256)), out=out,
         )  # fmt: skip
         step.run()
         for s, part in zip(live, out.split(counts.tolist()), strict=True):
