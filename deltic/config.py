@@ -63,8 +63,8 @@ class EngineConfig:
     )
     memory_gb: float | None = knob(
         None,
-        "memory for weights, workspace, pages and slots (default: weights, workspace, and 2 GiB of pages and slots; "
-        "at most 80 %% of what is free)",
+        "memory for everything: weights, workspace, pages, slots and --cache-host-gb (default: what that takes with 2 GiB of "
+        "pages and slots, or half as much again as sequences need; at most 80 %% of what is free)",
         metavar="GB",
     )
     max_model_len: int | None = knob(
@@ -81,6 +81,19 @@ class EngineConfig:
         "at the least; 0 sets none", metavar="MS",
     )  # fmt: skip
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
+    prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
+    n_checkpoints: int | None = knob(
+        None, "state slots for checkpoints of the prefix cache, beside those of the sequences that run (default: what a "
+        "quarter of the pools holds)",
+    )  # fmt: skip
+    cache_host_gb: float | None = knob(
+        None, "host memory for pages and states that had to leave the pools (default: one sequence of full length)",
+        metavar="GB",
+    )  # fmt: skip
+    cache_dir: Path | None = knob(
+        None, "keep the prefix cache in this directory, too: it survives a restart", metavar="DIR"
+    )
+    cache_disk_gb: float = knob(16.0, "most that is kept in --cache-dir", metavar="GB")
     seed: int = knob(0, "seed of dummy weights")
 
 
@@ -165,7 +178,8 @@ def resolve(cls: type[T], given: dict[str, Any], environ: typing.Mapping[str, st
         kind, many = _scalar(hints[name])
         variable = ENV_PREFIX + name.upper()
         if name in given:
-            values[name] = tuple(given[name]) if many else given[name]
+            value: Any = tuple(given[name]) if many else given[name]
+            values[name] = Path(value) if kind is Path and value is not None else value
         elif variable in environ:
             text = environ[variable]
             parse, expected = (_switch, "on or off") if kind is bool else (kind, kind.__name__)
@@ -189,7 +203,8 @@ def check_environment(environ: typing.Mapping[str, str] = os.environ) -> None:
 RANGES: dict[str, tuple[float, float]] = {
     "threads": (1, MAX_THREADS), "max_model_len": (1, math.inf), "max_num_seqs": (1, math.inf),
     "max_step_tokens": (1, math.inf), "max_itl_ms": (0.0, math.inf), "n_pages": (1, math.inf),
-    "memory_gb": (0.01, math.inf), "port": (0, 65535), "max_queue": (0, math.inf), "max_body_mb": (0.001, math.inf),
+    "memory_gb": (0.01, math.inf), "n_checkpoints": (0, math.inf), "cache_host_gb": (0.0, math.inf),
+    "cache_disk_gb": (0.0, math.inf), "port": (0, 65535), "max_queue": (0, math.inf), "max_body_mb": (0.001, math.inf),
     "max_n": (1, math.inf), "max_logprobs": (0, math.inf), "drain_s": (0.0, math.inf), "default_max_tokens": (1, math.inf),
 }  # fmt: skip
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""

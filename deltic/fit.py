@@ -41,6 +41,9 @@ def report(config: EngineConfig) -> str:
     console.print(_memory_table(plan))
     console.print("Python, torch and the HTTP process take about 0.6 GB more.")
     console.print(_fit_table(plan))
+    if config.prefix_cache:
+        disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
+        console.print(_cache_table(plan, disk_bytes))
     console.print(
         _speed_table(
             plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
@@ -58,8 +61,13 @@ def _memory_table(plan: Plan) -> Table:
     for name, n_bytes, what in (
         ("weights", plan.weight_bytes, f"{plan.quantize or 'bfloat16'} matrices, float32 norms and gates"),
         ("workspace", plan.workspace_bytes, f"a step of up to {plan.n_batch_tokens} tokens; largest: {most}"),
-        ("state slots", plan.slots_bytes, f"{plan.max_num_seqs} of {state}"),
+        (
+            "state slots",
+            plan.slots_bytes,
+            f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {state}",
+        ),
         ("pages", plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} tokens, {page} each"),
+        ("host tier", plan.host_bytes, "for pages and states that leave the pools; --cache-host-gb"),
         ("total", plan.total_bytes, f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less"),
     ):
         table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
@@ -69,11 +77,44 @@ def _memory_table(plan: Plan) -> Table:
 def _fit_table(plan: Plan) -> Table:
     title = f"Sequences of a length that run at once (longest: {plan.max_model_len} tokens)"
     table = Table("tokens", "sequences", "limited by", title=title, title_justify="left")
-    lengths = [n for n in (1024, 4096, 16384, 65536, 262144) if n < plan.max_model_len] + [plan.max_model_len]
-    for length in lengths:
+    for length in _lengths(plan):
         by_pages = plan.n_pages // pages_for(length)
         by_slots = by_pages >= plan.max_num_seqs
         table.add_row(f"{length}", f"{min(by_pages, plan.max_num_seqs)}", "slots" if by_slots else "pages")
+    return table
+
+
+def _lengths(plan: Plan) -> list[int]:
+    """Tokens of a sequence: a row of a table each."""
+    return [n for n in (1024, 4096, 16384, 65536, 262144) if n < plan.max_model_len] + [plan.max_model_len]
+
+
+def _cache_table(plan: Plan, disk_bytes: int | None) -> Table:
+    """How many conversations the prefix cache keeps, each with its pages and one checkpoint, by tier.
+
+    While nothing runs the slots of sequences are checkpoints, too, but for the one that the next request takes.
+    disk_bytes: size of the disk tier, None without one.
+    """
+    shape = plan.shape
+    page, state = shape.page_bytes(PAGE_SIZE), shape.state_bytes
+    title = (
+        f"Conversations of a length that stay cached while nothing runs: {state / 1e6:.2f} MB a checkpoint, "
+        f"{1024 * shape.kv_bytes_per_token / 1e6:.2f} MB for 1024 tokens"
+    )
+    table = Table("tokens", "in the pools", "limited by", title=title, title_justify="left")
+    if plan.host_bytes:
+        table.add_column("+ on the host")
+    if disk_bytes is not None:
+        table.add_column("on disk")
+    for length in _lengths(plan):
+        n_pages = pages_for(length)
+        by_pages, by_slots = plan.n_pages // n_pages, plan.n_slots - 1
+        row = [f"{length}", f"{min(by_pages, by_slots)}", "slots" if by_pages >= by_slots else "pages"]
+        if plan.host_bytes:
+            row.append(f"{plan.n_host_units // (n_pages + -(-state // page))}")
+        if disk_bytes is not None:
+            row.append(f"{disk_bytes // (n_pages * page + state)}")
+        table.add_row(*row)
     return table
 
 

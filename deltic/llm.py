@@ -12,6 +12,7 @@ An LLM is for one thread at a time.
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -34,9 +35,12 @@ from deltic.text import Tokenizer
 
 Message = dict[str, Any]
 
+SAVE_S = 30.0
+"""How long an LLM that is closed goes on writing to its cache_dir."""
+
 
 class EngineStopped(RuntimeError):
-    """The engine failed several steps in a row; make a new LLM."""
+    """The engine failed several steps in a row, or was closed; make a new LLM."""
 
 
 @dataclass
@@ -60,6 +64,7 @@ class Completion:
     """One for each of token_ids."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had; with n > 1 in the completion of index 0 alone."""
     error: str | None = None
     """Why, when finish_reason is "error"."""
 
@@ -82,6 +87,7 @@ class LLM:
         self._engine = Engine(
             build_runner(self.config, lambda stage, done: None)
         )  # nobody watches: no target
+        self._close = weakref.finalize(self, self._engine.close, SAVE_S)
         self.info = self._engine.info
         self._ids = count()
         # Where no SamplingParams are given: the checkpoint's own, for as long as the context lasts.
@@ -95,15 +101,19 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         priority: int = 0,
+        cache_salt: str = "",
+        use_cache: bool = True,
     ) -> list[Completion]:
         """Continues each prompt (text, or token ids); completions in the prompts' order.
 
-        `params`: for all prompts, or one for each. Raises ValueError, and runs none, when one cannot run.
+        `params`: for all prompts, or one for each. `cache_salt`: prefixes are shared only with requests of the same
+        salt. `use_cache`: False neither reads nor feeds the prefix cache. Raises ValueError, and runs none, when one
+        cannot run.
         """
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
         answers = self._answers(ids, params, stop, lambda at: None)
-        self._run(answers, [[] for _ in ids], priority)
+        self._run(answers, [[] for _ in ids], priority=priority, cache_salt=cache_salt, use_cache=use_cache)
         return [answer.completion for answer in answers]
 
     def chat(
@@ -114,13 +124,15 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: str | Sequence[str] = (),
         priority: int = 0,
+        cache_salt: str = "",
+        use_cache: bool = True,
         **template_settings: Any,
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
-        Messages and `tools` are what /v1/chat/completions takes, and mean the same. `template_settings` are the
-        template's, or the request's enable_thinking and reasoning_effort. Raises ValueError, and runs none, when
-        one cannot run; TypeError for what JSON cannot say.
+        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt` and `use_cache` are
+        generate's. `template_settings` are the template's, or the request's enable_thinking and reasoning_effort.
+        Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say.
         """
         if self._template is None:
             raise ValueError(
@@ -147,8 +159,24 @@ class LLM:
             return OutputParser(thinking=prompt.thinking, tools=schemas)
 
         answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser)
-        self._run(answers, [prompt.boundaries for prompt, _ in rendered], priority)
+        boundaries = [prompt.boundaries for prompt, _ in rendered]
+        self._run(answers, boundaries, priority=priority, cache_salt=cache_salt, use_cache=use_cache)
         return [answer.completion for answer in answers]
+
+    def cache_summary(self) -> dict[str, Any]:
+        """What the prefix cache holds, as `GET /cache` shows it."""
+        return self._engine.cache_summary()
+
+    def reset_cache(self) -> None:
+        """Empties the prefix cache, its directory included."""
+        self._engine.reset_cache()
+
+    def close(self) -> None:
+        """Lets what is on its way to the cache_dir get there. Nothing can run afterwards. Closing twice is fine.
+
+        An LLM that is dropped, or lives to the end of the program, is closed by that.
+        """
+        self._close()
 
     def _answers(
         self,
@@ -177,8 +205,10 @@ class LLM:
                 answers.append(_Answer(Completion(at, index, ids), own, choice))
         return answers
 
-    def _run(self, answers: list[_Answer], boundaries: list[list[int]], priority: int) -> None:
-        """Adds the requests and steps until all their answers are complete."""
+    def _run(self, answers: list[_Answer], boundaries: list[list[int]], **fields: Any) -> None:
+        """Adds the requests and steps until all their answers are complete. fields: of every Request."""
+        if not self._close.alive:
+            raise EngineStopped("this LLM was closed; make a new one")
         ids: dict[int, str] = {}
         open_answers: dict[tuple[str, int], _Answer] = {}
         engine = self._engine
@@ -192,8 +222,8 @@ class LLM:
                             id=ids[at],
                             prompt_ids=answer.completion.prompt_ids,
                             params=answer.params,
-                            priority=priority,
                             boundaries=boundaries[at],
+                            **fields,
                         )
                     )
                 open_answers[ids[at], answer.completion.index] = answer

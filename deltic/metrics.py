@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deltic.engine.request import Stats
+from deltic.engine.request import CacheStats, Stats
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
@@ -76,8 +76,6 @@ class Metrics(Collector):
         """Sequences by finish reason."""
         self.responses: Counter[tuple[str, int]] = Counter()
         """HTTP responses by route and status."""
-        self.n_cached = 0
-        """Prompt tokens taken from the prefix cache."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -104,12 +102,12 @@ class Metrics(Collector):
         for name, text, value in (
             ("deltic_steps", "Steps of the engine.", stats.n_steps),
             ("deltic_prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
-            ("deltic_cached_prompt_tokens", "Prompt tokens taken from the prefix cache.", self.n_cached),
             ("deltic_generated_tokens", "Tokens drawn.", stats.n_generated_tokens),
             ("deltic_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
             ("deltic_engine_restarts", "Times the engine process was started again.", self._n_restarts()),
         ):
             yield CounterMetricFamily(name, text, value=value)
+        yield from _prefix_cache(stats.cache)
         finished = CounterMetricFamily(
             "deltic_sequences_finished", "Sequences that ended.", labels=["finish_reason"]
         )
@@ -129,3 +127,44 @@ class Metrics(Collector):
             self.n_generated,
         ):
             yield histogram.family()
+
+
+def _prefix_cache(cache: CacheStats) -> Iterable[Metric]:
+    """The prefix cache's numbers."""
+    for name, text, value in (
+        (
+            "pages",
+            "Pages of the prefix cache in the pool, those of running sequences included.",
+            cache.n_pages,
+        ),
+        ("checkpoints", "State slots that are checkpoints of the prefix cache.", cache.n_checkpoints),
+    ):
+        yield GaugeMetricFamily(f"deltic_prefix_{name}", text, value=value)
+    for name, text, value in (
+        ("cache_lookups", "Prompts looked up in the prefix cache.", cache.n_lookups),
+        ("cache_hits", "Of those, the ones that began in a way it knew.", cache.n_hits),
+        ("cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
+        ("cache_hit_tokens", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
+        ("pages_evicted", "Pages that left the pool, to a lower tier or for good.", cache.n_pages_evicted),
+        (
+            "checkpoints_evicted",
+            "Checkpoints that left the pool, to a lower tier or for good.",
+            cache.n_checkpoints_evicted,
+        ),
+        ("damaged_files", "Files of --cache-dir that were not what they should be.", cache.n_damaged),
+    ):
+        yield CounterMetricFamily(f"deltic_prefix_{name}", text, value=value)
+    for name, text, label, counts in (
+        (
+            "checkpoints_taken",
+            "Checkpoints taken, by what made their place worth one.",
+            "kind",
+            cache.checkpoints_taken,
+        ),
+        ("read_bytes", "Brought back to the pool, by the tier it came from.", "tier", cache.read_bytes),
+        ("written_bytes", "Moved or copied to a lower tier.", "tier", cache.written_bytes),
+    ):
+        family = CounterMetricFamily(f"deltic_prefix_{name}", text, labels=[label])
+        for key, count in counts.items():
+            family.add_metric([key], count)
+        yield family

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from deltic.config import ServerConfig
 from deltic.engine.client import Deliver, EngineUnavailable, QueueFull, State, Stream
-from deltic.engine.request import EngineInfo, Loading, Output, Request, Stats, TokenLogprob
+from deltic.engine.request import CacheReport, EngineInfo, Loading, Output, Request, Stats, TokenLogprob
 from deltic.server.chat import ChatTemplate
 from deltic.server.http import create_app
 from deltic.text import Tokenizer
@@ -100,6 +100,11 @@ class FakeEngineClient:
         self.max_queue = 256
         self.hold = False
         self.cached_tokens = 0
+        """Of each prompt."""
+        self.cache: dict[str, Any] = {"enabled": True, "checkpoints": [{"tokens": 64, "kind": "end"}]}
+        """What it tells of its prefix cache until that is reset."""
+        self.cache_s = 0.0
+        """How long it takes to tell."""
         self.die_after: int | None = None
         """Tokens of a sequence after which the engine dies."""
         self.streams: dict[str, Stream] = {}
@@ -136,6 +141,14 @@ class FakeEngineClient:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    async def inspect_cache(self, reset: bool = False) -> CacheReport:
+        if self.state != "ready":
+            raise EngineUnavailable(self.why_unavailable())
+        await asyncio.sleep(self.cache_s)
+        if reset:
+            self.cache = self.cache | {"checkpoints": []}
+        return CacheReport(self.cache)
+
     def why_unavailable(self) -> str:
         return "the server is shutting down" if self.state == "stopped" else f"the engine is {self.state}"
 
@@ -163,7 +176,9 @@ class FakeEngineClient:
                 return
             new = ids[start : start + self.batch]
             last = start + self.batch >= len(ids)
-            output = Output(request.id, index, new, cached_tokens=self.cached_tokens)
+            output = Output(request.id, index, new)
+            if start == 0 and index == 0:
+                output.cached_tokens = self.cached_tokens
             if params.logprobs is not None:
                 output.logprobs = [self._logprob(i, params.logprobs) for i in new]
             if start == 0 and index == 0 and params.prompt_logprobs is not None:

@@ -2,7 +2,8 @@
 
 Its pages hold the tokens that were written to them and its slots a hash of the tokens they saw, so what it
 draws comes through the memory that the scheduler handed out: a page given to two owners, a slot not copied, a
-chunk run twice or left out is an AssertionError at the next draw, not a wrong word much later.
+prefix that is another's, a chunk run twice or left out is an AssertionError in the step that meets it, not a wrong
+word much later. FakeTiers is host memory and disk below that, as slow and as unreliable as it is told to be.
 
 Run as a program, this is an engine process with that runner: `python tests/fakes.py [--step-ms MS] LAUNCH`.
 """
@@ -12,15 +13,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine import loop
 from deltic.engine.request import (
     PAGE_SIZE,
+    Chunk,
     EngineInfo,
     SamplingParams,
     Sequence,
@@ -28,6 +35,7 @@ from deltic.engine.request import (
     StepResult,
     TokenLogprob,
 )
+from deltic.engine.tiers import Entry, Move
 
 VOCAB_SIZE = 1000
 EOS = 0
@@ -36,6 +44,9 @@ POISON = 13
 
 START_STATE = 17
 MASK = (1 << 61) - 1
+
+UNITS_PER_STATE = 2
+"""A state takes as much memory as so many pages."""
 
 
 def fold(state: int, token: int) -> int:
@@ -78,16 +89,19 @@ class FakeRunner:
         max_step_tokens: int = 512,
         n_slots: int | None = None,
         max_logit_rows: int | None = None,
+        prefix_cache: bool = True,
         step_s: float = 0.0,
     ) -> None:
         self.n_pages = n_pages
-        self.n_slots = n_slots or max_num_seqs
+        self.n_slots = max_num_seqs + 8 if n_slots is None else n_slots
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.max_step_tokens = max_step_tokens
         self.max_logit_rows = max_logit_rows or max_num_seqs + PAGE_SIZE
         self.step_s = step_s
+        self.tiers: Any = None
         self.n_steps = 0
+        self.n_tokens_run = 0
         self.info = EngineInfo(
             model_name="fake",
             vocab_size=VOCAB_SIZE,
@@ -98,9 +112,18 @@ class FakeRunner:
             n_pages=n_pages,
             n_slots=self.n_slots,
             device="none",
+            prefix_cache=prefix_cache,
+            page_bytes=1,
+            state_bytes=UNITS_PER_STATE,
         )
-        self._pages = [[-1] * PAGE_SIZE for _ in range(n_pages)]
-        self._states = [0] * self.n_slots
+        self.pages = np.full((n_pages, PAGE_SIZE), -1, np.int32)
+        """The tokens of each page."""
+        self.states = [0] * self.n_slots
+        # The page table, kept as the real one is: a row is written anew when another sequence has it, or says so.
+        self._page_table = np.zeros((max_num_seqs, n_pages), np.int32)
+        self._holder: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
+        self._n_pages_known = [0] * max_num_seqs
+        self._truth: dict[Sequence, list[int]] = {}
 
     def step(self, step: Step) -> StepResult:
         """Runs the chunks, the copies, the draws. Raises AssertionError for a step that breaks a promise."""
@@ -108,12 +131,19 @@ class FakeRunner:
         if self.step_s:
             time.sleep(self.step_s)
         self._check_limits(step)
+        self._check_slots(step)
         for chunk in step.chunks:
-            self._run(chunk.sequence, chunk.start, chunk.length)
+            self._check_start(chunk)
+        if any(POISON in c.sequence.tokens[c.start : c.start + c.length] for c in step.chunks):
+            for chunk in step.chunks:
+                self._spoil(chunk)
+            raise RuntimeError("poisoned token")
+        for chunk in step.chunks:
+            self._run(chunk)
         for source, destination in step.slot_copies:
-            self._states[destination] = self._states[source]
+            self.states[destination] = self.states[source]
         for source, destination in step.page_copies:
-            self._pages[destination] = self._pages[source][:]
+            self.pages[destination] = self.pages[source]
         tokens, logprobs = [], []
         for drawn in step.draws:
             sequence, params = drawn.sequence, drawn.sequence.request.params
@@ -141,36 +171,253 @@ class FakeRunner:
         assert n_rows <= self.max_logit_rows, f"{n_rows} rows of logits"
         sequences = [id(c.sequence) for c in step.chunks]
         assert len(set(sequences)) == len(sequences), "a sequence has two chunks"
+        places = [c.sequence.place for c in step.chunks]
+        assert None not in places and len(set(places)) == len(places), "two sequences have one place"
 
-    def _run(self, sequence: Sequence, start: int, length: int) -> None:
-        assert sequence.slot is not None and start == sequence.n_computed and length > 0
-        end = start + length
+    def _check_slots(self, step: Step) -> None:
+        """A slot that is written has one writer in the step, and nobody who starts from it but that one."""
+        written = [chunk.sequence.slot for chunk in step.chunks]
+        written += [slot for chunk in step.chunks for _, slot in chunk.snapshots]
+        written += [destination for _, destination in step.slot_copies]
+        assert None not in written and len(set(written)) == len(written), "a slot has two writers"
+        read = {chunk.sequence.start_slot for chunk in step.chunks} - {None}
+        assert not read & set(written), "a slot that others start from is written"
+
+    def _check_start(self, chunk: Chunk) -> None:
+        """What a chunk builds on must be what its sequence's tokens say: context in the pages, state in the slot."""
+        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
+        name = f"{sequence.request.id}/{sequence.index}"
+        assert start == sequence.n_computed and chunk.length > 0
         assert end == len(sequence.tokens) or end % PAGE_SIZE == 0, "cut off the grid"
-        state = self._states[sequence.slot] if start else START_STATE
-        for position in range(start, end):
-            token = sequence.tokens[position]
-            if token == POISON:
-                raise RuntimeError("poisoned token")
-            self._pages[sequence.pages[position // PAGE_SIZE]][position % PAGE_SIZE] = token
+        at = [n for n, _ in chunk.snapshots]
+        assert at == sorted(set(at)) and all(
+            0 < n < chunk.length and (start + n) % PAGE_SIZE == 0 for n in at
+        )
+        row = self._row(sequence)
+        assert row.tolist() == sequence.pages, f"the page table of {name} is out of date"
+        context = self.pages[row].ravel()[:start]
+        assert np.array_equal(context, sequence.tokens[:start]), f"pages of {name} are not its own"
+        slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
+        assert slot is not None
+        if start:
+            assert self.states[slot] == self._state_after(sequence, start), f"slot of {name} is off"
+
+    def _row(self, sequence: Sequence) -> np.ndarray:
+        """The sequence's row of the page table, brought up to date as the real one is."""
+        place, holder = sequence.place, (sequence, sequence.pages_version)
+        assert place is not None
+        if self._holder[place] != holder:
+            self._holder[place] = holder
+            self._n_pages_known[place] = 0
+        known, n_pages = self._n_pages_known[place], len(sequence.pages)
+        if known < n_pages:
+            self._page_table[place, known:n_pages] = sequence.pages[known:]
+            self._n_pages_known[place] = n_pages
+        return self._page_table[place, :n_pages]
+
+    def _run(self, chunk: Chunk) -> None:
+        sequence, end = chunk.sequence, chunk.start + chunk.length
+        self._write(chunk, sequence.tokens[chunk.start : end])
+        state = START_STATE
+        if chunk.start:
+            slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
+            assert slot is not None
+            state = self.states[slot]
+        snapshots = dict(chunk.snapshots)
+        for n, token in enumerate(sequence.tokens[chunk.start : end], start=1):
             state = fold(state, token)
-        self._states[sequence.slot] = state
+            if n in snapshots:
+                self.states[snapshots[n]] = state
+        assert sequence.slot is not None
+        self.states[sequence.slot] = state
+        self.n_tokens_run += chunk.length
+
+    def _spoil(self, chunk: Chunk) -> None:
+        """A step that fails may leave anything in what it was to write."""
+        self._write(chunk, [-2] * chunk.length)
+        assert chunk.sequence.slot is not None
+        for slot in [chunk.sequence.slot, *(slot for _, slot in chunk.snapshots)]:
+            self.states[slot] = -2
+
+    def _write(self, chunk: Chunk, tokens: Any) -> None:
+        positions = np.arange(chunk.start, chunk.start + chunk.length)
+        row = self._page_table[chunk.sequence.place]
+        self.pages[row[positions // PAGE_SIZE], positions % PAGE_SIZE] = tokens
 
     def _check_memory(self, sequence: Sequence) -> int:
         """The state of a sequence that draws, after comparing its memory with its tokens."""
         assert sequence.slot is not None
-        written = [token for page in sequence.pages for token in self._pages[page]][: len(sequence.tokens)]
-        assert written == list(sequence.tokens), (
-            f"pages of {sequence.request.id}/{sequence.index} are not its own"
-        )
-        state = START_STATE
-        for token in sequence.tokens:
-            state = fold(state, token)
-        assert self._states[sequence.slot] == state, f"slot of {sequence.request.id}/{sequence.index} is off"
+        n_tokens = len(sequence.tokens)
+        written = self.pages[sequence.pages].ravel()[:n_tokens]
+        name = f"{sequence.request.id}/{sequence.index}"
+        assert np.array_equal(written, sequence.tokens), f"pages of {name} are not its own"
+        state = self._state_after(sequence, n_tokens)
+        assert self.states[sequence.slot] == state, f"slot of {name} is off"
         return state
+
+    def _state_after(self, sequence: Sequence, n_tokens: int) -> int:
+        """The state after the first n_tokens of a sequence, from its tokens alone."""
+        if sequence not in self._truth:
+            self._truth = {s: states for s, states in self._truth.items() if s.finish_reason is None}
+        states = self._truth.setdefault(sequence, [START_STATE])
+        for token in sequence.tokens[len(states) - 1 : n_tokens]:
+            states.append(fold(states[-1], token))
+        return states[n_tokens]
 
     @staticmethod
     def _logprob(token: int, n_top: int) -> TokenLogprob:
         return TokenLogprob(token, -1.0, [(i, -1.0 - i) for i in range(n_top)])
+
+
+@dataclass(slots=True)
+class Saved:
+    """An object on a FakeTiers' disk."""
+
+    parent: bytes
+    depth: int
+    content: Any
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Moves that were asked for together, and how often `finished` is yet to be asked before they are done."""
+
+    is_load: bool
+    moves: list[Move]
+    contents: list[Any]
+    """What the source (or the destination, if that is the device) held when they were asked for."""
+    n_polls: int
+
+
+class FakeTiers:
+    """Host memory and disk of a FakeRunner: what `deltic.engine.tiers.Tiers` is to the real one.
+
+    Moves take a random number of polls and fail at random, with `rng`. A buffer that is written or taken away while it is
+    moved is an AssertionError when the move is done. The disk is a dict that outlives the object: a later one restores it.
+    """
+
+    def __init__(
+        self, runner: FakeRunner, n_units: int, disk: dict[tuple[str, bytes], Saved] | None = None,
+        disk_bytes: int = 1 << 20, rng: Random | None = None, p_failure: float = 0.0, n_most_polls: int = 4,
+    ) -> None:  # fmt: skip
+        """disk_bytes: of pages of 1 and states of UNITS_PER_STATE bytes. p_failure: of one move to or from the disk."""
+        self.n_units = n_units
+        self.units_per_state = UNITS_PER_STATE
+        self.disk = disk if disk is not None else {}
+        self.has_disk = disk is not None
+        self.disk_bytes = disk_bytes
+        self.entries = [
+            Entry(kind, key, saved.parent, saved.depth, 1 if kind == "page" else UNITS_PER_STATE, 0.0)
+            for (kind, key), saved in self.disk.items()
+        ]
+        self.notices: list[str] = []
+        self.read_bytes = {"host": 0, "disk": 0}
+        self.written_bytes = {"host": 0, "disk": 0}
+        self.n_damaged = 0
+        self.p_failure = p_failure
+        self._runner = runner
+        self._rng = rng or Random(0)
+        self._n_most_polls = n_most_polls
+        self._units: list[Any] = [None] * n_units
+        self._pending: dict[int, Ticket] = {}
+        self._n_tickets = 0
+
+    @property
+    def n_pending(self) -> int:
+        return len(self._pending)
+
+    def copy_out(self, move: Move) -> None:
+        assert len(move.units) == self._size(move)
+        for unit in move.units:
+            self._units[unit] = move.kind, self._device(move)
+        self.written_bytes["host"] += self._size(move)
+
+    def copy_in(self, move: Move) -> None:
+        self._put(move, self._host(move))
+        self.read_bytes["host"] += self._size(move)
+
+    def load(self, moves: list[Move]) -> int:
+        for move in moves:
+            self._put(move, [-7] * PAGE_SIZE if move.kind == "page" else -7)
+        return self._ask(Ticket(True, moves, [self._device(move) for move in moves], self._delay()))
+
+    def save(self, moves: list[Move]) -> int:
+        return self._ask(Ticket(False, moves, [self._source(move) for move in moves], self._delay()))
+
+    def finished(self) -> list[tuple[int, list[Move]]]:
+        done = []
+        for number, ticket in list(self._pending.items()):
+            if ticket.n_polls:
+                ticket.n_polls -= 1
+                continue
+            for move, content in zip(ticket.moves, ticket.contents, strict=True):
+                (self._finish_load if ticket.is_load else self._finish_save)(move, content)
+            del self._pending[number]
+            done.append((number, ticket.moves))
+        return done
+
+    def wait(self, timeout_s: float) -> None:
+        for ticket in self._pending.values():
+            ticket.n_polls = 0
+
+    def delete(self, kind: str, key: bytes) -> None:
+        self.disk.pop((kind, key), None)
+
+    def clear(self) -> None:
+        self.disk.clear()
+
+    def close(self, timeout_s: float) -> None:
+        self._pending.clear()
+
+    def _ask(self, ticket: Ticket) -> int:
+        self._n_tickets += 1
+        self._pending[self._n_tickets] = ticket
+        return self._n_tickets
+
+    def _delay(self) -> int:
+        return self._rng.randrange(self._n_most_polls) if self._n_most_polls else 0
+
+    def _finish_load(self, move: Move, content: Any) -> None:
+        assert self._device(move) == content, f"the {move.kind} {move.device} was used while it was loaded"
+        saved = self.disk.get((move.kind, move.key))
+        if not move.units and (saved is None or self._rng.random() < self.p_failure):
+            self.n_damaged += 1
+            return
+        self._put(move, self._host(move) if move.units else saved.content)
+        self.read_bytes["host" if move.units else "disk"] += self._size(move)
+        move.ok = True
+
+    def _finish_save(self, move: Move, content: Any) -> None:
+        assert self._source(move) == content, f"the {move.kind} {move.device} changed while it was saved"
+        if self._rng.random() >= self.p_failure:
+            self.disk[move.kind, move.key] = Saved(move.parent, move.depth, content)
+            self.written_bytes["disk"] += self._size(move)
+            move.ok = True
+
+    @staticmethod
+    def _size(move: Move) -> int:
+        return 1 if move.kind == "page" else UNITS_PER_STATE
+
+    def _source(self, move: Move) -> Any:
+        return self._host(move) if move.device < 0 else self._device(move)
+
+    def _device(self, move: Move) -> Any:
+        runner = self._runner
+        return runner.pages[move.device].tolist() if move.kind == "page" else runner.states[move.device]
+
+    def _host(self, move: Move) -> Any:
+        assert len(move.units) == self._size(move)
+        (kind, content), *rest = [self._units[unit] for unit in move.units]
+        assert kind == move.kind and all(other == (kind, content) for other in rest), (
+            "units of another object"
+        )
+        return content
+
+    def _put(self, move: Move, content: Any) -> None:
+        if move.kind == "page":
+            self._runner.pages[move.device] = content
+        else:
+            self._runner.states[move.device] = content
 
 
 def build_runner(config: EngineConfig, progress: loop.Progress, step_s: float = 0.0) -> FakeRunner:
@@ -183,6 +430,7 @@ def build_runner(config: EngineConfig, progress: loop.Progress, step_s: float = 
         max_num_seqs=config.max_num_seqs or 8,
         max_model_len=config.max_model_len or 4096,
         max_step_tokens=config.max_step_tokens,
+        prefix_cache=config.prefix_cache,
         step_s=step_s,
     )
     progress("load", 1.0)

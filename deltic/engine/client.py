@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -30,10 +31,13 @@ from deltic.config import EngineConfig
 from deltic.engine.loop import Launch
 from deltic.engine.request import (
     Abort,
+    CacheReport,
+    CacheStats,
     Command,
     EngineInfo,
     Event,
     FinishReason,
+    InspectCache,
     Loading,
     Output,
     Request,
@@ -62,6 +66,12 @@ LAST_WORDS_S = 0.05
 
 COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions")
 """The fields of Stats that only grow."""
+
+CACHE_COUNTERS = (
+    "n_lookups", "n_hits", "n_lookup_tokens", "n_hit_tokens", "checkpoints_taken", "n_pages_evicted",
+    "n_checkpoints_evicted", "read_bytes", "written_bytes", "n_damaged",
+)  # fmt: skip
+"""Those of CacheStats; some are counts by name."""
 
 SHUTDOWN_S = 5.0
 """How long a process that was told to stop may finish its step before it is killed."""
@@ -163,6 +173,7 @@ class EngineClient:
         self._on_event = on_event
         self._program = program
         self._streams: dict[str, Stream] = {}
+        self._inspections: deque[asyncio.Future[CacheReport]] = deque()  # in the order of their questions
         self._mean_request_s = 1.0
         self._counted = Stats()  # the counters of the processes that died
         self._state_changed = asyncio.Event()
@@ -235,6 +246,18 @@ class EngineClient:
         """Ends a request, or one of its sequences, within a step; its last outputs are delivered."""
         if request_id in self._streams:
             self._send(Abort(request_id, index))
+
+    async def inspect_cache(self, reset: bool = False) -> CacheReport:
+        """What the engine's prefix cache holds; reset: after it was emptied. It answers between two steps.
+
+        Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
+        """
+        if self.state != "ready":
+            raise EngineUnavailable(self.why_unavailable())
+        answer: asyncio.Future[CacheReport] = asyncio.get_running_loop().create_future()
+        self._send(InspectCache(reset))
+        self._inspections.append(answer)
+        return await answer
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Takes no more requests, gives those that run `drain_s` seconds, ends the rest and the process."""
@@ -425,6 +448,10 @@ class EngineClient:
                     fed.append(stream)
                 if stream.push(output):
                     self._note_ended(stream, 1)
+        elif isinstance(event, CacheReport):
+            answer = self._inspections.popleft()
+            if not answer.done():  # who asked may have left
+                answer.set_result(event)
         elif isinstance(event, Loading):
             self.loading = event
         elif isinstance(event, StartFailed):
@@ -448,17 +475,24 @@ class EngineClient:
     def _end_all(self, reason: FinishReason, message: str) -> None:
         for stream in list(self._streams.values()):
             self._note_ended(stream, stream.end(reason, message))
+        while self._inspections:
+            answer = self._inspections.popleft()
+            if not answer.done():
+                answer.set_exception(EngineUnavailable(message))
 
     def _count(self, stats: Stats) -> None:
         """Takes the gauges as they are, and the counters on top of those of the processes that died."""
-        for name in COUNTERS if self.n_restarts else ():
-            setattr(stats, name, getattr(stats, name) + getattr(self._counted, name))
+        if self.n_restarts:
+            _add(stats, self._counted, COUNTERS)
+            _add(stats.cache, self._counted.cache, CACHE_COUNTERS)
         self.stats = stats
 
     def _forget_gauges(self) -> None:
         """Nothing runs any more; the counters keep what they have."""
-        self._counted = Stats(**{name: getattr(self.stats, name) for name in COUNTERS})
-        self.stats = msgspec.structs.replace(self._counted)
+        last, self._counted, self.stats = self.stats, Stats(), Stats()
+        for kept in (self._counted, self.stats):
+            _add(kept, last, COUNTERS)
+            _add(kept.cache, last.cache, CACHE_COUNTERS)
 
     def _set_state(self, state: State) -> None:
         self.state = state
@@ -469,6 +503,17 @@ class EngineClient:
         """When one of those that wait will have got its turn, if requests go on taking as long as the last did."""
         assert self.info
         return min(60, max(1, math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)))
+
+
+def _add(stats: Stats | CacheStats, earlier: Stats | CacheStats, counters: tuple[str, ...]) -> None:
+    """Adds `earlier`'s counters to those of `stats`."""
+    for name in counters:
+        now, before = getattr(stats, name), getattr(earlier, name)
+        if isinstance(now, dict):
+            total = {key: now.get(key, 0) + before.get(key, 0) for key in before | now}
+        else:
+            total = now + before
+        setattr(stats, name, total)
 
 
 def _describe(code: int) -> str:

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -30,9 +30,11 @@ from deltic.engine.request import (
     MAX_BIASES,
     MAX_LOGPROBS,
     Abort,
+    CacheReport,
     Command,
     EngineInfo,
     Event,
+    InspectCache,
     Loading,
     Output,
     Ready,
@@ -45,6 +47,8 @@ from deltic.engine.request import (
     StepResult,
 )
 from deltic.engine.scheduler import RequestError, Scheduler
+from deltic.engine.tiers import Tiers
+from deltic.engine.tree import Geometry
 
 log = logging.getLogger("deltic.engine")
 
@@ -52,6 +56,12 @@ MAX_FAILURES = 3
 """Steps that may fail in a row before the process gives up on itself."""
 
 OUT_OF_MEMORY = "out of memory while loading; free some, or lower --memory-gb"
+
+MOVE_WAIT_S = 0.005
+"""How long a step waits for the tiers when there is nothing else to do; then commands are looked at again."""
+
+CLOSE_S = 4.0
+"""How long a process that was told to stop goes on writing to --cache-dir: less than the client waits (SHUTDOWN_S)."""
 
 IDLE_POLL_S = 1.0
 """How long an idle process waits before it looks whether its parent still lives."""
@@ -73,6 +83,10 @@ class StepRunner(Protocol):
 
     @property
     def max_logit_rows(self) -> int: ...
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Host memory and disk below the pools, if there are any."""
 
     def step(self, step: Step) -> StepResult: ...
 
@@ -136,8 +150,16 @@ class Engine:
     def __init__(self, runner: StepRunner, max_itl_ms: float | None = None) -> None:
         self.runner = runner
         self.info = info = runner.info
+        self.cache = Cache(
+            info.n_pages,
+            info.n_slots,
+            n_places=info.max_num_seqs,
+            geometry=Geometry(info.page_bytes, info.state_bytes, info.even_context),
+            tiers=runner.tiers,
+            enabled=info.prefix_cache,
+        )
         self.scheduler = Scheduler(
-            Cache(info.n_pages, info.n_slots),
+            self.cache,
             max_num_seqs=info.max_num_seqs,
             max_step_tokens=info.max_step_tokens,
             max_model_len=info.max_model_len,
@@ -167,6 +189,8 @@ class Engine:
         start = time.perf_counter()
         step = self.scheduler.plan()
         if step is None:
+            if self.has_work():  # all that is open waits for the tiers
+                self.cache.store.wait(MOVE_WAIT_S)
             return []
         try:
             result = self.runner.step(step)
@@ -185,7 +209,7 @@ class Engine:
         return outputs
 
     def stats(self) -> Stats:
-        scheduler, cache = self.scheduler, self.scheduler.cache
+        scheduler, cache = self.scheduler, self.cache
         return Stats(
             n_running=scheduler.n_running,
             n_waiting=scheduler.n_open - scheduler.n_running,
@@ -198,7 +222,20 @@ class Engine:
             n_generated_tokens=scheduler.n_generated_tokens,
             n_preemptions=scheduler.n_preemptions,
             last_step_ms=self.last_step_s * 1000,
+            cache=cache.store.count(),
         )
+
+    def cache_summary(self) -> dict[str, Any]:
+        """What the prefix cache holds, as plain data."""
+        return {"enabled": self.info.prefix_cache, **self.cache.store.summary()}
+
+    def reset_cache(self) -> None:
+        """Forgets every prefix, in every tier."""
+        self.scheduler.reset_cache()
+
+    def close(self, timeout_s: float) -> None:
+        """Lets what is to be kept on disk get there, for at most so long. No step may follow."""
+        self.cache.store.close(timeout_s)
 
     def check(self) -> None:
         """Raises IntegrityError unless pages and slots add up."""
@@ -266,6 +303,7 @@ class EngineProcess:
         while self._parent_lives():
             outputs: list[Output] = []
             if not self._obey(engine, outputs):
+                engine.close(CLOSE_S)
                 return 0
             busy = engine.has_work()
             if busy:
@@ -280,7 +318,9 @@ class EngineProcess:
                 if not was_idle:
                     engine.check()
                     was_idle = True
-                self._commands.poll(int(IDLE_POLL_S * 1000))
+                engine.cache.store.poll()
+                saving = engine.cache.store.n_moving > 0
+                self._commands.poll(int((MOVE_WAIT_S if saving else IDLE_POLL_S) * 1000))
         return 0
 
     def _obey(self, engine: Engine, outputs: list[Output]) -> bool:
@@ -296,6 +336,11 @@ class EngineProcess:
                 outputs += engine.abort(command.id, command.index)
             elif isinstance(command, Shutdown):
                 return False
+            elif isinstance(command, InspectCache):
+                if command.reset:
+                    engine.reset_cache()
+                self.send(StepOutputs([], engine.stats()))
+                self.send(CacheReport(engine.cache_summary()))
             else:
                 try:
                     engine.add(command)

@@ -1,7 +1,7 @@
 """The memory plan: what is allocated before the first request, and what that lets run.
 
-Weights, workspace (activations, batch and sampler buffers), state slots and pages are all there is. A setting that
-cannot fit is refused with the largest that would; after ready nothing grows with load.
+Weights, workspace (activations, batch and sampler buffers), state slots, pages and the host tier of the prefix cache are
+all there is. A setting that cannot fit is refused with the largest that would; after ready nothing grows with load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from deltic.models.weights import weight_bytes
 DEFAULT_MODEL_LEN = 32768
 DEFAULT_SEQS = 32
 DEFAULT_POOL_BYTES = 2 << 30
-"""Pages and slots take this much when no --memory-gb is given and it is free."""
+"""Pages and slots take this much, and the host tier comes on top, when no --memory-gb is given and it is free."""
+CACHE_SHARE = 4
+"""One part in so many of what the pools hold beside running sequences is for checkpoints, and of the memory for the host
+tier, unless told otherwise."""
+MAX_CHECKPOINTS = 256
+"""Most by default."""
 FREE_SHARE = 0.8
 SHORT_MODEL_LEN = 4096
 
@@ -71,8 +76,12 @@ class Plan:
     n_real: int
     max_model_len: int
     max_num_seqs: int
+    n_checkpoints: int
+    """State slots beside those of the sequences that run."""
     max_step_tokens: int
     n_pages: int
+    host_bytes: int
+    """Host memory for pages and states that leave the pools: whole pages."""
     n_threads: int
     workspace: dict[str, int]
     """Bytes of each buffer of a step."""
@@ -98,12 +107,22 @@ class Plan:
         return self.n_pages * self.shape.page_bytes(PAGE_SIZE)
 
     @property
+    def n_slots(self) -> int:
+        return self.max_num_seqs + self.n_checkpoints
+
+    @property
     def slots_bytes(self) -> int:
-        return self.max_num_seqs * self.shape.state_bytes
+        return self.n_slots * self.shape.state_bytes
+
+    @property
+    def n_host_units(self) -> int:
+        return self.host_bytes // self.shape.page_bytes(PAGE_SIZE)
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.workspace_bytes + self.slots_bytes + self.pages_bytes
+        return (
+            self.weight_bytes + self.workspace_bytes + self.slots_bytes + self.pages_bytes + self.host_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -150,35 +169,87 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
         raise ConfigError(
             f"--memory-gb {config.memory_gb}: only {free / 1e9:.1f} GB are free; give at most that"
         )
-    n_threads = config.threads or n_usable_cpus()
-    n_seqs = config.max_num_seqs or DEFAULT_SEQS
-    n_bytes = weight_bytes(shape, config.quantize)
     plan = _sized(
         Plan(
-            shape,
-            config.quantize,
-            n_bytes,
-            n_real,
-            length,
-            n_seqs,
-            config.max_step_tokens,
-            0,
-            n_threads,
-            {},
-            most,
+            shape=shape,
+            quantize=config.quantize,
+            weight_bytes=weight_bytes(shape, config.quantize),
+            n_real=n_real,
+            max_model_len=length,
+            max_num_seqs=config.max_num_seqs or DEFAULT_SEQS,
+            n_checkpoints=(config.n_checkpoints or 0) if config.prefix_cache else 0,
+            max_step_tokens=config.max_step_tokens,
+            n_pages=0,
+            host_bytes=_whole_pages(shape, (config.cache_host_gb or 0.0) * 1e9),
+            n_threads=config.threads or n_usable_cpus(),
+            workspace={},
+            budget_bytes=most,
         )
     )
     if config.pin_threads:
-        plan = replace(plan, cpus=pinned_cpus(n_threads))
+        plan = replace(plan, cpus=pinned_cpus(plan.n_threads))
+    bare = _shrunk(replace(plan, n_checkpoints=0, host_bytes=0), config)
     plan = _shrunk(plan, config)
-    if config.memory_gb is None and config.n_pages is None:  # modest unless told otherwise
-        pools = max(DEFAULT_POOL_BYTES, plan.slots_bytes + _one_sequence(plan))
-        plan = replace(plan, budget_bytes=min(most, plan.weight_bytes + plan.workspace_bytes + pools))
-    useful = plan.max_num_seqs * pages_for(plan.max_model_len)
+    if _spare(plan, config) < 0 <= _spare(bare, config):
+        raise _cache_refusal(plan, config, _spare(bare, config))
+    plan = _with_checkpoints(_with_host(plan, config), config)
     n_fit = max(0, _left(plan)) // shape.page_bytes(PAGE_SIZE)
+    useful = max(plan.max_num_seqs, DEFAULT_SEQS if config.prefix_cache else 1) * pages_for(
+        plan.max_model_len
+    )
+    if config.prefix_cache and config.memory_gb is not None:  # whoever gives memory, gives it to the cache
+        useful = n_fit
     plan = replace(plan, n_pages=config.n_pages or min(useful, n_fit))
     _refuse(plan, config, n_fit)
     return plan
+
+
+def _whole_pages(shape: ModelShape, n_bytes: float) -> int:
+    """Bytes of as many pages as n_bytes hold."""
+    a_page = shape.page_bytes(PAGE_SIZE)
+    return int(n_bytes) // a_page * a_page
+
+
+def _with_host(plan: Plan, config: EngineConfig) -> Plan:
+    """Decides the budget, and the host tier where it is not given: what one sequence of full length takes, if there is
+    memory for it."""
+    default = 0
+    if config.cache_host_gb is None:
+        a_page = plan.shape.page_bytes(PAGE_SIZE)
+        default = _one_sequence(plan) + -(-plan.shape.state_bytes // a_page) * a_page
+    if config.memory_gb is not None or config.n_pages is not None:
+        if default > _spare(plan, config) // CACHE_SHARE:
+            default = 0
+        return replace(plan, host_bytes=plan.host_bytes + default)
+    # Modest unless told otherwise: what running takes, and something for the cache where that is more than the default.
+    running = plan.slots_bytes + _one_sequence(plan)
+    pools = max(DEFAULT_POOL_BYTES, running + running // 2 if config.prefix_cache else running)
+    modest = plan.weight_bytes + plan.workspace_bytes + plan.host_bytes + pools
+    if modest + default > plan.budget_bytes:
+        default = 0
+    budget = min(plan.budget_bytes, modest + default)
+    return replace(plan, budget_bytes=budget, host_bytes=plan.host_bytes + default)
+
+
+def _with_checkpoints(plan: Plan, config: EngineConfig) -> Plan:
+    """Decides the number of checkpoint slots where it is not given."""
+    if config.n_checkpoints is not None or not config.prefix_cache:
+        return plan
+    spare = _spare(plan, config)
+    share = spare // CACHE_SHARE
+    if config.n_pages is not None:  # no more beside them than a plan of that size would have
+        share = min(share, config.n_pages * plan.shape.page_bytes(PAGE_SIZE) // (CACHE_SHARE - 1))
+    n_checkpoints = min(MAX_CHECKPOINTS, share // plan.shape.state_bytes)
+    if n_checkpoints < 1 <= spare // plan.shape.state_bytes:
+        n_checkpoints = 1  # without any there are no hits
+    return replace(plan, n_checkpoints=max(0, n_checkpoints))
+
+
+def _spare(plan: Plan, config: EngineConfig) -> int:
+    """Bytes that are left once there are the pages that there must be: those that were asked for, else one sequence's.
+    Negative when there are not even those."""
+    asked = (config.n_pages or 0) * plan.shape.page_bytes(PAGE_SIZE)
+    return _left(plan) - (asked or _one_sequence(plan))
 
 
 def _sized(plan: Plan, **changes: int) -> Plan:
@@ -211,12 +282,26 @@ def _shrunk(plan: Plan, config: EngineConfig) -> Plan:
 
 def _left(plan: Plan) -> int:
     """Bytes for pages once everything else is placed."""
-    return plan.budget_bytes - plan.weight_bytes - plan.workspace_bytes - plan.slots_bytes
+    return plan.budget_bytes - (plan.total_bytes - plan.pages_bytes)
 
 
 def _one_sequence(plan: Plan) -> int:
     """Bytes of the pages of one sequence of full length: the least that is of use."""
     return pages_for(plan.max_model_len) * plan.shape.page_bytes(PAGE_SIZE)
+
+
+def _cache_refusal(plan: Plan, config: EngineConfig, room: int) -> ConfigError:
+    """For a plan that would fit without its checkpoints and its host tier, for which there are `room` bytes."""
+    shape, have = plan.shape, f"{plan.budget_bytes / 1e9:.1f} GB"
+    if plan.n_checkpoints and room >= plan.host_bytes:
+        return ConfigError(
+            f"--n-checkpoints {plan.n_checkpoints} of {shape.state_bytes / 1e6:.1f} MB each do not fit into {have}; "
+            f"at most {(room - plan.host_bytes) // shape.state_bytes} do"
+        )
+    most = max(0, room - plan.n_checkpoints * shape.state_bytes) // 10**7 / 100
+    return ConfigError(
+        f"--cache-host-gb {config.cache_host_gb} does not fit into {have} beside what has to be there; give at most {most}"
+    )
 
 
 def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
@@ -243,7 +328,8 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
     if plan.n_pages > n_fit:
         raise ConfigError(f"--n-pages {plan.n_pages} does not fit into {have}; at most {n_fit} do")
     if plan.n_pages < n_seq_pages:
-        n_seqs = (_left(plan) + plan.slots_bytes - _one_sequence(plan)) // max(1, shape.state_bytes)
+        live_bytes = plan.max_num_seqs * shape.state_bytes
+        n_seqs = (_left(plan) + live_bytes - _one_sequence(plan)) // max(1, shape.state_bytes)
         if config.max_num_seqs is not None and n_seqs >= 1 and config.n_pages is None:
             raise ConfigError(
                 f"--max-num-seqs {plan.max_num_seqs} does not fit into {have}; at most {n_seqs} do"
@@ -252,7 +338,7 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
             raise ConfigError(
                 f"--n-pages {plan.n_pages} cannot hold one sequence; give at least {n_seq_pages}"
             )
-        alone = _left(plan) + plan.slots_bytes - shape.state_bytes
+        alone = _left(plan) + live_bytes - shape.state_bytes
         raise ConfigError(
             f"--max-model-len {plan.max_model_len} does not fit into {have}, not even with --max-num-seqs 1; "
             f"give at most {alone // shape.page_bytes(PAGE_SIZE) * PAGE_SIZE}"

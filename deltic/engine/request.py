@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -62,6 +62,10 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """Lower runs first; equal priorities are first come, first served."""
     boundaries: list[int] = []
     """Token offsets at which a chat message ends (from the template): where prompts branch."""
+    cache_salt: str = ""
+    """Prefixes are shared only between requests of the same salt."""
+    use_cache: bool = True
+    """Whether the prefix cache is looked up for this request, and keeps what it computes."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -75,7 +79,13 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine process leaves its loop and exits 0."""
 
 
-Command = Request | Abort | Shutdown
+class InspectCache(msgspec.Struct, tag="inspect_cache"):
+    """Asks for a CacheReport. reset: after everything that the prefix cache holds was dropped, on disk as well."""
+
+    reset: bool = False
+
+
+Command = Request | Abort | InspectCache | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -106,6 +116,32 @@ class Output(msgspec.Struct, array_like=True):
     """Seconds the sequence waited for its place; with its first Output."""
 
 
+class CacheStats(msgspec.Struct, array_like=True):
+    """The prefix cache since the start: monotonic counters, but for the gauges at the end."""
+
+    n_lookups: int = 0
+    n_hits: int = 0
+    n_lookup_tokens: int = 0
+    """Prompt tokens that were looked up."""
+    n_hit_tokens: int = 0
+    """Of those, the ones that were not computed again."""
+    checkpoints_taken: dict[str, int] = {}
+    """By kind: message, ladder, end, junction, tail."""
+    n_pages_evicted: int = 0
+    """From device memory, to a lower tier or to nowhere; so the next."""
+    n_checkpoints_evicted: int = 0
+    read_bytes: dict[str, int] = {}
+    """Brought back to device memory, by the tier it came from: host, disk."""
+    written_bytes: dict[str, int] = {}
+    """Moved or copied to a tier: host, disk."""
+    n_damaged: int = 0
+    """Files of the disk tier that were not what they should be."""
+    n_pages: int = 0
+    """Pages that the tree holds in device memory, those of running sequences included."""
+    n_checkpoints: int = 0
+    """State slots that are checkpoints."""
+
+
 class Stats(msgspec.Struct, array_like=True):
     """The engine's gauges and monotonic counters, sent when it is ready and with every step's outputs."""
 
@@ -120,6 +156,7 @@ class Stats(msgspec.Struct, array_like=True):
     n_generated_tokens: int = 0
     n_preemptions: int = 0
     last_step_ms: float = 0.0
+    cache: CacheStats = msgspec.field(default_factory=CacheStats)
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -134,7 +171,13 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_step_tokens: int
     n_pages: int
     n_slots: int
+    """State slots: of the sequences that run, and checkpoints."""
     device: str
+    prefix_cache: bool = True
+    page_bytes: int = 1
+    state_bytes: int = 16
+    even_context: float = 32768.0
+    """Tokens of context at which a token's attention takes as long as all the rest of it."""
     operators: dict[str, str] = {}
     """Operator name -> implementation chosen."""
     notices: list[str] = []
@@ -160,21 +203,27 @@ class StepOutputs(msgspec.Struct, tag="step"):
     stats: Stats
 
 
+class CacheReport(msgspec.Struct, tag="cache_report"):
+    """The answer to InspectCache: plain data, as `GET /cache` shows it."""
+
+    summary: dict[str, Any]
+
+
 class StartFailed(msgspec.Struct, tag="start_failed"):
     """The engine cannot serve (bad checkpoint, plan that does not fit); it exits. The message says what to do."""
 
     message: str
 
 
-Event = Loading | Ready | StepOutputs | StartFailed
+Event = Loading | Ready | StepOutputs | CacheReport | StartFailed
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence in the engine: its tokens and what it owns.
 
-    `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `slot`; the rest is still to be run.
-    While running, exactly one token (the last drawn) is not computed yet.
+    `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one, in `slot`;
+    the rest is still to be run. While running, exactly one token (the last drawn) is not computed yet.
     """
 
     request: Request
@@ -185,7 +234,14 @@ class Sequence:
     n_prompt: int
     n_computed: int = 0
     pages: list[int] = field(default_factory=list)
+    pages_version: int = 0
+    """Raised whenever an entry of `pages` that a step may have seen is another one now."""
+    place: int | None = None
+    """Its row in the tables of the step (page table, sampling parameters), while it runs."""
     slot: int | None = None
+    """The state slot that its chunks write."""
+    start_slot: int | None = None
+    """The slot that its next chunk starts from, when that is a checkpoint, which is only read."""
     arrival: int = 0
     """Order of arrival, to break ties of equal priority."""
     arrived_at: float = 0.0
@@ -196,6 +252,12 @@ class Sequence:
     """n > 1: sequences that start when this one's prompt is done (they share its pages)."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     n_preempted: int = 0
+    prefix: Any = None
+    """What ties it to the prefix tree (cache.Prefix); None: it neither reads nor feeds the tree."""
+    n_cached: int = 0
+    """Prompt tokens that it found there."""
+    waits_for: tuple[Sequence, int] | None = None
+    """Another, whose prefill is to reach that many tokens before this one is admitted: they begin with the same."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -217,6 +279,9 @@ class Chunk:
     length: int
     prompt_logprobs: bool = False
     """The log-probabilities of this chunk's own tokens are wanted (a logits row for each)."""
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+    """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple of
+    PAGE_SIZE, 0 < n < length, ascending."""
 
 
 @dataclass(slots=True)

@@ -27,12 +27,14 @@ from deltic.engine.request import (
     Step,
     StepResult,
 )
+from deltic.engine.tiers import Bytes, Tiers
 from deltic.models.checkpoint import locate, model_name, n_real_ids
+from deltic.models.fingerprint import fingerprint
 from deltic.models.packed import PACKED, cache_file, map_packed, resolve_quantize, save_packed
 from deltic.models.qwen import Memory, Qwen
-from deltic.models.shapes import CheckpointError
+from deltic.models.shapes import CheckpointError, ModelShape
 from deltic.models.weights import Weights, dummy_weights, load_weights
-from deltic.ops.table import Program, chosen
+from deltic.ops.table import Program, chosen, load_library
 
 Progress = Callable[[str, float], None]
 
@@ -53,19 +55,16 @@ class Runner:
             ),
             states=arena.allocate(
                 "states",
-                (
-                    plan.max_num_seqs,
-                    shape.n_gdn_layers,
-                    shape.gdn_n_v_heads,
-                    shape.gdn_k_dim,
-                    shape.gdn_v_dim,
-                ),
+                (plan.n_slots, shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim),
                 torch.float32,
             ),
             columns=arena.allocate(
-                "columns", (plan.max_num_seqs, shape.n_gdn_layers, 3, shape.conv_channels), torch.bfloat16
+                "columns", (plan.n_slots, shape.n_gdn_layers, 3, shape.conv_channels), torch.bfloat16
             ),
         )
+        host = arena.allocate("host tier", (plan.n_host_units, shape.page_bytes(PAGE_SIZE)), torch.uint8)
+        self.host: Bytes | None = host.numpy() if plan.n_host_units else None
+        self.tiers: Tiers | None = None  # until open_tiers
         self.workspace = build_workspace(plan, arena)
         arena.touch(lambda done: progress("memory", done))
         self.model = Qwen(shape, weights, plan.max_model_len)
@@ -82,8 +81,11 @@ class Runner:
             max_num_seqs=plan.max_num_seqs,
             max_step_tokens=plan.max_step_tokens,
             n_pages=plan.n_pages,
-            n_slots=plan.max_num_seqs,
+            n_slots=plan.n_slots,
             device="cpu",
+            page_bytes=shape.page_bytes(PAGE_SIZE),
+            state_bytes=shape.state_bytes,
+            even_context=_even_context(shape),
             operators=chosen(),
         )
 
@@ -91,11 +93,25 @@ class Runner:
         """One token through everything: threads are started, code is paged in, and a kernel that cannot run here fails
         now. It leaves its mark in page 0 and slot 0 only, which whoever gets them overwrites."""
         request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
-        sequence = Sequence(request, 0, 0, array("i", [0]), n_prompt=1, pages=[0], slot=0)
+        sequence = Sequence(request, 0, 0, array("i", [0]), n_prompt=1, pages=[0], place=0, slot=0)
         self.step(Step(chunks=[Chunk(sequence, 0, 1)], draws=[Draw(0, sequence)]))
 
+    def open_tiers(self, directory: Path | None, disk_bytes: int, fingerprint: str) -> None:
+        """Starts the tiers below the pools, on disk too where there is a directory. Raises ConfigError if that cannot be
+        used."""
+        pages, states, columns = (
+            tensor.view(torch.uint8).view(len(tensor), -1).numpy()
+            for tensor in (self.memory.pages, self.memory.states, self.memory.columns)
+        )
+        self.tiers = Tiers(
+            lambda page: [pages[page]], lambda slot: [states[slot], columns[slot]], self.host,
+            self.plan.shape.state_bytes, directory, disk_bytes, fingerprint,
+        )  # fmt: skip
+        self.info.notices += self.tiers.notices
+
     def step(self, step: Step) -> StepResult:
-        """Runs one forward and the draws. A chunk that starts at 0 starts from the zero state."""
+        """Runs one forward and the draws. A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or
+        at 0 from the zero state, and leaves its final state in `slot` and those of its snapshots where they say."""
         batch, sampler = self.workspace.batch, self.workspace.sampler
         first_row = batch.fill(step)
         sampler.fill(step, first_row)
@@ -111,6 +127,14 @@ class Runner:
     def logits(self, n_rows: int) -> torch.Tensor:
         """float32 [n_rows, V]: the logits of the last step, in the order of its rows. For tests and benches."""
         return self.workspace.activations.logits[:n_rows]
+
+
+def _even_context(shape: ModelShape) -> float:
+    """Tokens of context at which attention multiplies as much for a token as everything else."""
+    n_heads = 1 if shape.tie_word_embeddings else 2
+    weights = shape.n_active_params - n_heads * shape.vocab_size * shape.hidden_size
+    state = 3.5 * shape.n_gdn_layers * shape.gdn_n_v_heads * shape.gdn_k_dim * shape.gdn_v_dim
+    return (weights + state) / (2 * shape.n_attn_layers * shape.n_q_heads * shape.head_dim)
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> Runner:
@@ -139,6 +163,16 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     lap("memory")
     runner.info.model_name = model_name(config)
     runner.info.notices = notices
+    runner.info.prefix_cache = config.prefix_cache
+    if config.prefix_cache and config.cache_dir is not None:
+        library = Path(load_library(runner.program.instruction_set)._name)
+        model = fingerprint(
+            config, directory, library, lambda done, total: progress("cache", done / max(1, total))
+        )
+        runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), model)
+    elif runner.host is not None:
+        runner.open_tiers(None, 0, "")
+    lap("cache")
     runner.info.start_s = spent
     return runner
 

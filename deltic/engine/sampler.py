@@ -1,6 +1,6 @@
 """Logits to tokens: the sampling parameters in batch tensors, and the draws read back.
 
-Parameters are kept by state slot and written once, when a sequence takes the slot. Each draw is a function of its row of
+Parameters are kept by place and written once, when a sequence takes the place. Each draw is a function of its row of
 logits, the parameters, the seed and the position (P6): a sequence that is preempted or shares a batch draws the same.
 """
 
@@ -26,40 +26,40 @@ from deltic.ops.table import Program
 
 
 class Sampler:
-    """The buffers of up to n_slots draws and n_logit_rows prompt positions a step."""
+    """The buffers of up to n_places draws and n_logit_rows prompt positions a step."""
 
     def __init__(
-        self, n_slots: int, max_model_len: int, n_logit_rows: int, n_vocab: int, n_real: int,
+        self, n_places: int, max_model_len: int, n_logit_rows: int, n_vocab: int, n_real: int,
         eos_token_ids: tuple[int, ...], n_threads: int, allocate: Allocate,
     ) -> None:  # fmt: skip
         i32, f32 = torch.int32, torch.float32
         self.n_real = n_real
         self.eos_token_ids = eos_token_ids
         self.slots = SlotParameters(
-            **{name: allocate(name, (n_slots,), f32) for name in ("temperature", "top_p", "min_p")},
-            **{name: allocate(name, (n_slots,), f32) for name in ("repetition", "frequency", "presence")},
-            top_k=allocate("top_k", (n_slots,), i32),
-            seed=allocate("seed", (n_slots,), torch.int64),
-            history=allocate("history", (n_slots, max_model_len), i32),
+            **{name: allocate(name, (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
+            **{name: allocate(name, (n_places,), f32) for name in ("repetition", "frequency", "presence")},
+            top_k=allocate("top_k", (n_places,), i32),
+            seed=allocate("seed", (n_places,), torch.int64),
+            history=allocate("history", (n_places, max_model_len), i32),
         )
         self._n_draws = allocate("n draws", (), i32)
         per_draw = ("row", "slot", "position", "n_history", "n_prompt")
         self.draws = DrawInputs(
             n_draws=self._n_draws,
-            **{name: allocate(f"draw {name}", (n_slots,), i32) for name in per_draw},
-            bias_begin=allocate("bias begin", (n_slots + 1,), i32),
-            bias_ids=allocate("bias ids", (n_slots * MAX_BIASES,), i32),
-            bias=allocate("bias", (n_slots * MAX_BIASES,), f32),
-            banned_begin=allocate("banned begin", (n_slots + 1,), i32),
-            banned=allocate("banned", (n_slots * MAX_BIASES,), i32),
+            **{name: allocate(f"draw {name}", (n_places,), i32) for name in per_draw},
+            bias_begin=allocate("bias begin", (n_places + 1,), i32),
+            bias_ids=allocate("bias ids", (n_places * MAX_BIASES,), i32),
+            bias=allocate("bias", (n_places * MAX_BIASES,), f32),
+            banned_begin=allocate("banned begin", (n_places + 1,), i32),
+            banned=allocate("banned", (n_places * MAX_BIASES,), i32),
         )
-        n_scratch = min(n_threads, n_slots)
+        n_scratch = min(n_threads, n_places)
         self.scratch = DrawScratch(
             values=allocate("draw values", (n_scratch, n_vocab), f32),
             counts=allocate("draw counts", (n_scratch, n_vocab), i32),
             candidates=allocate("draw candidates", (n_scratch, n_vocab), torch.int64),
         )
-        n_entries = n_slots + n_logit_rows
+        n_entries = n_places + n_logit_rows
         self._n_entries = allocate("n logprob entries", (), i32)
         self._row = allocate("logprob row", (n_entries,), i32)
         self._target = allocate("logprob target", (n_entries,), i32)  # the draws come first: tokens land here
@@ -67,8 +67,8 @@ class Sampler:
         self._logprob = allocate("logprob", (n_entries,), f32)
         self._top_ids = allocate("top ids", (n_entries, MAX_LOGPROBS), i32)
         self._top_logprobs = allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32)
-        self._owner: list[Sequence | None] = [None] * n_slots
-        self._n_history = [0] * n_slots
+        self._owner: list[Sequence | None] = [None] * n_places
+        self._n_history = [0] * n_places
         self._arrays = {name: getattr(self.slots, name).numpy() for name in self.slots.__dataclass_fields__}
         self._draw_arrays = {
             name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__
@@ -85,25 +85,25 @@ class Sampler:
 
     def fill(self, step: Step, first_row: list[int]) -> None:
         """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""
-        rows, slots, positions, n_history, n_top = [], [], [], [], []
+        rows, places, positions, n_history, n_top = [], [], [], [], []
         lists: list[tuple[int, SamplingParams, Sequence]] = []
         for i, draw in enumerate(step.draws):
             chunk, sequence, params = step.chunks[draw.chunk], draw.sequence, draw.sequence.request.params
-            slot = sequence.slot
-            assert slot is not None
-            if self._owner[slot] is not sequence:
-                self._take_slot(slot, sequence)
+            place = sequence.place
+            assert place is not None
+            if self._owner[place] is not sequence:
+                self._take_place(place, sequence)
             rows.append(first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else 0))
-            slots.append(slot)
+            places.append(place)
             positions.append(len(sequence.tokens))
-            n_history.append(self._extend_history(slot, sequence) if _has_penalties(params) else 0)
+            n_history.append(self._extend_history(place, sequence) if _has_penalties(params) else 0)
             n_top.append(-1 if params.logprobs is None else params.logprobs)
             if params.logit_bias or sequence.n_generated < params.min_tokens:
                 lists.append((i, params, sequence))
         n = len(rows)
         d = self._draw_arrays
         d["row"][:n] = rows
-        d["slot"][:n] = slots
+        d["slot"][:n] = places
         d["position"][:n] = positions
         d["n_history"][:n] = n_history
         d["n_prompt"][:n] = [draw.sequence.n_prompt for draw in step.draws]
@@ -145,23 +145,23 @@ class Sampler:
         top = list(zip(self._top_ids[i, :k].tolist(), self._top_logprobs[i, :k].tolist(), strict=True))
         return TokenLogprob(int(self._target[i]), float(self._logprob[i]), top)
 
-    def _take_slot(self, slot: int, sequence: Sequence) -> None:
+    def _take_place(self, place: int, sequence: Sequence) -> None:
         params, a = sequence.request.params, self._arrays
-        self._owner[slot] = sequence
-        self._n_history[slot] = 0
-        a["temperature"][slot] = params.temperature
-        a["top_k"][slot] = params.top_k
-        a["top_p"][slot] = params.top_p
-        a["min_p"][slot] = params.min_p
-        a["repetition"][slot] = params.repetition_penalty
-        a["frequency"][slot] = params.frequency_penalty
-        a["presence"][slot] = params.presence_penalty
-        a["seed"][slot] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
+        self._owner[place] = sequence
+        self._n_history[place] = 0
+        a["temperature"][place] = params.temperature
+        a["top_k"][place] = params.top_k
+        a["top_p"][place] = params.top_p
+        a["min_p"][place] = params.min_p
+        a["repetition"][place] = params.repetition_penalty
+        a["frequency"][place] = params.frequency_penalty
+        a["presence"][place] = params.presence_penalty
+        a["seed"][place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
 
-    def _extend_history(self, slot: int, sequence: Sequence) -> int:
-        known, n_tokens = self._n_history[slot], len(sequence.tokens)
-        self._arrays["history"][slot, known:n_tokens] = sequence.tokens[known:]
-        self._n_history[slot] = n_tokens
+    def _extend_history(self, place: int, sequence: Sequence) -> int:
+        known, n_tokens = self._n_history[place], len(sequence.tokens)
+        self._arrays["history"][place, known:n_tokens] = sequence.tokens[known:]
+        self._n_history[place] = n_tokens
         return n_tokens
 
     def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, Sequence]]) -> None:

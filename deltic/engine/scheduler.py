@@ -5,11 +5,14 @@ takes every decode, then fills what is left of the token budget with prefill chu
 within a priority. `plan` makes a step, the runner runs it, `commit` takes what was drawn; requests come and
 go in between.
 
-Nothing waits for ever. Prefills are admitted only while the pages for all of them are free, so once no decode
+A sequence starts behind the longest prefix that the cache has. It is held back while that is brought from a lower tier, and
+while another prefill, which goes first in any case, computes what both begin with: those behind it may overtake it then.
+
+Nothing waits for ever. Prefills are admitted only while the pages for all of them are to be had, so once no decode
 runs they cannot be short of any. A decode that needs a page takes it from the youngest that runs, and `add`
 refuses a request that would not fit alone; so the oldest decode ends, and then the next. A sequence that
-loses its pages is computed again from its tokens: prefill and decode give the same bits, so its output does
-not change.
+loses its pages comes back with them from host memory, or is computed again from its tokens: prefill and decode give the
+same bits, so its output does not change.
 
 A step costs O(sequences that run), not O(tokens): only a fork copies its prompt's ids, once.
 """
@@ -37,6 +40,7 @@ from deltic.engine.request import (
     Step,
     StepResult,
 )
+from deltic.engine.tree import DEVICE
 
 NOT_FINITE = "nothing can be drawn: the model gave logits that are not finite (is the checkpoint damaged?) or all ids are banned"
 
@@ -121,7 +125,7 @@ class Scheduler:
 
     | a sequence | is in | owns |
     | --- | --- | --- |
-    | that was not admitted, or was preempted | `_waiting` | nothing |
+    | that was not admitted, or was preempted | `_waiting` | nothing; host memory perhaps |
     | whose prompt is being computed | `_prefills` | a slot, and pages for what is computed |
     | that decodes | `_decodes` | a slot, and pages for all its tokens |
     | of n > 1, until the first one's prompt is done | the first one's `siblings` | a slot once the first is admitted |
@@ -142,8 +146,8 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         max_itl_ms: float | None = None,
     ) -> None:
-        if cache.n_slots < max_num_seqs:
-            raise ValueError(f"{cache.n_slots} state slots are too few for max_num_seqs {max_num_seqs}")
+        if min(cache.slots.n, cache.places.n) < max_num_seqs:
+            raise ValueError(f"{cache.slots.n} state slots are too few for max_num_seqs {max_num_seqs}")
         if max_logit_rows < max_num_seqs + PAGE_SIZE:
             raise ValueError(f"max_logit_rows {max_logit_rows} must be max_num_seqs + {PAGE_SIZE} or more")
         self.cache = cache
@@ -170,8 +174,8 @@ class Scheduler:
 
     @property
     def n_running(self) -> int:
-        """Sequences that have a slot."""
-        return self.cache.n_slots_used
+        """Sequences that have a place."""
+        return self.cache.places.n - self.cache.places.n_free
 
     def sequences(self) -> Iterable[Sequence]:
         """Every open sequence."""
@@ -198,10 +202,10 @@ class Scheduler:
             )
         # The last token drawn is never computed, so it needs no room.
         n_needed = pages_for(max(n_prompt, n_prompt + max_tokens - 1))
-        if n_needed > self.cache.pages.n_pages:
+        if n_needed > self.cache.pages.n:
             raise RequestError(
                 f"prompt and answer of {n_prompt} + {max_tokens} tokens need {n_needed} pages, and the engine has"
-                f" {self.cache.pages.n_pages}; ask for fewer tokens or start it with more --n-pages"
+                f" {self.cache.pages.n}; ask for fewer tokens or start it with more --n-pages"
             )
         if max_tokens < params.max_tokens:
             params = msgspec.structs.replace(params, max_tokens=max_tokens)
@@ -224,6 +228,7 @@ class Scheduler:
         if params.prompt_logprobs is not None:
             group[0].prompt_logprobs = [None]
         group[0].siblings = group[1:]
+        self.cache.open(group[0])
         self._n_arrived += 1
         self._n_open += params.n
         self._open[request.id] = dict(enumerate(group))
@@ -238,6 +243,8 @@ class Scheduler:
 
     def fail(self, step: Step, message: str) -> list[Output]:
         """Ends every sequence of a step that could not be run, with an error."""
+        for chunk in step.chunks:
+            self.cache.drop_snapshots(chunk)
         sequences = {
             id(s): s for s in chain((c.sequence for c in step.chunks), (d.sequence for d in step.draws))
         }
@@ -254,7 +261,7 @@ class Scheduler:
 
     def _close(self, sequence: Sequence, reason: FinishReason) -> None:
         """Frees what a sequence that is in no list owns, and forgets it."""
-        self.cache.release(sequence)
+        self.cache.release(sequence, keep_state=reason != "error")
         sequence.finish_reason = reason
         self._n_open -= 1
         group = self._open[sequence.request.id]
@@ -279,21 +286,25 @@ class Scheduler:
         heir, *siblings = sequence.siblings
         heir.siblings, sequence.siblings = siblings, []
         heir.tokens = sequence.tokens
+        heir.prefix, sequence.prefix = sequence.prefix, None
         if sequence.slot is None:
             insort(self._waiting, heir, key=_rank)
             return
         heir.pages, sequence.pages = sequence.pages, heir.pages
         heir.slot, sequence.slot = sequence.slot, heir.slot
+        heir.start_slot, sequence.start_slot = sequence.start_slot, None
         heir.n_computed, sequence.n_computed = sequence.n_computed, 0
         insort(self._prefills, heir, key=_rank)
 
     # One step.
 
     def plan(self) -> Step | None:
-        """The next step, or None when nothing is open. Pages and slots are handed out here.
+        """The next step, or None when nothing is open, or nothing can run before the tiers have moved something. Pages and
+        slots are handed out here.
 
         Raises RuntimeError if sequences are open and none can run, which would be a fault of this file.
         """
+        self.cache.store.poll()
         if not self._n_open:
             return None
         step = Step()
@@ -304,6 +315,8 @@ class Scheduler:
         if self._prefills or self._waiting:
             self._plan_prefills(step)
         if not step.chunks:
+            if self.cache.store.n_moving:
+                return None
             raise RuntimeError(f"{self._n_open} sequences are open and none can run: the scheduler is stuck")
         return step
 
@@ -311,6 +324,8 @@ class Scheduler:
         """Room for one token more in each decode; the youngest of all that run make way, themselves included."""
         full = [s for s in self._decodes if s.n_computed == len(s.pages) * PAGE_SIZE]
         for sequence in sorted(full, key=_rank):
+            if sequence.slot is not None:
+                self.cache.move_tail(sequence)
             while sequence.slot is not None and not self.cache.grow(sequence, sequence.n_computed + 1):
                 self._preempt(max(chain(self._decodes, self._prefills), key=_rank))
 
@@ -322,12 +337,14 @@ class Scheduler:
             budget = min(budget, self.cost.prefill_budget(n_decodes))
         budget = max(budget, PAGE_SIZE)  # decodes may slow a prefill, not stop it
         n_rows = self.max_logit_rows - n_decodes
-        may_admit = True
+        candidates = (s for s in self._waiting[:] if not self._is_held(s))
+        candidate = next(candidates, None)
         i = 0  # into self._prefills
         while budget > 0:
             sequence = self._prefills[i] if i < len(self._prefills) else None
-            if may_admit and self._waiting and (not sequence or _rank(self._waiting[0]) < _rank(sequence)):
-                may_admit = self._admit(i)
+            if candidate and (not sequence or _rank(candidate) < _rank(sequence)):
+                # One that is held back lets others pass; one that does not fit does not.
+                candidate = None if self._admit(candidate, i, step) is False else next(candidates, None)
                 continue
             if not sequence:
                 break
@@ -335,7 +352,9 @@ class Scheduler:
             if not length:
                 break  # first come, first served: nobody overtakes a prefill that lacks budget or pages
             wants_logprobs = _wants_prompt_logprobs(sequence)
-            step.chunks.append(Chunk(sequence, sequence.n_computed, length, wants_logprobs))
+            chunk = Chunk(sequence, sequence.n_computed, length, wants_logprobs)
+            self.cache.plan_checkpoints(chunk)
+            step.chunks.append(chunk)
             budget -= length
             if length < sequence.n_pending:
                 n_rows -= length if wants_logprobs else 0
@@ -345,27 +364,58 @@ class Scheduler:
                 del self._prefills[i]
                 self._draw_first(step, sequence)
 
-    def _admit(self, i: int) -> bool:
-        """Moves the first waiting sequence to place i of the prefills, if it fits.
+    def _is_held(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence is better off waiting on: for its pages, or for a prefill that it shares them with."""
+        if sequence.waits_for is not None:
+            other, n_tokens = sequence.waits_for
+            if other.slot is not None and other.n_computed < n_tokens:
+                return True
+            sequence.waits_for = None
+        return self.cache.is_loading(sequence)
+
+    def _admit(self, sequence: Sequence, i: int, step: Step) -> bool | None:
+        """Moves a waiting sequence to place i of the prefills, if it fits; None when it is held back instead.
 
         It takes pages as it goes, but starts only when all its tokens fit beside what the other prefills
         still need: prefills never wait for each other's pages, and what was preempted does not come back only
         to be preempted again.
         """
-        sequence = self._waiting[0]
+        cache = self.cache
         group = [sequence, *sequence.siblings]
         if self.n_running + len(group) > self.max_num_seqs:
             return False
         n_promised = sum(pages_for(len(s.tokens)) - len(s.pages) for s in self._prefills)
-        if pages_for(len(sequence.tokens)) > self.cache.pages.n_free - n_promised:
+        known = [] if _wants_prompt_logprobs(sequence) else cache.look_up(sequence)
+        path = cache.usable(sequence, known)
+        if self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step) or cache.fetch(sequence, path):
+            return None
+        if not cache.admit(sequence, cache.usable(sequence, known, DEVICE), n_promised):
             return False
+        cache.want_checkpoints(sequence, len(known) * PAGE_SIZE)
         for member in group:
-            self.cache.take_slot(member)
             if not member.n_preempted:
                 member.queued_s = time.monotonic() - member.arrived_at
-        del self._waiting[0]
+        if not sequence.n_preempted:
+            cache.note_lookup(sequence)
+        self._waiting.remove(sequence)
         self._prefills.insert(i, sequence)
         return True
+
+    def _waits_for_prefix(self, sequence: Sequence, n_usable: int, step: Step) -> bool:
+        """Holds a sequence back if one that prefills now will have computed more of what both begin with than there is.
+
+        That one goes first, so it takes no longer than to compute the same beside it.
+        """
+        if _wants_prompt_logprobs(sequence):
+            return False
+        running = {id(chunk.sequence): chunk for chunk in step.chunks if chunk.length > 1}
+        for other in [*(chunk.sequence for chunk in running.values()), *self._prefills]:
+            n_common = self.cache.n_common(sequence, other)
+            if other.n_computed < n_common > n_usable and _rank(other) < _rank(sequence):
+                self.cache.want_junction(other, n_common, running.get(id(other)))
+                sequence.waits_for = other, n_common
+                return True
+        return False
 
     def _chunk_length(self, sequence: Sequence, budget: int, n_rows: int) -> int:
         """Tokens of `sequence` that run in this step, with pages for them: 0 if it has to wait.
@@ -393,6 +443,7 @@ class Scheduler:
             copies = self.cache.fork(sequence, sibling, n_tokens)
             if copies is None:  # no page for its partial last one: it starts over by itself
                 self.cache.release(sibling)
+                self.cache.open(sibling)
                 insort(self._waiting, sibling, key=_rank)
                 continue
             assert sibling.slot is not None
@@ -406,8 +457,7 @@ class Scheduler:
         """Takes everything from a running sequence and queues it again, at the head of its priority: it is older."""
         (self._prefills if sequence in self._prefills else self._decodes).remove(sequence)
         for member in (sequence, *sequence.siblings):
-            self.cache.release(member)
-        sequence.n_computed = 0
+            self.cache.preempt(member)
         sequence.n_preempted += 1
         if _wants_prompt_logprobs(sequence):
             sequence.prompt_logprobs = [None]
@@ -419,6 +469,8 @@ class Scheduler:
         for i, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
             sequence.n_computed = chunk.start + chunk.length
+            if chunk.length > 1 or sequence.start_slot is not None or sequence.n_computed % PAGE_SIZE == 0:
+                self.cache.computed(chunk)
             if chunk.prompt_logprobs and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += result.prompt_logprobs[i]
             if chunk.start < sequence.n_prompt:
@@ -440,17 +492,18 @@ class Scheduler:
                 output.logprobs = [logprob]
             if sequence.n_generated == 0:
                 output.queued_s = sequence.queued_s
+                output.cached_tokens = sequence.n_cached
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
             tokens = sequence.tokens
             sequence.n_computed = len(tokens)  # a sibling gets here without a chunk of its own
             tokens.append(token)
-            if token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos):
+            if not params.max_tokens:  # only the prompt was asked for
+                output.finish_reason, output.token_ids, output.logprobs = "length", [], None
+            elif token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos):
                 output.finish_reason, output.stop_token_id = "stop", token
             elif len(tokens) - sequence.n_prompt >= params.max_tokens:
                 output.finish_reason = "length"
-                if not params.max_tokens:  # only the prompt was asked for
-                    output.token_ids, output.logprobs = [], None
             if output.finish_reason is not None:
                 self._close(sequence, output.finish_reason)
                 n_ended += 1
@@ -466,5 +519,9 @@ class Scheduler:
             self.cost.observe(step.n_tokens - n_decodes, n_decodes, seconds)
 
     def check(self) -> None:
-        """Raises IntegrityError unless the open sequences and the free lists make up all pages and slots."""
+        """Raises IntegrityError unless the open sequences, the prefix tree and the free lists make up all pages and slots."""
         self.cache.check(self.sequences())
+
+    def reset_cache(self) -> None:
+        """Forgets every prefix, in every tier; what runs goes on."""
+        self.cache.reset(self.sequences())

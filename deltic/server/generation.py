@@ -133,7 +133,6 @@ class Generation:
         self._metrics.n_generated.observe(choice.n_tokens)
         if not self._n_open:
             self._metrics.e2e_s.observe(now_s - self._started_s)
-            self._metrics.n_cached += sum(self._n_cached)
             for request in self._requests:
                 self._metrics.n_prompt.observe(len(request.prompt_ids))
 

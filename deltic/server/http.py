@@ -87,6 +87,8 @@ def create_app(
     route("POST", "/tokenize", tokenize, open_=False)
     route("POST", "/detokenize", detokenize, open_=False)
     route("GET", "/metrics", metrics, open_=False)
+    route("GET", "/cache", inspect_cache, open_=False)
+    route("POST", "/cache/reset", reset_cache, open_=False)
     route("GET", "/health", health, open_=True)
     route("GET", "/ready", ready, open_=True)
     route("GET", "/version", version, open_=True)
@@ -213,13 +215,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
         )
         for index in range(params.n)
     ]
-    sent = engine.Request(
-        id=request_id,
-        prompt_ids=prompt.ids,
-        params=params,
-        priority=chat.priority or 0,
-        boundaries=prompt.boundaries,
-    )
+    sent = engine_request(request_id, prompt.ids, params, chat, prompt.boundaries)
     generation = Generation(service.client, service.metrics, [sent], choices)
     usage = wants_usage(chat)
     said = answer.ChatAnswer(request_id, service.model_name, service.tokenizer, usage)
@@ -240,6 +236,25 @@ def check(service: Service, request: protocol.ChatRequest | protocol.CompletionR
     protocol.stop_strings(request)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options", "only for a stream; set stream to true")
+
+
+def engine_request(
+    request_id: str,
+    prompt_ids: list[int],
+    params: engine.SamplingParams,
+    asked: protocol.Sampling,
+    boundaries: list[int],
+) -> engine.Request:
+    """What the engine gets for one prompt. boundaries: token offsets at which its messages end."""
+    return engine.Request(
+        id=request_id,
+        prompt_ids=prompt_ids,
+        params=params,
+        priority=asked.priority or 0,
+        boundaries=boundaries,
+        cache_salt=asked.cache_salt or "",
+        use_cache=asked.cache_prompt is not False,
+    )
 
 
 def wants_usage(request: protocol.Sampling) -> bool:
@@ -351,11 +366,7 @@ def requests_of(
         ids = service.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt
         max_tokens = protocol.answer_length(asked, len(ids), info, service.config)
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
-        requests.append(
-            engine.Request(
-                id=f"{request_id}-{i}", prompt_ids=ids, params=params, priority=asked.priority or 0
-            )
-        )
+        requests.append(engine_request(f"{request_id}-{i}", ids, params, asked, []))
     return requests
 
 
@@ -470,6 +481,18 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
 
 async def metrics(service: Service, request: Request) -> ASGIApp:
     return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def inspect_cache(service: Service, request: Request) -> ASGIApp:
+    """What the prefix cache holds."""
+    return json_response(await service.inspect_cache(reset=False))
+
+
+async def reset_cache(service: Service, request: Request) -> ASGIApp:
+    """Empties the prefix cache; what it holds then."""
+    if body := await read_body(request, service.config.max_body_mb):
+        protocol.parse(body, protocol.EmptyRequest)
+    return json_response(await service.inspect_cache(reset=True))
 
 
 async def health(service: Service, request: Request) -> ASGIApp:

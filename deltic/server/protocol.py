@@ -1,8 +1,8 @@
 """What the OpenAI API says on the wire, and how it becomes a Request of the engine.
 
 Every field is either honoured or refused with a 400 that names it: an unknown field, a value out of range, and a
-feature that is not supported unless its value asks for nothing (`store: false`; see NEUTRAL). Extra sampling fields are
-named as in vLLM.
+feature that is not supported unless its value asks for nothing (`store: false`; see NEUTRAL). Extra fields are named as in
+vLLM; `cache_prompt` as in llama.cpp.
 
 Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `prompt_cache_key`,
 `safety_identifier`; `cache_control` of a content part; `index` of a tool call in the history.
@@ -65,6 +65,9 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Count | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_prompt: bool | None = None
+    """False: neither read nor feed the prefix cache."""
     # Carry no promise about the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -102,15 +105,12 @@ class DeveloperMessage(SystemMessage, tag="developer", tag_field="role", kw_only
     """OpenAI's newer name of the system message."""
 
 
-class UserMessage(Struct, tag="user", tag_field="role", kw_only=True, forbid_unknown_fields=True):
-    content: str | list[dict[str, Any]]
-    name: str | None = None
+class UserMessage(SystemMessage, tag="user", tag_field="role", kw_only=True):
+    """What the model is to answer."""
 
 
-class ToolMessage(Struct, tag="tool", tag_field="role", kw_only=True, forbid_unknown_fields=True):
-    content: str | list[dict[str, Any]]
+class ToolMessage(SystemMessage, tag="tool", tag_field="role", kw_only=True):
     tool_call_id: str | None = None
-    name: str | None = None
 
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
@@ -219,6 +219,10 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = False
 
 
+class EmptyRequest(Struct, forbid_unknown_fields=True):
+    """POST /cache/reset: there is nothing to say."""
+
+
 T = TypeVar("T")
 
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*?)`)?$", re.DOTALL)
@@ -266,9 +270,8 @@ def check_neutral(value: Struct, path: str = "") -> None:
             raise bad_request(name, "not supported by this server; leave it out", "unsupported_field")
 
 
-_UNSUPPORTED = frozenset(
-    {*NEUTRAL, "audio", "prediction", "web_search_options"}
-)  # fields that are read by name in this file are not here
+_UNSUPPORTED = frozenset({*NEUTRAL, "audio", "prediction", "web_search_options"})
+"""Of those that are sent, the fields that nothing else in this file reads."""
 
 
 class SamplingDefaults(Struct, frozen=True):

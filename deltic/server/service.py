@@ -28,6 +28,9 @@ SHUTTING_DOWN = "the server is shutting down"
 INLINE_BYTES = 8192
 """A body up to this size is parsed and tokenised in the event loop; a larger one in a thread beside it."""
 
+CACHE_ANSWER_S = 10.0
+"""How long the engine may take to tell of its prefix cache; it answers between two steps."""
+
 MAX_PREPARING = 2
 """Bodies of the largest size allowed, or as many smaller ones as make up this much, that may wait for that thread."""
 
@@ -76,6 +79,28 @@ class Service:
             raise unavailable(str(error)) from None
         except QueueFull as error:
             raise queue_full(error) from None
+
+    async def inspect_cache(self, reset: bool) -> dict[str, Any]:
+        """What the engine tells of its prefix cache; reset: after it was emptied.
+
+        Raises ApiError: 503 while there is no engine to ask, or when it dies; 504 when it does not answer in time.
+        """
+        if self.draining:
+            raise unavailable(SHUTTING_DOWN)
+        try:
+            async with asyncio.timeout(CACHE_ANSWER_S):
+                return (await self.client.inspect_cache(reset)).summary
+        except EngineUnavailable as error:
+            raise unavailable(str(error)) from None
+        except TimeoutError:
+            raise ApiError(
+                504,
+                f"the engine did not answer in {CACHE_ANSWER_S:g} s"
+                + ("; it will empty the cache when it comes to it" if reset else "")
+                + "; try again in a few seconds",
+                code="engine_timeout",
+                headers=RETRY_LATER,
+            ) from None
 
     def status(self) -> dict[str, Any]:
         """For /health and /ready."""

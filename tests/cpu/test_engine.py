@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from array import array
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from deltic.engine.loop import Engine
 from deltic.engine.plan import make_plan
 from deltic.engine.request import Chunk, Draw, Output, Request, SamplingParams, Sequence, Step
 from deltic.engine.runner import Runner, build_runner
+from deltic.engine.tiers import Move
+from deltic.fit import _cache_table
 from deltic.models.checkpoint import n_real_ids
 from deltic.models.shapes import ModelShape, UnsupportedModelError, published_shape
 from deltic.reference.model import forward
@@ -109,7 +112,14 @@ def test_any_cut_of_the_prompt(runner: Runner) -> None:
         request = Request(id="x", prompt_ids=ids, params=SamplingParams(temperature=0.0))
 
         sequence = Sequence(
-            request, 0, 0, array("i", ids), len(ids), pages=[4 * slot + i for i in range(4)], slot=slot
+            request,
+            0,
+            0,
+            array("i", ids),
+            len(ids),
+            pages=[4 * slot + i for i in range(4)],
+            place=slot,
+            slot=slot,
         )
         for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             draws = [Draw(0, sequence)] if end == len(ids) else []
@@ -120,6 +130,96 @@ def test_any_cut_of_the_prompt(runner: Runner) -> None:
     expected = last_logits([128], 0)
     for slot, cuts in ((1, [1, 2, 3, 70]), (2, [63, 64, 191]), (3, [127, 199])):
         assert torch.equal(expected.view(torch.int32), last_logits(cuts, slot).view(torch.int32))
+
+
+class Driven:
+    """A sequence whose chunks are made by hand."""
+
+    def __init__(self, runner: Runner, ids: list[int], place: int, slot: int, first_page: int) -> None:
+        request = Request(id="x", prompt_ids=ids, params=SamplingParams(temperature=0.0))
+        pages = list(range(first_page, first_page + 4))
+        self.runner = runner
+        self.sequence = Sequence(
+            request, 0, 0, array("i", ids), len(ids), pages=pages, place=place, slot=slot
+        )
+
+    def chunk(self, end: int, snapshots: list[tuple[int, int]] | None = None) -> tuple[Chunk, bool]:
+        """Up to token `end`; whether it is the last."""
+        start = self.sequence.n_computed
+        return Chunk(self.sequence, start, end - start, snapshots=snapshots or []), end == len(
+            self.sequence.tokens
+        )
+
+
+def run_chunks(runner: Runner, chunks: list[tuple[Chunk, bool]]) -> torch.Tensor:
+    """One step; the logits of the last chunks, as bits."""
+    draws = [Draw(i, chunk.sequence) for i, (chunk, is_last) in enumerate(chunks) if is_last]
+    runner.step(Step(chunks=[chunk for chunk, _ in chunks], draws=draws))
+    for chunk, _ in chunks:
+        chunk.sequence.n_computed = chunk.start + chunk.length
+        chunk.sequence.start_slot = None
+    return runner.logits(len(draws)).clone().view(torch.int32)
+
+
+def test_places_and_slots_are_two_things(runner: Runner) -> None:
+    """Sequences in swapped places, started from a checkpoint that a third one left in the middle of a chunk, and sharing its
+    pages, have the logits of a cold run, bit for bit."""
+    n_live = runner.plan.max_num_seqs
+    assert runner.plan.n_slots >= n_live + 2 and runner.plan.n_pages >= 16
+    ids = prompt(200)
+    others = [ids[:128] + prompt(60), ids[:64] + prompt(77)]
+    cold = [run_chunks(runner, [Driven(runner, other, 0, 0, 0).chunk(len(other))]) for other in others]
+    runner.memory.states.fill_(float("nan"))
+    runner.memory.columns.fill_(float("nan"))
+    first, beside = Driven(runner, ids, 3, 1, 4), Driven(runner, prompt(90), 0, 3, 12)
+    expected = run_chunks(runner, [Driven(runner, ids, 0, 0, 0).chunk(200)])
+    found = run_chunks(runner, [beside.chunk(50), first.chunk(200, [(64, n_live), (128, n_live + 1)])])
+    assert torch.equal(found, expected)
+    run_chunks(runner, [beside.chunk(90)])  # the lists of snapshots are empty again
+    warm = []
+    for i, (other, depth) in enumerate(zip(others, (128, 64), strict=True)):
+        driven = Driven(runner, other, 1 + i, 2 - 2 * i, 0 if i else 8)
+        driven.sequence.pages[: depth // 64] = first.sequence.pages[: depth // 64]
+        driven.sequence.start_slot = n_live + 1 - i
+        driven.sequence.n_computed = depth
+        warm.append(driven)
+    together = run_chunks(runner, [driven.chunk(len(driven.sequence.tokens)) for driven in warm])
+    assert torch.equal(together, torch.cat(cold))
+
+
+def test_pages_that_change_are_seen(runner: Runner) -> None:
+    """A page that became another one between two steps, as the same prefix of somebody else."""
+    ids = prompt(150)
+    expected = run_chunks(runner, [Driven(runner, ids, 0, 0, 0).chunk(150)])
+    driven = Driven(runner, ids, 1, 1, 4)
+    run_chunks(runner, [driven.chunk(128)])
+    driven.sequence.pages[:2] = [0, 1]
+    driven.sequence.pages_version += 1
+    runner.memory.pages[[4, 5]] = float("nan")
+    assert torch.equal(run_chunks(runner, [driven.chunk(150)]), expected)
+
+
+def test_tiers_hold_all_of_a_page_and_a_slot(runner: Runner) -> None:
+    """Out to host memory and back into others: both halves of a slot, and the next chunk goes on from there."""
+    ids, tiers = prompt(150), runner.tiers
+    assert tiers is not None and tiers.units_per_state < tiers.n_units - 2
+    expected = run_chunks(runner, [Driven(runner, ids, 0, 0, 0).chunk(150)])
+    driven = Driven(runner, ids, 0, 0, 0)
+    run_chunks(runner, [driven.chunk(128)])
+    moves = [
+        Move("page", 0, (1,)),
+        Move("page", 1, (0,)),
+        Move("state", 0, tuple(range(2, 2 + tiers.units_per_state))),
+    ]
+    for move in moves:
+        tiers.copy_out(move)
+    for memory in (runner.memory.pages, runner.memory.states, runner.memory.columns):
+        memory.fill_(float("nan"))
+    for move, device in zip(moves, (9, 8, 2), strict=True):
+        tiers.copy_in(replace(move, device=device))
+    driven.sequence.pages, driven.sequence.slot = [9, 8, 10], 2
+    driven.sequence.pages_version += 1
+    assert torch.equal(run_chunks(runner, [driven.chunk(150)]), expected)
 
 
 def test_preempted_sequence_returns_to_its_slot_with_other_pages(runner: Runner) -> None:
@@ -137,8 +237,9 @@ def test_preempted_sequence_returns_to_its_slot_with_other_pages(runner: Runner)
             scheduler._preempt(sequence)
             scheduler.cache.pages._free.reverse()
             outputs += engine.step()
-            assert sequence.slot == slot and not set(pages) & set(sequence.pages)
-            runner.memory.pages[pages] = float("nan")
+            left = list(set(pages) - set(sequence.pages))  # the full one is the prefix cache's
+            assert sequence.slot == slot and left
+            runner.memory.pages[left] = float("nan")
         while engine.has_work():
             outputs += engine.step()
         return tokens(outputs)
@@ -273,7 +374,37 @@ def test_plan_holds_what_it_says() -> None:
     assert p.max_num_seqs == 32 and p.max_model_len == 32768
     assert p.total_bytes <= p.budget_bytes <= 0.8 * 20 * GB
     assert p.n_pages * 64 >= p.max_model_len
-    assert plan(free=200 * GB, memory_gb=150).n_pages == 32 * 512  # no more than can be used
+    assert p.n_checkpoints >= 8 and p.n_slots == 32 + p.n_checkpoints
+    assert p.n_host_units * 64 > p.max_model_len
+    # No more than sequences that run can use, unless the memory is given, to the cache as well.
+    assert plan(free=200 * GB, memory_gb=150, prefix_cache=False).n_pages == 32 * 512
+    assert plan(free=200 * GB, memory_gb=150).total_bytes > 149 * GB
+
+
+def test_plan_of_the_cache() -> None:
+    off = plan(prefix_cache=False, n_checkpoints=7)
+    assert off.n_checkpoints == 0 and off.n_host_units > 0  # for preempted sequences
+    given = plan(n_checkpoints=40, cache_host_gb=1.5, memory_gb=8)
+    assert given.n_checkpoints == 40 and given.total_bytes <= 8 * GB
+    assert 0 <= 1.5 * GB - given.host_bytes < SHAPE.page_bytes(64)
+    assert plan(n_checkpoints=0).n_checkpoints == plan(cache_host_gb=0.0).host_bytes == 0
+    assert plan(free=500 * GB, memory_gb=400).n_checkpoints == 256
+    few = plan(n_pages=600)  # what they hold, and a third more
+    assert few.n_pages == 600 and 1 <= few.n_checkpoints * SHAPE.state_bytes <= few.pages_bytes / 3
+
+
+@pytest.mark.parametrize("free", [2.4, 2.5, 2.6, 2.8, 3, 4, 6])
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 8}, {"max_model_len": 4096}])
+def test_the_cache_takes_only_what_is_left(free: float, settings: dict) -> None:
+    """Its defaults neither refuse a model nor shorten what runs."""
+    with_cache, without = (
+        plan(free=int(free * GB), prefix_cache=on, cache_host_gb=host, **settings)
+        for on, host in ((True, None), (False, 0.0))
+    )
+    assert with_cache.max_model_len == without.max_model_len
+    assert with_cache.max_num_seqs == without.max_num_seqs
+    assert with_cache.n_pages * 64 >= with_cache.max_model_len
+    assert with_cache.total_bytes <= 0.8 * free * GB
 
 
 @pytest.mark.parametrize(
@@ -293,6 +424,8 @@ def test_plan_holds_what_it_says() -> None:
         ),
         ({"max_step_tokens": 200_000}, 8 * GB, r"--max-step-tokens .* give at most \d+"),
         ({"max_step_tokens": 10**12}, 8 * GB, "needs more workspace"),
+        ({"n_checkpoints": 10**5}, 8 * GB, r"--n-checkpoints .* at most \d+ do"),
+        ({"cache_host_gb": 50.0}, 8 * GB, r"--cache-host-gb .* give at most \d+\.\d+"),
     ],
 )
 def test_plan_refuses_with_what_would_fit(settings: dict, free: int, message: str) -> None:
@@ -307,11 +440,16 @@ def test_plan_advice_can_be_followed() -> None:
         ({"max_model_len": 262_144, "memory_gb": 3}, 8 * GB),
         ({"max_step_tokens": 200_000}, 8 * GB),
         ({"max_step_tokens": 100_000, "max_model_len": 32768}, 4 * GB),
+        ({"n_checkpoints": 10**5}, 8 * GB),
+        ({"n_checkpoints": 1000, "max_num_seqs": 16, "max_model_len": 32768}, 8 * GB),
+        ({"n_checkpoints": 1000, "n_pages": 1000}, 8 * GB),
+        ({"cache_host_gb": 50.0, "n_checkpoints": 20}, 8 * GB),
     ):
         with pytest.raises(ConfigError) as refusal:
             plan(free=free, **settings)
         name = next(iter(settings))
-        advised = int("".join(c if c.isdigit() else " " for c in str(refusal.value)).split()[-1])
+        advised = float(re.findall(r"\d+\.?\d*", str(refusal.value))[-1])
+        advised = advised if name == "cache_host_gb" else int(advised)
         assert plan(free=free, **{**settings, name: advised}).n_pages > 0
 
 
@@ -324,3 +462,16 @@ def test_plan_takes_fewer_sequences_by_default() -> None:
 def test_plan_refuses_geometry_the_kernels_lack() -> None:
     with pytest.raises(UnsupportedModelError, match="head_dim"):
         plan(replace(SHAPE, head_dim=512))
+
+
+def test_fit_report_counts_conversations() -> None:
+    """Each takes its pages and one checkpoint, in the tier that has room for both."""
+    p = replace(plan(), n_pages=2048, n_checkpoints=11, host_bytes=100 * SHAPE.page_bytes(64))
+    table = _cache_table(p, 10**9)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == ["1024", "4096", "16384", "32768"]
+    assert cells[1] == ["42", "32", "8", "4"] and cells[2] == ["slots", "pages", "pages", "pages"]
+    assert cells[3] == ["2", "1", "0", "0"]  # a state takes 25 pages' room
+    a_page, state = SHAPE.page_bytes(64), SHAPE.state_bytes
+    assert cells[4] == [str(10**9 // (n * a_page + state)) for n in (16, 64, 256, 512)]
+    assert len(_cache_table(replace(p, host_bytes=0), None).columns) == 3

@@ -59,7 +59,7 @@ class Recorder:
 
     def __init__(self, inner: Runner, watched: str) -> None:
         self.inner, self.watched = inner, watched
-        self.info, self.max_logit_rows = inner.info, inner.max_logit_rows
+        self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
         self.rows: list[torch.Tensor] = []
 
     def step(self, step):  # type: ignore[no-untyped-def]

@@ -163,7 +163,13 @@ def test_chat_is_the_golden_one_streamed_or_not(served: Served, name: str) -> No
     whole = served.chat(messages, **fields)
     got = said(whole.choices[0].message, whole.choices[0].finish_reason)
     chunks = streamed(served.chat(messages, **fields, stream=True, stream_options={"include_usage": True}))
-    assert chunks.pop("usage") == whole.usage
+    usage = chunks.pop("usage")
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        whole.usage.prompt_tokens,
+        whole.usage.completion_tokens,
+    )
+    cached = usage.prompt_tokens_details.cached_tokens  # the same prompt was answered just now
+    assert cached == (whole.usage.prompt_tokens - 1) // 64 * 64
     assert chunks == got
     make.facts(case, got)
     assert got["finish_reason"] == ("tool_calls" if case.call else "stop")
@@ -469,7 +475,7 @@ def test_the_engine_is_killed_under_load_and_comes_back(served: Served) -> None:
     assert served.metric("engine_restarts_total") == n_restarts + 1
     assert served.chat(temperature=0, max_tokens=30).choices[0].message.content == before
     wait_for(served.is_empty, 1.0)
-    assert (served.metric("pages"), served.metric("state_slots")) == (N_PAGES, MAX_NUM_SEQS)
+    assert served.metric("pages") == N_PAGES and served.metric("state_slots") >= MAX_NUM_SEQS
 
 
 def test_sigterm_lets_streams_finish() -> None:

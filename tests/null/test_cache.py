@@ -16,6 +16,13 @@ def sequence(n_tokens: int = 0) -> Sequence:
     return Sequence(request, 0, 0, array("i", range(n_tokens)), n_tokens)
 
 
+def admitted(cache: Cache, n_tokens: int = 0) -> Sequence:
+    """A new sequence with a place and a slot."""
+    new = sequence(n_tokens)
+    assert cache.admit(new, [], 0)
+    return new
+
+
 @pytest.mark.parametrize(
     ("n_tokens", "n_pages"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (1000, 16)]
 )
@@ -24,8 +31,9 @@ def test_pages_for(n_tokens: int, n_pages: int) -> None:
 
 
 def test_grow_takes_what_is_missing_or_nothing() -> None:
-    cache, a, b = Cache(5, 2), sequence(), sequence()
-    assert cache.take_slot(a) and cache.take_slot(b) and not cache.take_slot(sequence())
+    cache = Cache(5, 3, n_places=2)
+    a, b = admitted(cache), admitted(cache)
+    assert not cache.admit(sequence(), [], 0)  # no place
     assert cache.grow(a, 65) and len(a.pages) == 2
     assert cache.grow(a, 128) and len(a.pages) == 2
     assert not cache.grow(b, 4 * 64) and b.pages == []
@@ -38,10 +46,24 @@ def test_grow_takes_what_is_missing_or_nothing() -> None:
     assert cache.n_pages_used == 3 and cache.n_slots_used == 1
 
 
+def test_admission_takes_no_page_that_is_promised_and_nothing_when_it_fails() -> None:
+    cache = Cache(5, 3)
+    assert not cache.admit(sequence(129), [], 3) and not cache.admit(sequence(6 * 64), [], 0)
+    cache.check([])
+    parent = sequence(129)
+    parent.siblings = [sequence() for _ in range(3)]
+    assert not cache.admit(parent, [], 0)  # four slots
+    cache.check([])
+    parent.siblings.pop()
+    assert cache.admit(parent, [], 2)
+    group = [parent, *parent.siblings]
+    assert {s.slot for s in group} == {s.place for s in group} == {0, 1, 2}
+    cache.check(group)
+
+
 def test_fork_shares_full_pages_and_copies_the_last() -> None:
-    cache, parent, child, late = Cache(4, 3), sequence(), sequence(), sequence()
-    for s in (parent, child, late):
-        cache.take_slot(s)
+    cache = Cache(4, 3)
+    parent, child, late = (admitted(cache) for _ in range(3))
     cache.grow(parent, 150)
     assert cache.fork(parent, child, 150) == [(parent.pages[2], child.pages[2])]
     assert child.pages[:2] == parent.pages[:2] and child.pages[2] != parent.pages[2]
@@ -64,7 +86,7 @@ def steal_page(cache: Cache, a: Sequence, b: Sequence) -> None:
 
 
 def lose_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
-    b.slot = None
+    b.slot = b.place = None
 
 
 def share_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
@@ -73,6 +95,14 @@ def share_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
 
 def forget_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
     a.slot = None
+
+
+def share_place(cache: Cache, a: Sequence, b: Sequence) -> None:
+    b.place = a.place
+
+
+def keep_checkpoint(cache: Cache, a: Sequence, b: Sequence) -> None:
+    cache.store.take_slots(1)
 
 
 def run_ahead(cache: Cache, a: Sequence, b: Sequence) -> None:
@@ -84,16 +114,17 @@ def run_ahead(cache: Cache, a: Sequence, b: Sequence) -> None:
     [
         (lose_page, "page 1 counts 1 owners, 0 sequences hold it"),
         (steal_page, "page 0 counts 1 owners, 2 sequences hold it"),
-        (lose_slot, r"1 slots held \+ 1 free is not 3"),
-        (share_slot, "slot 0 has 2 owners"),
-        (forget_slot, "r/0 has pages but no slot"),
+        (lose_slot, "slot 1 counts 1 owners, 0 sequences hold it"),
+        (share_slot, "slot 0 counts 1 owners, 2 sequences hold it"),
+        (forget_slot, "r/0 has pages or a place but no slot"),
+        (share_place, "place 0 counts 1 owners, 2 sequences hold it"),
+        (keep_checkpoint, "slot 2 counts 1 owners, 0 sequences hold it"),
         (run_ahead, "129 tokens computed in 2 pages"),
     ],
 )
 def test_check_names_what_is_off(harm: Callable[[Cache, Sequence, Sequence], None], words: str) -> None:
-    cache, a, b = Cache(4, 3), sequence(), sequence()
-    cache.take_slot(a)
-    cache.take_slot(b)
+    cache = Cache(4, 3)
+    a, b = admitted(cache), admitted(cache)
     cache.grow(a, 128)
     cache.check([a, b])
     harm(cache, a, b)

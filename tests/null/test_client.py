@@ -27,7 +27,18 @@ if __name__ == "__main__":
 
 from deltic.config import EngineConfig
 from deltic.engine.client import EngineClient, EngineFailed, EngineUnavailable, QueueFull
-from deltic.engine.request import Event, Loading, Output, Ready, Request, SamplingParams, StepOutputs
+from deltic.engine.request import (
+    CacheReport,
+    CacheStats,
+    Event,
+    Loading,
+    Output,
+    Ready,
+    Request,
+    SamplingParams,
+    Stats,
+    StepOutputs,
+)
 from tests.fakes import POISON, expected_tokens
 
 FAKES = str(Path(__file__).resolve().parents[1] / "fakes.py")
@@ -253,6 +264,70 @@ async def test_killed_under_load_and_back() -> None:
         r = request("0", max_tokens=20)  # an id of the old process's, free again
         assert tokens(await collect(submit(client, r))) == expected_tokens(r.prompt_ids, r.params)
         assert client.stats.n_steps >= n_steps + 20  # counters go on
+
+
+@in_loop
+async def test_questions_about_the_cache_are_answered_in_their_order() -> None:
+    events: list[Event] = []
+    async with engine(on_event=events.append) as client:
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.inspect_cache(), 0.05)
+        asked = [asyncio.create_task(client.inspect_cache(reset=bool(i % 2))) for i in range(4)]
+        await asyncio.sleep(0.05)
+        os.kill(client.pid, signal.SIGCONT)
+        reports = await asyncio.gather(*asked)
+        told = [event for event in events if isinstance(event, CacheReport)]
+        assert len(told) == 5 and all(a is b for a, b in zip(reports, told[1:], strict=True))
+        assert "enabled" in (await client.inspect_cache()).summary
+
+
+@in_loop
+async def test_an_engine_that_dies_does_not_tell_of_its_cache() -> None:
+    async with engine() as client:
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        asked = [asyncio.create_task(client.inspect_cache()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        os.kill(client.pid, signal.SIGKILL)
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(error, EngineUnavailable) and "SIGKILL" in str(error)
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await client.inspect_cache()
+        await client.ready()
+        await client.inspect_cache()
+
+
+def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() -> None:
+    client = EngineClient(EngineConfig(), 1)
+
+    def stats() -> Stats:
+        cache = CacheStats(
+            n_lookups=3, n_hits=2, n_lookup_tokens=300, n_hit_tokens=128, checkpoints_taken={"end": 2, "tail": 1},
+            n_pages_evicted=4, n_checkpoints_evicted=1, read_bytes={"disk": 10}, written_bytes={"host": 5}, n_damaged=1,
+            n_pages=9, n_checkpoints=8,
+        )  # fmt: skip
+        return Stats(n_running=2, n_steps=5, n_prompt_tokens=300, last_step_ms=4.0, cache=cache)
+
+    client._count(stats())
+    assert client.stats == stats()
+    for n_deaths in (1, 2):
+        client._forget_gauges()
+        client.n_restarts += 1
+        kept = client.stats.cache
+        assert (kept.n_lookups, kept.checkpoints_taken["end"]) == (3 * n_deaths, 2 * n_deaths)
+        assert kept.n_pages == kept.n_checkpoints == client.stats.n_running == 0
+        last = stats()
+        last.cache.checkpoints_taken = {"end": 2, "ladder": 1}
+        for _ in range(2):  # every message tells all since the start of its process
+            client._count(msgspec.msgpack.decode(msgspec.msgpack.encode(last), type=Stats))
+    assert (client.stats.n_steps, client.stats.n_running, client.stats.n_prompt_tokens) == (15, 2, 900)
+    assert client.stats.cache == CacheStats(
+        n_lookups=9, n_hits=6, n_lookup_tokens=900, n_hit_tokens=384,
+        checkpoints_taken={"end": 6, "tail": 1, "ladder": 2}, n_pages_evicted=12, n_checkpoints_evicted=3,
+        read_bytes={"disk": 30}, written_bytes={"host": 15}, n_damaged=3, n_pages=9, n_checkpoints=8,
+    )  # fmt: skip
 
 
 @in_loop

@@ -34,6 +34,11 @@ def test_flags_over_variables_over_defaults() -> None:
     assert keys == ("one", "two")
 
 
+def test_a_path_may_be_given_as_a_text() -> None:
+    given = resolve(EngineConfig, {"cache_dir": "/somewhere"}, {"DELTIC_WEIGHTS_CACHE": "/else"})
+    assert (given.cache_dir, given.weights_cache) == (Path("/somewhere"), Path("/else"))
+
+
 @pytest.mark.parametrize(
     ("given", "environ"),
     [

@@ -119,7 +119,9 @@ def test_openai_client_chat(engine: FakeEngineClient, live: str) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
-    assert chunks[-1].choices == [] and chunks[-1].usage and chunks[-1].usage.completion_tokens == 6
+    usage = chunks[-1].usage
+    assert chunks[-1].choices == [] and usage and usage.completion_tokens == 6
+    assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens == 8
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -465,6 +467,58 @@ def test_metrics_count(engine: FakeEngineClient) -> None:
         assert line in text, line
 
 
+# The prefix cache.
+
+
+@pytest.mark.parametrize("batch", [1, 9])
+def test_cached_tokens_are_counted_once_for_each_prompt(engine: FakeEngineClient, batch: int) -> None:
+    engine.cached_tokens, engine.batch = 64, batch
+    asked = {"prompt": ["a" * 70, "b" * 80], "n": 3}
+    usage = post(engine, "/v1/completions", asked).json()["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (150, {"cached_tokens": 128})
+    streamed = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    assert events(post(engine, "/v1/completions", streamed))[-1]["usage"] == usage
+    chat = post(engine, "/v1/chat/completions", {"messages": HELLO, "n": 2}).json()
+    assert chat["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
+
+
+def test_salt_and_opting_out_reach_the_engine(engine: FakeEngineClient) -> None:
+    fields = {"cache_salt": "tenant 7", "cache_prompt": False}
+    for given in (fields, {"cache_prompt": True, "cache_salt": None}, {"prompt_cache_key": "k"}):
+        assert post(engine, "/v1/chat/completions", {"messages": HELLO} | given).status_code == 200
+        assert post(engine, "/v1/completions", {"prompt": ["a", "b"]} | given).status_code == 200
+    sent = [(request.cache_salt, request.use_cache) for request in engine.requests]
+    assert sent == [("tenant 7", False)] * 3 + [("", True)] * 6
+
+
+def test_what_the_cache_holds_is_shown_and_emptied(engine: FakeEngineClient) -> None:
+    held = engine.cache
+    assert get(engine, "/cache").json() == held and held["checkpoints"]
+    assert get(engine, "/cache/reset").status_code == 405
+    response = post(engine, "/cache/reset", {"directory": "/"})
+    assert response.status_code == 400 and error_of(response)["param"] == "directory"
+    assert get(engine, "/cache").json() == held
+    emptied = held | {"checkpoints": []}
+    assert post(engine, "/cache/reset", b"").json() == emptied
+    assert post(engine, "/cache/reset", {}).json() == emptied == get(engine, "/cache").json()
+
+
+def test_an_engine_that_cannot_tell_of_its_cache(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltic.server.service.CACHE_ANSWER_S", 0.02)
+    engine.cache_s = 5.0
+    for response, said in (
+        (get(engine, "/cache"), "answer"),
+        (post(engine, "/cache/reset", {}), "it will empty"),
+    ):
+        assert response.status_code == 504 and response.headers["retry-after"]
+        assert error_of(response)["code"] == "engine_timeout" and said in error_of(response)["message"]
+    engine.state = "restarting"
+    for response in (get(engine, "/cache"), post(engine, "/cache/reset", {})):
+        assert response.status_code == 503 and error_of(response)["code"] == "engine_unavailable"
+
+
 # Refusals.
 
 
@@ -545,7 +599,9 @@ def test_api_keys(engine: FakeEngineClient) -> None:
         headers = {"authorization": f"Bearer {key}"}
         assert post(engine, "/v1/completions", {"prompt": "x"}, headers, **keys).status_code == 200
         assert get(engine, "/v1/models", headers, **keys).status_code == 200
-    assert get(engine, "/v1/models", **keys).status_code == get(engine, "/metrics", **keys).status_code == 401
+    for path in ("/v1/models", "/metrics", "/cache"):
+        assert get(engine, path, **keys).status_code == 401
+    assert post(engine, "/cache/reset", {}, **keys).status_code == 401
     for path in ("/health", "/ready", "/version"):
         assert get(engine, path, **keys).status_code == 200
 

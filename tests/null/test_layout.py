@@ -16,10 +16,10 @@ PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 60
+MAX_SOURCE_FILES = 66  # the prefix cache is five: pool, tree, residency, tiers, fingerprint
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 15_500
+MAX_PACKAGE_LINES = 18_200
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
 LEAVES = {"config", "metrics", "engine.request"}
@@ -27,6 +27,11 @@ WITHOUT_TORCH = [
     "engine.request",
     "engine.scheduler",
     "engine.cache",
+    "engine.pool",
+    "engine.residency",
+    "engine.tiers",
+    "engine.tree",
+    "models.fingerprint",
     "engine.client",
     "models.shapes",
     "models.checkpoint",

@@ -204,3 +204,40 @@ def test_failing_steps_are_answers_with_an_error_then_an_exception(llm: LLM):
     llm.generate(poisoned * (MAX_FAILURES - 2))
     with pytest.raises(EngineStopped):
         llm.generate(poisoned)
+
+
+def test_what_was_computed_is_kept_for_those_who_may_share_it(llm: LLM):
+    prompt, params = [[20 + i % 200 for i in range(150)]], SamplingParams(max_tokens=3, seed=1, n=2)
+
+    def cached(**settings: Any) -> list[int]:
+        answers = llm.generate(prompt, params, **settings)
+        assert [a.token_ids for a in answers] == tokens
+        return [a.cached_tokens for a in answers]
+
+    tokens = [a.token_ids for a in llm.generate(prompt, params, use_cache=False)]
+    assert cached() == [0, 0], "a request that opted out fed nothing"
+    assert cached(cache_salt="b") == [0, 0]
+    assert cached() == cached(cache_salt="b") == [128, 0]
+    assert cached(use_cache=False) == cached(cache_salt="c") == [0, 0]
+    assert llm.cache_summary()["checkpoints"]
+    llm.reset_cache()
+    assert not llm.cache_summary()["checkpoints"]
+    assert cached() == [0, 0]
+    assert idle(llm)
+
+
+def test_a_chat_takes_the_same_switches(llm: LLM):
+    messages = [{"role": "user", "content": "a story " * 16}]
+
+    def cached(**settings: Any) -> int:
+        return llm.chat(messages, SamplingParams(max_tokens=2), **settings)[0].cached_tokens
+
+    assert cached() == 0 < cached()
+    assert cached(use_cache=False) == cached(cache_salt="b") == 0
+
+
+def test_a_closed_llm_says_so(llm: LLM):
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineStopped, match="was closed"):
+        llm.generate("x")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltic.engine.request import Stats
+from deltic.engine.request import CacheStats, Stats
 from deltic.metrics import Histogram, Metrics
 
 
@@ -37,3 +37,29 @@ def test_exposition_has_the_engine_s_numbers_of_the_moment() -> None:
         assert line in text, line
     stats.n_running = 7
     assert "deltic_sequences_running 7.0" in metrics.exposition().decode()
+
+
+def test_the_prefix_cache_s_numbers():
+    cache = CacheStats(
+        n_lookups=5, n_hits=4, n_lookup_tokens=900, n_hit_tokens=640, checkpoints_taken={"message": 3, "tail": 1},
+        n_pages_evicted=7, n_checkpoints_evicted=2, read_bytes={"host": 1024}, written_bytes={"host": 4096, "disk": 512},
+        n_damaged=1, n_pages=20, n_checkpoints=6,
+    )  # fmt: skip
+    text = Metrics(lambda: Stats(cache=cache), lambda: 0, lambda: True).exposition().decode()
+    told = {line for line in text.splitlines() if line.startswith("deltic_prefix")}
+    assert told == {
+        "deltic_prefix_cache_lookups_total 5.0",
+        "deltic_prefix_cache_hits_total 4.0",
+        "deltic_prefix_cache_lookup_tokens_total 900.0",
+        "deltic_prefix_cache_hit_tokens_total 640.0",
+        'deltic_prefix_checkpoints_taken_total{kind="message"} 3.0',
+        'deltic_prefix_checkpoints_taken_total{kind="tail"} 1.0',
+        "deltic_prefix_pages_evicted_total 7.0",
+        "deltic_prefix_checkpoints_evicted_total 2.0",
+        'deltic_prefix_read_bytes_total{tier="host"} 1024.0',
+        'deltic_prefix_written_bytes_total{tier="host"} 4096.0',
+        'deltic_prefix_written_bytes_total{tier="disk"} 512.0',
+        "deltic_prefix_damaged_files_total 1.0",
+        "deltic_prefix_pages 20.0",
+        "deltic_prefix_checkpoints 6.0",
+    }

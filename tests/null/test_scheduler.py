@@ -23,7 +23,13 @@ class Bench:
     def __init__(self, runner: FakeRunner, max_itl_ms: float | None = None) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
-            Cache(runner.n_pages, runner.n_slots),
+            Cache(
+                runner.n_pages,
+                runner.n_slots,
+                n_places=runner.max_num_seqs,
+                tiers=runner.tiers,
+                enabled=runner.info.prefix_cache,
+            ),
             max_num_seqs=runner.max_num_seqs,
             max_step_tokens=runner.max_step_tokens,
             max_model_len=runner.max_model_len,
@@ -52,7 +58,6 @@ class Bench:
     def step(self) -> Step | None:
         step = self.scheduler.plan()
         if step is not None:
-            self.scheduler.check()
             self.steps.append([(c.sequence.request.id, c.start, c.length) for c in step.chunks])
             self.take(self.scheduler.commit(step, self.runner.step(step)))
             self.scheduler.check()

@@ -1,0 +1,289 @@
+"""The prefix tree: what was computed, by content, and what is worth keeping.
+
+Every node is a page boundary. Its key is a hash chained over all tokens before it, so equal keys mean equal tokens from the
+start, and one dictionary finds any prefix. A node has a page, and perhaps a state (a checkpoint), in up to three tiers: device
+memory, host memory, disk. A request can start where a state and all pages before it are.
+
+What leaves a tier first: pages that no state in the tier lies beyond, since nothing resumes from them; then, where the
+checkpoint of a leaf or a slot is wanted, the state of the least priority. Priorities are GreedyDual-Size (Cao and Irani, 1997,
+"Cost-aware WWW proxy caching algorithms"): the prefill time a checkpoint saves over the next one above it, per byte of what only
+it needs, on top of a clock that rises to the priority of whatever is evicted. So what is not used ages without being touched.
+This file only knows who is where; the bytes are moved by `tiers.py`, and `cache.py` says when.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from deltic.engine.request import PAGE_SIZE
+
+DEVICE, HOST, DISK = 0, 1, 2
+TIER_NAMES = ("device", "host", "disk")
+
+SUPERSEDED = 1 / 8
+"""Weight of a checkpoint with exactly one other right below it: its conversation went on, and resumes from that one."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a page and a state cost, for priorities and for `GET /cache`."""
+
+    page_bytes: int = 1
+    state_bytes: int = 16
+    even_context: float = 32768.0
+    """Tokens of context at which a token's attention costs as much as all the rest of it."""
+
+    def prefill_cost(self, start: int, end: int) -> float:
+        """What computing tokens start … end - 1 costs, in tokens without context."""
+        return (end - start) * (1.0 + (start + end) / 2 / self.even_context)
+
+
+def root_key(salt: str) -> bytes:
+    """The key before the first page: whatever decides KV and state beside the tokens. An adapter would join here."""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def next_key(key: bytes, tokens: array[int]) -> bytes:
+    """The key after one page more, of PAGE_SIZE tokens. Content of another kind (an image) would join here."""
+    return blake2b(key + tokens.tobytes(), digest_size=16).digest()
+
+
+class Node:
+    """A page boundary: `depth` tokens from the start, the last PAGE_SIZE of them in its page.
+
+    page[tier] and state[tier] say where the bytes are: a page or slot index on the device, a tuple of units on the host, True on
+    disk; None: not there. n_children[tier] counts children with a page in the tier.
+    """
+
+    __slots__ = (
+        "above", "below", "busy", "children", "depth", "key", "kind", "n_children", "n_hits", "page", "parent",
+        "priority", "state", "touched",
+    )  # fmt: skip
+
+    def __init__(self, key: bytes, parent: Node | None, depth: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.depth = depth
+        self.children: set[Node] = set()
+        self.page: list[Any] = [None, None, None]
+        self.state: list[Any] = [None, None, None]
+        self.n_children = [0, 0, 0]
+        self.above: Node | None = None
+        """The nearest checkpoint (or the root) on the way to the root, while this is one."""
+        self.below: set[Node] = set()
+        """The checkpoints whose `above` this is."""
+        self.kind = ""
+        """Why the checkpoint was taken."""
+        self.touched = 0.0
+        self.priority = 0.0
+        self.n_hits = 0
+        self.busy = 0
+        """Moves under way that read or write its bytes: it stays where it is meanwhile."""
+
+    @property
+    def has_page(self) -> bool:
+        return self.page != _NOWHERE
+
+    @property
+    def has_state(self) -> bool:
+        return self.state != _NOWHERE
+
+
+_NOWHERE = [None, None, None]
+
+
+class Tier:
+    """Which nodes have a page or a state in one tier, and who leaves first."""
+
+    def __init__(
+        self, index: int, page_is_idle: Callable[[Node], bool], state_is_idle: Callable[[Node], bool]
+    ) -> None:
+        """page_is_idle, state_is_idle: whether a node's page or state in this tier may be taken away."""
+        self.index = index
+        self.n_pages = 0
+        self.states: dict[Node, None] = {}
+        self._page_is_idle = page_is_idle
+        self._state_is_idle = state_is_idle
+        self._loose: dict[Node, None] = {}  # leaves without a state, in the order in which they became that
+
+    def settle(self, node: Node) -> None:
+        """Takes note of what a node has become: a leaf without a state, or not."""
+        i = self.index
+        if node.page[i] is not None and node.state[i] is None and not node.n_children[i]:
+            self._loose[node] = None
+        else:
+            self._loose.pop(node, None)
+
+    def put_page(self, node: Node, where: Any) -> None:
+        i = self.index
+        assert node.page[i] is None and node.parent is not None
+        node.page[i] = where
+        node.parent.n_children[i] += 1
+        self.n_pages += 1
+        self.settle(node)
+        self.settle(node.parent)
+
+    def drop_page(self, node: Node) -> Any:
+        """Where it was."""
+        i = self.index
+        where, node.page[i] = node.page[i], None
+        assert where is not None and node.parent is not None
+        node.parent.n_children[i] -= 1
+        self.n_pages -= 1
+        self.settle(node)
+        self.settle(node.parent)
+        return where
+
+    def victim(self) -> tuple[str, Node] | None:
+        """What to take away to have a page less: ("page", node), or ("state", node), after which to ask again."""
+        while self._loose:
+            node = next(iter(self._loose))
+            if self._page_is_idle(node):
+                return "page", node
+            del self._loose[node]  # whoever uses it settles it afterwards
+        i = self.index
+        leaves = (
+            n for n in self.states if not n.n_children[i] and self._page_is_idle(n) and self._state_is_idle(n)
+        )
+        leaf = min(leaves, key=_priority, default=None)
+        return None if leaf is None else ("state", leaf)
+
+    def least_state(self) -> Node | None:
+        """The state of the least priority that may be taken away."""
+        return min(filter(self._state_is_idle, self.states), key=_priority, default=None)
+
+
+class PrefixTree:
+    """The nodes, by key, and the priorities of the checkpoints among them."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.nodes: dict[bytes, Node] = {}
+        self.roots: dict[bytes, Node] = {}
+        self.clock = 0.0
+        """The priority of what was evicted last."""
+
+    def root(self, key: bytes) -> Node:
+        root = self.roots.get(key)
+        if root is None:
+            root = self.roots[key] = Node(key, None, 0)
+        return root
+
+    def child(self, parent: Node, key: bytes) -> Node:
+        """The node after `parent` with this key, made if need be: the caller gives it a page."""
+        node = self.nodes.get(key)
+        if node is None:
+            node = self.nodes[key] = Node(key, parent, parent.depth + PAGE_SIZE)
+            parent.children.add(node)
+        return node
+
+    def match(self, keys: list[bytes], n_most: int) -> list[Node]:
+        """The nodes of the longest known prefix, of at most n_most pages."""
+        nodes, path = self.nodes, []
+        for i in range(min(n_most, len(keys))):
+            node = nodes.get(keys[i])
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def put_state(self, tier: Tier, node: Node, where: Any, kind: str) -> None:
+        """Makes a node a checkpoint in `tier`."""
+        assert node.state[tier.index] is None
+        if not node.has_state:
+            node.kind, node.touched = kind, self.clock
+            self._link(node)
+        node.state[tier.index] = where
+        tier.states[node] = None
+        tier.settle(node)
+
+    def drop_state(self, tier: Tier, node: Node) -> Any:
+        """Where it was."""
+        where, node.state[tier.index] = node.state[tier.index], None
+        assert where is not None
+        del tier.states[node]
+        tier.settle(node)
+        if not node.has_state:
+            self._unlink(node)
+        return where
+
+    def touch(self, node: Node) -> None:
+        """A request starts from this checkpoint."""
+        node.n_hits += 1
+        node.touched = self.clock
+        self._rate(node)
+
+    def price(self, depth: int, above: int, weight: float = 1.0) -> float:
+        """The priority of a checkpoint `depth` tokens deep, taken now, with the nearest one above it `above` deep."""
+        return self.clock + weight * self._value(above, depth)
+
+    def forget(self, node: Node) -> None:
+        """Takes out a node without a page; it has neither children nor states any more."""
+        assert not node.has_page and not node.has_state and not node.children and node.parent is not None
+        del self.nodes[node.key]
+        parent = node.parent
+        parent.children.discard(node)
+        if parent.parent is None and not parent.children:
+            self.roots.pop(parent.key, None)  # else every salt would leave one
+
+    def nearest_above(self, node: Node) -> Node:
+        """The next checkpoint on the way up, or the root."""
+        above = node.parent
+        assert above is not None
+        while above.parent is not None and not above.has_state:
+            above = above.parent
+        return above
+
+    def _value(self, start: int, end: int) -> float:
+        geometry = self.geometry
+        n_bytes = geometry.state_bytes + (end - start) // PAGE_SIZE * geometry.page_bytes
+        return geometry.prefill_cost(start, end) / n_bytes * 1e6
+
+    def _rate(self, node: Node) -> None:
+        assert node.above is not None
+        weight = SUPERSEDED if len(node.below) == 1 else 1.0
+        node.priority = node.touched + weight * self._value(node.above.depth, node.depth)
+
+    def _link(self, node: Node) -> None:
+        above = node.above = self.nearest_above(node)
+        below = set(_nearest_below(node))
+        above.below -= below
+        above.below.add(node)
+        node.below = below
+        for other in below:
+            other.above = node
+            self._rate(other)
+        self._rate(node)
+        if above.above is not None:
+            self._rate(above)
+
+    def _unlink(self, node: Node) -> None:
+        above = node.above
+        assert above is not None
+        above.below.discard(node)
+        above.below |= node.below
+        for other in node.below:
+            other.above = above
+            self._rate(other)
+        node.above, node.below = None, set()
+        if above.above is not None:
+            self._rate(above)
+
+
+def _priority(node: Node) -> float:
+    return node.priority
+
+
+def _nearest_below(node: Node) -> Iterator[Node]:
+    """The checkpoints right below a node that is none yet."""
+    todo = list(node.children)
+    while todo:
+        child = todo.pop()
+        if child.has_state:
+            yield child
+        else:
+            todo += child.children

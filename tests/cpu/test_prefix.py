@@ -1,0 +1,472 @@
+"""The prefix cache on tiny models: what a request finds there changes no bit of its logits, nor any token.
+
+Conversations branch, are edited, cut and repeated, while pages, slots and host memory run short, sequences are preempted,
+requests aborted, steps fail, files are damaged and processes killed. Afterwards every request runs again without a cache: all
+rows of logits that a token was drawn from are compared. Memory that nobody owns is kept full of NaN, so that a page, slot or
+unit which is read after it was freed, or before it was written, shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from deltic.config import EngineConfig
+from deltic.engine.loop import Engine
+from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams, Step, StepResult, TokenLogprob
+from deltic.engine.runner import Runner, build_runner
+from tests.tiny import tiny_checkpoint
+
+MAX_PROMPT, MAX_TOKENS = 600, 100
+EVERY_MODEL = (("dense", None), ("moe", None), ("next", None), ("dense", "int8"))
+every_model = pytest.mark.parametrize(("kind", "quantize"), EVERY_MODEL)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What of the engine's settings matters here. A page is 0.13 MB, a state 0.8 to 1.2 MB."""
+
+    kind: str = "dense"
+    quantize: str | None = None
+    n_pages: int = 120
+    max_num_seqs: int = 4
+    n_checkpoints: int = 24
+    host_mb: float = 0.0
+    directory: Path | None = None
+    disk_mb: float = 1000.0
+    prefix_cache: bool = True
+    model: str | None = None
+    """None: the tiny checkpoint of its kind."""
+
+    def build(self) -> Runner:
+        config = EngineConfig(
+            model=self.model or str(tiny_checkpoint(self.kind)),
+            quantize=self.quantize,
+            threads=2,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=MAX_PROMPT + MAX_TOKENS,
+            max_step_tokens=320,
+            n_pages=self.n_pages,
+            prefix_cache=self.prefix_cache,
+            n_checkpoints=self.n_checkpoints,
+            cache_host_gb=self.host_mb / 1000,
+            cache_dir=self.directory,
+            cache_disk_gb=self.disk_mb / 1000,
+        )
+        return build_runner(config, lambda stage, done: None)
+
+
+@dataclass
+class Answer:
+    """What came of one of a request's n sequences."""
+
+    tokens: list[int] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+
+
+class Watched:
+    """A runner that keeps every row of logits a token was drawn from, and fills with NaN what nobody owns."""
+
+    def __init__(self, inner: Runner) -> None:
+        self.inner = inner
+        self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
+        self.answers: defaultdict[tuple[str, int], Answer] = defaultdict(Answer)
+        self.engine = Engine(self)
+        self.fails_next = False
+        self.spoilt: defaultdict[str, set[int]] = defaultdict(set)
+
+    def step(self, step: Step) -> StepResult:
+        self._spoil_what_was_freed()
+        result = self.inner.step(step)
+        if self.fails_next:
+            self._fail(step)
+        row = 0
+        drawn = {draw.chunk for draw in step.draws}
+        rows = {}
+        for i, chunk in enumerate(step.chunks):
+            row += chunk.length if chunk.prompt_logprobs else int(i in drawn)
+            rows[i] = row - 1
+        logits = self.inner.logits(row).clone()
+        for draw in step.draws:
+            self.answers[draw.sequence.request.id, draw.sequence.index].rows.append(logits[rows[draw.chunk]])
+        return result
+
+    def _spoil_what_was_freed(self) -> None:
+        store, memory = self.engine.cache.store, self.inner.memory
+        for pool in (store.pages, store.slots, store.units):
+            free = set(pool._free)
+            new = list(free - self.spoilt[pool.name])
+            self.spoilt[pool.name] = free
+            if not new:
+                continue
+            if pool is store.pages:
+                memory.pages[new] = torch.nan
+            elif pool is store.slots:
+                self._spoil_slots(new)
+            else:
+                self.inner.host[new] = 0xFF
+
+    def _spoil_slots(self, slots: list[int]) -> None:
+        self.inner.memory.states[slots] = torch.nan
+        self.inner.memory.columns[slots] = torch.nan
+
+    def _fail(self, step: Step) -> None:
+        """As a forward that stops half way: all it may have written is worthless."""
+        self.fails_next = False
+        for chunk in step.chunks:
+            self.inner.memory.pages[chunk.sequence.pages[chunk.start // PAGE_SIZE :]] = torch.nan
+            self._spoil_slots([chunk.sequence.slot, *(slot for _, slot in chunk.snapshots)])
+        raise RuntimeError("this step was to fail")
+
+
+@contextmanager
+def serving(setup: Setup) -> Iterator[Watched]:
+    watched = Watched(setup.build())
+    try:
+        yield watched
+    finally:
+        watched.engine.close(5.0)
+
+
+@dataclass(frozen=True)
+class Message:
+    ids: tuple[int, ...]
+    n_thinking: int = 0
+    """So many of the first ids are dropped by the template in later turns."""
+
+
+@dataclass
+class Asked:
+    request: Request
+    messages: list[Message]
+    answers: dict[int, Answer]
+    cached_tokens: int = 0
+
+    @property
+    def continued(self) -> list[Message]:
+        tokens = self.answers[0].tokens
+        return [*self.messages, Message(tuple(tokens), len(tokens) // 2)]
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.answers) and all(answer.finish_reason for answer in self.answers.values())
+
+
+class Users:
+    """Random conversations: each request goes on from one that was answered, or begins anew."""
+
+    def __init__(self, seed: int, plain: bool = False) -> None:
+        """plain: every request is one sequence that uses the cache."""
+        self.random = random.Random(seed)
+        self.plain = plain
+        self.systems = [self._message(448), self._message(150), Message(())]
+        self.asked: list[Asked] = []
+        self.name = f"{seed}-{plain}"
+
+    def _message(self, n_most: int = 140) -> Message:
+        n = self.random.choice([self.random.randint(1, n_most), n_most // PAGE_SIZE * PAGE_SIZE])
+        return Message(tuple(self.random.randrange(256) for _ in range(n)))
+
+    def ask(self) -> Asked:
+        messages = self._messages()
+        while sum(len(message.ids) for message in messages) > MAX_PROMPT:
+            messages = [self.random.choice(self.systems), self._message()]
+        ids = [i for message in messages for i in message.ids]
+        r = self.random
+        boundaries = list(itertools.accumulate(len(message.ids) for message in messages))
+        greedy = SamplingParams(max_tokens=r.choice([1, 9, 30, MAX_TOKENS]), temperature=0.0, ignore_eos=True)
+        request = Request(
+            id=f"{self.name}-{len(self.asked)}", prompt_ids=ids, params=greedy, boundaries=boundaries
+        )
+        if not self.plain:
+            params = msgspec.structs.replace(
+                greedy,
+                temperature=r.choice([0.0, 1.0]),
+                seed=r.getrandbits(63),
+                n=r.choice([1, 1, 1, 2, 3]),
+                max_tokens=r.choice([0, greedy.max_tokens, greedy.max_tokens]),
+                ignore_eos=r.random() < 0.8,
+                prompt_logprobs=2 if r.random() < 0.06 else None,
+                repetition_penalty=r.choice([1.0, 1.0, 1.3]),
+            )
+            request = msgspec.structs.replace(
+                request,
+                params=params,
+                priority=r.choice([0, 0, 0, 1]),
+                boundaries=boundaries if r.random() < 0.8 else [],
+                cache_salt=r.choice(["", "", "", "pepper"]),
+                use_cache=r.random() < 0.95,
+            )
+        asked = Asked(request, messages, {})
+        self.asked.append(asked)
+        return asked
+
+    def _messages(self) -> list[Message]:
+        r = self.random
+        past = [asked for asked in self.asked if asked.is_done]
+        if not past or r.random() < 0.15:
+            return [r.choice(self.systems), self._message()]
+        before = r.choice([r.choice(past), past[-1]])
+        messages = [*before.continued, self._message()]
+        what = r.randrange(10)
+        if what < 2:
+            return before.messages
+        if what == 2:
+            messages[r.randrange(len(messages))] = self._message()
+        elif what == 3:
+            messages = messages[: r.randint(1, len(messages))]
+            messages[-1] = Message(messages[-1].ids[: r.randint(1, max(1, len(messages[-1].ids)))] or (0,))
+        elif what < 6:
+            messages = [Message(message.ids[message.n_thinking :]) for message in messages]
+        return messages
+
+    def next_turns(self) -> list[Asked]:
+        """A request more in each conversation that did not go on."""
+        texts = {tuple(i for m in asked.continued for i in m.ids): asked for asked in self.asked}
+        ends = [
+            asked for text, asked in texts.items()
+            if not any(other[: len(text)] == text for other in texts if other != text)
+            and len(text) + 20 < MAX_PROMPT
+        ]  # fmt: skip
+        turns = []
+        for asked in ends:
+            ids = [i for message in asked.continued for i in message.ids] + [7] * 20
+            request = msgspec.structs.replace(asked.request, id=f"{asked.request.id}-next", prompt_ids=ids)
+            turns.append(Asked(request, [], {}))
+        return turns
+
+
+def send(watched: Watched, asked: Asked) -> None:
+    request = asked.request
+    asked.answers = {index: watched.answers[request.id, index] for index in range(request.params.n)}
+    watched.engine.add(request)
+
+
+def note(outputs: list[Output], asked: dict[str, Asked]) -> None:
+    for output in outputs:
+        answer = asked[output.id].answers[output.index]
+        answer.tokens += output.token_ids
+        answer.finish_reason = output.finish_reason or answer.finish_reason
+        answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+        asked[output.id].cached_tokens = max(asked[output.id].cached_tokens, output.cached_tokens)
+
+
+def serve(watched: Watched, all_asked: list[Asked], at_once: int = 4) -> int:
+    """Serves requests, so many at a time; how many prompt tokens they found in the cache."""
+    open_asked = {asked.request.id: asked for asked in all_asked}
+    for i in range(0, len(all_asked), at_once):
+        for asked in all_asked[i : i + at_once]:
+            send(watched, asked)
+        while watched.engine.has_work():
+            note(watched.engine.step(), open_asked)
+            watched.engine.check()
+    return sum(asked.cached_tokens for asked in all_asked)
+
+
+def converse(watched: Watched, users: Users, n_requests: int, at_once: int = 3) -> int:
+    """As `serve`, with requests that go on from the answers before; the same ones every time."""
+    return sum(serve(watched, [users.ask() for _ in range(at_once)]) for _ in range(n_requests // at_once))
+
+
+def trouble(watched: Watched, users: Users, n_requests: int, seed: int, mishaps: float) -> None:
+    """As `converse`, but requests come at any time, and things happen. mishaps: of these, how often, 0 to 1."""
+    r, engine = random.Random(seed), watched.engine
+    asked: dict[str, Asked] = {}
+    while len(asked) < n_requests or engine.has_work():
+        while len(asked) < n_requests and (not engine.has_work() or r.random() < 0.15):
+            new = users.ask()
+            asked[new.request.id] = new
+            send(watched, new)
+        engine.scheduler.max_step_tokens = r.choice([64, 100, 128, 200, 320])
+        running = [*engine.scheduler._decodes, *engine.scheduler._prefills]
+        if running and r.random() < mishaps:
+            engine.scheduler._preempt(r.choice(running))
+        if r.random() < mishaps / 4:
+            victim = r.choice(list(asked))
+            note(engine.abort(victim, r.choice([None, 0])), asked)
+        if r.random() < mishaps / 10:
+            engine.reset_cache()
+        watched.fails_next = r.random() < mishaps / 10
+        engine.check()
+        note(engine.step(), asked)
+        engine.check()
+
+
+@cache
+def cold_runner(kind: str, quantize: str | None) -> Runner:
+    return Setup(kind, quantize, n_checkpoints=0, prefix_cache=False).build()
+
+
+def assert_as_cold(setup: Setup, all_asked: list[Asked]) -> None:
+    """All requests again, without a cache: the same bits in every row of logits, and the same tokens."""
+    cold = Watched(cold_runner(setup.kind, setup.quantize))
+    expected = [Asked(asked.request, asked.messages, {}) for asked in all_asked]
+    assert serve(cold, expected, at_once=len(expected)) == 0
+    for warm_asked, cold_asked in zip(all_asked, expected, strict=True):
+        request = warm_asked.request
+        n_prompt, n_cached = len(request.prompt_ids), warm_asked.cached_tokens
+        what = f"request {request.id} of {n_prompt} tokens, {n_cached} of them found: {request.params}"
+        assert n_cached % PAGE_SIZE == 0 and n_cached < n_prompt, what
+        assert not n_cached or (request.use_cache and request.params.prompt_logprobs is None), what
+        for index, answer in warm_asked.answers.items():
+            reference = cold_asked.answers[index]
+            n_rows = len(answer.rows)
+            if answer.finish_reason in ("stop", "length"):
+                assert n_rows == len(reference.rows) and len(answer.tokens) == len(reference.tokens), what
+            for i, (warm_row, cold_row) in enumerate(zip(answer.rows, reference.rows, strict=False)):
+                same = torch.equal(warm_row.view(torch.int32), cold_row.view(torch.int32))
+                assert same, f"row {i} of sequence {index}, {what}"
+            assert answer.tokens == reference.tokens[: len(answer.tokens)], what
+            if n_rows:
+                assert answer.prompt_logprobs == reference.prompt_logprobs, what
+
+
+@every_model
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations(kind: str, quantize: str | None, seed: int) -> None:
+    """Room for everything, requests that come one after another and all at once."""
+    setup, users = Setup(kind, quantize), Users(seed)
+    with serving(setup) as watched:
+        trouble(watched, users, 20, seed, mishaps=0.0)
+        assert watched.engine.stats().cache.n_hit_tokens > 500
+    assert_as_cold(setup, users.asked)
+
+
+def pressed(kind: str, quantize: str | None, seed: int) -> Setup:
+    """A setup where something or everything is short."""
+    r = random.Random(seed)
+    n_seqs = r.randint(3, 4)
+    return Setup(
+        kind, quantize, n_pages=r.choice([11, 14, 20, 30]), max_num_seqs=n_seqs,
+        n_checkpoints=r.choice([0, 1, 2, 5]), host_mb=r.choice([0.0, 1.5, 3.0, 8.0]),
+    )  # fmt: skip
+
+
+@every_model
+@pytest.mark.parametrize("seed", range(6))
+def test_pressure(kind: str, quantize: str | None, seed: int) -> None:
+    """Few pages, checkpoints and units; preemption and aborts at any step, failed steps, resets."""
+    setup, users = pressed(kind, quantize, seed), Users(seed)
+    with serving(setup) as watched:
+        trouble(watched, users, 20, seed, mishaps=0.08)
+    assert_as_cold(setup, users.asked)
+
+
+@every_model
+def test_restart(kind: str, quantize: str | None, tmp_path: Path) -> None:
+    """A second engine on the same directory finds at once what the first would have found."""
+    setup = Setup(kind, quantize, directory=tmp_path)
+    stays, leaves = Users(1, plain=True), Users(1, plain=True)
+    with serving(replace(setup, directory=None)) as watched:
+        converse(watched, stays, 18)
+        n_expected = serve(watched, stays.next_turns())
+    with serving(setup) as watched:
+        converse(watched, leaves, 18)
+    with serving(setup) as watched:
+        turns = leaves.next_turns()
+        n_hit = serve(watched, turns)
+        stats = watched.engine.stats().cache
+    assert turns[0].cached_tokens > 0 and n_hit >= 0.95 * n_expected > 1000
+    assert stats.read_bytes["disk"] > 0 and stats.n_damaged == 0
+    assert_as_cold(setup, [*leaves.asked, *turns])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pressure_on_all_tiers(seed: int, tmp_path: Path) -> None:
+    """Restart after restart, with little room anywhere, and a second engine on the directory that deletes there too."""
+    kind, quantize = EVERY_MODEL[seed % len(EVERY_MODEL)]
+    setup = replace(
+        pressed(kind, quantize, seed), directory=tmp_path, disk_mb=random.Random(seed).choice([4, 20])
+    )
+    users = Users(seed)
+    for life in range(3):
+        with serving(setup) as watched, serving(setup) as beside:
+            trouble(watched, users, 8, 10 * seed + life, mishaps=0.05)
+            trouble(beside, users, 4, 10 * seed + life, mishaps=0.0)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.page")) < 40e6
+    assert_as_cold(setup, users.asked)
+
+
+def damage(directory: Path, seed: int) -> None:
+    """Does to a third of the files what disks, transfers and people do."""
+    r = random.Random(seed)
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    for path in r.sample(files, len(files) // 3):
+        content = bytearray(path.read_bytes())
+        match r.randrange(4):
+            case 0:
+                content[r.randrange(len(content))] ^= 1 << r.randrange(8)
+            case 1:
+                content[r.randrange(128)] ^= 1 << r.randrange(8)
+            case 2:
+                del content[r.randrange(len(content)) :]
+            case 3:  # whole and right, but another page's or state's
+                content = bytearray(r.choice([f for f in files if f.suffix == path.suffix]).read_bytes())
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_files(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files that are not what they were are never used: fewer hits, a warning, the same bits."""
+    kind, quantize = EVERY_MODEL[seed]
+    setup, users = Setup(kind, quantize, directory=tmp_path), Users(seed, plain=True)
+    with serving(setup) as watched:
+        converse(watched, users, 15)
+    turns = users.next_turns()
+    with serving(setup) as watched:
+        n_expected = serve(watched, turns)
+    damage(tmp_path, seed)
+    again = [Asked(asked.request, [], {}) for asked in turns]
+    with serving(setup) as watched, caplog.at_level(logging.WARNING, "deltic.engine.tiers"):
+        n_hit = serve(watched, again)
+        assert watched.engine.stats().cache.n_damaged > 0
+        assert any("damaged" in text for text in [*watched.info.notices, *caplog.messages])
+    assert n_hit < n_expected
+    assert_as_cold(setup, [*users.asked, *again])
+
+
+def serve_until_killed(model: str, directory: str, seed: int) -> None:
+    """The life of a child process."""
+    watched = Watched(Setup(model=model, directory=Path(directory), disk_mb=60).build())
+    print("ready", flush=True)
+    for i in itertools.count():
+        converse(watched, Users(1000 * seed + i, plain=True), 15)
+
+
+def test_killed_while_writing(tmp_path: Path) -> None:
+    """SIGKILL at any moment: what is found afterwards is whole."""
+    setup, r = Setup(directory=tmp_path, disk_mb=60), random.Random(0)
+    n_hit = 0
+    for life in range(6):
+        arguments = f"{str(tiny_checkpoint('dense'))!r}, {str(tmp_path)!r}, {life}"
+        code = f"from tests.cpu.test_prefix import serve_until_killed; serve_until_killed({arguments})"
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        time.sleep(r.uniform(0.02, 0.8))
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        child.stdout.close()
+        users = Users(1000 * life, plain=True)
+        with serving(setup) as watched:
+            n_hit += serve(watched, [users.ask()])
+            converse(watched, users, 6)
+            assert watched.engine.stats().cache.n_damaged == 0
+        assert_as_cold(setup, users.asked)
+    assert n_hit > 0

@@ -1,0 +1,207 @@
+"""The prefix cache on the real tiers: threads, files, and processes that are killed, below a runner without a model.
+
+The runner compares every page and state that a chunk builds on with the tokens it stands for, so whatever the tiers bring back
+wrong, half or late is an error in the step that uses it. A word that is not its state's in all places is a torn state.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltic.engine.loop import Engine
+from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
+from deltic.engine.tiers import Tiers
+from tests.conversations import Conversations, Turn
+from tests.fakes import FakeRunner, expected_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE_WORDS = 80
+"""Of 8 bytes: two and a half pages."""
+
+PAGE_BYTES, STATE_BYTES = 4 * PAGE_SIZE, 8 * STATE_WORDS
+MAX_PROMPT, MAX_TOKENS = 700, 100
+
+
+class States:
+    """State slots in memory that the tiers can move: one number, as often as fits."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.words = np.full((n_slots, STATE_WORDS), -1, np.int64)
+
+    def __getitem__(self, slot: int) -> int:
+        words = self.words[slot].copy()
+        assert (words == words[0]).all(), f"slot {slot} holds parts of two states"
+        return int(words[0])
+
+    def __setitem__(self, slot: int, state: int) -> None:
+        self.words[slot] = state
+
+
+class SolidRunner(FakeRunner):
+    """A FakeRunner with bytes, and real tiers below them."""
+
+    def __init__(
+        self, directory: Path | None, *, n_pages: int = 60, n_checkpoints: int = 16, n_units: int = 0,
+        disk_bytes: int = 10**9, max_num_seqs: int = 4,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            n_pages=n_pages, max_num_seqs=max_num_seqs, max_model_len=MAX_PROMPT + MAX_TOKENS,
+            n_slots=max_num_seqs + n_checkpoints,
+        )  # fmt: skip
+        self.states: Any = States(self.n_slots)
+        self.info.page_bytes, self.info.state_bytes = PAGE_BYTES, STATE_BYTES
+        pages, states = self.pages.view(np.uint8), self.states.words.view(np.uint8)
+        half = STATE_BYTES // 2  # two views, as recurrent states and convolution columns are
+        self.tiers = Tiers(
+            lambda page: [pages[page]], lambda slot: [states[slot][:half], states[slot][half:]],
+            np.zeros((n_units, PAGE_BYTES), np.uint8) if n_units else None, STATE_BYTES,
+            directory, disk_bytes if directory else 0, "0" * 32,
+        )  # fmt: skip
+
+
+class Traffic:
+    """Random conversations with an engine, and what came of them."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.rng = Random(seed)
+        self.turns = Conversations(self.rng, MAX_PROMPT)
+        self.asked: dict[str, tuple[Turn, Request]] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.n_cached = 0
+
+    def ask(self, turn: Turn) -> None:
+        params = SamplingParams(max_tokens=self.rng.choice([1, 8, 70, MAX_TOKENS]), seed=1, ignore_eos=True)
+        request = Request(
+            id=str(len(self.asked)), prompt_ids=turn.prompt_ids, params=params, boundaries=turn.boundaries
+        )
+        self.asked[request.id], self.answers[request.id] = (turn, request), []
+        self.engine.add(request)
+
+    def step(self) -> None:
+        outputs = self.engine.step()
+        self.take(outputs)
+        self.engine.check()
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            assert output.error is None, output.error
+            self.answers[output.id] += output.token_ids
+            self.n_cached += output.cached_tokens
+            turn, request = self.asked[output.id]
+            expected = expected_tokens(request.prompt_ids, request.params)
+            if output.finish_reason == "length":
+                assert self.answers[output.id] == expected
+                self.turns.answered(turn, expected)
+
+    def trouble(self, n_requests: int) -> None:
+        """Requests at any time, steps of any size, preemptions, aborts, resets."""
+        rng, scheduler = self.rng, self.engine.scheduler
+        n_last = len(self.asked) + n_requests
+        while len(self.asked) < n_last or self.engine.has_work():
+            while len(self.asked) < n_last and (not self.engine.has_work() or rng.random() < 0.2):
+                self.ask(next(self.turns))
+            scheduler.max_step_tokens = rng.choice([64, 100, 200, 512])
+            running = [*scheduler._decodes, *scheduler._prefills]
+            if running and rng.random() < 0.05:
+                scheduler._preempt(rng.choice(running))
+            if rng.random() < 0.02:
+                self.take(self.engine.abort(rng.choice(list(self.asked))))
+            if rng.random() < 0.005:
+                self.engine.reset_cache()
+            self.step()
+
+    def run(self) -> None:
+        while self.engine.has_work():
+            self.step()
+
+    def check_end(self) -> None:
+        """Nobody holds anything but the tree, and after a reset nothing does."""
+        cache, store = self.engine.cache, self.engine.cache.store
+        assert cache.n_pages_used == cache.n_slots_used == 0
+        self.engine.reset_cache()
+        self.engine.check()
+        for pool in (store.pages, store.slots, store.units, cache.places):
+            assert pool.n_free == pool.n
+
+
+def n_bytes_on_disk(directory: Path) -> int:
+    return sum(path.stat().st_size for kind in ("page", "state") for path in directory.rglob(f"*.{kind}"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pressure_on_real_tiers(seed: int, tmp_path: Path) -> None:
+    """The mover works beside the steps, with little room in every tier, over three lives on one directory."""
+    rng = Random(seed)
+    disk_bytes = rng.choice([3_000, 30_000, 10**9])
+    for life in range(3):
+        runner = SolidRunner(
+            tmp_path, n_pages=rng.choice([14, 20, 40]), n_checkpoints=rng.choice([0, 1, 3, 8]),
+            n_units=rng.choice([0, 4, 12, 60]), disk_bytes=disk_bytes,
+        )  # fmt: skip
+        traffic = Traffic(Engine(runner), 10 * seed + life)
+        traffic.trouble(15)
+        traffic.engine.close(5.0)
+        assert runner.tiers.n_damaged == 0
+        n_files = sum(1 for _ in tmp_path.rglob("*.page")) + sum(1 for _ in tmp_path.rglob("*.state"))
+        assert n_bytes_on_disk(tmp_path) <= disk_bytes + 128 * n_files  # and their headers
+    traffic.check_end()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_engines_on_one_directory(seed: int, tmp_path: Path) -> None:
+    """Each deletes what the other believes to have: a miss, never a wrong hit, never an error."""
+    disk_bytes = Random(seed).choice([5_000, 40_000])
+    traffics = [
+        Traffic(Engine(SolidRunner(tmp_path, n_pages=14, n_checkpoints=2, disk_bytes=disk_bytes)), seed)
+        for _ in range(2)
+    ]  # with equal seeds they ask much the same
+    for _ in range(10):
+        for traffic in traffics:
+            traffic.trouble(2)
+    for traffic in traffics:
+        assert traffic.engine.runner.tiers.n_damaged == 0  # type: ignore[union-attr]
+        traffic.check_end()
+        traffic.engine.close(1.0)
+
+
+def serve_until_killed(directory: str, seed: int) -> None:
+    """The life of a child process: the same conversations whoever runs them, as far as it gets."""
+    traffic = Traffic(Engine(SolidRunner(Path(directory), n_units=20, disk_bytes=200_000)), seed)
+    print("ready", flush=True)
+    while True:
+        traffic.ask(next(traffic.turns))
+        traffic.run()
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """What a killed process left is whole: it is found at once, and nothing of it is damaged."""
+    rng, n_cached = Random(0), 0
+    for life in range(12):
+        code = f"from tests.null.test_prefix_crash import serve_until_killed as s; s({str(tmp_path)!r}, {life // 3})"
+        child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        time.sleep(rng.uniform(0.0, 0.25))
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        child.stdout.close()
+        runner = SolidRunner(tmp_path, disk_bytes=200_000)
+        traffic = Traffic(Engine(runner), life // 3)
+        traffic.ask(next(traffic.turns))  # as the child began
+        traffic.run()
+        n_cached += traffic.n_cached
+        for _ in range(5):
+            traffic.ask(next(traffic.turns))
+            traffic.run()
+        assert runner.tiers.n_damaged == 0
+        traffic.engine.close(1.0)
+    assert n_cached > 0
