@@ -449,8 +449,9 @@ class EngineClient:
                 if stream.push(output):
                     self._note_ended(stream, 1)
         elif isinstance(event, CacheReport):
-            answer = self._inspections.popleft()
-            if not answer.done():  # who asked may have left
+            # There is none when `stop` has answered for the engine; it is done when who asked has left.
+            answer = self._inspections.popleft() if self._inspections else None
+            if answer is not None and not answer.done():
                 answer.set_result(event)
         elif isinstance(event, Loading):
             self.loading = event

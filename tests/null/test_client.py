@@ -299,6 +299,24 @@ async def test_an_engine_that_dies_does_not_tell_of_its_cache() -> None:
         await client.inspect_cache()
 
 
+@in_loop
+async def test_an_answer_about_the_cache_that_comes_while_it_stops() -> None:
+    events: list[Event] = []
+    async with engine(on_event=events.append) as client:
+        assert client.pid is not None
+        pid = client.pid
+        os.kill(pid, signal.SIGSTOP)
+        asked = asyncio.create_task(client.inspect_cache())
+        await asyncio.sleep(0.05)
+        stopping = asyncio.create_task(client.stop())
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await asked
+        os.kill(pid, signal.SIGCONT)
+        await stopping
+        # Listeners hear of an event only once the client has taken it without an error.
+        assert any(isinstance(event, CacheReport) for event in events)
+
+
 def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() -> None:
     client = EngineClient(EngineConfig(), 1)
 
