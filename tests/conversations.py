@@ -64,16 +64,21 @@ def follow_up(turn: Turn, answer: list[int], rng: Random, n_tokens: int, n_think
     return render((*turn.messages, said, asked))
 
 
+def chat(rng: Random, *lengths: int, system: Message | None = None) -> Turn:
+    """A conversation of one user message for each length, behind a system message."""
+    system = system or Message("system", tuple(some_ids(rng, 300)))
+    return render((system, *(Message("user", tuple(some_ids(rng, n))) for n in lengths)))
+
+
 class Conversations:
     """An endless mix of prompts that grow out of each other, like the traffic of some clients at once."""
 
     def __init__(self, rng: Random, max_tokens: int, n_systems: int = 3) -> None:
-        """max_tokens: of a prompt. n_systems: system prompts that the conversations share."""
+        """max_tokens: of a prompt, from now on. n_systems: system prompts that the conversations share."""
         self._rng = rng
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._systems = [
-            Message("system", tuple(some_ids(rng, rng.choice(UGLY_LENGTHS) % max_tokens)))
-            for _ in range(n_systems)
+            Message("system", tuple(some_ids(rng, rng.choice(UGLY_LENGTHS)))) for _ in range(n_systems)
         ]
         self._recent: list[Turn] = []
         self._moves: list[Callable[[], Turn | None]] = [
@@ -95,12 +100,12 @@ class Conversations:
     def __next__(self) -> Turn:
         while True:
             turn = self._rng.choice(self._moves)()
-            if turn is not None and 0 < len(turn.prompt_ids) <= self._max_tokens:
+            if turn is not None and 0 < len(turn.prompt_ids) <= self.max_tokens:
                 self._remember(turn)
                 return turn
 
     def _remember(self, turn: Turn) -> None:
-        if len(turn.prompt_ids) <= self._max_tokens:
+        if len(turn.prompt_ids) <= self.max_tokens:
             self._recent = [*self._recent[-11:], turn]
 
     def _message(self, role: str) -> Message:

@@ -17,6 +17,7 @@ zero state.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
 
 LADDER = (1024, 2048, 4096, 8192)
 """Tokens after which a long message, or a prompt without messages, gets checkpoints; then every LADDER[-1]."""
+
+MAX_LOADS = 3
+"""Times a request waits for pages from a lower tier; then it computes what is missing."""
+
+MAX_LOAD_S = 30.0
+"""How long it waits at most: a disk may hang."""
 
 
 def pages_for(n_tokens: int) -> int:
@@ -53,7 +60,8 @@ class Prefix:
     tail: Node | None = None
     """The checkpoint behind its generated tokens, which moves on with them."""
     load: Load | None = None
-    """What it waits for, or waited for: it does so once, and computes what is missing then."""
+    """What it waits for, or waited for."""
+    n_loads: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +71,8 @@ class Parked:
     n_computed: int
     n_shared: int
     """Pages before those, which the tree has."""
+    node: Node | None
+    """The last of them."""
     pages: list[tuple[int, ...]]
     state: tuple[int, ...]
 
@@ -130,17 +140,28 @@ class Cache:
             n_most -= 1
         return known[:n_most]
 
+    def is_parked(self, sequence: Sequence) -> bool:
+        """Whether host memory has its last pages and its state."""
+        return sequence in self._parked
+
     def fetch(self, sequence: Sequence, path: list[Node]) -> bool:
         """Starts to bring what `path` lacks on the device, if it lacks anything and there is room; whether it did."""
         prefix = sequence.prefix
-        if prefix is None or prefix.load is not None or not path:
+        if prefix is None or not path or prefix.n_loads == MAX_LOADS:
             return False
         prefix.load = self.store.load(path, with_state=sequence not in self._parked)
+        prefix.n_loads += prefix.load is not None
         return prefix.load is not None
 
+    def fits(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
+        """Whether all its tokens find room beside n_promised pages of others, with what they share with those that run."""
+        shared = (node.page[DEVICE] for node in path if node.page[DEVICE] is not None)
+        n_shared = sum(not self.pages.is_idle(page) for page in shared)
+        return pages_for(len(sequence.tokens)) - n_shared <= self.pages.n_available - n_promised
+
     def is_loading(self, sequence: Sequence) -> bool:
-        prefix = sequence.prefix
-        return prefix is not None and prefix.load is not None and not prefix.load.is_done
+        load: Load | None = sequence.prefix.load if sequence.prefix is not None else None
+        return load is not None and not load.is_done and time.monotonic() - load.began_s < MAX_LOAD_S
 
     def n_common(self, sequence: Sequence, other: Sequence) -> int:
         """Tokens, in full pages, with which both begin, and which `sequence` could start behind."""
@@ -154,7 +175,7 @@ class Cache:
     def admit(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
         """Gives a waiting sequence a place, a slot, and the pages of `path`, all on the device; its siblings place and slot.
 
-        n_promised: available pages that are others'. False, with nothing changed, when something is short.
+        n_promised: available pages that are others'. False, with nothing of it changed, when something is short.
         """
         group = [sequence, *sequence.siblings]
         parked = self._parked.get(sequence)
@@ -166,10 +187,12 @@ class Cache:
         n_new = pages_for(len(sequence.tokens)) - len(pages)
         if len(group) <= self.places.n_free and n_new <= self.pages.n_available - n_promised:
             slots = self.store.take_slots(len(group))
-            is_ours = len(group) == 1 and start and self.slots.n_owners[start[0]] == 2 and not path[-1].busy
-            if slots is None and is_ours:  # no second slot is to be had: it goes on in the checkpoint's
-                self.slots.give_back([self.store.take_state(path[-1])])
-                slots, start = start, []
+            is_ours = start and self.slots.n_owners[start[0]] == 2 and not path[-1].busy
+            if slots is None and is_ours:  # not one slot more is to be had: it goes on in the checkpoint's
+                others = self.store.take_slots(len(group) - 1)
+                if others is not None:
+                    self.slots.give_back([self.store.take_state(path[-1])])
+                    slots, start = [*start, *others], []
         own = self.store.take_pages(len(parked.pages)) if parked is not None and slots is not None else []
         if slots is None or own is None:
             self.slots.give_back([*start, *(slots or [])])
@@ -182,7 +205,7 @@ class Cache:
         sequence.start_slot = start[0] if start else None
         if sequence.prefix is not None:
             sequence.prefix.node = path[-1] if path else self._root(sequence)
-            sequence.prefix.tail = sequence.prefix.load = None
+            sequence.prefix.tail, sequence.prefix.load, sequence.prefix.n_loads = None, None, 0
         if parked is not None:
             self._unpark(sequence, parked)
         elif start:
@@ -215,7 +238,7 @@ class Cache:
             wanted[begin] = "message"
         last = (n_tokens - 1) // PAGE_SIZE * PAGE_SIZE
         wanted[last] = "end"
-        wanted[n_known] = wanted.get(n_known, "junction")
+        wanted.setdefault(n_known, "junction")
         prefix.wanted = {d: wanted[d] for d in sorted(wanted) if sequence.n_computed < d <= last}
 
     # A sequence runs.
@@ -248,17 +271,17 @@ class Cache:
             self._leave_checkpoint(sequence, prefix.wanted[chunk.start], prices[chunk.start])
         # The deepest first: if slots are short, it is the one that the next turn starts from.
         for depth in reversed(prefix.wanted):
-            if chunk.start < depth < chunk.start + chunk.length:
+            known = self._tree.nodes.get(prefix.keys[depth // PAGE_SIZE - 1])
+            is_there = known is not None and known.state[DEVICE] is not None
+            if chunk.start < depth < chunk.start + chunk.length and not is_there:
                 self._snapshot(chunk, depth, prices[depth])
 
-    def want_junction(self, sequence: Sequence, depth: int, chunk: Chunk | None) -> None:
-        """Another sequence waits for the state of this one at `depth`. chunk: what of it runs in the step being planned."""
-        prefix: Prefix = sequence.prefix
-        if depth in prefix.wanted or depth <= sequence.n_computed:
-            return
-        prefix.wanted = dict(sorted((prefix.wanted | {depth: "junction"}).items()))
-        if chunk is not None and depth < chunk.start + chunk.length:
-            self._snapshot(chunk, depth, self._tree.price(depth, self._depth_above(prefix)))
+    def want_junction(self, sequence: Sequence, other: Sequence) -> None:
+        """`other` waits, and begins as this one does, which prefills: it will start from where they part."""
+        depth = self.n_common(other, sequence)
+        if depth > sequence.n_computed:
+            prefix: Prefix = sequence.prefix
+            prefix.wanted = dict(sorted(({depth: "junction"} | prefix.wanted).items()))
 
     def _depth_above(self, prefix: Prefix) -> int:
         """Depth of the last checkpoint before what is being computed."""
@@ -312,8 +335,7 @@ class Cache:
         if prefix is None:
             self.slots.give_back([slot for _, slot in chunk.snapshots])  # the cache was reset meanwhile
             return
-        if prefix.node.depth + PAGE_SIZE <= sequence.n_computed:
-            self._publish(sequence)
+        self.publish(sequence)
         for n, slot in chunk.snapshots:
             depth = chunk.start + n
             node = self._tree.nodes[prefix.keys[depth // PAGE_SIZE - 1]]
@@ -328,12 +350,12 @@ class Cache:
         if sequence.start_slot is not None:
             self.slots.give_back([sequence.start_slot])
             sequence.start_slot = None
-            if sequence.prefix is not None:
-                self.store.settle(sequence.prefix.node)
 
-    def _publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: Sequence) -> None:
         """Full pages enter the tree. Where it has the same page already, the sequence takes that one for its own."""
         prefix, pages = sequence.prefix, sequence.pages
+        if prefix is None or prefix.node.depth + PAGE_SIZE > sequence.n_computed:
+            return
         self._extend_keys(sequence)
         node = prefix.node if prefix.node.depth else self._root(sequence)
         for i in range(node.depth // PAGE_SIZE, sequence.n_computed // PAGE_SIZE):
@@ -385,7 +407,6 @@ class Cache:
         self.pages.give_back(reversed(sequence.pages))
         sequence.pages, sequence.slot, sequence.place = [], None, None
         if prefix is not None:
-            self.store.settle(prefix.node)
             if slot is not None:
                 self.store.save(prefix.node)
             prefix.tail = None
@@ -405,6 +426,8 @@ class Cache:
         sequence.n_computed = 0
         if parked is not None:
             self._parked[sequence] = parked
+            if parked.node is not None:
+                parked.node.n_parked += 1
 
     def _park(self, sequence: Sequence) -> Parked | None:
         prefix: Prefix | None = sequence.prefix
@@ -415,7 +438,8 @@ class Cache:
         own = sequence.pages[n_shared : pages_for(sequence.n_computed)]
         units = [self.store.park("page", page) for page in own]
         state = self.store.park("state", slot)
-        parked = Parked(sequence.n_computed, n_shared, [u for u in units if u is not None], state or ())
+        node = prefix.node if prefix is not None else None
+        parked = Parked(sequence.n_computed, n_shared, node, [u for u in units if u is not None], state or ())
         if state is None or None in units:
             self._free_units(parked)
             return None
@@ -427,11 +451,17 @@ class Cache:
             self.store.unpark("page", units, page)
         self.store.unpark("state", parked.state, sequence.slot)
         sequence.n_computed = parked.n_computed
-        del self._parked[sequence]
+        self._unlist(sequence)
 
     def _forget_parked(self, sequence: Sequence) -> None:
-        if parked := self._parked.pop(sequence, None):
-            self._free_units(parked)
+        if sequence in self._parked:
+            self._free_units(self._unlist(sequence))
+
+    def _unlist(self, sequence: Sequence) -> Parked:
+        parked = self._parked.pop(sequence)
+        if parked.node is not None:
+            parked.node.n_parked -= 1
+        return parked
 
     def _free_units(self, parked: Parked) -> None:
         for units in (*parked.pages, parked.state):

@@ -63,6 +63,9 @@ MOVE_WAIT_S = 0.005
 CLOSE_S = 4.0
 """How long a process that was told to stop goes on writing to --cache-dir: less than the client waits (SHUTDOWN_S)."""
 
+CHECK_S = 60.0
+"""An idle process looks whether everything adds up, but not oftener than this."""
+
 IDLE_POLL_S = 1.0
 """How long an idle process waits before it looks whether its parent still lives."""
 
@@ -299,7 +302,7 @@ class EngineProcess:
 
     def serve(self, engine: Engine) -> int:
         """Runs until told to stop; the exit status."""
-        was_idle = True
+        was_idle, checked_s = True, 0.0
         while self._parent_lives():
             outputs: list[Output] = []
             if not self._obey(engine, outputs):
@@ -315,9 +318,10 @@ class EngineProcess:
                 log.critical("%d steps failed in a row; the engine process gives up", engine.n_failures)
                 return 1
             if not engine.has_work():
-                if not was_idle:
-                    engine.check()
-                    was_idle = True
+                if not was_idle and time.monotonic() - checked_s > CHECK_S:
+                    engine.check()  # walks the whole tree
+                    checked_s = time.monotonic()
+                was_idle = True
                 engine.cache.store.poll()
                 saving = engine.cache.store.n_moving > 0
                 self._commands.poll(int((MOVE_WAIT_S if saving else IDLE_POLL_S) * 1000))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 SAVE_BYTES = 32 << 20
 """About as much goes to disk in one go: for so long its pages and slots are kept from others."""
 
-MAX_DESCRIBED = 1000
-"""Checkpoints in a summary."""
+MAX_SAVED_PAGES = 1 << 17
+"""Pages on disk; the tree takes about 1.2 kB of memory for each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +43,7 @@ class Load:
     """The node of each move."""
     pages: list[int]
     slots: list[int]
+    began_s: float
     is_done: bool = False
 
 
@@ -67,12 +68,11 @@ class Residency:
             lambda node: not node.busy and pages.is_idle(node.page[DEVICE]),
             lambda node: not node.busy and slots.is_idle(node.state[DEVICE]),
         )
-        self.host, self.disk = (
-            Tier(tier, lambda node: not node.busy, lambda node: not node.busy) for tier in (HOST, DISK)
-        )
+        self.host = Tier(HOST, lambda node: not node.busy and not node.n_parked, lambda node: not node.busy)
+        self.disk = Tier(DISK, lambda node: not node.busy, lambda node: not node.busy)
         self._tiers = (self.device, self.host, self.disk)
         self._loads: dict[int, Load] = {}
-        self._saves: dict[int, list[Node]] = {}
+        self._saves: dict[int, tuple[list[Node], list[Node]]] = {}  # the path, and the node of each move
         self._to_save: dict[Node, None] = {}
         self._disk_used = 0
         if self.disk_bytes:
@@ -116,9 +116,8 @@ class Residency:
                 self._evict_state(node)
                 continue
             page = node.page[DEVICE]
-            is_elsewhere = node.page[HOST] is not None or node.page[DISK] is not None
-            leads_on = node.state[HOST] is not None or node.n_children[HOST]
-            if leads_on and not is_elsewhere and (units := self._take_units(1)):
+            leads_on = node.state[HOST] is not None or node.n_children[HOST] or node.n_parked
+            if leads_on and node.page[HOST] is None and (units := self._take_units(1)):
                 self._copy_out("page", page, units)
                 self.host.put_page(node, units)
             self.device.drop_page(node)
@@ -131,7 +130,7 @@ class Residency:
     def _evict_state(self, node: Node) -> None:
         self.tree.clock = max(self.tree.clock, node.priority)
         slot = node.state[DEVICE]
-        if node.state[HOST] is None and node.state[DISK] is None and self.tiers is not None:
+        if node.state[HOST] is None and self.tiers is not None:
             units = self._take_units(self.tiers.units_per_state, node.priority)
             if units:
                 self._copy_out("state", slot, units)
@@ -175,14 +174,11 @@ class Residency:
         return slot
 
     def is_only_passed(self, node: Node) -> bool:
-        """Whether a checkpoint has one way on at most, and nobody uses it now."""
+        """Whether a checkpoint has one way on at most, and nobody has used it or does."""
         slot = node.state[DEVICE]
-        return slot is not None and not node.busy and self.slots.is_idle(slot) and len(node.children) < 2
-
-    def settle(self, node: Node) -> None:
-        """Somebody stopped using a node's bytes: they may be idle now."""
-        for tier in self._tiers:
-            tier.settle(node)
+        if slot is None or node.busy or node.n_hits:
+            return False
+        return self.slots.is_idle(slot) and len(node.children) < 2
 
     # Host memory.
 
@@ -235,6 +231,10 @@ class Residency:
         states = [path[-1]] if with_state and path[-1].state[DEVICE] is None else []
         if self.tiers is None or not (missing or states):
             return None
+        wanted = {*missing, *states}
+        for load in self._loads.values():
+            if not wanted.isdisjoint(load.targets):
+                return load  # another request's: what is missing after it is loaded then
         for node in path:
             node.busy += 1
         pages = self.take_pages(len(missing))
@@ -245,13 +245,14 @@ class Residency:
             return None
         moves = [_move("page", node, page) for node, page in zip(missing, pages, strict=True)]
         moves += [_move("state", node, slot) for node, slot in zip(states, slots, strict=True)]
-        load = self._loads[self.tiers.load(moves)] = Load(path, missing + states, pages, slots)
+        load = self._loads[self.tiers.load(moves)] = Load(
+            path, missing + states, pages, slots, time.monotonic()
+        )
         return load
 
     def _rest(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             node.busy -= 1
-            self.settle(node)
 
     def poll(self) -> None:
         """Takes note of what was moved, and has the next thing saved. Called before every step."""
@@ -263,7 +264,7 @@ class Residency:
                 if ticket in self._loads:
                     self._loaded(self._loads.pop(ticket), moves)
                 else:
-                    self._saved(self._saves.pop(ticket), moves)
+                    self._saved(*self._saves.pop(ticket), moves)
         if self._to_save and not self._saves:
             self._save_next()
 
@@ -292,7 +293,6 @@ class Residency:
                 lost.append((move.kind, node))
         for node in load.path:
             self._drop_copy(node)
-            self.settle(node)
         for kind, node in lost:
             self._lose(kind, node)
         for node in reversed(load.path):  # another load may have found its page damaged
@@ -325,16 +325,16 @@ class Residency:
     def _save_next(self) -> None:
         """Starts to save the checkpoint that waits longest: pages from the first on, then the state."""
         assert self.tiers is not None
-        while self._to_save:
+        geometry = self.tree.geometry
+        while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
-            path = _path(node)
-            source = [n for n in path if n.page[DISK] is None]
-            n_most = max(1, SAVE_BYTES // self.tree.geometry.page_bytes)
-            # One that its conversation has left behind is not worth it; where prompts branch, it is.
-            is_left_behind = len(node.below) == 1 and node.kind != "junction"
-            if not node.has_state or node.state[DISK] is not None or is_left_behind:
+            too_long = node.depth // PAGE_SIZE * geometry.page_bytes + geometry.state_bytes > self.disk_bytes
+            if not node.has_state or node.state[DISK] is not None or too_long or _is_left_behind(node):
                 del self._to_save[node]
                 continue
+            path = _path(node)
+            source = [n for n in path if n.page[DISK] is None]
+            n_most = max(1, SAVE_BYTES // geometry.page_bytes)
             moves = [
                 _move("page", n, -1 if n.page[DEVICE] is None else n.page[DEVICE]) for n in source[:n_most]
             ]
@@ -344,36 +344,39 @@ class Residency:
                 slot = node.state[DEVICE]
                 moves.append(_move("state", node, -1 if slot is None else slot))
                 nodes = [*nodes, node]
-            if not self._make_room(sum(map(self._saved_bytes, moves)), path):
-                self._to_save.clear()
-                return
-            for n in nodes:
+            for n in path:
                 n.busy += 1
-            self._saves[self.tiers.save(moves)] = nodes
-            return
+            if self._make_room(sum(map(self._saved_bytes, moves))):
+                self._saves[self.tiers.save(moves)] = path, nodes
+                return
+            self._rest(path)
+            self._to_save.pop(node, None)
 
     def _saved_bytes(self, move: Move) -> int:
         geometry = self.tree.geometry
         return geometry.page_bytes if move.kind == "page" else geometry.state_bytes
 
-    def _make_room(self, n_bytes: int, path: list[Node]) -> bool:
-        """Deletes what is worth least on disk, but for `path`, until n_bytes more fit; False when they cannot."""
-        for node in path:
-            node.busy += 1
-        while self._disk_used + n_bytes > self.disk_bytes and (victim := self.disk.victim()) is not None:
+    def _make_room(self, n_bytes: int) -> bool:
+        """Deletes what is worth least on disk, and is not busy, until n_bytes more fit; False when they cannot."""
+
+        def is_full() -> bool:
+            return self._disk_used + n_bytes > self.disk_bytes or self.disk.n_pages > MAX_SAVED_PAGES
+
+        while is_full() and (victim := self.disk.victim()) is not None:
             kind, node = victim
             if kind == "state":
                 self._drop_saved_state(node)
             else:
                 self._drop_saved_page(node)
                 self._forget_if_gone(node)
-        self._rest(path)
-        return self._disk_used + n_bytes <= self.disk_bytes
+        return not is_full()
 
-    def _saved(self, nodes: list[Node], moves: list[Move]) -> None:
+    def _saved(self, path: list[Node], nodes: list[Node], moves: list[Move]) -> None:
         assert self.tiers is not None
+        self._rest(path)
+        if not all(move.ok for move in moves):
+            self._to_save.pop(path[-1], None)
         for node, move in zip(nodes, moves, strict=True):
-            node.busy -= 1
             is_page = move.kind == "page"
             if not move.ok:
                 continue
@@ -385,8 +388,7 @@ class Residency:
                 else:
                     self.tree.put_state(self.disk, node, True, node.kind)
                 self._disk_used += self._saved_bytes(move)
-        for node in nodes:
-            self.settle(node)
+        for node in reversed(path):
             self._forget_if_gone(node)
 
     def _drop_saved_page(self, node: Node) -> None:
@@ -426,7 +428,7 @@ class Residency:
         for _, node in sorted(oldest_first, key=lambda pair: pair[0]):
             tree.put_state(self.disk, node, True, "restored")
             tree.clock += 1e-3
-        self._make_room(0, [])
+        self._make_room(0)
 
     # The end of nodes.
 
@@ -436,8 +438,9 @@ class Residency:
             self._drop_branch(node)
 
     def _drop_branch(self, node: Node) -> None:
-        """Drops a node and all beyond it from every tier. None of them may be in use."""
+        """Drops a node and all beyond it from every tier. Nothing of them may be moved now."""
         for n in reversed(_branch(node)):
+            assert not n.busy
             self._to_save.pop(n, None)
             if n.state[DEVICE] is not None:
                 self._free(self.slots, self.tree.drop_state(self.device, n))
@@ -457,14 +460,14 @@ class Residency:
         """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""
         if self.tiers is not None:
             self._to_save.clear()
-            while self.n_moving:
+            while self.n_moving:  # a page that is read may not become another's
                 self.tiers.wait(1.0)
                 self.poll()
+            if self.disk_bytes:
+                self.tiers.clear()
         for root in list(self.tree.roots.values()):
             for node in list(root.children):
                 self._drop_branch(node)
-        if self.disk_bytes and self.tiers is not None:
-            self.tiers.clear()
 
     def wait(self, timeout_s: float) -> None:
         """Until something was moved, or so long."""
@@ -481,7 +484,7 @@ class Residency:
         return stats
 
     def summary(self) -> dict[str, Any]:
-        """What each tier holds, and the checkpoints that hold most of it, as plain data."""
+        """What each tier holds, and the tree of checkpoints, as plain data."""
         geometry = self.tree.geometry
         tiers = {
             name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}
@@ -500,33 +503,8 @@ class Residency:
             "checkpoint_bytes": geometry.state_bytes,
             "tiers": tiers,
             "counters": msgspec.structs.asdict(self.count()),
-            "checkpoints": self._describe_checkpoints(),
+            "checkpoints": self.tree.describe(),
         }
-
-    def _describe_checkpoints(self) -> list[dict[str, Any]]:
-        """The tree of checkpoints, parents before children: at most MAX_DESCRIBED of them."""
-        described: list[dict[str, Any]] = []
-        ids: dict[Node, int] = {}
-        todo = deque(node for root in self.tree.roots.values() for node in root.below)
-        while todo and len(described) < MAX_DESCRIBED:
-            node = todo.popleft()
-            assert node.above is not None
-            ids[node] = len(described)
-            described.append(
-                {
-                    "id": ids[node],
-                    "above": ids.get(node.above),
-                    "tokens": node.depth,
-                    "kind": node.kind,
-                    "tiers": [
-                        name for name, where in zip(TIER_NAMES, node.state, strict=True) if where is not None
-                    ],
-                    "hits": node.n_hits,
-                    "priority": round(node.priority - self.tree.clock, 6),
-                }
-            )
-            todo += node.below
-        return described
 
     def close(self, timeout_s: float) -> None:
         """Saves what waits to be saved, for at most so long, and ends the tiers."""
@@ -542,7 +520,7 @@ class Residency:
     def check(self, pages: Counter[int], slots: Counter[int], units: Counter[int]) -> None:
         """Raises IntegrityError unless the tree and the loads, with what the sequences hold, make up every pool. O(all)."""
         moving = [node for load in self._loads.values() for node in load.path]
-        moving += [node for nodes in self._saves.values() for node in nodes]
+        moving += [node for path, _ in self._saves.values() for node in path]
         busy = Counter(moving)
         for node in self.tree.nodes.values():
             if node.busy != busy[node]:
@@ -567,6 +545,17 @@ class Residency:
         self.pages.check(pages)
         self.slots.check(slots)
         self.units.check(units)
+
+
+def _is_left_behind(node: Node) -> bool:
+    """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one. Where prompts branch,
+    and behind the first message, which is most often shared, it is."""
+    if len(node.below) != 1 or node.kind == "junction":
+        return False
+    above = node.above
+    while above is not None and above.parent is not None and above.kind == "ladder":
+        above = above.above
+    return not (node.kind == "message" and above is not None and above.parent is None)
 
 
 def _path(node: Node) -> list[Node]:

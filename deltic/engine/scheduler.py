@@ -229,6 +229,8 @@ class Scheduler:
             group[0].prompt_logprobs = [None]
         group[0].siblings = group[1:]
         self.cache.open(group[0])
+        for other in self._prefills:
+            self.cache.want_junction(other, group[0])
         self._n_arrived += 1
         self._n_open += params.n
         self._open[request.id] = dict(enumerate(group))
@@ -387,15 +389,24 @@ class Scheduler:
         n_promised = sum(pages_for(len(s.tokens)) - len(s.pages) for s in self._prefills)
         known = [] if _wants_prompt_logprobs(sequence) else cache.look_up(sequence)
         path = cache.usable(sequence, known)
-        if self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step) or cache.fetch(sequence, path):
+        if self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step):
             return None
+        if not cache.fits(sequence, path, n_promised):
+            return False
+        if cache.fetch(sequence, path):
+            return None
+        if self.n_running and cache.is_parked(sequence) and any(node.page[DEVICE] is None for node in path):
+            return False  # what runs has the room that its pages need; without them, what is parked would be lost
         if not cache.admit(sequence, cache.usable(sequence, known, DEVICE), n_promised):
             return False
         cache.want_checkpoints(sequence, len(known) * PAGE_SIZE)
+        for other in self._waiting[: self.max_num_seqs]:  # those that may come to run beside it
+            if other is not sequence:
+                cache.want_junction(sequence, other)
         for member in group:
             if not member.n_preempted:
                 member.queued_s = time.monotonic() - member.arrived_at
-        if not sequence.n_preempted:
+        if not sequence.n_preempted and not _wants_prompt_logprobs(sequence):
             cache.note_lookup(sequence)
         self._waiting.remove(sequence)
         self._prefills.insert(i, sequence)
@@ -408,11 +419,12 @@ class Scheduler:
         """
         if _wants_prompt_logprobs(sequence):
             return False
-        running = {id(chunk.sequence): chunk for chunk in step.chunks if chunk.length > 1}
-        for other in [*(chunk.sequence for chunk in running.values()), *self._prefills]:
+        running = (
+            chunk.sequence for chunk in step.chunks if chunk.length > 1
+        )  # the last chunk of some, perhaps
+        for other in chain(running, self._prefills):
             n_common = self.cache.n_common(sequence, other)
             if other.n_computed < n_common > n_usable and _rank(other) < _rank(sequence):
-                self.cache.want_junction(other, n_common, running.get(id(other)))
                 sequence.waits_for = other, n_common
                 return True
         return False
@@ -496,7 +508,9 @@ class Scheduler:
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
             tokens = sequence.tokens
-            sequence.n_computed = len(tokens)  # a sibling gets here without a chunk of its own
+            if sequence.n_computed != len(tokens):  # a sibling, which had no chunk of its own
+                sequence.n_computed = len(tokens)
+                self.cache.publish(sequence)
             tokens.append(token)
             if not params.max_tokens:  # only the prompt was asked for
                 output.finish_reason, output.token_ids, output.logprobs = "length", [], None

@@ -145,6 +145,11 @@ class Tiers:
         self._mover = threading.Thread(target=self._run, name="cache-mover", daemon=True)
         self._mover.start()
 
+    @property
+    def can_save(self) -> bool:
+        """Not for a while after a write has failed."""
+        return time.monotonic() >= self._paused_until
+
     # At once.
 
     def copy_out(self, move: Move) -> None:

@@ -5,15 +5,17 @@ start, and one dictionary finds any prefix. A node has a page, and perhaps a sta
 memory, host memory, disk. A request can start where a state and all pages before it are.
 
 What leaves a tier first: pages that no state in the tier lies beyond, since nothing resumes from them; then, where the
-checkpoint of a leaf or a slot is wanted, the state of the least priority. Priorities are GreedyDual-Size (Cao and Irani, 1997,
-"Cost-aware WWW proxy caching algorithms"): the prefill time a checkpoint saves over the next one above it, per byte of what only
-it needs, on top of a clock that rises to the priority of whatever is evicted. So what is not used ages without being touched.
+checkpoint of a leaf or a slot is wanted, the state of the least priority. Priorities are GreedyDual-Size with frequency (Cao and
+Irani, 1997, "Cost-aware WWW proxy caching algorithms"; Cherkasova, 1998, for the frequency): the prefill time a checkpoint saves
+over the next one above it, per byte of what only it needs, times its uses, on top of a clock that rises to the priority of whatever
+is evicted. So what is not used ages without being touched.
 This file only knows who is where; the bytes are moved by `tiers.py`, and `cache.py` says when.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,6 +28,9 @@ TIER_NAMES = ("device", "host", "disk")
 
 SUPERSEDED = 1 / 8
 """Weight of a checkpoint with exactly one other right below it: its conversation went on, and resumes from that one."""
+
+MAX_DESCRIBED = 1000
+"""Checkpoints in a description."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Geometry:
 
 def root_key(salt: str) -> bytes:
     """The key before the first page: whatever decides KV and state beside the tokens. An adapter would join here."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    # Another hash than that of next_key, lest a salt be made up of another salt's key and tokens.
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"deltic salt").digest()
 
 
 def next_key(key: bytes, tokens: array[int]) -> bytes:
@@ -60,8 +66,21 @@ class Node:
     """
 
     __slots__ = (
-        "above", "below", "busy", "children", "depth", "key", "kind", "n_children", "n_hits", "page", "parent",
-        "priority", "state", "touched",
+        "above",
+        "below",
+        "busy",
+        "children",
+        "depth",
+        "key",
+        "kind",
+        "n_children",
+        "n_hits",
+        "n_parked",
+        "page",
+        "parent",
+        "priority",
+        "state",
+        "touched",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, depth: int) -> None:
@@ -81,6 +100,8 @@ class Node:
         self.touched = 0.0
         self.priority = 0.0
         self.n_hits = 0
+        self.n_parked = 0
+        """Preempted sequences that come back to this page: it does not leave host memory before."""
         self.busy = 0
         """Moves under way that read or write its bytes: it stays where it is meanwhile."""
 
@@ -110,7 +131,7 @@ class Tier:
         self._state_is_idle = state_is_idle
         self._loose: dict[Node, None] = {}  # leaves without a state, in the order in which they became that
 
-    def settle(self, node: Node) -> None:
+    def _settle(self, node: Node) -> None:
         """Takes note of what a node has become: a leaf without a state, or not."""
         i = self.index
         if node.page[i] is not None and node.state[i] is None and not node.n_children[i]:
@@ -124,8 +145,8 @@ class Tier:
         node.page[i] = where
         node.parent.n_children[i] += 1
         self.n_pages += 1
-        self.settle(node)
-        self.settle(node.parent)
+        self._settle(node)
+        self._settle(node.parent)
 
     def drop_page(self, node: Node) -> Any:
         """Where it was."""
@@ -134,17 +155,30 @@ class Tier:
         assert where is not None and node.parent is not None
         node.parent.n_children[i] -= 1
         self.n_pages -= 1
-        self.settle(node)
-        self.settle(node.parent)
+        self._settle(node)
+        self._settle(node.parent)
+        return where
+
+    def put_state(self, node: Node, where: Any) -> None:
+        node.state[self.index] = where
+        self.states[node] = None
+        self._settle(node)
+
+    def drop_state(self, node: Node) -> Any:
+        """Where it was."""
+        where, node.state[self.index] = node.state[self.index], None
+        assert where is not None
+        del self.states[node]
+        self._settle(node)
         return where
 
     def victim(self) -> tuple[str, Node] | None:
         """What to take away to have a page less: ("page", node), or ("state", node), after which to ask again."""
-        while self._loose:
-            node = next(iter(self._loose))
+        for (
+            node
+        ) in self._loose:  # those in use are few: a leaf for each sequence that runs, and what is moved
             if self._page_is_idle(node):
                 return "page", node
-            del self._loose[node]  # whoever uses it settles it afterwards
         i = self.index
         leaves = (
             n for n in self.states if not n.n_children[i] and self._page_is_idle(n) and self._state_is_idle(n)
@@ -168,16 +202,15 @@ class PrefixTree:
         """The priority of what was evicted last."""
 
     def root(self, key: bytes) -> Node:
-        root = self.roots.get(key)
-        if root is None:
-            root = self.roots[key] = Node(key, None, 0)
-        return root
+        return self.roots.get(key) or Node(key, None, 0)
 
     def child(self, parent: Node, key: bytes) -> Node:
         """The node after `parent` with this key, made if need be: the caller gives it a page."""
         node = self.nodes.get(key)
         if node is None:
             node = self.nodes[key] = Node(key, parent, parent.depth + PAGE_SIZE)
+            if parent.parent is None:
+                self.roots[parent.key] = parent
             parent.children.add(node)
         return node
 
@@ -197,16 +230,11 @@ class PrefixTree:
         if not node.has_state:
             node.kind, node.touched = kind, self.clock
             self._link(node)
-        node.state[tier.index] = where
-        tier.states[node] = None
-        tier.settle(node)
+        tier.put_state(node, where)
 
     def drop_state(self, tier: Tier, node: Node) -> Any:
         """Where it was."""
-        where, node.state[tier.index] = node.state[tier.index], None
-        assert where is not None
-        del tier.states[node]
-        tier.settle(node)
+        where = tier.drop_state(node)
         if not node.has_state:
             self._unlink(node)
         return where
@@ -220,6 +248,31 @@ class PrefixTree:
     def price(self, depth: int, above: int, weight: float = 1.0) -> float:
         """The priority of a checkpoint `depth` tokens deep, taken now, with the nearest one above it `above` deep."""
         return self.clock + weight * self._value(above, depth)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The tree of checkpoints, parents before children: at most MAX_DESCRIBED, those nearest the root."""
+        described: list[dict[str, Any]] = []
+        ids: dict[Node, int] = {}
+        todo = deque(node for root in self.roots.values() for node in root.below)
+        while todo and len(described) < MAX_DESCRIBED:
+            node = todo.popleft()
+            assert node.above is not None
+            ids[node] = len(described)
+            described.append(
+                {
+                    "id": ids[node],
+                    "above": ids.get(node.above),
+                    "tokens": node.depth,
+                    "kind": node.kind,
+                    "tiers": [
+                        name for name, where in zip(TIER_NAMES, node.state, strict=True) if where is not None
+                    ],
+                    "hits": node.n_hits,
+                    "priority": round(node.priority - self.clock, 6),
+                }
+            )
+            todo += node.below
+        return described
 
     def forget(self, node: Node) -> None:
         """Takes out a node without a page; it has neither children nor states any more."""
@@ -246,7 +299,7 @@ class PrefixTree:
     def _rate(self, node: Node) -> None:
         assert node.above is not None
         weight = SUPERSEDED if len(node.below) == 1 else 1.0
-        node.priority = node.touched + weight * self._value(node.above.depth, node.depth)
+        node.priority = node.touched + (1 + node.n_hits) * weight * self._value(node.above.depth, node.depth)
 
     def _link(self, node: Node) -> None:
         above = node.above = self.nearest_above(node)

@@ -13,6 +13,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import platform
 import secrets
 import time
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def fingerprint(
         "quantize": config.quantize,
         "kernels": _hash(library),
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},
-        "libraries": {name: _version(name) for name in ("torch", "numpy")},
+        "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},
     }
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -83,16 +84,17 @@ def _remembered(files: list[Path], memory_file: Path | None, on_progress: Progre
     memory = _recall(memory_file)
     hashes, todo = {}, []
     for file in files:
-        size, changed_ns = _identity(file)
+        identity = _identity(file)
         known = memory.get(str(file.resolve()))
-        if isinstance(known, list) and len(known) == 3 and known[:2] == [size, changed_ns]:
-            hashes[file.name] = str(known[2])
+        if isinstance(known, list) and known[:-1] == identity:
+            hashes[file.name] = str(known[-1])
         else:
-            todo.append((file, size, changed_ns))
-    total = sum(size for _, size, _ in todo)
+            todo.append((file, identity))
+    total = sum(size for _, (size, *_) in todo)
     done, is_new = 0, False
     with ThreadPoolExecutor(_N_THREADS) as pool:
-        for file, size, changed_ns in todo:
+        for file, identity in todo:
+            size, changed_ns, *_ = identity
             began = time.time()
             segments = []
             for digest in pool.map(functools.partial(_hash_segment, file), range(0, size, _SEGMENT_BYTES)):
@@ -101,20 +103,21 @@ def _remembered(files: list[Path], memory_file: Path | None, on_progress: Progre
                     on_progress(done + min(len(segments) * _SEGMENT_BYTES, size), total)
             done += size
             hashes[file.name] = blake2b(b"".join(segments), digest_size=16).hexdigest()
-            if _identity(file) == (size, changed_ns) and began - changed_ns / 1e9 > _SETTLED_S:
-                memory[str(file.resolve())] = [size, changed_ns, hashes[file.name]]
+            if _identity(file) == identity and began - changed_ns / 1e9 > _SETTLED_S:
+                memory[str(file.resolve())] = [*identity, hashes[file.name]]
                 is_new = True
     if is_new and memory_file is not None:
         _remember(memory_file, memory)
     return hashes
 
 
-def _identity(file: Path) -> tuple[int, int]:
+def _identity(file: Path) -> list[int]:
+    """What changes with a file's content. Images and archives may give all their files one mtime, so its inode as well."""
     try:
         stat = file.stat()
     except OSError as error:
         raise _unreadable(file, error) from error
-    return stat.st_size, stat.st_mtime_ns
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
 
 
 def _hash(file: Path) -> str:

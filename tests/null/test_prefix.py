@@ -7,146 +7,20 @@ The fake runner and its tiers compare every page and state with the tokens it st
 from __future__ import annotations
 
 import sys
-from array import array
-from collections.abc import Iterator
-from hashlib import blake2b
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import msgspec
 import pytest
 
-from deltic.engine.loop import Engine
-from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
-from tests.conversations import Conversations, Turn
-from tests.fakes import POISON, UNITS_PER_STATE, FakeRunner, FakeTiers, Saved, expected_tokens
-
-Disk = dict[tuple[str, bytes], Saved]
-
-
-def prefixes(ids: list[int]) -> Iterator[bytes]:
-    """A digest for each full page and all before it."""
-    digest = blake2b(digest_size=16)
-    for i in range(0, len(ids) - PAGE_SIZE + 1, PAGE_SIZE):
-        digest.update(array("i", ids[i : i + PAGE_SIZE]).tobytes())
-        yield digest.digest()
-
-
-class Session:
-    """An engine, what it was asked, and what it answered."""
-
-    def __init__(self, runner: FakeRunner) -> None:
-        self.runner = runner
-        self.engine = Engine(runner)
-        self.store = self.engine.cache.store
-        self.requests: dict[str, Request] = {}
-        self.outputs: dict[tuple[str, int], list[Output]] = {}
-        self.seeds: dict[tuple[str, int], int] = {}
-        self.aborted: set[str] = set()
-
-    def ask(
-        self,
-        prompt: Turn | list[int],
-        *,
-        salt: str = "",
-        use_cache: bool = True,
-        priority: int = 0,
-        **params: Any,
-    ) -> str:
-        """Queues a request; its id."""
-        turn = prompt if isinstance(prompt, Turn) else Turn(prompt, [])
-        request = Request(
-            id=str(len(self.requests)), prompt_ids=turn.prompt_ids, boundaries=turn.boundaries, priority=priority,
-            params=SamplingParams(**{"max_tokens": 1, "seed": 1, "ignore_eos": True} | params), cache_salt=salt, use_cache=use_cache,
-        )  # fmt: skip
-        self.engine.add(request)
-        self.requests[request.id] = request
-        for sequence in self.engine.scheduler.sequences():
-            if sequence.request.id == request.id:
-                self.seeds[request.id, sequence.index] = sequence.seed
-        return request.id
-
-    def abort(self, id: str) -> None:
-        self.aborted.add(id)
-        self.take(self.engine.abort(id))
-
-    def take(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            assert output.error is None or "poisoned" in output.error, output.error
-            history = self.outputs.setdefault((output.id, output.index), [])
-            assert not history or history[-1].finish_reason is None, "an output after the last"
-            history.append(output)
-        self.engine.check()
-
-    def step(self) -> list[Output]:
-        outputs = self.engine.step()
-        self.take(outputs)
-        return outputs
-
-    def run(self) -> int:
-        """Until nothing is open; the tokens that were computed for it."""
-        n_before = self.runner.n_tokens_run
-        for _ in range(20_000):
-            if not self.engine.has_work():
-                break
-            self.step()
-        assert not self.engine.has_work(), "not done after 20000 steps"
-        assert self.engine.cache.n_pages_used == self.engine.cache.n_slots_used == 0
-        return self.runner.n_tokens_run - n_before
-
-    def settle(self) -> None:
-        """Until everything is saved that was to be."""
-        while self.store.n_moving or self.store._to_save:
-            self.store.poll()
-            self.store.wait(0.0)
-        self.engine.check()
-
-    def complete(self, prompt: Turn | list[int], **options: Any) -> tuple[list[int], int, int]:
-        """Asks and runs: the answer, the tokens that the cache had, and those that were computed."""
-        id = self.ask(prompt, **options)
-        n_run = self.run()
-        return self.answer(id), self.outputs[id, 0][0].cached_tokens, n_run
-
-    def answer(self, id: str, index: int = 0) -> list[int]:
-        return [token for output in self.outputs.get((id, index), []) for token in output.token_ids]
-
-    def checkpoints(self) -> dict[int, str]:
-        """Depth and kind of every checkpoint; of those at one depth, the last."""
-        return {c["tokens"]: c["kind"] for c in self.engine.cache_summary()["checkpoints"]}
-
-    def check_answers(self, known: set[tuple[str, bytes]]) -> None:
-        """Everything ended, with the tokens of a run alone; what was found in the cache could be there.
-
-        known: prefixes, by salt, of everything that ever was asked; those of this session are added.
-        """
-        for id, request in self.requests.items():
-            if request.use_cache:
-                for index in range(request.params.n):
-                    tokens = request.prompt_ids + self.answer(id, index)
-                    known |= {(request.cache_salt, prefix) for prefix in prefixes(tokens)}
-        for (id, index), seed in self.seeds.items():
-            request, outputs = self.requests[id], self.outputs[id, index]
-            reason, answer = outputs[-1].finish_reason, self.answer(id, index)
-            assert reason is not None, f"request {id}/{index} did not end"
-            expected = expected_tokens(request.prompt_ids, request.params, seed)
-            if reason in ("abort", "error"):
-                assert reason == "error" or id in self.aborted
-                assert answer == expected[: len(answer)]
-                continue
-            assert answer == expected
-            n_cached = outputs[0].cached_tokens
-            assert n_cached % PAGE_SIZE == 0 and n_cached < len(request.prompt_ids)
-            if n_cached:
-                *_, last = prefixes(request.prompt_ids[:n_cached])
-                assert request.use_cache and (request.cache_salt, last) in known
-            if request.params.prompt_logprobs is not None and index == 0:
-                entries = outputs[0].prompt_logprobs
-                assert entries is not None
-                assert [entry and entry.token_id for entry in entries] == [None, *request.prompt_ids[1:]]
-
+from deltic.engine.request import PAGE_SIZE, Output
+from tests.conversations import Conversations, Message, Turn, chat, follow_up, render, some_ids
+from tests.fakes import POISON, UNITS_PER_STATE, FakeRunner, FakeTiers
+from tests.sessions import Disk, Session, session_with
 
 # Random schedules.
 
@@ -191,10 +65,10 @@ def ask_something(session: Session, rng: Random, turn: Turn) -> str:
     )
 
 
-def run_life(session: Session, rng: Random, n_rounds: int) -> None:
+def run_life(session: Session, rng: Random, conversations: Conversations, n_rounds: int) -> None:
     """Requests that come and go, with everything that can come between them."""
     engine = session.engine
-    conversations = Conversations(rng, session.runner.max_model_len)
+    conversations.max_tokens = session.runner.max_model_len
     turns: dict[str, Turn] = {}
     for _ in range(n_rounds):
         for _ in range(rng.randrange(4)):
@@ -243,12 +117,13 @@ def run_schedule(seed: int) -> tuple[int, int]:
     """One random schedule over one or more lives of an engine; prompt tokens, and those that were found."""
     rng = Random(seed)
     disk: Disk | None = {} if rng.random() < 0.5 else None
+    conversations = Conversations(rng, PAGE_SIZE)
     known: set[tuple[str, bytes]] = set()
     n_tokens = n_found = 0
     for _ in range(rng.choice([1, 2, 3]) if disk is not None else 1):
         runner = random_runner(rng, disk)
         session = Session(runner)
-        run_life(session, rng, rng.choice([10, 30]))
+        run_life(session, rng, conversations, rng.choice([10, 30]))
         session.check_answers(known)
         n_tokens += sum(len(request.prompt_ids) for request in session.requests.values())
         n_found += sum(outputs[0].cached_tokens for outputs in session.outputs.values())
@@ -263,6 +138,326 @@ def run_schedule(seed: int) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_schedules(seed: int) -> None:
     run_schedule(seed)
+
+
+# What is found.
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 129, 1000, 1024, 1025])
+def test_the_same_prompt_again_computes_the_rest_of_its_last_page(n: int) -> None:
+    session, prompt = session_with(), some_ids(Random(n), n)
+    answer, n_cached, n_run = session.complete(prompt, max_tokens=3)
+    assert (n_cached, n_run) == (0, n + 2)
+    n_known = (
+        (n - 1) // PAGE_SIZE * PAGE_SIZE
+    )  # the last token is computed in any case: its logits are wanted
+    assert session.complete(prompt, max_tokens=3) == (answer, n_known, n - n_known + 2)
+
+
+def test_another_message_starts_where_the_one_before_ended() -> None:
+    rng, session = Random(1), session_with()
+    first = chat(rng, 200)
+    session.complete(first)
+    assert first.boundaries[0] == 302 and session.checkpoints() == {256: "message", 448: "end"}
+    other = render((first.messages[0], Message("user", tuple(some_ids(rng, 100)))))
+    assert session.complete(other)[1:] == (256, len(other.prompt_ids) - 256)
+    edited = render((replace(first.messages[0], content=first.messages[0].content[1:]), first.messages[1]))
+    assert session.complete(edited)[1] == 0
+
+
+def test_a_long_prompt_without_messages_leaves_a_ladder() -> None:
+    rng, session = Random(2), session_with(max_model_len=20_480, n_pages=512)
+    prompt = some_ids(rng, 9000)
+    session.complete(prompt)
+    ladder = dict.fromkeys([1024, 2048, 4096, 8192], "ladder")
+    assert session.checkpoints() == {**ladder, 8960: "end"}
+    assert session.complete([*prompt[:5000], *some_ids(rng, 10)])[1] == 4096
+    session.engine.reset_cache()
+    session.complete(some_ids(rng, 17_000))
+    assert session.checkpoints() == {**ladder, 16_384: "ladder", 16_960: "end"}
+
+
+def test_the_third_to_branch_off_at_a_place_starts_there() -> None:
+    rng, session = Random(3), session_with()
+    base = some_ids(rng, 500)
+    cached = [session.complete([*base, *some_ids(rng, 300)])[1] for _ in range(4)]
+    assert cached == [0, 0, 448, 448] and session.checkpoints()[448] == "junction"
+
+
+@pytest.mark.parametrize("n_answer", [1, 7, 64, 150])
+def test_the_next_turn_starts_behind_the_answer(n_answer: int) -> None:
+    rng, session = Random(4), session_with()
+    turn, n_known = chat(rng, 200), 0
+    for _ in range(4):
+        answer, n_cached, n_run = session.complete(turn, max_tokens=n_answer)
+        assert n_cached == n_known and n_run == len(turn.prompt_ids) - n_known + n_answer - 1
+        n_known = (len(turn.prompt_ids) + n_answer - 1) // PAGE_SIZE * PAGE_SIZE
+        turn = follow_up(turn, answer, rng, 50)
+    n_tails = sum(c["kind"] == "tail" for c in session.engine.cache_summary()["checkpoints"])
+    assert n_tails <= 4  # one a turn, however long the answer: it moves on
+
+
+def test_thinking_that_later_turns_drop_is_not_in_the_way() -> None:
+    rng, session = Random(5), session_with()
+    turn = chat(rng, 200)
+    answer, *_ = session.complete(turn, max_tokens=150)
+    later = follow_up(turn, answer, rng, 50, n_thinking=100)
+    assert session.complete(later)[1] == (len(turn.prompt_ids) - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+@pytest.mark.parametrize("max_step_tokens", [64, 512, 4096])
+def test_what_requests_that_come_together_share_is_computed_once(max_step_tokens: int) -> None:
+    rng, session = Random(6), session_with(max_step_tokens=max_step_tokens)
+    base = some_ids(rng, 500)
+    ids = [session.ask([*base, *some_ids(rng, 100 + i)]) for i in range(6)]
+    n_run = session.run()
+    assert [session.outputs[id, 0][0].cached_tokens for id in ids] == [0, 448, 448, 448, 448, 448]
+    assert n_run == sum(600 + i for i in range(6)) - 5 * 448
+
+
+def test_who_waits_for_another_goes_on_without_it() -> None:
+    rng, session = Random(7), session_with(max_step_tokens=64)
+    base = some_ids(rng, 500)
+    first, second = (session.ask([*base, *some_ids(rng, 100)], max_tokens=5) for _ in range(2))
+    session.step()
+    session.step()
+    assert session.engine.stats().n_waiting == 1
+    session.abort(first)
+    session.run()
+    session.check_answers(set())
+    assert session.outputs[second, 0][-1].finish_reason == "length"
+
+
+def test_nothing_is_shared_between_salts() -> None:
+    session, prompt = session_with(), some_ids(Random(8), 300)
+    cached = [session.complete(prompt, salt=salt)[1] for salt in ("", "a", "b", "a", "")]
+    assert cached == [0, 0, 0, 256, 256]
+
+
+def test_a_request_that_opts_out_neither_reads_nor_writes() -> None:
+    rng, session = Random(9), session_with()
+    prompt, other = some_ids(rng, 300), some_ids(rng, 300)
+    session.complete(prompt, use_cache=False, max_tokens=100)
+    assert not session.store.tree.nodes and session.complete(prompt)[1] == 0
+    n_nodes = len(session.store.tree.nodes)
+    assert session.complete(prompt, use_cache=False)[1] == 0
+    session.complete(other, use_cache=False)
+    assert len(session.store.tree.nodes) == n_nodes
+    stats = session.engine.stats().cache
+    assert (stats.n_lookups, stats.n_lookup_tokens) == (1, 300)
+
+
+def test_without_the_cache_nothing_is_kept() -> None:
+    session, prompt = session_with(prefix_cache=False, n_units=8), some_ids(Random(10), 300)
+    for _ in range(2):
+        assert session.complete(prompt, max_tokens=70)[1:] == (0, 369)
+    assert session.store.pages.n_free == session.store.pages.n
+    assert session.engine.cache_summary()["enabled"] is False
+
+
+def test_prompt_logprobs_are_computed_and_what_they_leave_is_found() -> None:
+    session, prompt = session_with(), some_ids(Random(11), 300)
+    session.complete(prompt)
+    assert session.complete(prompt, prompt_logprobs=0)[1:] == (0, 300)
+    assert session.complete(prompt)[1] == 256
+    session.check_answers(set())
+
+
+# What stays.
+
+
+def test_pages_beyond_the_last_checkpoint_go_first() -> None:
+    """Prompts in a full pool; another takes slots of their checkpoints, and then pages: of those that lost theirs."""
+    rng, session = Random(12), session_with(max_num_seqs=1, n_slots=4, n_pages=36, max_model_len=2304)
+    prompts = {depth: some_ids(rng, depth + 10) for depth in (640, 704, 768)}
+    for prompt in prompts.values():
+        session.complete(prompt)
+    assert set(session.checkpoints()) == set(prompts)
+    session.complete(some_ids(rng, 600))
+    whole = {depth for depth, prompt in prompts.items() if session.n_kept(prompt) == depth // PAGE_SIZE}
+    assert whole and whole == set(prompts) & set(session.checkpoints())
+    for depth in whole:
+        assert session.complete(prompts[depth])[1] == depth
+
+
+def test_what_runs_loses_nothing_to_others() -> None:
+    """One long sequence beside many that fill the rest of the pool again and again: none is computed twice."""
+    rng, session = Random(13), session_with(n_units=0, n_pages=14, max_model_len=896, max_num_seqs=2)
+    long = session.ask(some_ids(rng, 100), max_tokens=300)
+    session.step()
+    n_run = 0
+    for _ in range(20):
+        id = session.ask(some_ids(rng, 300), max_tokens=10)
+        while session.outputs.get((id, 0), [Output("")])[-1].finish_reason is None:
+            session.step()
+        n_run += 309
+    assert session.engine.stats().n_preemptions == 0 and session.engine.stats().cache.n_pages_evicted > 50
+    session.run()
+    assert session.runner.n_tokens_run == n_run + 399
+    assert len(session.answer(long)) == 300
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_preemption_brings_everything_back(use_cache: bool) -> None:
+    """Two that do not fit together, and host memory for one: every token is computed once."""
+    rng, session = (
+        Random(14),
+        session_with(n_units=16, n_pages=8, max_model_len=512, max_num_seqs=2, n_slots=4),
+    )
+    for n in (200, 190):
+        session.ask(some_ids(rng, n), max_tokens=150, use_cache=use_cache)
+    n_run = session.run()
+    assert session.engine.stats().n_preemptions > 0 and n_run == 200 + 190 + 2 * 149
+    session.check_answers(set())
+
+
+def test_preemption_without_host_memory_computes_again() -> None:
+    rng, session = Random(14), session_with(n_pages=8, max_model_len=512, max_num_seqs=2, n_slots=4)
+    for n in (200, 190):
+        session.ask(some_ids(rng, n), max_tokens=150)
+    assert session.run() > 200 + 190 + 2 * 149 and session.engine.stats().n_preemptions > 0
+    session.check_answers(set())
+
+
+def test_a_shared_system_prompt_outlives_one_off_prompts() -> None:
+    """Between its uses others fill the pool more than once."""
+    rng, session = Random(15), session_with(n_pages=40, n_slots=12, max_model_len=2048)
+    system = Message("system", tuple(some_ids(rng, 640)))
+    cached = [session.complete(chat(rng, 50, system=system))[1] for _ in range(3)]
+    for _ in range(10):
+        for _ in range(8):
+            session.complete(some_ids(rng, 400), max_tokens=30)
+        cached.append(session.complete(chat(rng, 50, system=system))[1])
+    assert cached == [0] + [640] * 12
+
+
+def test_what_is_not_used_any_more_leaves() -> None:
+    rng, session = Random(16), session_with(n_pages=40, n_slots=12, max_model_len=2048)
+    system = Message("system", tuple(some_ids(rng, 640)))
+    for _ in range(20):
+        session.complete(chat(rng, 50, system=system))
+    for _ in range(200):
+        session.complete(some_ids(rng, 400))
+    assert session.complete(chat(rng, 50, system=system))[1] == 0
+
+
+def test_host_memory_gives_back_what_the_pools_could_not_hold() -> None:
+    rng, session = (
+        Random(17),
+        session_with(n_units=200, n_pages=20, n_slots=4, max_num_seqs=2, max_model_len=1280),
+    )
+    prompts = [some_ids(rng, 600) for _ in range(8)]
+    first = [session.complete(prompt) for prompt in prompts]
+    again = [session.complete(prompt) for prompt in prompts]
+    assert [answer for answer, *_ in again] == [answer for answer, *_ in first]
+    assert [n_cached for _, n_cached, _ in again] == [576] * 8
+    assert session.engine.stats().cache.read_bytes["host"] > 0
+
+
+# Across restarts.
+
+
+def test_a_restart_finds_what_was_found_before() -> None:
+    rng = Random(18)
+    disk: Disk = {}
+    session = session_with(disk=disk, rng=rng)
+    system = Message("system", tuple(some_ids(rng, 640)))
+    following = []
+    for _ in range(3):
+        turn = chat(rng, 100, system=system)
+        answer, *_ = session.complete(turn, max_tokens=80)
+        following.append(follow_up(turn, answer, rng, 40))
+        session.settle()
+    session.engine.close(1.0)
+    restarted = session_with(disk=disk, rng=rng)
+    assert restarted.engine.stats().cache.n_pages == 0  # nothing is read before it is wanted
+    assert restarted.complete(chat(rng, 70, system=system))[1] == 640
+    assert [restarted.complete(turn)[1] for turn in following] == [768] * 3
+    assert restarted.engine.stats().cache.read_bytes["disk"] > 0
+
+
+def test_a_disk_that_lost_a_page_serves_what_does_not_need_it() -> None:
+    rng = Random(19)
+    disk: Disk = {}
+    session = session_with(disk=disk, rng=rng)
+    base = some_ids(rng, 500)
+    turns = [[*base, *some_ids(rng, 300)] for _ in range(3)]
+    for turn in turns:
+        session.complete(turn)
+    session.settle()
+    pages = {key: saved.depth for (kind, key), saved in disk.items() if kind == "page"}
+    assert sorted(pages.values()) == sorted(
+        [*range(64, 449, 64), *(d for d in range(512, 769, 64) for _ in turns)]
+    )
+    del disk["page", next(key for key, depth in pages.items() if depth == 704)]
+    restarted = session_with(disk=disk, rng=rng)
+    assert (
+        len([kind for kind, _ in disk if kind == "page"]) == len(pages) - 2
+    )  # the one behind it is of no use
+    assert sorted(restarted.complete(turn)[1] for turn in turns) == [448, 768, 768]
+
+
+def test_a_disk_that_is_full_keeps_what_is_used() -> None:
+    rng = Random(20)
+    disk: Disk = {}
+    session = session_with(disk=disk, rng=rng, n_pages=40, n_slots=6, max_num_seqs=2, max_model_len=2048)
+    session.runner.tiers.disk_bytes = session.store.disk_bytes = 60
+    used = some_ids(rng, 650)
+    for _ in range(20):
+        session.complete(used)
+        session.complete(some_ids(rng, 650))
+        session.settle()
+        assert sum(1 if kind == "page" else UNITS_PER_STATE for kind, _ in disk) <= 60
+    assert session_with(disk=disk, rng=rng).complete(used)[1] == 640
+
+
+def test_reset_forgets_everything_everywhere() -> None:
+    rng, disk = Random(21), {}
+    session = session_with(n_units=30, disk=disk, rng=rng, n_pages=40, max_model_len=2560)
+    prompts = [some_ids(rng, 600) for _ in range(6)]
+    for prompt in prompts:
+        session.complete(prompt)
+    running = session.ask(prompts[0], max_tokens=100)
+    session.step()
+    assert disk and session.store.tree.nodes
+    session.engine.reset_cache()
+    session.engine.check()
+    assert not disk and not session.store.tree.nodes
+    session.run()
+    session.check_answers(set())
+    assert len(session.answer(running)) == 100
+    assert session.complete(prompts[1])[1] == 0
+
+
+# What is said about it.
+
+
+def test_the_summary_adds_up() -> None:
+    rng, session = (
+        Random(22),
+        session_with(n_units=40, n_pages=20, n_slots=6, max_num_seqs=2, max_model_len=1280),
+    )
+    for _ in range(12):
+        session.complete(chat(rng, 250), max_tokens=70)
+    turn = chat(rng, 250)
+    session.complete(turn)
+    session.complete(turn)
+    summary = msgspec.json.decode(msgspec.json.encode(session.engine.cache_summary()))
+    tiers, checkpoints = summary["tiers"], summary["checkpoints"]
+    assert summary["enabled"] and summary["page_tokens"] == PAGE_SIZE
+    assert (
+        tiers["device"]["pages_in_use"] == 0
+        and tiers["device"]["pages"] <= tiers["device"]["pages_total"] == 20
+    )
+    for name, tier in tiers.items():
+        assert tier["checkpoints"] == sum(name in c["tiers"] for c in checkpoints)
+    assert tiers["host"]["bytes_used"] == tiers["host"]["pages"] + 2 * tiers["host"]["checkpoints"] <= 40
+    for i, checkpoint in enumerate(checkpoints):
+        above = checkpoint["above"]
+        assert checkpoint["id"] == i and (
+            above is None or checkpoints[above]["tokens"] < checkpoint["tokens"]
+        )
+    check_what_is_left(session, None, 0)
 
 
 if __name__ == "__main__":

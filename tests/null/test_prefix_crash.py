@@ -138,7 +138,7 @@ def n_bytes_on_disk(directory: Path) -> int:
     return sum(path.stat().st_size for kind in ("page", "state") for path in directory.rglob(f"*.{kind}"))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_pressure_on_real_tiers(seed: int, tmp_path: Path) -> None:
     """The mover works beside the steps, with little room in every tier, over three lives on one directory."""
     rng = Random(seed)
@@ -157,7 +157,7 @@ def test_pressure_on_real_tiers(seed: int, tmp_path: Path) -> None:
     traffic.check_end()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_two_engines_on_one_directory(seed: int, tmp_path: Path) -> None:
     """Each deletes what the other believes to have: a miss, never a wrong hit, never an error."""
     disk_bytes = Random(seed).choice([5_000, 40_000])
@@ -186,8 +186,8 @@ def serve_until_killed(directory: str, seed: int) -> None:
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """What a killed process left is whole: it is found at once, and nothing of it is damaged."""
     rng, n_cached = Random(0), 0
-    for life in range(12):
-        code = f"from tests.null.test_prefix_crash import serve_until_killed as s; s({str(tmp_path)!r}, {life // 3})"
+    for life in range(8):
+        code = f"from tests.null.test_prefix_crash import serve_until_killed as s; s({str(tmp_path)!r}, {life // 2})"
         child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         time.sleep(rng.uniform(0.0, 0.25))
@@ -195,7 +195,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert child.wait() == -signal.SIGKILL
         child.stdout.close()
         runner = SolidRunner(tmp_path, disk_bytes=200_000)
-        traffic = Traffic(Engine(runner), life // 3)
+        traffic = Traffic(Engine(runner), life // 2)
         traffic.ask(next(traffic.turns))  # as the child began
         traffic.run()
         n_cached += traffic.n_cached
