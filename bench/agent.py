@@ -43,6 +43,7 @@ from deltic.bench.machine import code, machine, now, runs_directory
 from deltic.config import ConfigError, EngineConfig, free_memory_bytes
 from deltic.engine.cache import pages_for
 from deltic.engine.loop import Engine
+from deltic.engine.plan import CACHE_SHARE
 from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
 from deltic.llm import LLM
 from deltic.models.checkpoint import locate, model_name, text_directory
@@ -364,8 +365,12 @@ class Bench:
             if not held["pages"]:
                 self.console.print("nothing was kept: no runs with a share of the memory")
                 break
-            n_pages = max(round(share * held["pages"]), pages_for(self.max_tokens))
-            n_checkpoints = round(share * held["checkpoints"])
+            n_bytes = share * held["bytes"]  # divided as the engine's plan divides what it is given
+            n_checkpoints = round(n_bytes / CACHE_SHARE / self.shape.state_bytes)
+            n_pages = int(
+                (n_bytes - n_checkpoints * self.shape.state_bytes) / self.shape.page_bytes(PAGE_SIZE)
+            )
+            n_pages = max(n_pages, pages_for(self.max_tokens))
             found.append(self.replay(f"share {share:g}", n_pages=n_pages, n_checkpoints=n_checkpoints))
         if self.arguments.off:
             found.append(self.replay("off", n_pages=pools["n_pages"], prefix_cache=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from hashlib import blake2b
 from random import Random
@@ -116,16 +117,17 @@ class Session:
             n += node is not None and node.page[DEVICE] is not None
         return n
 
-    def check_answers(self, known: set[tuple[str, bytes]]) -> None:
-        """Everything ended, with the tokens of a run alone; what was found in the cache could be there.
+    def check_answers(self, known: Counter[tuple[str, bytes]] | None = None) -> None:
+        """Everything ended, with the tokens of a run alone; what was found in the cache is another's of the same salt.
 
-        known: prefixes, by salt, of everything that ever was asked; those of this session are added.
+        known: how many sequences had each prefix, by salt, in earlier sessions with this disk; those of this one are added.
         """
-        for id, request in self.requests.items():
+        known = Counter() if known is None else known
+        for id, index in self.seeds:
+            request = self.requests[id]
             if request.use_cache:
-                for index in range(request.params.n):
-                    tokens = request.prompt_ids + self.answer(id, index)
-                    known |= {(request.cache_salt, prefix) for prefix in prefixes(tokens)}
+                tokens = request.prompt_ids + self.answer(id, index)
+                known.update((request.cache_salt, prefix) for prefix in prefixes(tokens))
         for (id, index), seed in self.seeds.items():
             request, outputs = self.requests[id], self.outputs[id, index]
             reason, answer = outputs[-1].finish_reason, self.answer(id, index)
@@ -140,7 +142,9 @@ class Session:
             assert n_cached % PAGE_SIZE == 0 and n_cached < len(request.prompt_ids)
             if n_cached:
                 *_, last = prefixes(request.prompt_ids[:n_cached])
-                assert request.use_cache and (request.cache_salt, last) in known
+                assert request.use_cache and known[request.cache_salt, last] > 1, (
+                    "nobody else had this prefix"
+                )
             if request.params.prompt_logprobs is not None and index == 0:
                 entries = outputs[0].prompt_logprobs
                 assert entries is not None

@@ -76,13 +76,19 @@ class Recorder:
 
 def run(
     inner: Runner, ids: list[int], others: Iterable[tuple[int, list[int], SamplingParams]] = (), *,
-    n_tokens: int = 12, step_tokens: int | None = None, preempt_at: int | None = None, **params: object,
+    n_tokens: int = 12, step_tokens: int | None = None, preempt_at: int | None = None,
+    after: Iterable[list[int]] = (), **params: object,
 ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
-    """Tokens and logits of one request; `others` join before the given step. preempt_at: evict it before that step."""
+    """Tokens and logits of one request; `others` join before the given step. preempt_at: evict it before that step.
+    after: prompts that were served before, and are in the prefix cache."""
     recorder = Recorder(inner, "watched")
     engine = Engine(recorder)
     if step_tokens is not None:
         engine.scheduler.max_step_tokens = step_tokens
+    for i, earlier in enumerate(after):
+        engine.add(Request(id=f"earlier-{i}", prompt_ids=earlier, params=SamplingParams(temperature=0.0)))
+        while engine.has_work():
+            engine.step()
     arguments = {"temperature": 0.0, "ignore_eos": True, "max_tokens": n_tokens, **params}
     engine.add(Request(id="watched", prompt_ids=ids, params=SamplingParams(**arguments)))
     waiting = sorted(others, key=lambda other: other[0])
@@ -161,6 +167,17 @@ def test_chunking(kind: str, quantize: str | None, length: int, step_tokens: int
     """P2: any budget, hence any cut of the prompt at multiples of 64."""
     ids, inner = prompt(length, length), runner(kind, quantize)
     assert_same_bits(run(inner, ids, step_tokens=256), run(inner, ids, step_tokens=step_tokens))
+
+
+@every_model
+@relaxed
+@given(length=st.integers(65, 330), n_known=st.integers(65, 330), others=other_requests)
+def test_cache(kind: str, quantize: str | None, length: int, n_known: int, others: list) -> None:
+    """P3: hit or miss. What else there is to a prefix cache: test_prefix.py."""
+    ids, inner = prompt(length, length), runner(kind, quantize)
+    cold = run(inner, ids)
+    assert_same_bits(cold, run(inner, ids, others, after=[ids[:n_known]]))
+    assert_same_bits(cold, run(inner, ids, after=[ids[:n_known], ids + cold[0], ids]))
 
 
 @every_model
