@@ -87,7 +87,8 @@ class EngineConfig:
         "quarter of the pools holds)",
     )  # fmt: skip
     cache_host_gb: float | None = knob(
-        None, "host memory for pages and states that had to leave the pools (default: one sequence of full length)",
+        None, "host memory for what is evicted from the pools, and for preempted sequences (default: for one of full length, "
+        "preempted only)",
         metavar="GB",
     )  # fmt: skip
     cache_dir: Path | None = knob(

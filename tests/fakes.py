@@ -302,7 +302,7 @@ class FakeTiers:
     ) -> None:  # fmt: skip
         """disk_bytes: of pages of 1 and states of UNITS_PER_STATE bytes. p_failure: of one move to or from the disk."""
         self.n_units = n_units
-        self.can_save = True
+        self.can_save = self.takes_evicted = True
         self.units_per_state = UNITS_PER_STATE
         self.disk = disk if disk is not None else {}
         self.has_disk = disk is not None

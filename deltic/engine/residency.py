@@ -116,6 +116,7 @@ class Residency:
                 self._evict_state(node)
                 continue
             page = node.page[DEVICE]
+            # Host memory that was not given for evicted pages is for those of preempted sequences.
             leads_on = node.state[HOST] is not None or node.n_children[HOST] or node.n_parked
             if leads_on and node.page[HOST] is None and (units := self._take_units(1)):
                 self._copy_out("page", page, units)
@@ -130,7 +131,7 @@ class Residency:
     def _evict_state(self, node: Node) -> None:
         self.tree.clock = max(self.tree.clock, node.priority)
         slot = node.state[DEVICE]
-        if node.state[HOST] is None and self.tiers is not None:
+        if node.state[HOST] is None and self.tiers is not None and self.tiers.takes_evicted:
             units = self._take_units(self.tiers.units_per_state, node.priority)
             if units:
                 self._copy_out("state", slot, units)
@@ -551,6 +552,10 @@ def _is_left_behind(node: Node) -> bool:
     """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one. Where prompts branch,
     and behind the first message, which is most often shared, it is."""
     if len(node.below) != 1 or node.kind == "junction":
+        return False
+    if (
+        next(iter(node.below)).kind == "tail"
+    ):  # the answer: the next turn may render it otherwise, or ask for another
         return False
     above = node.above
     while above is not None and above.parent is not None and above.kind == "ladder":

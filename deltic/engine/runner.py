@@ -172,6 +172,9 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
         runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), model)
     elif runner.host is not None:
         runner.open_tiers(None, 0, "")
+    if runner.tiers is not None:
+        # On a CPU it is the same memory as the pools: evicted pages go there only if it was asked for.
+        runner.tiers.takes_evicted = config.cache_host_gb is not None
     lap("cache")
     runner.info.start_s = spent
     return runner

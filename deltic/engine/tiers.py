@@ -117,6 +117,8 @@ class Tiers:
         self.units_per_state = -(-state_bytes // page_bytes)
         self.has_disk = directory is not None and disk_bytes > 0
         self.disk_bytes = disk_bytes
+        self.takes_evicted = True
+        """Whether host memory is for what is evicted, too, and not for preempted sequences alone."""
         self.entries: list[Entry] = []
         self.n_pending = 0
         """Tickets that `finished` has not given yet."""
