@@ -30,7 +30,7 @@ class Model:
     """A checkpoint of two files, a kernel library, and a cache directory that is not there yet."""
 
     def __init__(self, root: Path) -> None:
-        self.directory, self.library = root / "model", root / "cpu.so"
+        self.directory, self.kernels = root / "model", root / "cpu.so"
         self.directory.mkdir()
         self.config = EngineConfig(model=str(self.directory), cache_dir=root / "cache")
         self.memory = root / "cache" / MEMORY
@@ -38,14 +38,14 @@ class Model:
         self.write(self.files[0], bytes(range(250)) * 10)
         self.write(self.files[1], b"x" * 999)
         self.write(self.directory / "config.json", b"{}")
-        self.write(self.library, b"kernels")
+        self.write(self.kernels, b"kernels")
 
     def write(self, file: Path, content: bytes, changed_ns: int = OLD) -> None:
         file.write_bytes(content)
         os.utime(file, ns=(changed_ns, changed_ns))
 
     def name(self, **changes: object) -> str:
-        return fingerprint(replace(self.config, **changes), self.directory, self.library)
+        return fingerprint(replace(self.config, **changes), self.directory, self.kernels)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_everything_that_decides_the_bits_is_in_it(model: Model) -> None:
     names.add(model.name())
     model.write(model.files[0], content, OLD + 100)
     assert model.name() == first
-    for file in (model.directory / "config.json", model.library, model.directory / "more.safetensors"):
+    for file in (model.directory / "config.json", model.kernels, model.directory / "more.safetensors"):
         before = file.read_bytes() if file.exists() else None
         model.write(file, b"changed")
         names.add(model.name())
@@ -100,7 +100,7 @@ def test_code_and_libraries_are_in_it(model: Model, monkeypatch: pytest.MonkeyPa
 def test_random_weights(model: Model) -> None:
     config = replace(model.config, model=EngineConfig.model, dummy="qwen3.5-0.8b")
     names = {
-        fingerprint(replace(config, **changes), model.directory, model.library)
+        fingerprint(replace(config, **changes), model.directory, model.kernels)
         for changes in ({}, {"seed": 1}, {"dummy": "qwen3.5-4b"}, {"quantize": "int8"})
     }
     assert len(names) == 4
@@ -109,7 +109,7 @@ def test_random_weights(model: Model) -> None:
 
 def test_large_files_are_hashed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[tuple[int, int]] = []
-    first = fingerprint(model.config, model.directory, model.library, lambda *p: progress.append(p))
+    first = fingerprint(model.config, model.directory, model.kernels, lambda *p: progress.append(p))
     assert progress == [(1000, 3499), (2000, 3499), (2500, 3499), (3499, 3499)]
     assert model.memory.parent.stat().st_mode & 0o777 == 0o700
     hashed: list[Path] = []
@@ -152,9 +152,9 @@ def test_a_memory_that_cannot_be_written_costs_the_hash(model: Model) -> None:
 
 
 def test_one_file_and_a_file_that_is_missing(model: Model) -> None:
-    alone = fingerprint(model.config, model.files[0], model.library)
+    alone = fingerprint(model.config, model.files[0], model.kernels)
     assert alone != model.name()
-    model.library.unlink()
+    model.kernels.unlink()
     with pytest.raises(CheckpointError, match=r"cpu\.so"):
         model.name()
 
