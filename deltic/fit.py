@@ -43,7 +43,7 @@ def report(config: EngineConfig) -> str:
     console.print(_fit_table(plan))
     if config.prefix_cache:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
-        console.print(_cache_table(plan, disk_bytes))
+        console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
     console.print(
         _speed_table(
             plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
@@ -67,7 +67,11 @@ def _memory_table(plan: Plan) -> Table:
             f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {state}",
         ),
         ("pages", plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} tokens, {page} each"),
-        ("host tier", plan.host_bytes, "for pages and states that leave the pools; --cache-host-gb"),
+        (
+            "host tier",
+            plan.host_bytes,
+            "for preempted sequences; with --cache-host-gb for what is evicted as well",
+        ),
         ("total", plan.total_bytes, f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less"),
     ):
         table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
@@ -89,11 +93,11 @@ def _lengths(plan: Plan) -> list[int]:
     return [n for n in (1024, 4096, 16384, 65536, 262144) if n < plan.max_model_len] + [plan.max_model_len]
 
 
-def _cache_table(plan: Plan, disk_bytes: int | None) -> Table:
+def _cache_table(plan: Plan, on_host: bool, disk_bytes: int | None) -> Table:
     """How many conversations the prefix cache keeps, each with its pages and one checkpoint, by tier.
 
     While nothing runs the slots of sequences are checkpoints, too, but for the one that the next request takes.
-    disk_bytes: size of the disk tier, None without one.
+    on_host: host memory was given for what is evicted. disk_bytes: size of the disk tier, None without one.
     """
     shape = plan.shape
     page, state = shape.page_bytes(PAGE_SIZE), shape.state_bytes
@@ -102,7 +106,7 @@ def _cache_table(plan: Plan, disk_bytes: int | None) -> Table:
         f"{1024 * shape.kv_bytes_per_token / 1e6:.2f} MB for 1024 tokens"
     )
     table = Table("tokens", "in the pools", "limited by", title=title, title_justify="left")
-    if plan.host_bytes:
+    if on_host:
         table.add_column("+ on the host")
     if disk_bytes is not None:
         table.add_column("on disk")
@@ -110,7 +114,7 @@ def _cache_table(plan: Plan, disk_bytes: int | None) -> Table:
         n_pages = pages_for(length)
         by_pages, by_slots = plan.n_pages // n_pages, plan.n_slots - 1
         row = [f"{length}", f"{min(by_pages, by_slots)}", "slots" if by_pages >= by_slots else "pages"]
-        if plan.host_bytes:
+        if on_host:
             row.append(f"{plan.n_host_units // (n_pages + -(-state // page))}")
         if disk_bytes is not None:
             row.append(f"{disk_bytes // (n_pages * page + state)}")

@@ -467,11 +467,11 @@ def test_plan_refuses_geometry_the_kernels_lack() -> None:
 def test_fit_report_counts_conversations() -> None:
     """Each takes its pages and one checkpoint, in the tier that has room for both."""
     p = replace(plan(), n_pages=2048, n_checkpoints=11, host_bytes=100 * SHAPE.page_bytes(64))
-    table = _cache_table(p, 10**9)
+    table = _cache_table(p, True, 10**9)
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == ["1024", "4096", "16384", "32768"]
     assert cells[1] == ["42", "32", "8", "4"] and cells[2] == ["slots", "pages", "pages", "pages"]
     assert cells[3] == ["2", "1", "0", "0"]  # a state takes 25 pages' room
     a_page, state = SHAPE.page_bytes(64), SHAPE.state_bytes
     assert cells[4] == [str(10**9 // (n * a_page + state)) for n in (16, 64, 256, 512)]
-    assert len(_cache_table(replace(p, host_bytes=0), None).columns) == 3
+    assert len(_cache_table(p, False, None).columns) == 3
