@@ -48,6 +48,9 @@ class EngineConfig:
     """What the engine process needs. Values of None are decided at start from the model and the machine."""
 
     model: str = knob(BUILT_IN, "checkpoint directory or hub name", metavar="MODEL")
+    device: str | None = knob(
+        None, "where the model runs (default: a GPU if there is one)", choices=("cpu", "cuda")
+    )
     dummy: str | None = knob(None, "random weights at a published shape, e.g. qwen3.5-0.8b", metavar="SHAPE")
     quantize: str | None = knob(
         None, "round the weights at load, to 8.25 or 4.5 bits (default: as stored)", choices=("int8", "int4", "int4-symmetric"),
@@ -75,7 +78,10 @@ class EngineConfig:
     max_num_seqs: int | None = knob(
         None, "sequences that run at once (default: 32, fewer if they do not fit)"
     )
-    max_step_tokens: int = knob(512, "most tokens of one step: decodes first, then prefill", metavar="TOKENS")
+    max_step_tokens: int | None = knob(
+        None, "most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes beside them)",
+        metavar="TOKENS",
+    )  # fmt: skip
     max_itl_ms: float = knob(
         250.0, "target for the time between a running sequence's tokens: prefill shrinks to meet it, to 64 tokens a step "
         "at the least; 0 sets none", metavar="MS",
@@ -95,6 +101,10 @@ class EngineConfig:
         None, "keep the prefix cache in this directory, too: it survives a restart", metavar="DIR"
     )
     cache_disk_gb: float = knob(16.0, "most that is kept in --cache-dir", metavar="GB")
+    lever: tuple[str, ...] = knob(
+        (), "set an optimisation of the GPU, to measure it, e.g. pdl=off (deltic bench ablate lists them); may be given several "
+        "times", metavar="NAME=VALUE",
+    )  # fmt: skip
     seed: int = knob(0, "seed of dummy weights")
 
 

@@ -3,7 +3,8 @@
 Its pages hold the tokens that were written to them and its slots a hash of the tokens they saw, so what it
 draws comes through the memory that the scheduler handed out: a page given to two owners, a slot not copied, a
 prefix that is another's, a chunk run twice or left out is an AssertionError in the step that meets it, not a wrong
-word much later. FakeTiers is host memory and disk below that, as slow and as unreliable as it is told to be.
+word much later. As a GPU, whose prefill and decode differ in bits, it marks what decode wrote, so that a prefix which holds some of
+it, a prompt that was decoded or an answer that was prefilled is noticed as well; and it runs ahead. FakeTiers is host memory and disk below that, as slow and as unreliable as it is told to be.
 
 Run as a program, this is an engine process with that runner: `python tests/fakes.py [--step-ms MS] LAUNCH`.
 """
@@ -45,6 +46,9 @@ POISON = 13
 START_STATE = 17
 MASK = (1 << 61) - 1
 
+DECODED = 1 << 20
+"""Added to a token in a page that decode wrote, where that is not what prefill would have written."""
+
 UNITS_PER_STATE = 2
 """A state takes as much memory as so many pages."""
 
@@ -54,9 +58,14 @@ def fold(state: int, token: int) -> int:
     return (state * 6364136223846793005 + token + 1442695040888963407) & MASK
 
 
+def fold_decoded(state: int, token: int) -> int:
+    """The same where decode differs from prefill: above the bits that are drawn from, it counts the tokens that were decoded."""
+    return fold(state & MASK, token) | (state >> 61) + 1 << 61
+
+
 def draw(state: int, seed: int, params: SamplingParams, n_generated: int) -> int:
     """The token drawn in `state`; eos only when it may come, POISON never."""
-    token = (state ^ (seed * 0x9E3779B97F4A7C15) & MASK) % 999983 % VOCAB_SIZE
+    token = (state & MASK ^ (seed * 0x9E3779B97F4A7C15) & MASK) % 999983 % VOCAB_SIZE
     if token == POISON or (token == EOS and n_generated < params.min_tokens):
         return token + 1
     return token
@@ -91,7 +100,13 @@ class FakeRunner:
         max_logit_rows: int | None = None,
         prefix_cache: bool = True,
         step_s: float = 0.0,
+        gpu: bool = False,
+        max_prefill_seqs: int = 0,
+        n_lookahead: int = 0,
+        rng: Random | None = None,
     ) -> None:
+        """gpu: prefill and decode differ, and prefills take whole blocks. rng: says which of the decodes run ahead; without it
+        all do for which there are pages."""
         self.n_pages = n_pages
         self.n_slots = max_num_seqs + 8 if n_slots is None else n_slots
         self.max_num_seqs = max_num_seqs
@@ -115,7 +130,16 @@ class FakeRunner:
             prefix_cache=prefix_cache,
             page_bytes=1,
             state_bytes=UNITS_PER_STATE,
+            canonical_decode=not gpu,
+            n_lookahead=n_lookahead,
+            block_size=PAGE_SIZE if gpu else 1,
+            max_prefill_seqs=max_prefill_seqs,
         )
+        self.gpu = gpu
+        self._rng = rng
+        self._ahead: dict[Sequence, int] = {}
+        """The position that a decode has computed which is to be asked for yet."""
+        self.n_ran_ahead = self.n_replayed = self.n_dropped = 0
         self.pages = np.full((n_pages, PAGE_SIZE), -1, np.int32)
         """The tokens of each page."""
         self.states = [0] * self.n_slots
@@ -132,6 +156,7 @@ class FakeRunner:
             time.sleep(self.step_s)
         self._check_limits(step)
         self._check_slots(step)
+        self._drop_ahead(step)
         for chunk in step.chunks:
             self._check_start(chunk)
         if any(POISON in c.sequence.tokens[c.start : c.start + c.length] for c in step.chunks):
@@ -139,7 +164,10 @@ class FakeRunner:
                 self._spoil(chunk)
             raise RuntimeError("poisoned token")
         for chunk in step.chunks:
-            self._run(chunk)
+            if self._ahead.pop(chunk.sequence, None) is None:
+                self._run(chunk)
+            else:
+                self.n_tokens_run += 1
         for source, destination in step.slot_copies:
             self.states[destination] = self.states[source]
         for source, destination in step.page_copies:
@@ -160,11 +188,21 @@ class FakeRunner:
                 ]
                 n_top = sequence.request.params.prompt_logprobs or 0
                 prompt_logprobs[i] = [self._logprob(token, n_top) for token in scored]
+        for drawn, token in zip(step.draws, tokens, strict=True) if self.info.n_lookahead else []:
+            self._run_ahead(drawn.sequence, token)
         return StepResult(tokens, logprobs, prompt_logprobs)
 
     def _check_limits(self, step: Step) -> None:
-        n_decodes = sum(c.length == 1 for c in step.chunks)
-        assert step.chunks and step.n_tokens <= max(self.max_step_tokens, n_decodes + PAGE_SIZE)
+        n_decodes = sum(c.is_decode for c in step.chunks)
+        assert step.chunks
+        if self.gpu:
+            prefills = step.chunks[n_decodes:]
+            assert not any(c.is_decode for c in prefills), "a decode behind a prefill"
+            n_blocks = sum(-(-c.length // PAGE_SIZE) for c in prefills)
+            assert n_decodes <= self.max_num_seqs and n_blocks * PAGE_SIZE <= self.max_step_tokens
+            assert len(prefills) <= (self.info.max_prefill_seqs or len(prefills))
+        else:
+            assert step.n_tokens <= max(self.max_step_tokens, n_decodes + PAGE_SIZE)
         assert len(step.draws) <= self.max_num_seqs
         rows = {d.chunk for d in step.draws}
         n_rows = sum(c.length if c.prompt_logprobs else i in rows for i, c in enumerate(step.chunks))
@@ -188,19 +226,26 @@ class FakeRunner:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
         name = f"{sequence.request.id}/{sequence.index}"
         assert start == sequence.n_computed and chunk.length > 0
-        assert end == len(sequence.tokens) or end % PAGE_SIZE == 0, "cut off the grid"
+        if not self.gpu:
+            assert end == len(sequence.tokens) or end % PAGE_SIZE == 0, "cut off the grid"
+        elif start < sequence.n_prompt:
+            assert start % PAGE_SIZE == 0 and end <= sequence.n_prompt, "not whole blocks of the prompt"
+            assert end == sequence.n_prompt or end % PAGE_SIZE == 0, "cut off the grid"
+        else:
+            assert chunk.length == 1 and sequence.start_slot is None, "not a decode"
+        n_done = start + (sequence in self._ahead)
         at = [n for n, _ in chunk.snapshots]
         assert at == sorted(set(at)) and all(
             0 < n < chunk.length and (start + n) % PAGE_SIZE == 0 for n in at
         )
         row = self._row(sequence)
         assert row.tolist() == sequence.pages, f"the page table of {name} is out of date"
-        context = self.pages[row].ravel()[:start]
-        assert np.array_equal(context, sequence.tokens[:start]), f"pages of {name} are not its own"
+        context = self.pages[row].ravel()[:n_done]
+        assert np.array_equal(context, self._content(sequence, 0, n_done)), f"pages of {name} are not its own"
         slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
         assert slot is not None
         if start:
-            assert self.states[slot] == self._state_after(sequence, start), f"slot of {name} is off"
+            assert self.states[slot] == self._state_after(sequence, n_done), f"slot of {name} is off"
 
     def _row(self, sequence: Sequence) -> np.ndarray:
         """The sequence's row of the page table, brought up to date as the real one is."""
@@ -217,7 +262,7 @@ class FakeRunner:
 
     def _run(self, chunk: Chunk) -> None:
         sequence, end = chunk.sequence, chunk.start + chunk.length
-        self._write(chunk, sequence.tokens[chunk.start : end])
+        self._write(chunk, self._content(sequence, chunk.start, end))
         state = START_STATE
         if chunk.start:
             slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
@@ -225,12 +270,33 @@ class FakeRunner:
             state = self.states[slot]
         snapshots = dict(chunk.snapshots)
         for n, token in enumerate(sequence.tokens[chunk.start : end], start=1):
-            state = fold(state, token)
+            state = (fold_decoded if self.gpu and chunk.is_decode else fold)(state, token)
             if n in snapshots:
                 self.states[snapshots[n]] = state
         assert sequence.slot is not None
         self.states[sequence.slot] = state
         self.n_tokens_run += chunk.length
+        self.n_replayed += chunk.is_decode and end < len(sequence.tokens)
+
+    def _drop_ahead(self, step: Step) -> None:
+        """What was computed ahead for a sequence that starts over, or has ended, is of no use."""
+        for chunk in step.chunks:
+            if self._ahead.get(chunk.sequence, chunk.start) != chunk.start:
+                assert chunk.start < chunk.sequence.n_prompt, "started over among generated tokens"
+                del self._ahead[chunk.sequence]
+                self.n_dropped += 1
+        self._ahead = {s: n for s, n in self._ahead.items() if s.finish_reason is None}
+
+    def _run_ahead(self, sequence: Sequence, token: int) -> None:
+        """Decodes a token that the scheduler has not seen, in the memory that the sequence has now."""
+        n_tokens = len(sequence.tokens)
+        if n_tokens >= len(sequence.pages) * PAGE_SIZE or (self._rng and self._rng.random() < 0.2):
+            return
+        self.pages[sequence.pages[n_tokens // PAGE_SIZE], n_tokens % PAGE_SIZE] = token + DECODED
+        assert sequence.slot is not None
+        self.states[sequence.slot] = fold_decoded(self.states[sequence.slot], token)
+        self._ahead[sequence] = n_tokens
+        self.n_ran_ahead += 1
 
     def _spoil(self, chunk: Chunk) -> None:
         """A step that fails may leave anything in what it was to write."""
@@ -250,7 +316,8 @@ class FakeRunner:
         n_tokens = len(sequence.tokens)
         written = self.pages[sequence.pages].ravel()[:n_tokens]
         name = f"{sequence.request.id}/{sequence.index}"
-        assert np.array_equal(written, sequence.tokens), f"pages of {name} are not its own"
+        content = self._content(sequence, 0, n_tokens)
+        assert np.array_equal(written, content), f"pages of {name} are not its own"
         state = self._state_after(sequence, n_tokens)
         assert self.states[sequence.slot] == state, f"slot of {name} is off"
         return state
@@ -260,9 +327,17 @@ class FakeRunner:
         if sequence not in self._truth:
             self._truth = {s: states for s, states in self._truth.items() if s.finish_reason is None}
         states = self._truth.setdefault(sequence, [START_STATE])
-        for token in sequence.tokens[len(states) - 1 : n_tokens]:
-            states.append(fold(states[-1], token))
+        for i in range(len(states) - 1, n_tokens):
+            is_decoded = self.gpu and i >= sequence.n_prompt
+            states.append((fold_decoded if is_decoded else fold)(states[-1], sequence.tokens[i]))
         return states[n_tokens]
+
+    def _content(self, sequence: Sequence, start: int, end: int) -> Any:
+        """What the pages of tokens start … end - 1 hold, from the sequence's tokens alone."""
+        content = np.array(sequence.tokens[start:end])
+        if self.gpu:
+            content[max(0, sequence.n_prompt - start) :] += DECODED
+        return content
 
     @staticmethod
     def _logprob(token: int, n_top: int) -> TokenLogprob:
@@ -430,7 +505,7 @@ def build_runner(config: EngineConfig, progress: loop.Progress, step_s: float = 
         n_pages=config.n_pages or 256,
         max_num_seqs=config.max_num_seqs or 8,
         max_model_len=config.max_model_len or 4096,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=config.max_step_tokens or 512,
         prefix_cache=config.prefix_cache,
         step_s=step_s,
     )

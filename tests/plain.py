@@ -15,6 +15,8 @@ from deltic.ops.matrix import Matrix
 
 def rows(matrix: Matrix) -> Tensor:
     """[n, k], or [E, n, k] of experts; bfloat16 where that is what is stored."""
+    if matrix.format.name == "rows":
+        return matrix.rows.cpu()
     values = matrix.unpack()
     if matrix.format.name == "bf16":
         values = values.to(torch.bfloat16)
@@ -30,6 +32,8 @@ def plain(weights: Weights) -> Any:
             value = getattr(owner, field.name)
             if isinstance(value, Matrix):
                 value = rows(value)
+            elif isinstance(value, Tensor):
+                value = value.cpu()
             elif dataclasses.is_dataclass(value):
                 value = fields(value)
             setattr(out, field.name, value)
@@ -39,7 +43,7 @@ def plain(weights: Weights) -> Any:
 
     return SimpleNamespace(
         embed=rows(weights.embed),
-        norm=weights.norm,
+        norm=weights.norm.cpu(),
         lm_head=rows(weights.lm_head),
         layers=[fields(layer) for layer in weights.layers],
     )

@@ -11,6 +11,9 @@ convolution window for every DeltaNet layer. A place is a row in the tables of a
 What only the tree owns is as good as free: it is evicted (`residency.py`) when a sequence needs the room. So the cache takes
 nothing from those that run, and needs no limit of its own.
 
+Where prefill and decode differ in bits, the tree has what prefill wrote, and nothing else: full pages of prompts, and states
+inside them. What was decoded is a sequence's own as long as it runs; the next turn brings it as a prompt, and it is computed again.
+
 The slot of a sequence whose `n_computed` is 0 holds whatever its last owner left: a chunk that starts at 0 starts from the
 zero state.
 """
@@ -82,14 +85,17 @@ class Cache:
 
     def __init__(
         self, n_pages: int, n_slots: int, *, n_places: int | None = None, geometry: Geometry | None = None,
-        tiers: Tiers | None = None, enabled: bool = True,
+        tiers: Tiers | None = None, enabled: bool = True, canonical_decode: bool = True, n_lookahead: int = 0,
     ) -> None:  # fmt: skip
         """n_places: sequences that may run at once. enabled: else nothing is kept for other requests, and host memory is for
-        preempted sequences alone."""
+        preempted sequences alone. canonical_decode: whether what decode writes may be found by others; n_lookahead: tokens that
+        the device may have computed beyond a decode's n_computed (both as in EngineInfo)."""
         self.store = Residency(n_pages, n_slots, geometry or Geometry(), tiers, enabled)
         self.pages, self.slots = self.store.pages, self.store.slots
         self.places = Pool("place", n_slots if n_places is None else n_places)
         self.enabled = enabled
+        self.canonical_decode = canonical_decode
+        self.n_lookahead = n_lookahead
         self.stats = self.store.stats
         self._tree = self.store.tree
         self._parked: dict[Sequence, Parked] = {}
@@ -117,25 +123,32 @@ class Cache:
     def _extend_keys(self, sequence: Sequence) -> None:
         keys, tokens = sequence.prefix.keys, sequence.tokens
         key = keys[-1] if keys else root_key(sequence.request.cache_salt)
-        for i in range(len(keys), len(tokens) // PAGE_SIZE):
+        for i in range(len(keys), self._n_canonical(sequence) // PAGE_SIZE):
             key = next_key(key, tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
             keys.append(key)
 
+    def _n_canonical(self, sequence: Sequence) -> int:
+        """Tokens of a sequence whose pages and states are the tree's to give and to take."""
+        return len(sequence.tokens) if self.canonical_decode else sequence.n_prompt
+
     def look_up(self, sequence: Sequence) -> list[Node]:
-        """The nodes of the pages that the tree knows of a waiting sequence. Its last token is computed in any case."""
+        """The nodes of the pages that the tree knows of a waiting sequence, of all those that it could share."""
         if sequence.prefix is None:
             return []
         self._extend_keys(sequence)
         return self._tree.match(sequence.prefix.keys, (len(sequence.tokens) - 1) // PAGE_SIZE)
 
     def usable(self, sequence: Sequence, known: list[Node], tier: int = DISK) -> list[Node]:
-        """As much of `known` as the sequence can start behind, with what is in this tier and in those above it."""
+        """As much of `known` as the sequence can start behind, with what is in this tier and in those above it. Unless it comes
+        back from host memory, one token of those that may be shared is left to compute: somebody must be drawn from it, and a
+        decode does not start from a checkpoint."""
         parked = self._parked.get(sequence)
         n_most = next((i for i, node in enumerate(known) if not _within(node.page, tier)), len(known))
         if parked is not None:
             if parked.n_shared <= n_most:
                 return known[: parked.n_shared]
             self._forget_parked(sequence)  # what it continues is gone
+        n_most = min(n_most, (self._n_canonical(sequence) - 1) // PAGE_SIZE)
         while n_most and not _within(known[n_most - 1].state, tier):
             n_most -= 1
         return known[:n_most]
@@ -168,7 +181,7 @@ class Cache:
         if sequence.prefix is None or other.prefix is None:
             return 0
         mine, theirs = sequence.prefix.keys, other.prefix.keys
-        n = min(len(mine), len(theirs), (len(sequence.tokens) - 1) // PAGE_SIZE)
+        n = min(len(mine), len(theirs), (self._n_canonical(sequence) - 1) // PAGE_SIZE)
         # Keys are chained: where one differs, all after it do.
         return PAGE_SIZE * bisect_left(range(n), True, key=lambda i: mine[i] != theirs[i])
 
@@ -184,7 +197,8 @@ class Cache:
         self.pages.share(pages)
         self.slots.share(start)
         slots: list[int] | None = None
-        n_new = pages_for(len(sequence.tokens)) - len(pages)
+        n_parked = len(parked.pages) if parked is not None else 0
+        n_new = max(n_parked, pages_for(len(sequence.tokens)) - len(pages))
         if len(group) <= self.places.n_free and n_new <= self.pages.n_available - n_promised:
             slots = self.store.take_slots(len(group))
             is_ours = start and self.slots.n_owners[start[0]] == 2 and not path[-1].busy
@@ -193,7 +207,7 @@ class Cache:
                 if others is not None:
                     self.slots.give_back([self.store.take_state(path[-1])])
                     slots, start = [*start, *others], []
-        own = self.store.take_pages(len(parked.pages)) if parked is not None and slots is not None else []
+        own = self.store.take_pages(n_parked) if slots is not None else []
         if slots is None or own is None:
             self.slots.give_back([*start, *(slots or [])])
             self.pages.give_back(pages)
@@ -227,7 +241,7 @@ class Cache:
         n_known: tokens whose pages the tree had. Where it cannot start behind the last of them, prompts branch, and the next
         one that comes this way shall not compute the stretch again.
         """
-        prefix, n_tokens = sequence.prefix, len(sequence.tokens)
+        prefix, n_tokens = sequence.prefix, self._n_canonical(sequence)
         if prefix is None:
             return
         wanted: dict[int, str] = {}
@@ -320,6 +334,8 @@ class Cache:
         prefix: Prefix | None = sequence.prefix
         if prefix is None or prefix.node.depth != sequence.n_computed or sequence.start_slot is not None:
             return
+        if not self.canonical_decode:
+            return
         node, old = prefix.node, prefix.tail
         if node.state[DEVICE] is None and old is not None and self.store.is_only_passed(old):
             self._leave_for(self.store.take_state(old), sequence, "tail")
@@ -354,11 +370,12 @@ class Cache:
     def publish(self, sequence: Sequence) -> None:
         """Full pages enter the tree. Where it has the same page already, the sequence takes that one for its own."""
         prefix, pages = sequence.prefix, sequence.pages
-        if prefix is None or prefix.node.depth + PAGE_SIZE > sequence.n_computed:
+        n_tokens = min(sequence.n_computed, self._n_canonical(sequence))
+        if prefix is None or prefix.node.depth + PAGE_SIZE > n_tokens:
             return
         self._extend_keys(sequence)
         node = prefix.node if prefix.node.depth else self._root(sequence)
-        for i in range(node.depth // PAGE_SIZE, sequence.n_computed // PAGE_SIZE):
+        for i in range(node.depth // PAGE_SIZE, n_tokens // PAGE_SIZE):
             node = self._tree.child(node, prefix.keys[i])
             if node.page[DEVICE] is None:
                 self.store.put_page(node, pages[i])
@@ -390,7 +407,7 @@ class Cache:
 
     def release(self, sequence: Sequence, *, keep_state: bool = True) -> None:
         """Takes back everything that `sequence` owns. keep_state: its state may become a checkpoint; it is not what its
-        tokens say after a step that failed."""
+        tokens say after a step that failed, nor, where the device runs ahead, from the prompt's last token on."""
         self._forget_parked(sequence)
         self._let_go_of_start(sequence)
         prefix: Prefix | None = sequence.prefix
@@ -398,6 +415,7 @@ class Cache:
         if slot is not None:
             node = prefix.node if prefix is not None else None
             here = node is not None and node.depth == sequence.n_computed > 0 and node.state[DEVICE] is None
+            keep_state &= self.canonical_decode or sequence.n_computed < sequence.n_prompt
             if node is not None and here and keep_state and self._tree.nodes.get(node.key) is node:
                 self._keep(node, slot, "tail")
             else:
@@ -419,9 +437,18 @@ class Cache:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes back everything that a running sequence owns, and keeps in host memory, if it has room, what the tree does
-        not: a decode comes back exactly where it was. Without that it starts again from what the tree has kept."""
+        not: a decode comes back exactly where it was. Without that it starts again from what the tree has kept.
+
+        The device may have run ahead: then the state has seen n_lookahead tokens more than n_computed says, and the pages hold
+        their KV. The copies to host memory wait for that, and take those pages too; what was drawn there is kept by the runner,
+        which goes on from it when the sequence comes back with these bytes. If they were lost, chunks of it come that start
+        before n_computed, and the runner drops what it kept (loop.StepRunner).
+        """
         n_computed = sequence.n_computed
-        parked = self._park(sequence) if sequence.n_pending == 1 and n_computed else None
+        is_worth_it = sequence.n_pending == 1
+        if not self.canonical_decode:  # what was decoded can be had again one token a step only
+            is_worth_it |= n_computed >= sequence.n_prompt
+        parked = self._park(sequence) if is_worth_it and n_computed else None
         self.release(sequence)
         sequence.n_computed = 0
         if parked is not None:
@@ -435,7 +462,7 @@ class Cache:
         assert sequence.slot is not None
         # Before the first chunk behind a checkpoint has run, the state is the checkpoint's.
         slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
-        own = sequence.pages[n_shared : pages_for(sequence.n_computed)]
+        own = sequence.pages[n_shared : pages_for(sequence.n_computed + self.n_lookahead)]
         units = [self.store.park("page", page) for page in own]
         state = self.store.park("state", slot)
         node = prefix.node if prefix is not None else None

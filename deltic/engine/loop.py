@@ -79,6 +79,17 @@ class StepRunner(Protocol):
     """What the engine needs of a runner: `deltic.engine.runner.Runner`, or a fake in tests.
 
     A chunk that starts at 0 starts from the zero state, whatever its slot held before.
+
+    Where `info.canonical_decode` is False, decodes and prefill chunks are two batches. A prefill chunk starts at a multiple of
+    PAGE_SIZE and ends with the prompt at the latest; a decode is one generated token, known by value, of a sequence without a
+    `start_slot`. One without a draw brings back what was lost.
+
+    Such a runner may run ahead: start the next decode of a sequence that drew a token before that token was read, as far as the
+    sequence's pages go and after the step's copies. It keeps what that draws until a later step asks for just that chunk, whatever
+    else that step holds, and then does not run the chunk. A chunk of that sequence with another start, and its end, drop what
+    was kept; nothing else does: a preempted sequence may come back, elsewhere, with pages and state as the run ahead left them.
+    All that the engine takes from a sequence it hands to later work of the same stream, or to copies through `tiers`, which wait
+    for it. So a run ahead whose sequence has ended does no harm.
     """
 
     @property
@@ -160,6 +171,8 @@ class Engine:
             geometry=Geometry(info.page_bytes, info.state_bytes, info.even_context),
             tiers=runner.tiers,
             enabled=info.prefix_cache,
+            canonical_decode=info.canonical_decode,
+            n_lookahead=info.n_lookahead,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -169,6 +182,9 @@ class Engine:
             max_logit_rows=runner.max_logit_rows,
             eos_token_ids=info.eos_token_ids,
             max_itl_ms=max_itl_ms,
+            n_lookahead=info.n_lookahead,
+            block_size=info.block_size,
+            max_prefill_seqs=info.max_prefill_seqs,
         )
         self.n_steps = 0
         self.n_failures = 0
@@ -279,10 +295,10 @@ class EngineProcess:
             if build is None:
                 self.progress("import", 0.0)
                 start = time.perf_counter()
-                from deltic.engine.runner import build_runner  # imports torch
+                from deltic.engine.build import build_for_device  # imports torch
 
                 start_s["import"] = time.perf_counter() - start
-                build = build_runner
+                build = build_for_device
             engine = Engine(build(self.launch.config, self.progress), self.launch.config.max_itl_ms or None)
         except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
             out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)

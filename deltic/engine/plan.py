@@ -24,6 +24,7 @@ from deltic.models.weights import weight_bytes
 
 DEFAULT_MODEL_LEN = 32768
 DEFAULT_SEQS = 32
+DEFAULT_STEP_TOKENS = 512
 DEFAULT_POOL_BYTES = 2 << 30
 """Pages and slots take this much, and the host tier comes on top, when no --memory-gb is given and it is free."""
 CACHE_SHARE = 4
@@ -88,6 +89,8 @@ class Plan:
     budget_bytes: int
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
+    n_columns: int = 3
+    """Convolution inputs that a state slot holds: the window; on a GPU a ring with one more."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -111,8 +114,13 @@ class Plan:
         return self.max_num_seqs + self.n_checkpoints
 
     @property
+    def state_bytes(self) -> int:
+        """Of one state slot."""
+        return self.shape.recurrent_state_bytes + self.shape.conv_state_bytes // 3 * self.n_columns
+
+    @property
     def slots_bytes(self) -> int:
-        return self.n_slots * self.shape.state_bytes
+        return self.n_slots * self.state_bytes
 
     @property
     def n_host_units(self) -> int:
@@ -178,7 +186,7 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
             max_model_len=length,
             max_num_seqs=config.max_num_seqs or DEFAULT_SEQS,
             n_checkpoints=(config.n_checkpoints or 0) if config.prefix_cache else 0,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=config.max_step_tokens or DEFAULT_STEP_TOKENS,
             n_pages=0,
             host_bytes=_whole_pages(shape, (config.cache_host_gb or 0.0) * 1e9),
             n_threads=config.threads or n_usable_cpus(),

@@ -174,6 +174,15 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """State slots: of the sequences that run, and checkpoints."""
     device: str
     prefix_cache: bool = True
+    canonical_decode: bool = True
+    """Whether prefill and decode give the same bits. Where they do not (GPU), a token of the prompt always goes through prefill
+    and a generated one through decode, each a batch of its own, and only what prefill wrote is kept for others."""
+    n_lookahead: int = 0
+    """Tokens beyond the one of a step for which a decode has pages, so that the next may be started before this one was read."""
+    block_size: int = 1
+    """Rows of a prefill batch that one sequence takes at a time: max_step_tokens is counted in whole blocks."""
+    max_prefill_seqs: int = 0
+    """Prefill chunks in one step; 0: any number."""
     page_bytes: int = 1
     state_bytes: int = 16
     even_context: float = 32768.0
@@ -283,6 +292,11 @@ class Chunk:
     """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple of
     PAGE_SIZE, 0 < n < length, ascending."""
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one generated token. One token of a prompt, the last behind a full page, is a prefill."""
+        return self.length == 1 and self.start >= self.sequence.n_prompt
+
 
 @dataclass(slots=True)
 class Draw:
@@ -295,7 +309,10 @@ class Draw:
 
 @dataclass(slots=True)
 class Step:
-    """What runs in one forward. Decodes (length 1) come first, then prefill chunks.
+    """What runs in one forward, or, where decodes are a batch of their own, in two. Decodes come first, then prefill chunks.
+
+    A decode without a draw computes a token that was drawn before, and whose KV and state were lost. (Where prefill and decode
+    give the same bits, what was lost comes back in chunks of any length, and one of a preempted sequence may stand behind others.)
 
     After the forward and before the draws are read, states and pages are copied for sequences that fork off a
     finished prompt: `slot_copies` and `page_copies` are (source, destination) pairs.

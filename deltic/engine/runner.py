@@ -85,7 +85,7 @@ class Runner:
             device="cpu",
             page_bytes=shape.page_bytes(PAGE_SIZE),
             state_bytes=shape.state_bytes,
-            even_context=_even_context(shape),
+            even_context=even_context(shape),
             operators=chosen(),
         )
 
@@ -129,7 +129,7 @@ class Runner:
         return self.workspace.activations.logits[:n_rows]
 
 
-def _even_context(shape: ModelShape) -> float:
+def even_context(shape: ModelShape) -> float:
     """Tokens of context at which attention multiplies as much for a token as everything else."""
     n_heads = 1 if shape.tie_word_embeddings else 2
     weights = shape.n_active_params - n_heads * shape.vocab_size * shape.hidden_size

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -95,20 +96,36 @@ class Move:
     """Set when it succeeded. A target whose move failed may hold a part of it."""
 
 
+class Copies(Protocol):
+    """Device memory that the host cannot address (device_copy.DeviceCopies). The views that Tiers is given are those of a staging
+    buffer then, one for each of its two threads."""
+
+    def mark(self) -> Any:
+        """What the device was told to do up to now: a copy that is given the mark comes after it. For the engine's thread."""
+
+    def fetch(self, kind: str, index: int, mark: Any) -> None:
+        """Copies a page or a state to the calling thread's buffer; it is there on return."""
+
+    def store(self, kind: str, index: int, mark: Any) -> None:
+        """Copies it from the calling thread's buffer to the device; what is started from now on finds it there."""
+
+
 class Tiers:
     """Host memory and disk. `load`, `save`, `finished` and `n_pending` are for one thread, the engine's."""
 
     def __init__(
         self, page: Callable[[int], list[Bytes]], state: Callable[[int], list[Bytes]], host: Bytes | None,
-        state_bytes: int, directory: Path | None, disk_bytes: int, fingerprint: str,
+        state_bytes: int, directory: Path | None, disk_bytes: int, fingerprint: str, copies: Copies | None = None,
     ) -> None:  # fmt: skip
         """page, state: the bytes of a page or slot in device memory, as writable, contiguous, one-dimensional views;
         called from two threads. host: [n_units, page bytes]. disk_bytes: 0 for no disk tier; the budget is kept by whoever
-        deletes. fingerprint: 32 hex digits that name everything that decides the bits (models/fingerprint.py).
+        deletes. fingerprint: 32 hex digits that name everything that decides the bits (models/fingerprint.py). copies: brings
+        the bytes to those views and back, where device memory itself cannot be viewed.
 
         Raises ConfigError when the directory cannot be made, read or written.
         """
         self._device = {"page": page, "state": state}
+        self._copies = copies
         self._host = host
         page_bytes = sum(view.nbytes for view in page(0))
         self._n_bytes = {"page": page_bytes, "state": state_bytes}
@@ -156,15 +173,31 @@ class Tiers:
 
     def copy_out(self, move: Move) -> None:
         """From device memory to host units."""
-        _copy(self._device[move.kind](move.device), self._units(move))
+        _copy(self._fetched(move, self._mark()), self._units(move))
         self.written_bytes["host"] += self._n_bytes[move.kind]
         move.ok = True
 
     def copy_in(self, move: Move) -> None:
         """From host units to device memory."""
         _copy(self._units(move), self._device[move.kind](move.device))
+        self._store(move, self._mark())
         self.read_bytes["host"] += self._n_bytes[move.kind]
         move.ok = True
+
+    def _mark(self) -> Any:
+        return self._copies.mark() if self._copies else None
+
+    def _fetched(self, move: Move, mark: Any) -> list[Bytes]:
+        """The bytes of an object in device memory, after what is marked."""
+        views = self._device[move.kind](move.device)
+        if self._copies:
+            self._copies.fetch(move.kind, move.device, mark)
+        return views
+
+    def _store(self, move: Move, mark: Any) -> None:
+        """What was written to the views of an object is in device memory on return."""
+        if self._copies:
+            self._copies.store(move.kind, move.device, mark)
 
     def _units(self, move: Move) -> list[Bytes]:
         """The bytes of an object in host memory; it fills all but the last of its units."""
@@ -188,11 +221,13 @@ class Tiers:
         return self._ask(self._behind, self._save, moves)
 
     def _ask(
-        self, queue: deque[Callable[[], None]], action: Callable[[Move], None], moves: list[Move]
+        self, queue: deque[Callable[[], None]], action: Callable[[Move, Any], None], moves: list[Move]
     ) -> int:
         ticket = self._n_tickets = self._n_tickets + 1
         self.n_pending += 1
-        jobs = [functools.partial(action, move) for move in moves]
+        # What wrote to these pages and slots before was asked for by now: a copy need not wait for the steps that follow.
+        mark = self._mark()
+        jobs = [functools.partial(action, move, mark) for move in moves]
         end = functools.partial(self._done.append, (ticket, moves, queue is self._loads))
         with self._changed:
             queue.extend([*jobs, end])
@@ -266,13 +301,14 @@ class Tiers:
                 with self._changed:
                     self._changed.notify_all()
 
-    def _load(self, move: Move) -> None:
+    def _load(self, move: Move, mark: Any) -> None:
         target = self._device[move.kind](move.device)
         if move.units:
             _copy(self._units(move), target)
-            move.ok = True
-        elif self.has_disk:
-            self._read(move, target)
+        elif not self.has_disk or not self._read(move, target):
+            return
+        self._store(move, mark)
+        move.ok = True
 
     # Files.
 
@@ -287,19 +323,19 @@ class Tiers:
         )  # fmt: skip
         return (header + _HEADER_CRC.pack(zlib.crc32(header))).ljust(_HEADER_BYTES, b"\0")
 
-    def _read(self, move: Move, target: list[Bytes]) -> None:
+    def _read(self, move: Move, target: list[Bytes]) -> bool:
+        """Reads an object's file; whether all of it is there."""
         path = self._path(move.kind, move.key, move.parent, move.depth)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return  # another server of this directory has deleted it
+            return False  # another server of this directory has deleted it
         except OSError as error:
             log.warning("prefix cache: %s cannot be read (%s)", path, error.strerror)
-            return
+            return False
         try:
             damage = self._fill(file, move, target)
             if damage is None:
-                move.ok = True
                 with contextlib.suppress(OSError):  # of another user, perhaps: then it looks older than it is
                     os.utime(file)
         except OSError as error:
@@ -310,6 +346,7 @@ class Tiers:
             self.n_damaged += 1
             log.warning("prefix cache: %s is damaged (%s) and was deleted", path, damage)
             self._unlink(path)
+        return damage is None
 
     def _fill(self, file: int, move: Move, target: list[Bytes]) -> str | None:
         """Reads a file into its target; gives what is wrong with it, if anything is."""
@@ -324,10 +361,10 @@ class Tiers:
             crc = zlib.crc32(block, crc)
         return None if header == self._header(move, crc) else "wrong checksum, or not what its name says"
 
-    def _save(self, move: Move) -> None:
+    def _save(self, move: Move, mark: Any) -> None:
         if not self.has_disk or time.monotonic() < self._paused_until:
             return
-        source = self._device[move.kind](move.device) if move.device >= 0 else self._units(move)
+        source = self._fetched(move, mark) if move.device >= 0 else self._units(move)
         path = self._path(move.kind, move.key, move.parent, move.depth)
         part = f"{path}.{secrets.token_hex(4)}.part"  # not the process id: two containers may have the same
         try:

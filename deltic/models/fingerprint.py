@@ -35,16 +35,16 @@ _N_THREADS = 2
 _SETTLED_S = 2.0
 """A file that changed this recently could change again within the resolution of its time stamp: it is not remembered."""
 
-_CODE = ("engine", "models", "ops")
+_CODE = ("engine", "models", "ops", "ops/gpu")
 
 Progress = Callable[[int, int], None]  # bytes hashed, bytes to hash
 
 
 def fingerprint(
-    config: EngineConfig, directory: Path, library: Path, on_progress: Progress | None = None
+    config: EngineConfig, directory: Path, kernels: Path | str, on_progress: Progress | None = None
 ) -> str:
     """32 hex digits. config.quantize: resolved, as a packed model has it. directory: the checkpoint's, or one safetensors
-    file. library: the kernels in use.
+    file. kernels: the library in use; or, of kernels that are sources here, a text with everything else that they depend on.
 
     Raises CheckpointError for a file that cannot be read.
     """
@@ -55,7 +55,7 @@ def fingerprint(
     content = {
         "weights": weights or [config.dummy, config.seed],
         "quantize": config.quantize,
-        "kernels": _hash(library),
+        "kernels": _hash(kernels) if isinstance(kernels, Path) else kernels,
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},
         "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},
     }

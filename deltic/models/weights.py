@@ -253,11 +253,12 @@ def load_weights(
     *,
     quantize: str | None = None,
     n_threads: int = 1,
+    device: str | None = None,
 ) -> tuple[Weights, list[str]]:
     """Load a checkpoint directory, or one safetensors file, into the internal layout.
 
-    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4"); norms and
-    gates become float32. The second result holds notices for the user: what was skipped or converted. Raises
+    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4", or "rows", as a GPU
+    reads them); norms and gates become float32. All of it on `device`, by default the CPU. The second result holds notices for the user: what was skipped or converted. Raises
     CheckpointError, naming the tensor, what was expected, what was found and the file, for a missing, unexpected,
     misshapen or quantised tensor and for a damaged or missing file.
     """
@@ -266,7 +267,7 @@ def load_weights(
     headers = _read_headers(path)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in headers) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in headers
-    weights = empty_weights(shape, quantize, tied)
+    weights = empty_weights(shape, quantize, tied, device)
     plan = list(_plan(weights, shape, prefix, headers))
     notices = _check_plan(plan, headers, path)
     _copy(plan, _Files(headers), progress, n_threads)
@@ -285,6 +286,7 @@ def dummy_weights(
     *,
     quantize: str | None = None,
     n_threads: int = 1,
+    device: str | None = None,
 ) -> Weights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter.
 
@@ -294,18 +296,20 @@ def dummy_weights(
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(_DUMMY_BLOCK, generator=generator)
     scaled: dict[float, Tensor] = {}
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings)
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device)
     total, done, offset = weights.n_bytes, 0, 0
     for name, part in weights.named_parts():
         if isinstance(part, Tensor):
-            _fill_dummy_vector(name.rpartition(".")[2], part, "layers" in name, generator)
+            values = torch.empty(part.shape)  # drawn on the CPU, so that every device gets the same
+            _fill_dummy_vector(name.rpartition(".")[2], values, "layers" in name, generator)
+            part.copy_(values)
             done += part.nbytes
         else:
             scale = 0.1 if name == "embed" else part.k**-0.5
             if scale not in scaled:
-                scaled[scale] = (block * scale).to(torch.bfloat16)
+                scaled[scale] = (block * scale).to(device or "cpu", torch.bfloat16)
             offset = (offset + 7919 * 131) % _DUMMY_BLOCK
-            rows = torch.empty(part.data.shape[0] * part.n, part.k, dtype=torch.bfloat16)
+            rows = torch.empty(part.data.shape[0] * part.n, part.k, dtype=torch.bfloat16, device=device)
             _tile(rows.view(-1), scaled[scale], offset)
             part.pack(rows, n_threads)
             done += part.n_bytes
@@ -338,6 +342,8 @@ def _tile(flat: Tensor, block: Tensor, offset: int) -> None:
 def format_of(name: str, quantize: str | None) -> MatrixFormat:
     """Of the matrix in a field of this name. A router's near-ties decide which experts run, so it stays as it is; the head, whose errors nothing evens out any
     more, and the embedding, which is often the same matrix, keep 8 bits of int4."""
+    if quantize == "rows":
+        return FORMATS["rows"]
     if quantize is None or name == "router":
         return FORMATS["bf16"]
     return FORMATS["int8" if name in ("embed", "lm_head", "last down") else quantize]

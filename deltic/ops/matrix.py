@@ -9,6 +9,8 @@ A matrix [N, K] is stored in strips of 16 rows (csrc/matrix.h says how):
 
 Rows multiplied with a quantised matrix are themselves rounded to int8, with a scale per row and group; the sums within
 a group are exact integers. The layout does not depend on the machine, so a packed file can be kept and moved.
+
+The GPU's kernels read `rows`: bfloat16, row after row, as stored in the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ STRIP = 16
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """code: its number in csrc/matrix.h; group: weights along K that share a scale; bits: of one weight, scales left out."""
+    """code: its number in csrc/matrix.h (-1: the CPU's kernels do not read it); group: weights along K that share a scale; bits: of one weight, scales left out."""
 
     name: str
     code: int
@@ -42,6 +44,7 @@ FORMATS = {
         MatrixFormat("int8", 1, 128, 8),
         MatrixFormat("int4", 2, 64, 4, symmetric=False),
         MatrixFormat("int4-symmetric", 2, 64, 4),
+        MatrixFormat("rows", -1, 1, 16),
     )
 }
 
@@ -57,6 +60,8 @@ class Matrix:
 
     @staticmethod
     def n_bytes_of(n: int, k: int, format: MatrixFormat) -> int:
+        if format.name == "rows":
+            return n * k * 2
         scales = 0 if format.bits == 16 else math.ceil(k / format.group) * 4
         return math.ceil(n / STRIP) * STRIP * (k * format.bits // 8 + scales)
 
@@ -78,6 +83,14 @@ class Matrix:
         """What a kernel reads of it (read_matrix in csrc/matrix.h)."""
         return self.data, self.format.code, self.n, self.k, self.format.group
 
+    @property
+    def rows(self) -> Tensor:
+        """bfloat16 [n, k], of several matrices [n_matrices, n, k]: the matrix itself, in the format rows."""
+        check("matrix", self.format.name == "rows", "a matrix in rows")
+        n_matrices = self.data.shape[0]
+        size = (self.n, self.k) if n_matrices == 1 else (n_matrices, self.n, self.k)
+        return self.data.view(torch.bfloat16).view(size)
+
     def pack(self, values: Tensor, n_threads: int = 1) -> Matrix:
         """Stores values, bfloat16 [n_matrices * n, k] in rows; gives itself."""
         n_matrices = self.data.shape[0]
@@ -88,6 +101,9 @@ class Matrix:
             and values.numel() == n_matrices * self.n * self.k,
             f"contiguous bfloat16 values of {n_matrices} x [{self.n}, {self.k}]",
         )
+        if self.format.name == "rows":
+            self.data.view(torch.bfloat16).view(-1).copy_(values.view(-1))
+            return self
         program = Program(n_threads)
         for data, part in zip(self.data, values.view(n_matrices, self.n, self.k), strict=True):
             one = Matrix(self.n, self.k, self.format, data)

@@ -29,7 +29,7 @@ CSRC = Path(__file__).parents[2] / "deltic" / "csrc"
 def test_flags_over_variables_over_defaults() -> None:
     environ = {"DELTIC_THREADS": "3", "DELTIC_SEED": "4"}
     config = resolve(EngineConfig, {"seed": 5}, environ)
-    assert (config.threads, config.seed, config.max_step_tokens) == (3, 5, 512)
+    assert (config.threads, config.seed, config.max_step_tokens) == (3, 5, None)
     keys = resolve(ServerConfig, {}, {"DELTIC_API_KEY": "one, two"}).api_key
     assert keys == ("one", "two")
 

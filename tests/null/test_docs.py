@@ -45,7 +45,7 @@ def test_document(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name}: broken link {target}"
-    for command in re.findall(r"`deltic ([a-z]+(?: (?:serve|ops|start))?)", text):
+    for command in re.findall(r"`deltic ([a-z]+(?: (?:serve|ops|start|gpu|ablate|quality))?)", text):
         assert command in COMMANDS, f"{path.name}: no command deltic {command}"
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
         assert flag in FLAGS, f"{path.name}: no flag {flag}"

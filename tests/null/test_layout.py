@@ -16,10 +16,10 @@ PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 66  # the prefix cache is five: pool, tree, residency, tiers, fingerprint
+MAX_SOURCE_FILES = 88  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 23
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 18_200
+MAX_PACKAGE_LINES = 25_600
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
 LEAVES = {"config", "metrics", "engine.request"}
@@ -102,6 +102,8 @@ def test_functions_are_short_and_names_say_something(path: Path) -> None:
     assert path.stem not in ("utils", "helpers", "common", "base")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list):
+                continue  # a kernel
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines"
         if isinstance(node, ast.ClassDef):

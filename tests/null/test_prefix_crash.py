@@ -21,7 +21,7 @@ from deltic.engine.loop import Engine
 from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
 from deltic.engine.tiers import Tiers
 from tests.conversations import Conversations, Turn
-from tests.fakes import FakeRunner, expected_tokens
+from tests.fakes import MASK, FakeRunner, expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE_WORDS = 80
@@ -32,18 +32,18 @@ MAX_PROMPT, MAX_TOKENS = 700, 100
 
 
 class States:
-    """State slots in memory that the tiers can move: one number, as often as fits."""
+    """State slots in memory that the tiers can move: one number, in two halves, as often as fits."""
 
     def __init__(self, n_slots: int) -> None:
         self.words = np.full((n_slots, STATE_WORDS), -1, np.int64)
 
     def __getitem__(self, slot: int) -> int:
-        words = self.words[slot].copy()
+        words = self.words[slot].reshape(-1, 2).copy()
         assert (words == words[0]).all(), f"slot {slot} holds parts of two states"
-        return int(words[0])
+        return int(words[0, 0]) | int(words[0, 1]) << 61
 
     def __setitem__(self, slot: int, state: int) -> None:
-        self.words[slot] = state
+        self.words[slot, 0::2], self.words[slot, 1::2] = state & MASK, state >> 61
 
 
 class SolidRunner(FakeRunner):
@@ -51,21 +51,31 @@ class SolidRunner(FakeRunner):
 
     def __init__(
         self, directory: Path | None, *, n_pages: int = 60, n_checkpoints: int = 16, n_units: int = 0,
-        disk_bytes: int = 10**9, max_num_seqs: int = 4,
+        disk_bytes: int = 10**9, max_num_seqs: int = 4, gpu: bool = False,
     ) -> None:  # fmt: skip
+        """gpu: prefill and decode differ, and pages and states travel through staging buffers."""
         super().__init__(
             n_pages=n_pages, max_num_seqs=max_num_seqs, max_model_len=MAX_PROMPT + MAX_TOKENS,
-            n_slots=max_num_seqs + n_checkpoints,
+            n_slots=max_num_seqs + n_checkpoints, gpu=gpu, n_lookahead=int(gpu),
         )  # fmt: skip
         self.states: Any = States(self.n_slots)
         self.info.page_bytes, self.info.state_bytes = PAGE_BYTES, STATE_BYTES
         pages, states = self.pages.view(np.uint8), self.states.words.view(np.uint8)
         half = STATE_BYTES // 2  # two views, as recurrent states and convolution columns are
-        self.tiers = Tiers(
-            lambda page: [pages[page]], lambda slot: [states[slot][:half], states[slot][half:]],
-            np.zeros((n_units, PAGE_BYTES), np.uint8) if n_units else None, STATE_BYTES,
-            directory, disk_bytes if directory else 0, "0" * 32,
-        )  # fmt: skip
+        host = np.zeros((n_units, PAGE_BYTES), np.uint8) if n_units else None
+        to_disk = directory, disk_bytes if directory else 0, "0" * 32
+        if gpu:
+            import torch  # a second, which the children that are killed shall not take
+
+            from deltic.engine.device_copy import DeviceCopies
+
+            copies = DeviceCopies([torch.from_numpy(self.pages)], [torch.from_numpy(self.states.words)], None)
+            self.tiers = Tiers(copies.page, copies.state, host, STATE_BYTES, *to_disk, copies)
+        else:
+            self.tiers = Tiers(
+                lambda page: [pages[page]], lambda slot: [states[slot][:half], states[slot][half:]],
+                host, STATE_BYTES, *to_disk,
+            )  # fmt: skip
 
 
 class Traffic:
@@ -110,7 +120,8 @@ class Traffic:
         while len(self.asked) < n_last or self.engine.has_work():
             while len(self.asked) < n_last and (not self.engine.has_work() or rng.random() < 0.2):
                 self.ask(next(self.turns))
-            scheduler.max_step_tokens = rng.choice([64, 100, 200, 512])
+            block_size = scheduler.block_size
+            scheduler.max_step_tokens = rng.choice([64, 100, 200, 512]) // block_size * block_size
             running = [*scheduler._decodes, *scheduler._prefills]
             if running and rng.random() < 0.05:
                 scheduler._preempt(rng.choice(running))
@@ -138,15 +149,16 @@ def n_bytes_on_disk(directory: Path) -> int:
     return sum(path.stat().st_size for kind in ("page", "state") for path in directory.rglob(f"*.{kind}"))
 
 
+@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_pressure_on_real_tiers(seed: int, tmp_path: Path) -> None:
+def test_pressure_on_real_tiers(seed: int, gpu: bool, tmp_path: Path) -> None:
     """The mover works beside the steps, with little room in every tier, over three lives on one directory."""
     rng = Random(seed)
     disk_bytes = rng.choice([3_000, 30_000, 10**9])
     for life in range(3):
         runner = SolidRunner(
             tmp_path, n_pages=rng.choice([14, 20, 40]), n_checkpoints=rng.choice([0, 1, 3, 8]),
-            n_units=rng.choice([0, 4, 12, 60]), disk_bytes=disk_bytes,
+            n_units=rng.choice([0, 4, 12, 60]), disk_bytes=disk_bytes, gpu=gpu,
         )  # fmt: skip
         traffic = Traffic(Engine(runner), 10 * seed + life)
         traffic.trouble(15)

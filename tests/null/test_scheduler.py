@@ -29,6 +29,8 @@ class Bench:
                 n_places=runner.max_num_seqs,
                 tiers=runner.tiers,
                 enabled=runner.info.prefix_cache,
+                canonical_decode=runner.info.canonical_decode,
+                n_lookahead=runner.info.n_lookahead,
             ),
             max_num_seqs=runner.max_num_seqs,
             max_step_tokens=runner.max_step_tokens,
@@ -36,6 +38,9 @@ class Bench:
             max_logit_rows=runner.max_logit_rows,
             eos_token_ids=[EOS],
             max_itl_ms=max_itl_ms,
+            n_lookahead=runner.info.n_lookahead,
+            block_size=runner.info.block_size,
+            max_prefill_seqs=runner.info.max_prefill_seqs,
         )
         self.outputs: dict[tuple[str, int], list[Output]] = {}
         self.steps: list[list[tuple[str, int, int]]] = []
@@ -413,6 +418,7 @@ ABORTS = st.dictionaries(
 )
 
 
+@pytest.mark.parametrize("gpu", [False, True])
 @settings(max_examples=150, deadline=None)
 @given(
     requests=REQUESTS,
@@ -429,11 +435,15 @@ def test_everything_ends_and_the_books_balance(
     max_num_seqs: int,
     max_step_tokens: int,
     max_itl_ms: float | None,
+    gpu: bool,
 ) -> None:
     """Whatever comes, in pools that are far too small: one last output each, the tokens of a run alone."""
+    if gpu:
+        max_step_tokens = -(-max_step_tokens // PAGE_SIZE) * PAGE_SIZE
     runner = FakeRunner(
-        n_pages=n_pages, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, max_model_len=384
-    )
+        n_pages=n_pages, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, max_model_len=384, gpu=gpu,
+        n_lookahead=int(gpu),
+    )  # fmt: skip
     bench = Bench(runner, max_itl_ms)
     prompts: dict[str, list[int]] = {}
     seeds: dict[tuple[str, int], int] = {}
