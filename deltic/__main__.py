@@ -1,4 +1,4 @@
-"""The command line: `deltic serve | chat | run | pack | plan | doctor | bench WHAT | version`.
+"""The command line: `deltic serve | chat | run | pack | plan | warmup | doctor | bench WHAT | version`.
 
 Each subcommand imports what it needs when it runs, so `deltic --help` answers at once.
 """
@@ -6,6 +6,7 @@ Each subcommand imports what it needs when it runs, so `deltic --help` answers a
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -80,23 +81,16 @@ def parser() -> argparse.ArgumentParser:
     _add_model(plan)
     add_flags(plan, EngineConfig, skip=("model",))
 
+    warmup = add("warmup", _warmup, "compile the GPU's kernels for a model ahead of its first start")
+    _add_model(warmup)
+    add_flags(warmup, EngineConfig, skip=("model",))
+
     add("doctor", _doctor, "print the machine, the operators chosen and which promises hold here")
     add("version", _version, "print the version")
 
     bench = commands.add_parser("bench", help="measure a server or the operators", description="Measure.")
     benches = bench.add_subparsers(title="benches", metavar="WHAT", required=True)
-    serving = add("serve", _bench_serve, "measure any OpenAI endpoint, or a server started for it", benches)
-    _add_bench_serve(serving)
-    start = add("start", _bench_start, "time a server's way from the command to ready", benches)
-    _add_model(start)
-    start.set_defaults(url=None)
-    start.add_argument("--starts", type=int, default=7, metavar="N", help="default: 7")
-    start.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
-    add_flags(start, EngineConfig, skip=("model",))
-    ops = add("ops", _bench_ops, "time each operator at a model's shapes", benches)
-    _add_bench_ops(ops)
-    quality = add("quality", _bench_quality, "what quantised weights lose against bfloat16", benches)
-    _add_bench_quality(quality)
+    _add_benches(add, benches)
     return top
 
 
@@ -117,6 +111,43 @@ def _add_remote(sub: argparse.ArgumentParser, positional: bool = True) -> None:
     sub.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
     sub.add_argument("--url", help="use this running server instead of starting one")
     sub.add_argument("--api-key", metavar="KEY", help="key of the server at --url")
+
+
+def _add_benches(add: Any, benches: Any) -> None:
+    """What can be measured; add: makes a subcommand of the last argument."""
+    serving = add("serve", _bench_serve, "measure any OpenAI endpoint, or a server started for it", benches)
+    _add_bench_serve(serving)
+    start = add("start", _bench_start, "time a server's way from the command to ready", benches)
+    _add_model(start)
+    start.set_defaults(url=None)
+    start.add_argument("--starts", type=int, default=7, metavar="N", help="default: 7")
+    start.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
+    add_flags(start, EngineConfig, skip=("model",))
+    ops = add("ops", _bench_ops, "time each operator at a model's shapes", benches)
+    _add_bench_ops(ops)
+    gpu = add("gpu", _bench_gpu, "time decodes and prefills on a GPU, beside its roofs", benches)
+    _add_model(gpu)
+    gpu.add_argument(
+        "--n", default="1,4,16,64,128", metavar="N,N,...", help="sequences (default: 1,4,16,64,128)"
+    )
+    gpu.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="default: 128")
+    gpu.add_argument("--output", type=int, default=256, metavar="TOKENS", help="default: 256")
+    gpu.add_argument(
+        "--prefill", default="8192", metavar="T,T,...", help="tokens of cold prompts (default: 8192)"
+    )
+    gpu.add_argument("--rounds", type=int, default=1, metavar="R", help="default: 1")
+    gpu.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
+    _add_some_flags(gpu, "dummy", "lever", "memory_gb", "max_model_len", "max_step_tokens", "seed")
+    ablate = add(
+        "ablate", _bench_ablate, "what each optimisation of the GPU brings, and whether bits change", benches
+    )
+    _add_model(ablate)
+    ablate.add_argument("--n", default="1,8,64", metavar="N,N,...", help="sequences (default: 1,8,64)")
+    ablate.add_argument("--output", type=int, default=64, metavar="TOKENS", help="default: 64")
+    ablate.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
+    _add_some_flags(ablate, "dummy", "memory_gb", "max_model_len", "seed")
+    quality = add("quality", _bench_quality, "what quantised weights lose against bfloat16", benches)
+    _add_bench_quality(quality)
 
 
 def _add_bench_serve(sub: argparse.ArgumentParser) -> None:
@@ -281,6 +312,15 @@ def _pack(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _warmup(arguments: argparse.Namespace) -> int:
+    config = resolve(EngineConfig, _given(arguments, EngineConfig))
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("warmup compiles kernels for a GPU with Triton, which is not installed here")
+    from deltic.engine.gpu_compile import warmup
+
+    return warmup(config)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from deltic.doctor import report
 
@@ -310,6 +350,20 @@ def _bench_ops(arguments: argparse.Namespace) -> int:
     from deltic.bench.ops import bench
 
     return bench(arguments, config.threads or n_usable_cpus(), config.quantize)
+
+
+def _bench_gpu(arguments: argparse.Namespace) -> int:
+    config = resolve(EngineConfig, _given(arguments, EngineConfig))
+    from deltic.bench.gpu import bench_gpu
+
+    return bench_gpu(arguments, config)
+
+
+def _bench_ablate(arguments: argparse.Namespace) -> int:
+    config = resolve(EngineConfig, _given(arguments, EngineConfig))
+    from deltic.bench.gpu import bench_ablate
+
+    return bench_ablate(arguments, config)
 
 
 def _bench_quality(arguments: argparse.Namespace) -> int:

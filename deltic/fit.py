@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from deltic.config import EngineConfig, free_memory_bytes
+from deltic.config import ConfigError, EngineConfig, free_memory_bytes
 from deltic.engine.cache import pages_for
 from deltic.engine.plan import Plan, make_plan
 from deltic.engine.request import PAGE_SIZE
 from deltic.models.checkpoint import locate, model_name, n_real_ids
-from deltic.models.packed import resolve_quantize
-from deltic.models.shapes import ModelShape
+from deltic.models.packed import PACKED, resolve_quantize
+from deltic.models.shapes import CheckpointError, ModelShape
 from deltic.models.weights import Moe, empty_weights
 from deltic.roofs import multiply_peak, read_bandwidth
 
 
 def report(config: EngineConfig) -> str:
-    """What `deltic plan` prints: the memory plan, what fits in it, and the speed that the roofs allow.
+    """What `deltic plan` prints: the memory plan, what fits in it, and the speed that the roofs allow. On the device that would
+    serve; or, with --device cuda where there is no GPU, for one with --memory-gb of memory.
 
     Raises ConfigError or another ValueError when the model cannot be served with these settings.
     """
     directory, shape = locate(config)
-    config = replace(config, quantize=resolve_quantize(config, directory))
-    free = free_memory_bytes()
-    wanted = int((config.memory_gb or 0) * 1e9)
-    plan = make_plan(config, shape, n_real_ids(config, directory, shape), max(free, wanted))
     out = StringIO()
     console = Console(file=out, width=100)
     sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
@@ -36,31 +37,94 @@ def report(config: EngineConfig) -> str:
         f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
         f"{shape.n_attn_layers} attention layers"
     )
+    if _is_for_gpu(config):
+        _report_gpu(console, config, directory, shape)
+    else:
+        _report_cpu(console, config, directory, shape)
+    return out.getvalue()
+
+
+def _is_for_gpu(config: EngineConfig) -> bool:
+    """As the engine decides it (engine/build.py), but that a GPU which is asked for need not be here."""
+    return config.device == "cuda" or (
+        config.device is None and config.quantize is None and torch.cuda.is_available()
+    )
+
+
+def _report_cpu(console: Console, config: EngineConfig, directory: Path, shape: ModelShape) -> None:
+    config = replace(config, quantize=resolve_quantize(config, directory))
+    free = free_memory_bytes()
+    wanted = int((config.memory_gb or 0) * 1e9)
+    plan = make_plan(config, shape, n_real_ids(config, directory, shape), max(free, wanted))
     if wanted > free:
         console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB are free[/]")
     console.print(_memory_table(plan))
     console.print("Python, torch and the HTTP process take about 0.6 GB more.")
-    console.print(_fit_table(plan))
-    if config.prefix_cache:
-        disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
-        console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
+    _print_what_fits(console, config, plan)
     console.print(
         _speed_table(
             plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
         )
     )
-    return out.getvalue()
 
 
-def _memory_table(plan: Plan) -> Table:
+def _report_gpu(console: Console, config: EngineConfig, directory: Path, shape: ModelShape) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "a plan for a GPU needs Triton, which comes with torch's CUDA build; or give --device cpu"
+        )
+    if config.dummy is None and (directory / PACKED).exists():
+        raise CheckpointError(
+            f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
+        )
+    from deltic.engine.gpu_plan import RESERVE_BYTES, make_gpu_plan  # imports Triton
+    from deltic.ops.gpu.launch import parse_levers
+
+    is_here = torch.cuda.is_available()
+    if not is_here and config.memory_gb is None:
+        raise ConfigError(
+            "--device cuda: torch sees no GPU here; to plan for one elsewhere, say with --memory-gb how much of its memory may be used"
+        )
+    free = torch.cuda.mem_get_info()[0] if is_here else 0
+    wanted = int((config.memory_gb or 0) * 1e9)
+    plan = make_gpu_plan(
+        config, shape, n_real_ids(config, directory, shape), max(free, wanted + RESERVE_BYTES // 2 if wanted else 0),
+        parse_levers(config.lever),
+    )  # fmt: skip
+    if not is_here:
+        console.print("[bold]for another machine: torch sees no GPU here[/]")
+    elif wanted > free - RESERVE_BYTES // 2:
+        console.print(f"[bold]for another machine: of this GPU's memory only {free / 1e9:.1f} GB are free[/]")
+    console.print(_memory_table(plan, on_gpu=True))
+    console.print(
+        f"The driver, the compiled kernels and the recorded steps take up to {RESERVE_BYTES / 1e9:.1f} GB of the device more, "
+        "Python, torch and the HTTP process a few GB of the host."
+    )
+    _print_what_fits(console, config, plan)
+    console.print(_gpu_speed_table(plan, is_here))
+
+
+def _print_what_fits(console: Console, config: EngineConfig, plan: Plan) -> None:
+    console.print(_fit_table(plan))
+    if config.prefix_cache:
+        disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
+        console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
+
+
+def _memory_table(plan: Plan, on_gpu: bool = False) -> Table:
     shape = plan.shape
     largest = sorted(plan.workspace.items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {n_bytes / 1e6:.0f} MB" for name, n_bytes in largest)
-    page, state = f"{shape.page_bytes(PAGE_SIZE) / 1e3:.0f} kB", f"{shape.state_bytes / 1e6:.2f} MB"
+    page, state = f"{shape.page_bytes(PAGE_SIZE) / 1e3:.0f} kB", f"{plan.state_bytes / 1e6:.2f} MB"
+    step = f"a step of up to {plan.n_batch_tokens} tokens"
+    total, where = plan.total_bytes, ""
+    if on_gpu:
+        step = f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} tokens"
+        total, where = plan.total_bytes - plan.host_bytes, "not on the device: "
     table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
     for name, n_bytes, what in (
         ("weights", plan.weight_bytes, f"{plan.quantize or 'bfloat16'} matrices, float32 norms and gates"),
-        ("workspace", plan.workspace_bytes, f"a step of up to {plan.n_batch_tokens} tokens; largest: {most}"),
+        ("workspace", plan.workspace_bytes, f"{step}; largest: {most}"),
         (
             "state slots",
             plan.slots_bytes,
@@ -70,9 +134,9 @@ def _memory_table(plan: Plan) -> Table:
         (
             "host tier",
             plan.host_bytes,
-            "for preempted sequences; with --cache-host-gb for what is evicted as well",
+            f"{where}for preempted sequences; with --cache-host-gb for what is evicted as well",
         ),
-        ("total", plan.total_bytes, f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less"),
+        ("total", total, f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less"),
     ):
         table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table
@@ -100,7 +164,7 @@ def _cache_table(plan: Plan, on_host: bool, disk_bytes: int | None) -> Table:
     on_host: host memory was given for what is evicted. disk_bytes: size of the disk tier, None without one.
     """
     shape = plan.shape
-    page, state = shape.page_bytes(PAGE_SIZE), shape.state_bytes
+    page, state = shape.page_bytes(PAGE_SIZE), plan.state_bytes
     title = (
         f"Conversations of a length that stay cached while nothing runs: {state / 1e6:.2f} MB a checkpoint, "
         f"{1024 * shape.kv_bytes_per_token / 1e6:.2f} MB for 1024 tokens"
@@ -136,14 +200,38 @@ def decode_bytes(shape: ModelShape, quantize: str | None, n_seqs: int, context: 
     return n_bytes + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
 
 
-def _speed_table(plan: Plan, bandwidth: float, peak: float) -> Table:
+def _gpu_speed_table(plan: Plan, is_here: bool) -> Table | str:
+    """What `_speed_table` says, with the GPU's roofs measured now; without a GPU the bytes of a step."""
+    shape, context = plan.shape, min(1024, plan.max_model_len)
+    n_seqs = [n for n in (1, 4, 16, 64, 128) if n <= plan.max_num_seqs]
+    if is_here:
+        from deltic.bench.gpu import Roofs
+
+        try:
+            roofs = Roofs.measured()
+        except torch.OutOfMemoryError:
+            return "The roofs were not measured: too little of the GPU's memory is free."
+        return _speed_table(plan, roofs.read, roofs.multiply, n_seqs)
+    table = Table(
+        "step", "GB", title="What a step must move; a GPU's bandwidth bounds the speed", title_justify="left"
+    )
+    for n in n_seqs:
+        table.add_row(
+            f"decode, {n} at {context} tokens", f"{decode_bytes(shape, 'rows', n, context) / 1e9:.2f}"
+        )
+    return table
+
+
+def _speed_table(
+    plan: Plan, bandwidth: float, peak: float, n_seqs_of: Sequence[int] = (1, 4, 16, 64)
+) -> Table:
     """Roofs, not forecasts: the larger of bytes over bandwidth and operations over the multiply rate."""
     shape, context = plan.shape, min(1024, plan.max_model_len)
     head = 2 * shape.vocab_size * shape.hidden_size
     body = 2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2)
     title = f"Roofline at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} Gop/s (measured now)"
     table = Table("step", "tokens/s at most", "bound by", title=title, title_justify="left")
-    for n_seqs in (n for n in (1, 4, 16, 64) if n <= plan.max_num_seqs):
+    for n_seqs in (n for n in n_seqs_of if n <= plan.max_num_seqs):
         memory_s = decode_bytes(shape, plan.quantize, n_seqs, context) / bandwidth
         compute_s = n_seqs * (body + head) / peak
         bound = "memory" if memory_s >= compute_s else "arithmetic"

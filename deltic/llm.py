@@ -82,10 +82,10 @@ class LLM:
         directory = text_directory(self.config)
         self.tokenizer = Tokenizer.load(directory)
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
-        from deltic.engine.runner import build_runner  # imports torch: after what can fail at once
+        from deltic.engine.build import build_for_device  # imports torch: after what can fail at once
 
         self._engine = Engine(
-            build_runner(self.config, lambda stage, done: None)
+            build_for_device(self.config, lambda stage, done: None)
         )  # nobody watches: no target
         self._close = weakref.finalize(self, self._engine.close, SAVE_S)
         self.info = self._engine.info

@@ -1,0 +1,298 @@
+"""`deltic bench gpu` and `deltic bench ablate`: what a GPU does with a shape, beside its roofs, and what each lever brings.
+
+A decode is measured as it is served: N prompts are prefilled, then every sequence decodes, and a step's time is what passes between
+two steps of the engine, scheduler and all. Beside it stands the same recorded step replayed alone. Roofs are measured in the same
+process: a read of memory that is larger than the cache, and a matrix product of 8192 x 8192 x 8192.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.config import ConfigError, EngineConfig
+from deltic.engine.gpu_compile import begin_compiling
+from deltic.engine.gpu_plan import make_gpu_plan
+from deltic.engine.gpu_runner import GpuRunner
+from deltic.engine.loop import Engine
+from deltic.engine.request import Request, SamplingParams
+from deltic.fit import decode_bytes
+from deltic.models.checkpoint import locate, n_real_ids
+from deltic.models.shapes import ModelShape
+from deltic.models.weights import Weights, dummy_weights, load_weights
+from deltic.ops.gpu.launch import Levers, parse_levers
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """Bytes read per second; operations per second of a bfloat16 product."""
+
+    read: float
+    multiply: float
+
+    @classmethod
+    def measured(cls) -> Roofs:
+        data = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
+        read_s = _best_s(lambda: torch.sum(data))
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(a)
+        multiply_s = _best_s(lambda: torch.mm(a, b, out=out))
+        return cls(data.nbytes / read_s, 2 * 8192**3 / multiply_s)
+
+
+def _best_s(run: Any, n: int = 10) -> float:
+    run()
+    times = []
+    for _ in range(n):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return float(min(times))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape and its weights on the device, with which runners are made."""
+
+    config: EngineConfig
+    shape: ModelShape
+    n_real: int
+    weights: Weights
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Model:
+        directory, shape = locate(config)
+        if config.dummy:
+            weights = dummy_weights(shape, config.seed, quantize="rows", device="cuda")
+        else:
+            weights, _ = load_weights(directory, shape, quantize="rows", device="cuda")
+        return cls(config, shape, n_real_ids(config, directory, shape), weights)
+
+    def engine(self, levers: Levers, n_rows: int) -> Engine:
+        """A fresh engine for up to n_rows sequences; the one before must be gone."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False)
+        free = torch.cuda.mem_get_info()[0] + self.weights.n_bytes
+        plan = make_gpu_plan(config, self.shape, self.n_real, free, levers)
+        begin_compiling(plan, levers).wait(lambda stage, done: None)
+        return Engine(GpuRunner(plan, self.weights, levers))
+
+
+def decode(
+    engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0
+) -> tuple[list[float], list[list[int]]]:
+    """Seconds of each step in which all n sequences decode, and the tokens drawn."""
+    draw = random.Random(seed)
+    for i in range(n):
+        prompt = [draw.randrange(engine.info.vocab_size) for _ in range(n_prompt)]
+        params = SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True)
+        engine.add(Request(id=f"{seed}-{i}", prompt_ids=prompt, params=params))
+    tokens: dict[str, list[int]] = {f"{seed}-{i}": [] for i in range(n)}
+    times = []
+    last = time.perf_counter()
+    while engine.has_work():
+        outputs = engine.step()
+        elapsed, last = time.perf_counter() - last, time.perf_counter()
+        for output in outputs:
+            if output.error:
+                raise RuntimeError(output.error)
+            tokens[output.id] += output.token_ids
+        if min(map(len, tokens.values())) > 2 and max(map(len, tokens.values())) < n_output:
+            times.append(elapsed)
+    return times, list(tokens.values())
+
+
+def replayed_ms(engine: Engine, n: int, n_keys: int) -> float:
+    """Milliseconds of one recorded decode of n rows, replayed alone: median of 5 times 50."""
+    runner = engine.runner
+    assert isinstance(runner, GpuRunner)
+    return runner.replay_ms(n, n_keys)
+
+
+def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> float:
+    """Median milliseconds from a cold prompt of n_tokens to its first token."""
+    times = []
+    for i in range(n + 1):
+        draw = random.Random(1000 + i)
+        prompt = [draw.randrange(engine.info.vocab_size) for _ in range(n_tokens)]
+        engine.add(
+            Request(
+                id=f"prefill {i}", prompt_ids=prompt, params=SamplingParams(max_tokens=1, temperature=0.0)
+            )
+        )
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        while engine.has_work():
+            engine.step()
+        times.append((time.perf_counter() - begin) * 1000)
+    return statistics.median(times[1:])
+
+
+def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """The command `deltic bench gpu`: a table and a JSON file."""
+    _need_gpu()
+    rows = [int(n) for n in arguments.n.split(",")]
+    roofs, shape_name = Roofs.measured(), config.dummy or config.model
+    begin = time.perf_counter()
+    model = Model.load(config)
+    weights_s = time.perf_counter() - begin
+    begin = time.perf_counter()
+    engine = model.engine(parse_levers(config.lever), max(rows))
+    record_s = time.perf_counter() - begin
+    found: list[dict[str, Any]] = []
+    title = f"{shape_name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
+    table = Table(
+        "N",
+        "ms a step",
+        "alone",
+        "tok/s",
+        "GB a step",
+        "% of read roof",
+        "launches",
+        title=title,
+        title_justify="left",
+    )
+    console = Console(stderr=True)
+    for n in rows:
+        with console.status(f"N = {n}"):
+            decode(engine, n, arguments.prompt, 8, seed=1)
+            times: list[float] = []
+            for seed in range(arguments.rounds):
+                times += decode(engine, n, arguments.prompt, arguments.output, seed=2 + seed)[0]
+            context = arguments.prompt + arguments.output // 2
+            alone = replayed_ms(engine, n, context)
+        ms, n_bytes = statistics.median(times) * 1000, decode_bytes(model.shape, "rows", n, context)
+        runner = engine.runner
+        assert isinstance(runner, GpuRunner)
+        found.append({
+            "n": n, "step_ms": round(ms, 4), "alone_ms": round(alone, 4), "p90_ms": round(sorted(times)[len(times) * 9 // 10] * 1000, 4),
+            "tok_s": round(n / ms * 1000, 1), "gb": round(n_bytes / 1e9, 3), "roof": round(n_bytes / roofs.read / ms * 1000, 4),
+            "launches": runner.n_launches(n),
+        })  # fmt: skip
+        row = found[-1]
+        table.add_row(
+            f"{n}",
+            f"{ms:.3f}",
+            f"{alone:.3f}",
+            f"{row['tok_s']:.0f}",
+            f"{row['gb']:.2f}",
+            f"{row['roof']:.0%}",
+            f"{row['launches']}",
+        )
+    Console().print(table)
+    prefill = {}
+    for n_tokens in (int(n) for n in arguments.prefill.split(",")):
+        ms = prefill_ms(engine, n_tokens)
+        operations = prefill_operations(model.shape, n_tokens)
+        prefill[n_tokens] = {
+            "ms": round(ms, 3),
+            "tok_s": round(n_tokens / ms * 1000),
+            "roof": round(operations / roofs.multiply / ms * 1000, 4),
+        }
+        print(
+            f"prefill of {n_tokens}: {ms:.2f} ms, {n_tokens / ms * 1000:,.0f} tok/s, {prefill[n_tokens]['roof']:.0%} of the matrix rate"
+        )
+    print(
+        f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
+    )
+    path = runs_directory(arguments.out) / f"gpu-{str(shape_name).replace('/', '-')}-{now():%H%M%S}.json"
+    result = {
+        "bench": "gpu", "date": now().isoformat(timespec="seconds"), "shape": shape_name, "device": engine.info.device,
+        "torch": torch.__version__, "levers": dataclasses.asdict(parse_levers(config.lever)), "machine": machine(), "code": code(),
+        "roofs": dataclasses.asdict(roofs), "weights_s": weights_s, "record_s": record_s, "rows": found, "prefill": prefill,
+    }  # fmt: skip
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(path)
+    return 0
+
+
+def prefill_operations(shape: ModelShape, n_tokens: int) -> float:
+    """Operations of a prompt: the linears, the chunked recurrence, and causal attention; the head once."""
+    n_heads = 1 if shape.tie_word_embeddings else 2
+    linear = 2.0 * (shape.n_active_params - n_heads * shape.vocab_size * shape.hidden_size)
+    d = shape.gdn_k_dim
+    gdn = shape.n_gdn_layers * shape.gdn_n_v_heads * (6.0 * d * shape.gdn_v_dim + 6 * 64 * d)
+    attention = 4.0 * shape.n_attn_layers * shape.n_q_heads * shape.head_dim * n_tokens / 2
+    return n_tokens * (linear + gdn + attention) + 2.0 * shape.vocab_size * shape.hidden_size
+
+
+def variants() -> list[tuple[str, Levers]]:
+    """The base, and one lever changed at a time. One that another needs is compared with what it needs (see its text)."""
+    base = Levers()
+    found = [("all on", base)]
+    for field in dataclasses.fields(Levers):
+        for value in [c for c in field.metadata.get("choices", (False,)) if c != field.default]:
+            found.append(
+                (f"{field.name}={'off' if value is False else value}", replace(base, **{field.name: value}))
+            )
+    return found
+
+
+def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """The command `deltic bench ablate`: for each lever the time of a step with and without, launches, and whether bits change."""
+    _need_gpu()
+    rows = [int(n) for n in arguments.n.split(",")]
+    model, shape_name = Model.load(config), config.dummy or config.model
+    found: list[dict[str, Any]] = []
+    base: dict[int, tuple[float, list[list[int]]]] = {}
+    table = Table(
+        "lever",
+        *(f"N={n}: ms, x" for n in rows),
+        "launches",
+        "same tokens",
+        "says",
+        "what it does",
+        title=f"{shape_name}: one lever changed at a time",
+    )
+    console = Console(stderr=True)
+    for name, levers in variants():
+        with console.status(name):
+            engine = model.engine(levers, max(rows))
+            row: dict[str, Any] = {"lever": name}
+            cells, exact = [], True
+            for n in rows:
+                decode(engine, n, 128, 8, seed=1)
+                times, tokens = decode(engine, n, 128, arguments.output, seed=2)
+                ms = statistics.median(times) * 1000
+                base.setdefault(n, (ms, tokens))
+                exact = exact and tokens == base[n][1]
+                cells.append(f"{ms:.3f}, {ms / base[n][0]:.3f}")
+                row[f"ms_{n}"] = round(ms, 4)
+            runner = engine.runner
+            assert isinstance(runner, GpuRunner)
+            field = Levers.__dataclass_fields__.get(name.partition("=")[0])
+            says = "" if field is None else "exact" if field.metadata["exact"] else "other bits"
+            text = "" if field is None else field.metadata["text"]
+            table.add_row(name, *cells, f"{runner.n_launches(rows[0])}", "yes" if exact else "no", says, text)
+            found.append(row | {"launches": runner.n_launches(rows[0]), "same_tokens": exact, "exact": says})
+            del engine, runner
+    Console(width=170).print(table)
+    path = runs_directory(arguments.out) / f"ablate-{str(shape_name).replace('/', '-')}-{now():%H%M%S}.json"
+    result = {
+        "bench": "ablate", "date": now().isoformat(timespec="seconds"), "shape": shape_name, "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "machine": machine(), "code": code(), "rows": found,
+    }  # fmt: skip
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(path)
+    return 0
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("this bench needs a GPU, and torch sees none")

@@ -1,0 +1,151 @@
+"""What the device knows of the sequences that run, by place, and how the host changes it.
+
+One flat int32 table holds it all (engine/gpu_plan.py lays it out). The host collects changes as (offset, value) pairs and sends
+them with one copy from pinned memory; they are applied on the stream, between two steps. A step without changes sends nothing:
+decodes move their own tokens and positions on (ops/gpu/sample.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltic.engine.gpu_plan import GpuWorkspace
+from deltic.engine.request import Sequence
+
+Words = np.ndarray
+
+MAX_CHANGES = 1 << 15
+"""Words that one copy brings; more are several."""
+
+
+class Ring:
+    """Pinned host buffers of one size, used in turn: one is written again when the copy from it has ended."""
+
+    def __init__(self, n_words: int, n: int, device: torch.device) -> None:
+        self.is_gpu = device.type == "cuda"
+        self._buffers = [torch.empty(n_words, dtype=torch.int32, pin_memory=self.is_gpu) for _ in range(n)]
+        self._events: list[torch.cuda.Event | None] = [None] * n
+        self._next = 0
+
+    def take(self) -> Tensor:
+        """A buffer that nothing reads any more."""
+        event = self._events[self._next]
+        if event is not None:
+            event.synchronize()
+        return self._buffers[self._next]
+
+    def used(self) -> None:
+        """The copy from the buffer taken last was put on the current stream."""
+        if self.is_gpu:
+            event = torch.cuda.Event()
+            event.record()
+            self._events[self._next] = event
+        self._next = (self._next + 1) % len(self._buffers)
+
+
+class Places:
+    """The table of places, from the host's side."""
+
+    def __init__(self, workspace: GpuWorkspace, eos_token_ids: tuple[int, ...], n_real: int) -> None:
+        self._table, self._offsets = workspace.table, workspace.offsets
+        self._eos, self._n_real = eos_token_ids, n_real
+        n_places = len(workspace.places.slot)
+        self._owner: list[Sequence | None] = [None] * n_places
+        self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_places
+        self._rows: list[int] = []
+        self._keys: list[Words] = []
+        self._values: list[Words] = []
+        device = self._table.device
+        self._ring = Ring(3 * MAX_CHANGES, 4, device)  # an offset is 64 bits
+        self._arrived = torch.empty(3 * MAX_CHANGES, dtype=torch.int32, device=device)
+        self._table.zero_()
+        self._write("rows_place", 0, [-1] * n_places, contiguous=True)
+
+    def _write(self, part: str, place: int, values: object, first: int = 0, contiguous: bool = False) -> None:
+        """Sets words of a place's row of a part from word `first` on; contiguous: of the rows that follow, too."""
+        begin, width = self._offsets[part]
+        words = np.asarray(values)
+        if words.dtype in (np.float64, np.float32):
+            words = words.astype(np.float32).view(np.int32)
+        words = np.atleast_1d(words).astype(np.int32, copy=False)
+        assert contiguous or first + len(words) <= width, part
+        at = begin + place * width + first
+        self._keys.append(np.arange(at, at + len(words), dtype=np.int64))
+        self._values.append(words)
+
+    def take(self, place: int, sequence: Sequence) -> None:
+        """Makes a place the sequence's: its sampling parameters, and its tokens where penalties count them."""
+        if self._owner[place] is sequence:
+            return
+        self._owner[place] = sequence
+        p, n_prompt = sequence.request.params, sequence.n_prompt
+        banned_until = n_prompt + p.min_tokens
+        ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
+        banned = [token for token in ends if token < self._n_real] if p.min_tokens else []
+        uses_history = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+        for part, value in (
+            ("temperature", p.temperature), ("top_p", p.top_p), ("min_p", p.min_p), ("repetition", p.repetition_penalty),
+            ("frequency", p.frequency_penalty), ("presence", p.presence_penalty), ("top_k", p.top_k),
+            ("n_prompt", n_prompt), ("uses_history", int(uses_history)), ("n_bias", len(p.logit_bias)),
+            ("n_banned", len(banned)), ("banned_until", banned_until), ("n_stop", len(ends)),
+            ("max_position", n_prompt + p.max_tokens - 2), ("n_logprobs", -1 if p.logprobs is None else p.logprobs),
+            ("bias_ids", list(p.logit_bias)), ("bias", [float(v) for v in p.logit_bias.values()]), ("banned", banned),
+            ("stop_ids", ends),
+        ):  # fmt: skip
+            if not isinstance(value, list) or value:
+                self._write(part, place, value)
+        seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)
+        self._write("seed", place, seed)
+        if uses_history:
+            self._write("history", place, np.array(sequence.tokens, np.int32))
+
+    def put_pages(self, place: int, sequence: Sequence) -> None:
+        """Brings the place's row of the page table up to date."""
+        held, n_pages = self._pages[place], len(sequence.pages)
+        same = held is not None and held[0] is sequence and held[1] == sequence.pages_version
+        known = held[2] if held is not None and same else 0
+        if known < n_pages:
+            self._write("page_table", place, np.array(sequence.pages[known:], np.int32), known)
+        self._pages[place] = (sequence, sequence.pages_version, n_pages)
+
+    def feed(self, place: int, token: int, position: int, slot: int) -> None:
+        """Says what the place's next decode reads; what a decode that ran ahead left is overwritten."""
+        self._write("last_token", place, token)
+        self._write("position", place, position)
+        self._write("slot", place, slot)
+        self._write("done", place, 0)
+
+    def begin(self, place: int, slot: int) -> None:
+        """A sequence is about to draw its first token: the sampler leaves it and its position where a decode reads them."""
+        self._write("slot", place, slot)
+        self._write("done", place, 0)
+
+    def rows(self, places: list[int], n: int) -> None:
+        """Says which places the n rows of the next decode are."""
+        rows = places + [-1] * (n - len(places))
+        if self._rows[:n] != rows:
+            self._write("rows_place", 0, rows, contiguous=True)
+            self._rows[:n] = rows
+
+    def flush(self) -> None:
+        """Puts the changes on the current stream, those written last winning."""
+        if not self._keys:
+            return
+        keys, values = np.concatenate(self._keys), np.concatenate(self._values)
+        self._keys.clear()
+        self._values.clear()
+        # A word changed twice keeps its last value, whatever order the device writes in.
+        keys, last = np.unique(keys[::-1], return_index=True)
+        values = values[::-1][last]
+        for at in range(0, len(keys), MAX_CHANGES):
+            part = slice(at, at + MAX_CHANGES)
+            n = len(keys[part])
+            buffer = self._ring.take()
+            words = buffer.numpy()
+            words[: 2 * n] = keys[part].view(np.int32)
+            words[2 * n : 3 * n] = values[part]
+            self._arrived[: 3 * n].copy_(buffer[: 3 * n], non_blocking=True)
+            self._ring.used()
+            self._table.index_copy_(0, self._arrived[: 2 * n].view(torch.int64), self._arrived[2 * n : 3 * n])

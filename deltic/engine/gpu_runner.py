@@ -1,0 +1,556 @@
+"""A GPU's memory and its recorded steps.
+
+Built once: weights, the two memories and every buffer are allocated, and the steps are recorded as CUDA graphs: a decode for
+each number of rows, a prefill for each number of blocks. A step is then: send what changed, replay, copy the drawn tokens to
+pinned memory, and wait for an event.
+
+**Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host. It is started for
+all sequences that drew a token before that token was read; the host works on one step while the device runs the next. Its
+tokens are kept by sequence until the scheduler asks for just that one (sequence, position), whatever else that step holds. A
+sequence that ended on the device takes no part; one that was ended by the host has run for nothing: what it wrote was its own,
+and comes before whatever its memory is given to, since all of it is one stream. A preempted one leaves with its state one token
+further than the scheduler knows; that token waits here until it is back.
+
+Prefills and decodes of one step are different recordings, so a long prompt beside them does not touch the decodes' bits.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from deltic.config import EngineConfig
+from deltic.engine.device_copy import DeviceCopies
+from deltic.engine.gpu_batch import PrefillBatch
+from deltic.engine.gpu_compile import begin_compiling
+from deltic.engine.gpu_places import Places
+from deltic.engine.gpu_plan import MAX_SEGMENTS, GpuWorkspace, gpu_workspace, make_gpu_plan
+from deltic.engine.plan import Plan
+from deltic.engine.request import (
+    MAX_LOGPROBS,
+    PAGE_SIZE,
+    EngineInfo,
+    Request,
+    SamplingParams,
+    Sequence,
+    Step,
+    StepResult,
+    TokenLogprob,
+)
+from deltic.engine.runner import even_context
+from deltic.engine.tiers import Tiers
+from deltic.models.checkpoint import locate, model_name, n_real_ids
+from deltic.models.fingerprint import fingerprint
+from deltic.models.packed import PACKED
+from deltic.models.qwen_gpu import GpuMemory, QwenGpu
+from deltic.models.shapes import CheckpointError
+from deltic.models.weights import Weights, dummy_weights, load_weights
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launches, parse_levers
+from deltic.ops.gpu.sample import prompt_logprobs, sample, sample_decode
+
+Progress = Callable[[str, float], None]
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Rows of the recorded decodes."""
+BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Blocks of the recorded prefills."""
+LENGTHS = (512, 4096)
+"""Keys up to which decodes have recordings of their own: with fewer splits of attention to skip."""
+INTERPRETED_BYTES = 2 << 30
+"""What is planned with where there is no GPU."""
+N_PENDING = 6
+"""Results on their way to the host, at most: of this step's decode, its prefill, and the decode that runs ahead, twice."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """Tokens on their way to the host: of the sequences in `rows`, in that order."""
+
+    rows: dict[Sequence, int]
+    tokens: Tensor  # int32, pinned
+    logprobs: tuple[Tensor, Tensor, Tensor] | None  # pinned: where somebody asked for them
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def only(self, sequence: Sequence) -> Pending:
+        """What it holds of one sequence, in memory of its own: the pinned buffers are soon used again."""
+        if self.event is None and len(self.rows) == 1:
+            return self
+        self.wait()
+        row = slice(self.rows[sequence], self.rows[sequence] + 1)
+        logprobs = (
+            None
+            if self.logprobs is None
+            else (self.logprobs[0][row].clone(), self.logprobs[1][row].clone(), self.logprobs[2][row].clone())
+        )
+        return Pending({sequence: 0}, self.tokens[row].clone(), logprobs, None)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A decode that ran ahead of the scheduler. It is used by the chunk of its sequence that asks for just this, and dropped when any
+    other chunk of it comes, or its end."""
+
+    position: int
+    """Of the token that was fed."""
+    pending: Pending
+    n_preempted: int
+    """How often its sequence had lost its place by then."""
+
+
+@dataclass(eq=False)
+class Recording:
+    """A step that can be replayed, and what it starts."""
+
+    run: Callable[[], None]
+    n_launches: int
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class GpuRunner:
+    """The model on a GPU, with its memory. Not thread-safe: one engine loop owns it.
+
+    Without a GPU it runs in Triton's interpreter, unrecorded: for tests.
+    """
+
+    def __init__(
+        self, plan: Plan, weights: Weights, levers: Levers, progress: Progress = lambda stage, done: None
+    ) -> None:
+        shape, device = plan.shape, weights.norm.device
+        self.plan, self.levers, self.device = plan, levers, device
+        self.is_gpu = device.type == "cuda"
+        self.max_logit_rows = plan.max_num_seqs + PAGE_SIZE
+        self.tiers: Tiers | None = None  # until open_tiers
+        self.stream = torch.cuda.Stream() if self.is_gpu else None
+        if self.stream is not None:
+            torch.cuda.set_stream(self.stream)
+
+        def allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.memory = GpuMemory(
+            pages=torch.zeros(
+                (plan.n_pages + 1, shape.n_attn_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim),
+                dtype=torch.bfloat16, device=device,
+            ),
+            states=torch.zeros(
+                (plan.n_slots, shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim),
+                dtype=torch.float32, device=device,
+            ),
+            columns=torch.zeros(
+                (plan.n_slots, shape.n_gdn_layers, plan.n_columns, shape.conv_channels), dtype=torch.bfloat16, device=device
+            ),
+        )  # fmt: skip
+        self.workspace: GpuWorkspace = gpu_workspace(plan, levers, allocate)
+        self.model = QwenGpu(shape, weights, plan.max_model_len, levers)
+        self.places = Places(self.workspace, shape.eos_token_ids, plan.n_real)
+        self._row_sizes = [n for n in ROWS if n < plan.max_num_seqs] + [plan.max_num_seqs]
+        n_blocks = plan.max_step_tokens // PAGE_SIZE
+        self._block_sizes = [n for n in BLOCKS if n < n_blocks] + [n_blocks]
+        self._lengths = [n for n in LENGTHS if n < plan.max_model_len] + [plan.max_model_len]
+        self._prefill_batch = PrefillBatch(
+            self.places, self._block_sizes, plan.max_num_seqs, plan.n_pages, device
+        )
+        self._decodes: dict[tuple[int, int], Recording] = {}
+        self._prefills: dict[int, Recording] = {}
+        self._free: list[tuple[Tensor, ...]] = [self._pinned() for _ in range(N_PENDING)]
+        self._turn = 0
+        self._ahead: dict[Sequence, Ahead] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.is_gpu else None
+        self._record_all(progress)
+        self.info = EngineInfo(
+            model_name="",
+            vocab_size=plan.n_real,
+            eos_token_ids=list(shape.eos_token_ids),
+            max_model_len=plan.max_model_len,
+            max_num_seqs=plan.max_num_seqs,
+            max_step_tokens=plan.max_step_tokens,
+            n_pages=plan.n_pages,
+            n_slots=plan.n_slots,
+            device=torch.cuda.get_device_name() if self.is_gpu else "interpreted",
+            page_bytes=shape.page_bytes(PAGE_SIZE),
+            state_bytes=plan.state_bytes,
+            even_context=even_context(shape),
+            canonical_decode=False,
+            n_lookahead=1,
+            block_size=PAGE_SIZE,
+            max_prefill_seqs=min(n_blocks, MAX_SEGMENTS),
+        )
+
+    def open_tiers(self, directory: Path | None, disk_bytes: int, model: str) -> None:
+        """Starts the tiers below the pools, on disk too where there is a directory. Raises ConfigError if that cannot be
+        used."""
+        memory = self.memory
+        copies = DeviceCopies([memory.pages], [memory.states, memory.columns], self.stream)
+        host = (
+            np.empty((self.plan.n_host_units, self.info.page_bytes), np.uint8)
+            if self.plan.n_host_units
+            else None
+        )
+        self.tiers = Tiers(
+            copies.page, copies.state, host, copies.state_bytes, directory, disk_bytes, model, copies
+        )
+        self.info.notices += self.tiers.notices
+
+    def _pinned(self) -> tuple[Tensor, ...]:
+        n, pin = self.plan.max_num_seqs, self.is_gpu
+        return (
+            torch.empty(n, dtype=torch.int32, pin_memory=pin),
+            torch.empty(n, dtype=torch.float32, pin_memory=pin),
+            torch.empty((n, MAX_LOGPROBS), dtype=torch.int32, pin_memory=pin),
+            torch.empty((n, MAX_LOGPROBS), dtype=torch.float32, pin_memory=pin),
+        )
+
+    # Recording.
+
+    def _record_all(self, progress: Progress) -> None:
+        """Records every decode and every prefill, the largest first, so that the smaller ones find their memory in the pool."""
+        jobs: list[tuple[Callable[[], None], Callable[[Recording], None]]] = []
+        for length in reversed(self._lengths):
+            for n in reversed(self._row_sizes):
+                jobs.append((self._decode_body(n, length), _setter(self._decodes, (n, length))))
+        for n in reversed(self._block_sizes):
+            jobs.append((self._prefill_body(n), _setter(self._prefills, n)))
+        self.places.flush()
+        for i, (body, put) in enumerate(jobs):
+            put(self._record(body))
+            progress("record", (i + 1) / len(jobs))
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def _record(self, body: Callable[[], None]) -> Recording:
+        launches.n = 0
+        if not self.is_gpu:  # nothing to compile, and the interpreter is slow
+            return Recording(body, 0)
+        body()  # compiles what is new; no row is in use, so nothing is touched
+        n_launches = launches.n
+        if not self.levers.graphs:
+            return Recording(body, n_launches)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+            body()
+        graph.instantiate()
+        return Recording(graph.replay, n_launches, graph)
+
+    def _decode_body(self, n: int, max_len: int) -> Callable[[], None]:
+        def body() -> None:
+            w, b = self.workspace, self.workspace.decode
+            logits = self.model.decode(n, w.places, b, self.memory, max_len)
+            tokens, logprobs, top_ids, top = w.out["decode"]
+            sample_decode(
+                logits, self.plan.n_real, b.row_place[:n], b.row_slot[:n], b.row_position[:n], places=w.parameters,
+                scratch=w.sample, out_token=tokens[:n], out_logprob=logprobs[:n], top_ids=top_ids[:n], top_logprobs=top[:n],
+                levers=self.levers,
+            )  # fmt: skip
+
+        return body
+
+    def _prefill_body(self, n_blocks: int) -> Callable[[], None]:
+        batch = self._prefill_batch.of(n_blocks)
+
+        def body() -> None:
+            w = self.workspace
+            logits = self.model.prefill(n_blocks, batch.inputs, w.places.page_table, w.prefill, self.memory)
+            tokens, logprobs, top_ids, top = w.out["prefill"]
+            sample(
+                logits, self.plan.n_real, draw_row=batch.draw_row, draw_place=batch.draw_place,
+                draw_position=batch.draw_position, places=w.parameters, scratch=w.sample, out_token=tokens,
+                out_logprob=logprobs, top_ids=top_ids, top_logprobs=top, levers=self.levers,
+            )  # fmt: skip
+
+        return body
+
+    # A step.
+
+    def step(self, step: Step) -> StepResult:
+        """Runs one step, and starts the decode that follows it.
+
+        A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero state, and leaves its
+        final state in `slot` and those of its snapshots where they say.
+        """
+        results: dict[Sequence, Pending] = {}
+        fresh: list[Sequence] = []
+        prefills: list[int] = []
+        for i, chunk in enumerate(step.chunks):
+            sequence = chunk.sequence
+            ahead = self._ahead.pop(sequence, None)
+            if not chunk.is_decode:
+                prefills.append(i)
+            elif ahead is None or ahead.position != chunk.start:
+                self._feed(sequence, sequence.tokens[chunk.start], chunk.start)
+                fresh.append(sequence)
+            else:
+                results[sequence] = ahead.pending
+                if ahead.n_preempted != sequence.n_preempted:  # it may be elsewhere now
+                    results[sequence] = ahead.pending.only(sequence)
+                    self._feed(sequence, int(results[sequence].tokens[0]), chunk.start + 1)
+        if fresh:
+            pending = self._decode(fresh, max(s.n_computed for s in fresh) + 1)
+            results |= dict.fromkeys(fresh, pending)
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        if prefills:
+            pending = self._prefill(step, prefills)
+            results |= dict.fromkeys(pending.rows, pending)
+            for i in prefills:
+                if step.chunks[i].prompt_logprobs:
+                    logprobs[i] = self._prompt_logprobs(step, prefills, i)
+        self._copy(step)
+        if self.levers.run_ahead:
+            self._run_ahead(step)
+        return self._read(step, results, logprobs)
+
+    def _feed(self, sequence: Sequence, token: int, position: int) -> None:
+        """Has the sequence's next decode read this token."""
+        place, slot = sequence.place, sequence.slot
+        assert place is not None and slot is not None and sequence.start_slot is None
+        self.places.take(place, sequence)
+        self.places.put_pages(place, sequence)
+        self.places.feed(place, token, position, slot)
+
+    def _decode(self, sequences: list[Sequence], n_keys: int) -> Pending:
+        """Starts a decode of these sequences, none of which has more than n_keys keys in it."""
+        n = next(size for size in self._row_sizes if size >= len(sequences))
+        self.places.rows([s.place for s in sequences if s.place is not None], n)
+        self.places.flush()
+        length = next(length for length in self._lengths if length >= n_keys)
+        self._decodes[n, length].run()
+        return self._send(sequences, "decode")
+
+    def _send(self, sequences: list[Sequence], kind: str) -> Pending:
+        """Starts the way of the drawn tokens to the host."""
+        tokens, *rest = self._free[self._turn]
+        self._turn = (self._turn + 1) % len(self._free)
+        drawn, *more = self.workspace.out[kind]
+        n = len(sequences)
+        tokens[:n].copy_(drawn[:n], non_blocking=True)
+        logprobs = None
+        if any(s.request.params.logprobs is not None for s in sequences):
+            for target, source in zip(rest, more, strict=True):
+                target[:n].copy_(source[:n], non_blocking=True)
+            logprobs = rest[0], rest[1], rest[2]
+        event = None
+        if self.is_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        return Pending({s: i for i, s in enumerate(sequences)}, tokens, logprobs, event)
+
+    def _run_ahead(self, step: Step) -> None:
+        """Starts the next decode of every sequence that draws in this step, where it has a page for one token more."""
+        sequences = []
+        n_keys = 0
+        for draw in step.draws:
+            sequence = draw.sequence
+            position, params = len(sequence.tokens), sequence.request.params
+            is_last = position + 1 - sequence.n_prompt >= params.max_tokens
+            if is_last or position >= len(sequence.pages) * PAGE_SIZE:
+                continue
+            assert sequence.place is not None
+            self.places.put_pages(sequence.place, sequence)
+            sequences.append(sequence)
+            n_keys = max(n_keys, position + 1)
+        # What nobody asked for is of sequences that have ended, or that have no chunk in this step: preempted ones, mostly.
+        self._ahead = {
+            s: replace(ahead, pending=ahead.pending.only(s))
+            for s, ahead in self._ahead.items()
+            if s.finish_reason is None
+        }
+        if sequences:
+            pending = self._decode(sequences, n_keys)
+            self._ahead |= {s: Ahead(len(s.tokens), pending, s.n_preempted) for s in sequences}
+
+    def _prefill(self, step: Step, prefills: list[int]) -> Pending:
+        """Starts a prefill of these chunks and the draws behind them."""
+        n_blocks, draws = self._prefill_batch.fill(step, prefills)
+        self.places.flush()
+        self._prefill_batch.send(n_blocks)
+        self._prefills[n_blocks].run()
+        return self._send([draw.sequence for draw in draws], "prefill")
+
+    def _prompt_logprobs(self, step: Step, prefills: list[int], i: int) -> list[TokenLogprob]:
+        """Log-probabilities of the prompt's tokens behind those of chunk i, from what the prefill left. Not recorded, and waits:
+        few ask for it."""
+        chunk = step.chunks[i]
+        sequence, params = chunk.sequence, chunk.sequence.request.params
+        ends, n_blocks = self._prefill_batch.layout(step, prefills)
+        first = ends[i] - chunk.length + 1
+        end = min(chunk.start + chunk.length + 1, sequence.n_prompt)
+        targets = sequence.tokens[chunk.start + 1 : end]
+        k = params.prompt_logprobs or 0
+        entries: list[TokenLogprob] = []
+        most = len(self.workspace.prefill.final)
+        for at in range(0, len(targets), most):
+            part = list(targets[at : at + most])
+            n = len(part)
+
+            def device(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+                return torch.tensor(values, dtype=dtype).to(self.device)
+
+            rows = device(list(range(first + at, first + at + n)))
+            logits = self.model.logits_of(rows, n_blocks, self.workspace.prefill)
+            logprob = torch.zeros(n, device=self.device)
+            top_ids = torch.zeros((n, MAX_LOGPROBS), dtype=torch.int32, device=self.device)
+            top = torch.zeros((n, MAX_LOGPROBS), device=self.device)
+            prompt_logprobs(
+                logits,
+                self.plan.n_real,
+                device(list(range(n))),
+                device(part),
+                device([k] * n),
+                device([n]),
+                logprob,
+                top_ids,
+                top,
+            )
+            for token, value, ids, values in zip(
+                part, logprob.tolist(), top_ids.tolist(), top.tolist(), strict=True
+            ):
+                entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
+        return entries
+
+    def _copy(self, step: Step) -> None:
+        """States and pages of sequences that fork off a finished prompt."""
+        memory = self.memory
+        for source, target in step.slot_copies:
+            memory.states[target].copy_(memory.states[source])
+            memory.columns[target].copy_(memory.columns[source])
+        for source, target in step.page_copies:
+            memory.pages[target].copy_(memory.pages[source])
+
+    def _read(
+        self, step: Step, results: dict[Sequence, Pending], prompt: dict[int, list[TokenLogprob]]
+    ) -> StepResult:
+        """Waits for the tokens of this step; the decode that runs ahead goes on."""
+        for pending in {id(p): p for p in results.values()}.values():
+            pending.wait()
+        arrays = {id(p): p.tokens.numpy() for p in results.values()}
+        result = StepResult([], [], prompt)
+        for draw in step.draws:
+            pending = results[draw.sequence]
+            row = pending.rows[draw.sequence]
+            token, k = int(arrays[id(pending)][row]), draw.sequence.request.params.logprobs
+            result.token_ids.append(token)
+            entry = None
+            if k is not None and pending.logprobs is not None:
+                logprob, ids, values = (t[row] for t in pending.logprobs)
+                entry = TokenLogprob(
+                    token, float(logprob), list(zip(ids[:k].tolist(), values[:k].tolist(), strict=True))
+                )
+            result.logprobs.append(entry)
+        return result
+
+    # For tests and benches.
+
+    def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
+        """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back. No sequence may be open:
+        pages and slots are used as they come."""
+        n_pages = -(-(n_keys + n_replays * n_rounds + 10) // PAGE_SIZE)
+        for i in range(n_rows):
+            pages = [(i * n_pages + j) % self.plan.n_pages for j in range(n_pages)]
+            request = Request(
+                id="",
+                prompt_ids=[],
+                params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 << 20),
+            )
+            sequence = Sequence(request, 0, 0, array("i", [1]), n_keys, pages=pages)
+            self.places.take(i, sequence)
+            self.places.put_pages(i, sequence)
+            self.places.feed(i, 1, n_keys - 1, i)
+        n = next(size for size in self._row_sizes if size >= n_rows)
+        self.places.rows(list(range(n_rows)), n)
+        self.places.flush()
+        run = self._decodes[n, next(m for m in self._lengths if m >= n_keys + n_replays * n_rounds)].run
+        times = []
+        for _ in range(n_rounds):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(n_replays):
+                run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / n_replays)
+        return float(sorted(times)[n_rounds // 2])
+
+    def n_launches(self, n_rows: int) -> int:
+        """Kernels in the recorded decode of n_rows rows."""
+        n = next(size for size in self._row_sizes if size >= n_rows)
+        return self._decodes[n, self._lengths[0]].n_launches
+
+
+def _setter(where: dict, key: object) -> Callable[[Recording], None]:  # type: ignore[type-arg]
+    def put(recording: Recording) -> None:
+        where[key] = recording
+
+    return put
+
+
+def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
+    """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit, no GPU)."""
+    clock = time.perf_counter()
+    spent: dict[str, float] = {}
+
+    def lap(stage: str) -> None:
+        nonlocal clock
+        spent[stage] = round(time.perf_counter() - clock, 3)
+        clock = time.perf_counter()
+
+    levers = parse_levers(config.lever)
+    device = "cpu" if INTERPRETED else "cuda"
+    # Sums of products in float32 to the end, whatever the shape (bench/gpu/e7_cublas_rows.py).
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    progress("plan", 0.0)
+    directory, shape = locate(config)
+    if config.dummy is None and (directory / PACKED).exists():
+        raise CheckpointError(
+            f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
+        )
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else INTERPRETED_BYTES
+    n_real = n_real_ids(config, directory, shape)
+    plan = make_gpu_plan(config, shape, n_real, free, levers)
+    lap("plan")
+    compiling = begin_compiling(plan, levers)  # beside reading the weights
+
+    def on_bytes(done: int, total: int) -> None:
+        progress("weights", done / max(1, total))
+
+    notices: list[str] = []
+    if config.dummy is not None:
+        weights = dummy_weights(shape, config.seed, on_bytes, quantize="rows", device=device)
+    else:
+        weights, notices = load_weights(directory, shape, on_bytes, quantize="rows", device=device)
+    if (
+        weights.n_bytes > plan.weight_bytes
+    ):  # a head that the configuration ties to the embedding, and is stored all the same
+        plan = make_gpu_plan(config, replace(shape, tie_word_embeddings=False), n_real, free, levers)
+    lap("weights")
+    compiling.wait(progress)
+    lap("compile")
+    runner = GpuRunner(plan, weights, levers, progress)
+    lap("record")
+    runner.info.model_name = model_name(config)
+    runner.info.notices = notices
+    runner.info.prefix_cache = config.prefix_cache
+    if config.prefix_cache and config.cache_dir is not None:
+        kernels = f"{runner.info.device} torch {torch.__version__} triton {triton.__version__} {levers}"
+        model = fingerprint(
+            config, directory, kernels, lambda done, total: progress("cache", done / max(1, total))
+        )
+        runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), model)
+    elif plan.n_host_units:
+        runner.open_tiers(None, 0, "")
+    if runner.tiers is not None:  # the default is meant for preempted sequences
+        runner.tiers.takes_evicted = config.cache_host_gb is not None
+    lap("cache")
+    runner.info.start_s = spent
+    return runner

@@ -1,0 +1,428 @@
+"""attention_decode: gated full attention of one new token a row over 64-key pages, in one launch.
+
+The keys of a row are cut into splits, by the row's own length alone: a split is one piece of work, and how many programs share
+them does not touch the bits. It norms and rotates the query heads of one key head, goes through its tiles of 64 keys from the
+last to the first with a running maximum, and leaves a record: the unscaled output, the maximum and the sum, float32. Records are
+merged in the order of the splits, `FAN` at a time, then the merged ones; who arrives last at an integer counter does it. The
+split with the row's last key also norms, rotates and writes the new token's k and v; it is the only one that reads them.
+
+Both products put keys (or value columns) on the long side of the tensor core's tile and the query heads on the narrow one:
+S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the first key of the running sums and meets
+no tensor core: no tile has to be patched on its way to shared memory.
+
+Shared memory holds one tile, so that three programs fit on a multiprocessor and one's loads hide behind another's arithmetic:
+short rows want exactly that. The first tiles are asked for in the second-level cache before the kernel in front has ended
+(devices with PDL). Programs without work end at once, but cost what a start costs: max_len, which bounds
+their number, should not be far beyond the longest row.
+
+Spec: `rms_norm`, `rope` and `attention` of deltic/reference/layers.py. The split form is that of Dao, Haziza, Massa, Sizov 2023,
+"Flash-Decoding for long-context inference"; the running maximum is of Milakov, Gimelshein 2018 (arXiv:1805.02867), algorithm 3.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltic.ops.attention import AttentionHeads
+from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.table import check
+
+PAGE = 64
+FAN = 8
+"""Records merged at once: with 64 splits, two rounds of 8."""
+
+_MAX_GROUP = 16  # query heads of a key head
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How a row's keys are cut, in tiles of 64, and how a split is run. Part of what defines the bits: a function of the heads.
+
+    Up to `few` tiles a split is one tile (latency); beyond, `few_tiles` of them (less to merge), and as many as it takes to have
+    at most `most` splits.
+    """
+
+    few: int = 8
+    few_tiles: int = 2
+    most: int = 64
+    num_warps: int = 8
+    num_stages: int = 1
+    maxnreg: int | None = 128  # two programs on a multiprocessor
+    ahead: int = 4  # tiles of a split that are asked for at its start
+
+    def tiles(self, n_tiles: int) -> int:
+        """Tiles of a split of a row with n_tiles, as the kernel computes it."""
+        return max(-(-n_tiles // self.most), 1 if n_tiles <= self.few else self.few_tiles)
+
+    def capacity(self, max_len: int) -> int:
+        """The most splits of any row with at most max_len keys."""
+        n_tiles = -(-max_len // PAGE)
+        return max(min(self.few, n_tiles), min(self.most, -(-n_tiles // self.few_tiles)))
+
+
+def splits_of(heads: AttentionHeads) -> Splits:
+    """The one choice for a model's heads, whatever the batch."""
+    return Splits()
+
+
+@dataclass(frozen=True)
+class AttentionScratch:
+    """Workspace of attention_decode, for `n_rows` rows; may be shared by the layers of a step."""
+
+    output: Tensor  # float32 [rows, nk, records, group, d]: of the splits, not yet divided by their sums
+    weight: Tensor  # float32 [rows, nk, records + merged, 2, group]: maximum (base 2) and sum
+    arrived: Tensor  # int32 [rows, nk, 1 + merged]: 0 between launches
+
+
+def attention_scratch(
+    heads: AttentionHeads,
+    n_rows: int,
+    max_len: int,
+    allocate: Callable[[str, tuple[int, ...], torch.dtype], Tensor],
+    splits: Splits | None = None,
+) -> AttentionScratch:
+    """Room for n_rows rows of at most max_len keys. allocate(name, size, dtype) gives zeroed tensors."""
+    records = (splits or splits_of(heads)).capacity(max_len)
+    merged, group = -(-records // FAN), heads.n_q // heads.n_kv
+    shape = n_rows, heads.n_kv
+    return AttentionScratch(
+        output=allocate("attention splits", (*shape, records, group, heads.dim), torch.float32),
+        weight=allocate("attention weights", (*shape, records + merged, 2, group), torch.float32),
+        arrived=allocate("attention arrivals", (*shape, 1 + merged), torch.int32),
+    )
+
+
+@triton.jit
+def _prefetch(p_tile, BYTES: tl.constexpr):
+    """Asks for BYTES from p_tile on in the second-level cache; one thread of the program does."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred %p; .reg .b32 %t;
+        mov.u32 %t, %tid.x;
+        setp.eq.u32 %p, %t, 0;
+        @%p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [p_tile, BYTES], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _summed(p_proj, b_offset, b_mask, stride_s, S: tl.constexpr):
+    b_x = tl.load(p_proj + b_offset, mask=b_mask, other=0.0)
+    for s in tl.static_range(1, S):
+        b_x += tl.load(p_proj + s * stride_s + b_offset, mask=b_mask, other=0.0)
+    return b_x
+
+
+@triton.jit
+def _other(b_d, HALF: tl.constexpr):
+    """The other dim of each pair (i, i + HALF). In runs of 4, which is for the width of the loads: HALF % 4 == 0."""
+    b_other = tl.where(b_d < HALF, b_d + HALF, b_d - HALF)
+    return tl.multiple_of(tl.max_contiguous(b_other, [1, 4]), [1, 4])
+
+
+@triton.jit
+def _turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """What x and the other dim of its pair are multiplied with, [R, D] each: (1 + w) cos and (1 + w') (-+ sin).
+
+    The same in every row: as a whole tile, nothing has to be handed from thread to thread."""
+    b_d = tl.zeros((R, 1), tl.int32) + tl.arange(0, D)[None, :]
+    b_rotary = b_d < 2 * HALF
+    b_angle = tl.where(b_d < HALF, b_d, b_d - HALF)
+    b_angle = tl.multiple_of(tl.max_contiguous(b_angle, [1, 4]), [1, 4])
+    b_cos = tl.load(p_cos + b_angle, mask=b_rotary, other=1.0)
+    b_sin = tl.load(p_sin + b_angle, mask=b_rotary, other=0.0)
+    b_w = 1.0 + tl.load(p_norm + b_d)
+    b_w_other = 1.0 + tl.load(p_norm + _other(b_d, HALF), mask=b_rotary, other=0.0)
+    return b_w * b_cos, b_w_other * tl.where(b_d < HALF, -b_sin, b_sin)
+
+
+@triton.jit
+def _rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """The heads at the offsets b_head [R, 1] where b_mask, normed and rotated -> bfloat16 [R, D]; 0 elsewhere."""
+    b_d = tl.arange(0, D)[None, :]
+    b_x = _summed(p_proj, b_head + b_d, b_mask, stride_s, S)
+    b_y = _summed(p_proj, b_head + _other(b_d, HALF), b_mask & (b_d < 2 * HALF), stride_s, S)
+    b_scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
+    return ((b_x * b_turn + b_y * b_turn_other) * b_scale).to(tl.bfloat16)
+
+
+@triton.jit
+def _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
+    """One tile of keys into the running maximum, sum and output. b_old [PAGE, 1]: which keys are there."""
+    b_s = tl.dot(b_k, b_qt) * scale
+    b_s = tl.where(b_old, b_s, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_s, 0))
+    b_p = tl.exp2(b_s - b_new_max[None, :])
+    b_keep = tl.exp2(b_max - b_new_max)
+    b_sum = b_sum * b_keep + tl.sum(b_p, 0)
+    return b_new_max, b_sum, tl.dot(tl.trans(b_v), b_p.to(tl.bfloat16), b_o * b_keep[None, :])
+
+
+@triton.jit
+def _merged(p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, FAN: tl.constexpr):  # fmt: skip
+    """Records first, first + STEP, ... (n of them) as one -> output [GP, D], maximum and sum [GP], in their order.
+
+    Other programs wrote them: past the first-level cache, which does not see that."""
+    o_g = tl.arange(0, GP)
+    o_gd = o_g[:, None] * D + tl.arange(0, D)[None, :]
+    o_w = weight_first * (2 * G) + tl.minimum(
+        o_g, G - 1
+    )  # rows past the group: any weight, their output is 0
+    b_max = tl.full((GP,), float("-inf"), tl.float32)
+    for i in tl.static_range(FAN):
+        p = p_weight + i * (2 * G) + o_w
+        b_max = tl.maximum(
+            b_max, tl.load(p, mask=(o_w >= 0) & (i < n), other=float("-inf"), cache_modifier=".cg")
+        )
+    b_sum = tl.zeros((GP,), tl.float32)
+    b_o = tl.zeros((GP, D), tl.float32)
+    for i in tl.static_range(FAN):
+        p = p_weight + i * (2 * G) + o_w
+        b_mask = (o_w >= 0) & (i < n)
+        b_m = tl.load(p, mask=b_mask, other=float("-inf"), cache_modifier=".cg")
+        b_l = tl.load(p + G, mask=b_mask, other=0.0, cache_modifier=".cg")
+        p = p_output + (first + i * STEP) * (G * D) + o_gd
+        b_part = tl.load(p, mask=(b_mask & (o_g < G))[:, None], other=0.0, cache_modifier=".cg")
+        b_scale = tl.exp2(b_m - b_max)
+        b_sum += b_scale * b_l
+        b_o += b_scale[:, None] * b_part
+    return b_o, b_max, b_sum
+
+
+@triton.jit
+def _gate(p_gate, stride_s, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, S: tl.constexpr):
+    """sigmoid(gate) of the group, [R, D]."""
+    o_g = tl.arange(0, R)
+    return tl.sigmoid(
+        _summed(p_gate, o_g[:, None] * D + tl.arange(0, D)[None, :], (o_g < G)[:, None], stride_s, S)
+    )
+
+
+@triton.jit
+def _finish(b_o, b_sum, b_gate, p_out, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    """out = o / sum * gate, R >= G rows."""
+    o_g = tl.arange(0, R)
+    o_gd = o_g[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(p_out + o_gd, (b_o / b_sum[:, None] * b_gate).to(tl.bfloat16), mask=(o_g < G)[:, None])
+
+
+# what follows the batch's size or its longest row is not specialised: the kernel is one and the same
+@triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
+def _attention_decode_kernel(
+    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_table, p_pages,
+    p_output, p_weight, p_arrived, p_out, eps, scale,
+    stride_s, stride_row, stride_table, stride_page, records, n_counters,
+    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
+    FAN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = NQ // NK
+    i_row = tl.program_id(0) // NK
+    i_kv = tl.program_id(0) % NK
+    i_split = tl.program_id(1)
+
+    # how the row is cut: of its length alone
+    position = tl.load(p_position + i_row)
+    n_tiles = position // PAGE + 1
+    n_tiles = tl.where(tl.load(p_slot + i_row) >= 0, n_tiles, 0)
+    split_tiles = tl.maximum((n_tiles + MOST - 1) // MOST, tl.where(n_tiles <= FEW, 1, FEW_TILES))
+    n_splits = (n_tiles + split_tiles - 1) // split_tiles
+    # without work: still one that waits, so that the end of this kernel implies the end of the one in front
+    if PDL:  # noqa: SIM102
+        if (i_split == 0) & (n_splits == 0):
+            tl.extra.cuda.gdc_wait()
+
+    pair = (i_row * NK + i_kv).to(tl.int64)
+    row = i_row.to(tl.int64)
+    p_table += tl.load(p_place + i_row).to(tl.int64) * stride_table
+    p_pages += i_kv * (PAGE * D)
+    p_proj += row * stride_row
+    p_gate = p_proj + (NQ + i_kv * G) * D
+    p_out += row * (NQ * D) + i_kv * (G * D)
+    p_output += pair * records * (G * D)
+    p_weight += pair * (records + n_counters - 1) * (2 * G)
+    p_arrived += pair * n_counters
+
+    o_d = tl.arange(0, D)
+    o_t = tl.arange(0, PAGE)
+    o_g = tl.arange(0, GROUP)
+    o_td = o_t[:, None] * D + o_d[None, :]
+
+    if i_split < n_splits:
+        # pages were written in earlier steps, but for the new token: they may be asked for before the wait
+        first = i_split * split_tiles
+        last = tl.minimum(first + split_tiles, n_tiles) - 1
+        page = tl.load(p_table + last)
+        p_page = p_pages + page.to(tl.int64) * stride_page
+        if PDL:
+            for i in tl.static_range(AHEAD):
+                if last - i >= first:
+                    p_tile = p_pages + tl.load(p_table + last - i).to(tl.int64) * stride_page
+                    _prefetch(p_tile, PAGE * D * 2)
+                    _prefetch(p_tile + NK * PAGE * D, PAGE * D * 2)
+        b_turn, b_turn_other = _turn(
+            p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF
+        )
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        b_q = _rotated(
+            p_proj, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
+        )  # fmt: skip
+        b_qt = tl.trans(b_q)
+        b_max = tl.full((GROUP,), float("-inf"), tl.float32)
+        b_sum = tl.zeros((GROUP,), tl.float32)
+        b_o = tl.zeros((D, GROUP), tl.float32)
+        if i_split == n_splits - 1:
+            # the new token: into its page, and as the first key of the running sums, rounded as in the page
+            # (k is computed in every row of a tile like that of q, which it meets element by element)
+            o_k = (2 * NQ + i_kv) * D
+            b_turn, b_turn_other = _turn(
+                p_k_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF
+            )
+            b_new_k = _rotated(
+                p_proj, (o_g * 0 + o_k)[:, None], (o_g >= 0)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
+            )  # fmt: skip
+            b_new_v = _summed(p_proj + NK * D, o_k + o_d, o_d < D, stride_s, S).to(tl.bfloat16)
+            o_in_page = (position % PAGE) * D + o_d
+            tl.store(p_page + o_in_page[None, :] + (o_g * 0)[:, None], b_new_k, mask=(o_g == 0)[:, None])
+            tl.store(p_page + NK * PAGE * D + o_in_page, b_new_v)
+            b_max = tl.sum(b_q.to(tl.float32) * b_new_k.to(tl.float32), 1) * scale
+            b_sum = tl.full((GROUP,), 1.0, tl.float32)
+            b_o += b_new_v.to(tl.float32)[:, None]
+
+        for i in range(0, last - first + 1):
+            i_tile = last - i  # from the last on: it is the one asked for before the wait
+            b_old = (i_tile * PAGE + o_t < position)[:, None]
+            p_page = p_pages + page.to(tl.int64) * stride_page
+            page = tl.load(p_table + tl.maximum(i_tile - 1, first))
+            b_k = tl.load(p_page + o_td, mask=b_old, other=0.0)
+            b_v = tl.load(p_page + NK * PAGE * D + o_td, mask=b_old, other=0.0)
+            b_max, b_sum, b_o = _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale)
+
+        if n_splits == 1:
+            b_gate = _gate(p_gate, stride_s, G, GROUP, D, S)
+            _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
+        else:
+            tl.store(
+                p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :]
+            )
+            p_record = p_weight + i_split * (2 * G) + o_g
+            tl.store(p_record, b_max, mask=o_g < G)
+            tl.store(p_record + G, b_sum, mask=o_g < G)
+            i_merge = i_split // FAN
+            n_merges = (n_splits + FAN - 1) // FAN
+            n_mine = tl.minimum(n_splits - i_merge * FAN, FAN)
+            tl.debug_barrier()  # the record is whole before the counter says so
+            if tl.atomic_add(p_arrived + 1 + i_merge, 1, sem="acq_rel") == n_mine - 1:
+                tl.store(p_arrived + 1 + i_merge, 0)
+                o_m = tl.arange(0, GP)
+                o_md = o_m[:, None] * D + o_d[None, :]
+                b_merged_gate = _gate(p_gate, stride_s, G, GP, D, S)
+                b_part, b_part_max, b_part_sum = _merged(
+                    p_output, p_weight, i_merge * FAN, n_mine, 1, i_merge * FAN, G, GP, D, FAN
+                )
+                if n_merges == 1:
+                    _finish(b_part, b_part_sum, b_merged_gate, p_out, G, GP, D)
+                else:
+                    # into the place of the first of them, which all threads have read
+                    tl.debug_barrier()
+                    tl.store(p_output + i_merge * FAN * (G * D) + o_md, b_part, mask=(o_m < G)[:, None])
+                    p_to = p_weight + (records + i_merge) * (2 * G) + o_m
+                    tl.store(p_to, b_part_max, mask=o_m < G)
+                    tl.store(p_to + G, b_part_sum, mask=o_m < G)
+                    tl.debug_barrier()
+                    if tl.atomic_add(p_arrived, 1, sem="acq_rel") == n_merges - 1:
+                        tl.store(p_arrived, 0)
+                        b_part, b_part_max, b_part_sum = _merged(
+                            p_output, p_weight, 0, n_merges, FAN, records, G, GP, D, FAN
+                        )
+                        _finish(b_part, b_part_sum, b_merged_gate, p_out, G, GP, D)
+
+
+def attention_decode(
+    proj: Tensor,
+    heads: AttentionHeads,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    *,
+    row_slot: Tensor,
+    row_place: Tensor,
+    row_position: Tensor,
+    page_table: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
+    scratch: AttentionScratch,
+    max_len: int,
+    out: Tensor,
+    levers: Levers,
+    splits: Splits | None = None,
+) -> None:
+    """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. row_position[r] of the row's place.
+
+    proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads. q_norm, k_norm: float32 [d],
+    zero-centred. row_slot, row_place, row_position: int32 [N]; a row with slot -1 is left alone. page_table: int32 [places,
+    max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d], this layer's part, any page
+    stride; the token's own k and v are written there. out: bfloat16 [N, nq d]. max_len: no row has more keys. Query head j reads
+    key head j // (nq/nk). splits: for measurements; the scratch must have been made with the same.
+
+    Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row sees another, and
+    neither N nor max_len touches the bits. Left out: windows, sinks, quantised pages, several new tokens a row.
+    Raises KernelError where shapes, types or the scratch's size do not fit.
+    """
+    splits = splits or splits_of(heads)
+    n_splits, n_rows, n_row = proj.shape
+    group, half = heads.n_q // heads.n_kv, cos.shape[1]
+    capacity = splits.capacity(max_len)
+    records, counters = scratch.output.shape[2], scratch.arrived.shape[2]
+
+    def expect(condition: bool, expected: str) -> None:
+        check("attention_decode", condition, expected)
+
+    expect(proj.dtype == torch.float32 and n_row == heads.row, f"float32 proj [S, N, {heads.row}]")
+    expect(
+        proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj rows, cos, sin"
+    )
+    expect(
+        heads.n_q % heads.n_kv == 0 and group <= _MAX_GROUP, f"at most {_MAX_GROUP} query heads a key head"
+    )
+    expect(heads.dim == next_power_of_2(heads.dim) and 32 <= heads.dim <= 256, "head_dim 32, 64, 128 or 256")
+    expect(half % 4 == 0 and 2 * half <= heads.dim, "rotary dims inside a head, a multiple of 8")
+    expect(
+        pages.shape[1:] == (2, heads.n_kv, PAGE, heads.dim), f"pages [n, 2, {heads.n_kv}, 64, {heads.dim}]"
+    )
+    expect(
+        pages.dtype == torch.bfloat16 and pages[0].is_contiguous(), "bfloat16 pages, a page's part contiguous"
+    )
+    expect(
+        out.dtype == torch.bfloat16 and out.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]"
+    )
+    expect(out.is_contiguous(), "contiguous out")
+    expect(splits.most <= FAN * FAN and splits.few <= splits.most, f"at most {FAN * FAN} splits")
+    expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
+    expect(
+        scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim),
+        "its scratch",
+    )
+    limited = splits.maxnreg and group <= 8 and torch.version.hip is None
+    registers = {"maxnreg": splits.maxnreg} if limited else {}
+    launch(
+        _attention_decode_kernel, (n_rows * heads.n_kv, capacity),
+        proj, q_norm, k_norm, cos, sin, row_slot, row_place, row_position, page_table, pages,
+        scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
+        proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
+        pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
+        GP=next_power_of_2(group), PAGE=PAGE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
+        AHEAD=splits.ahead, num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
+    )  # fmt: skip

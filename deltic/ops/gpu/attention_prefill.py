@@ -1,0 +1,322 @@
+"""attention_prefill: gated full attention of a prefill over 64-token pages.
+
+Two kernels. The first (prepare) norms and rotates q and k and writes k and v to their pages; the second (flash) attends. A tile
+is the 64 tokens of a block times one or two query heads of the same key head; it walks the pages of its sequence from the first
+to its own with a running maximum and sum (Dao 2023, "FlashAttention-2", arXiv:2307.08691, algorithm 1) and ends with the output
+gate. Which keys meet in one product, and in what order, follows from the absolute position of the tokens alone, and the rows of
+a tile do not mix, so the bits of a token do not depend on where its prompt was cut nor on what else is in the step.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from deltic.ops.attention import AttentionHeads
+from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+PREPARE_WARPS = 8
+SPECIALISED = triton.__version__.startswith("3.6.")
+"""Whether Hopper runs the specialised flash kernel: 13 % faster, the same bits; `flash` corrects a fault of this version for it."""
+
+
+@dataclass(frozen=True)
+class FlashTile:
+    """How the flash kernel is cut and compiled. No field changes what is computed for a token.
+
+    heads: query heads of a tile (1, or 2 where the group is even). specialised: one warp group copies, two compute (Hopper's
+    warp specialisation; num_warps then counts the warps of one group). kv_outer: the programs of one key head follow each
+    other, so its keys and values stay in the L2 cache; else the longest tiles of all heads come first.
+    """
+
+    heads: int
+    num_warps: int
+    num_stages: int
+    specialised: bool = False
+    kv_outer: bool = True
+
+
+@triton.jit
+def _prepare_kernel(
+    proj, q_norm, k_norm, eps, n_tokens, position, page, cos, sin, stride_cos, query, pages, stride_page,
+    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the tokens of a block times one head of q | k | v."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_b = tl.program_id(1)
+    i_h = tl.program_id(0)
+    n = tl.load(n_tokens + i_b)
+    if n == 0:
+        return
+    ROW: tl.constexpr = 2 * (NQ + NK) * D
+    o_t = tl.arange(0, 64)
+    o_d = tl.arange(0, D)
+    o_out = o_t[:, None] * D + o_d[None, :]
+    used = (o_t < n)[:, None]
+    is_q = i_h < NQ
+    # the columns of head i_h: k and v come behind the gates
+    p_in = proj + i_b.to(tl.int64) * (64 * ROW) + tl.where(is_q, i_h, i_h + NQ) * D + o_t[:, None] * ROW
+    # padding is read as zero, so that whatever it holds stays finite below
+    b_in = tl.load(p_in + o_d[None, :], mask=used, other=0.0)
+    p_kv = pages + tl.load(page + i_b).to(tl.int64) * stride_page + (i_h - NQ) * (64 * D)
+    if i_h >= NQ + NK:
+        # all 64 rows: a masked key has weight 0, and 0 * (what was left in the page) must be 0
+        tl.store(p_kv + o_out, b_in)
+    else:
+        b_x = b_in.to(tl.float32)
+        p_w = tl.where(is_q, q_norm, k_norm)
+        b_scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
+        b_y = (b_x * b_scale * (1.0 + tl.load(p_w + o_d)[None, :])).to(tl.bfloat16)
+        # the rotated part once more, in pairs (i, i + HALF)
+        o_r = tl.arange(0, HALF_P2)
+        m_r = (o_r < HALF)[None, :] & used
+        b_1 = tl.load(p_in + o_r[None, :], mask=m_r, other=0.0).to(tl.float32)
+        b_2 = tl.load(p_in + HALF + o_r[None, :], mask=m_r, other=0.0).to(tl.float32)
+        w_1 = 1.0 + tl.load(p_w + o_r, mask=o_r < HALF, other=0.0)[None, :]
+        w_2 = 1.0 + tl.load(p_w + HALF + o_r, mask=o_r < HALF, other=0.0)[None, :]
+        b_1 = b_1 * b_scale * w_1
+        b_2 = b_2 * b_scale * w_2
+        o_cos = (tl.load(position + i_b) + o_t)[:, None] * stride_cos + o_r[None, :]
+        b_cos = tl.load(cos + o_cos, mask=m_r, other=0.0)
+        b_sin = tl.load(sin + o_cos, mask=m_r, other=0.0)
+        r_1 = (b_1 * b_cos - b_2 * b_sin).to(tl.bfloat16)
+        r_2 = (b_2 * b_cos + b_1 * b_sin).to(tl.bfloat16)
+        o_rot = o_t[:, None] * D + o_r[None, :]
+        behind = (o_d >= 2 * HALF)[None, :]
+        if is_q:
+            # padding too: zeros
+            p_q = query + (i_b.to(tl.int64) * NQ + i_h) * (64 * D)
+            tl.store(p_q + o_out, b_y, mask=behind)
+            tl.store(p_q + o_rot, r_1, mask=(o_r < HALF)[None, :])
+            tl.store(p_q + HALF + o_rot, r_2, mask=(o_r < HALF)[None, :])
+        else:
+            tl.store(p_kv + o_out, b_y, mask=behind & used)
+            tl.store(p_kv + o_rot, r_1, mask=m_r)
+            tl.store(p_kv + HALF + o_rot, r_2, mask=m_r)
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _flash_kernel(
+    queries, tiles, proj, out, n_tokens, position, place, page_table, stride_table, rows_page, scale,
+    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SPECIALISED: tl.constexpr,
+):  # fmt: skip
+    """One program: the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0).
+
+    queries: descriptor of q as [blocks * NQ * 64, D], tile [HEADS * 64, D]; tiles: descriptor of the pages as rows of D, tile
+    [64, D]; rows_page: rows from a page to the next; scale: d^-0.5 log2 e. Row r of the tile is head r // 64, token r % 64.
+    """
+    # the last blocks have the most keys: they start first
+    i_b = tl.num_programs(1) - 1 - tl.program_id(1)
+    i_h = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * HEADS
+    i_kv = i_h // (NQ // NK)
+    n = tl.load(n_tokens + i_b)
+    n_tiles = tl.load(position + i_b) // 64 + 1
+    if SPECIALISED:  # the compiler cannot divide a kernel with an early end
+        n_tiles *= tl.minimum(n, 1)
+    elif n == 0:
+        return
+    p_table = page_table + tl.load(place + i_b).to(tl.int64) * stride_table
+    ROWS: tl.constexpr = HEADS * 64
+    o_m = tl.arange(0, ROWS)
+    o_t = o_m % 64
+    o_n = tl.arange(0, 64)
+    b_q = queries.load([(i_b * NQ + i_h) * 64, 0])
+    o_last = tl.minimum(o_t, n - 1)  # the last key of a row in the last tile
+    b_max = tl.full([ROWS], -float("inf"), tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    b_acc = tl.zeros([ROWS, D], tl.float32)
+    for j in tl.range(0, n_tiles, warp_specialize=SPECIALISED):
+        row = tl.load(p_table + j) * rows_page + i_kv * 64
+        b_k = tiles.load([row, 0])
+        b_s = tl.dot(b_q, b_k.T)
+        # only the last tile has keys behind the row. Key 0 is never masked, so b_max is finite after the first tile
+        if SPECIALISED:
+            o_key = (j - n_tiles + 1) * 64 + o_n
+            b_s = tl.where(o_key[None, :] <= o_last[:, None], b_s, -float("inf"))
+        elif j == n_tiles - 1:
+            b_s = tl.where(o_n[None, :] <= o_last[:, None], b_s, -float("inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_shift = b_new * scale
+        b_p = tl.exp2(b_s * scale - b_shift[:, None])
+        b_alpha = tl.exp2(b_max * scale - b_shift)
+        b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
+        b_acc = b_acc * b_alpha[:, None]
+        b_v = tiles.load([row + NK * 64, 0])  # here, so that the scores do not wait for it
+        b_acc = tl.dot(b_p.to(tl.bfloat16), b_v, b_acc)
+        b_max = b_new
+    ROW: tl.constexpr = 2 * (NQ + NK) * D
+    p_gate = proj + i_b.to(tl.int64) * (64 * ROW) + (NQ + i_h) * D
+    p_out = out + i_b.to(tl.int64) * (64 * NQ * D) + i_h * D
+    o_gate = (o_t * ROW + o_m // 64 * D)[:, None]
+    o_out = (o_t * (NQ * D) + o_m // 64 * D)[:, None]
+    b_weight = (1.0 / b_sum)[:, None]
+    if SPECIALISED:
+        o_d = tl.arange(0, D)[None, :]
+        b_gate = tl.load(p_gate + o_gate + o_d, mask=(o_t < n)[:, None], other=0.0).to(tl.float32)
+        b_out = b_acc * b_weight / (1.0 + tl.exp2(b_gate * -LOG2_E))
+        tl.store(p_out + o_out + o_d, b_out.to(tl.bfloat16), mask=(o_t < n * 64)[:, None])
+    else:
+        # one half of the columns after the other: the gate does not fit in the registers beside the whole of b_acc
+        b_halves = tl.split(tl.permute(tl.reshape(b_acc, [ROWS, 2, D // 2]), (0, 2, 1)))
+        for half in tl.static_range(2):
+            o_d = half * (D // 2) + tl.arange(0, D // 2)[None, :]
+            b_gate = tl.load(p_gate + o_gate + o_d, mask=(o_t < n)[:, None], other=0.0).to(tl.float32)
+            b_out = b_halves[half] * b_weight / (1.0 + tl.exp2(b_gate * -LOG2_E))
+            tl.store(p_out + o_out + o_d, b_out.to(tl.bfloat16))
+
+
+def flash_tile(heads: AttentionHeads) -> FlashTile:
+    """The tile of a head layout on this device; frozen, so that a token's bits are the same in every step."""
+    pair = 2 if heads.n_q // heads.n_kv % 2 == 0 else 1
+    capability = (9, 0) if INTERPRETED else torch.cuda.get_device_capability()
+    if torch.version.hip is not None or capability < (9, 0):
+        return FlashTile(heads=1, num_warps=4, num_stages=1)  # less shared memory
+    if SPECIALISED and pair == 2 and heads.dim >= 128 and capability[0] == 9:
+        return FlashTile(heads=2, num_warps=4, num_stages=2, specialised=True)
+    return FlashTile(heads=pair, num_warps=4 * pair, num_stages=2)
+
+
+def _check(ok: bool, text: str) -> None:
+    if not ok:
+        raise ValueError(f"attention_prefill: {text}")
+
+
+def prepare(
+    proj: Tensor,
+    heads: AttentionHeads,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    *,
+    blocks: Blocks,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
+    query: Tensor,
+    levers: Levers,
+) -> None:
+    """Norms and rotates q and k; writes q to `query` and k and v to their pages. Arguments as in `attention_prefill`.
+
+    query is written as [blocks, nq, 64, d]: a tile of the flash kernel is one run of memory. Rows of padding are zero there, and
+    in v's part of the page; nothing else of padding is written, and nothing at all of a block not in use.
+    """
+    n_blocks, half = blocks.n.shape[0], cos.shape[1]
+    launch(
+        _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
+        cos, sin, cos.stride(0), query, pages, pages.stride(0),
+        NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, HALF_P2=next_power_of_2(half), num_warps=PREPARE_WARPS, pdl=levers.pdl,
+    )  # fmt: skip
+
+
+def flash(
+    proj: Tensor,
+    heads: AttentionHeads,
+    *,
+    blocks: Blocks,
+    page_table: Tensor,
+    pages: Tensor,
+    query: Tensor,
+    out: Tensor,
+    tile: FlashTile,
+) -> None:
+    """out = bfloat16(softmax(q k^T d^-0.5) v * sigmoid(gate)), causal, after `prepare`. Arguments as in `attention_prefill`.
+
+    Not started early (no PDL): a step that divides its warps cannot wait in all of them.
+    """
+    n_blocks, d = blocks.n.shape[0], heads.dim
+    rows_page = pages.stride(0) // d
+    queries = TensorDescriptor(query, [query.numel() // d, d], [d, 1], [BLOCK * tile.heads, d])
+    rows = (pages.shape[0] - 1) * rows_page + 2 * heads.n_kv * BLOCK
+    tiles = TensorDescriptor(pages, [rows, d], [d, 1], [BLOCK, d])
+    n_outer = heads.n_kv if tile.kv_outer else 1
+    grid = (heads.n_q // tile.heads // n_outer, n_blocks, n_outer)
+    args = (
+        queries, tiles, proj, out, blocks.n, blocks.position, blocks.place, page_table, page_table.stride(0), rows_page,
+        d**-0.5 * LOG2_E.value,
+    )  # fmt: skip
+    meta: dict[str, Any] = {
+        "NQ": heads.n_q, "NK": heads.n_kv, "D": d, "HEADS": tile.heads, "SPECIALISED": tile.specialised,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+    if tile.specialised and not INTERPRETED:
+        # Triton 3.6 gives half of the query tile to each computing group and copies it in two, but leaves the size of the
+        # whole tile in the descriptor it fills at launch
+        compiled = _flash_kernel.warmup(*args, grid=grid, **meta)
+        compiled.metadata.tensordesc_meta[0]["block_size"][0] = BLOCK
+    launch(_flash_kernel, grid, *args, **meta)
+
+
+def attention_prefill(
+    proj: Tensor,
+    heads: AttentionHeads,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    *,
+    blocks: Blocks,
+    page_table: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
+    query: Tensor,
+    out: Tensor,
+    levers: Levers,
+) -> None:
+    """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes theirs. Two launches.
+
+    proj: bfloat16 [T, 2 (nq + nk) d], T = 64 blocks, a row q heads | gates | k heads | v heads; q_norm, k_norm: float32 [d],
+    zero-centred; page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2], the first `rotary` dims rotate in
+    pairs (i, i + rotary/2); pages: bfloat16 [n, 2, nk, 64, d], this layer's part with any page stride (keys, then values);
+    query: bfloat16, T nq d elements of workspace; out: bfloat16 [T, nq d].
+    out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk); scores, softmax and sums are float32,
+    q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's unused rows out is finite and means nothing;
+    blocks not in use are left as they are. v's rows of padding in the block's own page become zero.
+    Leaves out: sliding windows, biases, soft caps. Raises ValueError for shapes and types it does not serve.
+    """
+    d, n_tokens = heads.dim, BLOCK * blocks.n.shape[0]
+    rotary = 2 * cos.shape[1]
+    _check(d >= 32 and d == next_power_of_2(d) and d <= 256, f"head_dim 32, 64, 128 or 256, found {d}")
+    _check(heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
+    _check(
+        rotary <= d and sin.shape == cos.shape and sin.stride() == cos.stride(),
+        f"at most {d} rotary dims, found {rotary}",
+    )
+    _check(
+        proj.shape == (n_tokens, heads.row) and proj.is_contiguous(),
+        f"contiguous proj [{n_tokens}, {heads.row}]",
+    )
+    _check(
+        out.shape == (n_tokens, heads.n_q * d) and out.is_contiguous(), f"contiguous out [{n_tokens}, nq d]"
+    )
+    _check(query.numel() == n_tokens * heads.n_q * d and query.is_contiguous(), "query of T nq d elements")
+    _check(
+        {proj.dtype, out.dtype, query.dtype, pages.dtype} == {torch.bfloat16},
+        "bfloat16 proj, query, pages and out",
+    )
+    _check(
+        pages.shape[1:] == (2, heads.n_kv, BLOCK, d) and pages[0].is_contiguous(), "pages [n, 2, nk, 64, d]"
+    )
+    _check(
+        pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // d < 2**31,
+        "page stride in rows of int32",
+    )
+    prepare(
+        proj, heads, q_norm, k_norm, eps,
+        blocks=blocks, cos=cos, sin=sin, pages=pages, query=query, levers=levers,
+    )  # fmt: skip
+    flash(
+        proj, heads,
+        blocks=blocks, page_table=page_table, pages=pages, query=query, out=out, tile=flash_tile(heads),
+    )  # fmt: skip

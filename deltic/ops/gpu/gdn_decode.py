@@ -1,0 +1,294 @@
+"""gdn_decode: the gated DeltaNet mixer of a decode step, between its two projections.
+
+    u_t = SiLU(conv4(bf16(q|k|v)))            q, k l2-normalised per head, q scaled by dk^-1/2
+    beta = sigmoid(b), alpha = exp(-exp(A_log) softplus(a + dt_bias))
+    e_t = beta (v_t - alpha S^T k_t);  S = alpha S + k_t e_t^T;  o_t = S^T q_t
+    out = bf16(w * rms(o) * SiLU(z))
+
+Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), eq. 10, with the prediction read from the decayed state.
+
+A program owns one head of one row, with the state in registers: it is read and written once, in place. What the kernel in front
+does not write (state, window of the convolution, weights) is fetched before the wait of programmatic dependent launch.
+
+Two rearrangements shorten the way from the projections to the output; both are exact in real numbers:
+the norms of q and k are scalars applied after the products with the state, and
+o = S^T q = alpha S_old^T q + (k.q) e, so that both products read the old state and run side by side.
+
+Purity: a program sees one row. Tile, layout and number of warps, and with them the order of every sum, follow from the widths of a
+head only. Nor may the number of rows change what the compiler makes of the kernel, for the layout of a load is that of the sums
+behind it: the number is not specialised, and pointers must be aligned.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltic.ops.gdn import MAX_DIM, GdnHeads, GdnWeights
+from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.table import check
+
+EARLY_ROWS = 16
+"""Up to so many rows the next kernel may start as soon as all our programs have; with more it would take room from them."""
+
+
+class _Layout(NamedTuple):
+    """How a head lies in the threads of its program; all of it touches the order of sums.
+
+    part: key columns that lie side by side in a warp; the dk / part parts of a row lie in the same thread. More parts: fewer
+    shuffles, more registers for q and k. rows: value rows that are in registers at a time.
+    """
+
+    part: int
+    rows: int
+    num_warps: int
+
+
+def _layout(heads: GdnHeads) -> _Layout:
+    """Frozen. 64 floats of the state a thread for 128 x 128: two programs fit a multiprocessor of Hopper."""
+    dk, dv = next_power_of_2(heads.k_dim), next_power_of_2(heads.v_dim)
+    rows = min(dv, 128 * 128 // dk)
+    return _Layout(part=min(32, dk), rows=rows, num_warps=max(1, min(8, dk * rows // 2048)))
+
+
+@triton.jit
+def _silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _once(x):
+    """x [A] or [A, B], computed by one thread an element. Without a sum (of one term), the compiler would compute x again in
+    every thread that reads it, from memory on, rather than pass it through shared memory."""
+    if len(x.shape) == 1:
+        return tl.sum(x[None, :], 0)
+    else:
+        return tl.sum(x[:, None, :], 1)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), to a few ulp also where it is small; a logarithm near 1 alone would be right to 1e-7 only."""
+    small = tl.exp(tl.minimum(x, 20.0))
+    series = small * (1.0 - small * (0.5 - small * (0.33333334 - small * 0.25)))
+    return tl.where(x > 20.0, x, tl.where(small < 0.03, series, tl.log(1.0 + small)))
+
+
+@triton.jit
+def _window(p_columns, p_conv, o_channel, mask, position, N_CHANNELS: tl.constexpr):
+    """The part of the convolution that reads the ring: its taps for positions p-3, p-2, p-1; zeros before position 0."""
+    total = tl.zeros(o_channel.shape, tl.float32)
+    for i_tap in tl.static_range(3):
+        row = (position + (i_tap + 1)) % 4  # = (position - (3 - tap)) mod 4
+        seen = mask & (position >= 3 - i_tap)
+        b_x = tl.load(p_columns + row * N_CHANNELS + o_channel, mask=seen, other=0.0).to(tl.float32)
+        b_w = tl.load(p_conv + i_tap * N_CHANNELS + o_channel, mask=mask, other=0.0)
+        total = tl.fma(b_x, b_w, total)
+    return total
+
+
+@triton.jit
+def _projection(p_proj, o_column, mask, partial_stride, SPLITS: tl.constexpr):
+    """Columns of the row's projection: its partial sums, added in the order of the split."""
+    total = tl.load(p_proj + o_column, mask=mask, other=0.0)
+    for i_split in tl.static_range(1, SPLITS):
+        total += tl.load(p_proj + i_split * partial_stride + o_column, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _gdn_decode_kernel(
+    p_proj, n_rows, p_row_slot, p_row_position, p_columns, column_stride, p_states, state_stride,
+    p_conv, p_a_log, p_dt_bias, p_norm, p_out, eps,
+    SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_head = tl.program_id(0)
+    i_row = tl.program_id(1)
+    N_CHANNELS: tl.constexpr = 2 * N_K * DK + N_V * DV
+    N_COLUMNS: tl.constexpr = N_CHANNELS + N_V * DV + 2 * N_V
+    GROUP: tl.constexpr = N_V // N_K
+
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(p_row_slot + i_row)
+    position = tl.load(p_row_position + i_row)
+    if slot < 0:
+        if PDL:  # who ends without waiting would let the next kernel run before the one in front has ended
+            tl.extra.cuda.gdc_wait()
+        return
+    old = position > 0
+
+    # three dimensions, so that a row's parts lie in the registers of one thread and PART columns side by side in PART / 4 lanes
+    o_key = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]  # [PARTS, PART]
+    m_key = o_key < DK
+    o_value = tl.arange(0, ROWS)  # [ROWS]
+    m_value = o_value < DV
+    p_state = p_states + slot.to(tl.int64) * state_stride + i_head * (DV * DK)
+    o_state = o_value[:, None, None] * DK + o_key[None, :, :]  # [ROWS, PARTS, PART]
+    m_state = m_value[:, None, None] & m_key[None, :, :]
+    b_state = tl.load(p_state + o_state, mask=m_state & old, other=0.0)
+
+    p_ring = p_columns + slot.to(tl.int64) * column_stride
+    o_q = (i_head // GROUP) * DK + o_key
+    o_k = N_K * DK + o_q
+    o_v = 2 * N_K * DK + i_head * DV + o_value
+    b_q = _window(p_ring, p_conv, o_q, m_key, position, N_CHANNELS)
+    b_k = _window(p_ring, p_conv, o_k, m_key, position, N_CHANNELS)
+    b_v = _window(p_ring, p_conv, o_v, m_value, position, N_CHANNELS)
+    b_wq = tl.load(p_conv + 3 * N_CHANNELS + o_q, mask=m_key, other=0.0)
+    b_wk = tl.load(p_conv + 3 * N_CHANNELS + o_k, mask=m_key, other=0.0)
+    b_wv = tl.load(p_conv + 3 * N_CHANNELS + o_v, mask=m_value, other=0.0)
+    rate = -tl.exp(tl.load(p_a_log + i_head))
+    dt_bias = tl.load(p_dt_bias + i_head)
+    o_out = tl.arange(0, TILES * ROWS)
+    m_out = o_out < DV
+    b_norm = tl.load(p_norm + o_out, mask=m_out, other=0.0)
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+
+    p_row = p_proj + i_row.to(tl.int64) * N_COLUMNS
+    partial_stride = n_rows.to(tl.int64) * N_COLUMNS
+    b = _projection(p_row, N_CHANNELS + N_V * DV + i_head, True, partial_stride, SPLITS)
+    a = _projection(p_row, N_CHANNELS + N_V * DV + N_V + i_head, True, partial_stride, SPLITS)
+    b_xq = _projection(p_row, o_q, m_key, partial_stride, SPLITS).to(tl.bfloat16)
+    b_xk = _projection(p_row, o_k, m_key, partial_stride, SPLITS).to(tl.bfloat16)
+    b_xv = _projection(p_row, o_v, m_value, partial_stride, SPLITS).to(tl.bfloat16)
+    b_z = _projection(p_row, N_CHANNELS + i_head * DV + o_out, m_out, partial_stride, SPLITS)
+
+    # the first value head of a key head keeps the inputs of q and k; nobody reads this row of the ring in this step
+    p_now = p_ring + (position % 4) * N_CHANNELS
+    first = i_head % GROUP == 0
+    tl.store(p_now + o_q, b_xq, mask=m_key & first)
+    tl.store(p_now + o_k, b_xk, mask=m_key & first)
+    tl.store(p_now + o_v, b_xv, mask=m_value)
+
+    b_q = _once(_silu(tl.fma(b_xq.to(tl.float32), b_wq, b_q)))
+    b_k = _once(_silu(tl.fma(b_xk.to(tl.float32), b_wk, b_k)))
+    b_v = _once(_silu(tl.fma(b_xv.to(tl.float32), b_wv, b_v)))
+    beta = tl.sigmoid(b)
+    alpha = tl.exp(rate * _softplus(a + dt_bias))
+    # as wide as the state, so that these sums too are taken in its layout: within a warp, no exchange between warps
+    b_q3 = tl.broadcast_to(b_q[None, :, :], b_state.shape)
+    b_k3 = tl.broadcast_to(b_k[None, :, :], b_state.shape)
+    q_norm = tl.rsqrt(tl.sum(tl.sum(b_q3 * b_q3, 1), 1) + 1e-6) * SCALE  # [ROWS], all the same
+    k_norm = tl.rsqrt(tl.sum(tl.sum(b_k3 * b_k3, 1), 1) + 1e-6)
+    kq = tl.sum(tl.sum(b_k3 * b_q3, 1), 1)
+    b_outs = tl.zeros([TILES, ROWS], tl.float32)
+    for i_tile in tl.static_range(TILES):
+        if i_tile > 0:
+            m_value = i_tile * ROWS + o_value < DV
+            m_state = m_value[:, None, None] & m_key[None, :, :]
+            p_state += ROWS * DK
+            o_v += ROWS
+            b_state = tl.load(p_state + o_state, mask=m_state & old, other=0.0)
+            b_v = _window(p_ring, p_conv, o_v, m_value, position, N_CHANNELS)
+            b_xv = _projection(p_row, o_v, m_value, partial_stride, SPLITS).to(tl.bfloat16)
+            b_wv = tl.load(p_conv + 3 * N_CHANNELS + o_v, mask=m_value, other=0.0)
+            tl.store(p_now + o_v, b_xv, mask=m_value)
+            b_v = _once(_silu(tl.fma(b_xv.to(tl.float32), b_wv, b_v)))
+        b_sk = tl.sum(tl.sum(b_state * b_k3, 1), 1)  # [ROWS]
+        b_sq = tl.sum(tl.sum(b_state * b_q3, 1), 1)
+        b_error = beta * k_norm * (b_v - alpha * k_norm * b_sk)
+        b_state = tl.fma(b_k3, b_error[:, None, None], alpha * b_state)
+        tl.store(p_state + o_state, b_state, mask=m_state)
+        b_out = q_norm * tl.fma(b_error, kq, alpha * b_sq)
+        if TILES == 1:
+            b_outs = b_out
+        else:
+            b_outs = tl.where(tl.arange(0, TILES)[:, None] == i_tile, b_out[None, :], b_outs)
+
+    b_out = tl.reshape(b_outs, [TILES * ROWS])  # padding rows are 0: their v is
+    b_out *= tl.rsqrt(tl.sum(b_out * b_out, 0) / DV + eps)
+    p_to = p_out + i_row.to(tl.int64) * (N_V * DV) + i_head * DV
+    tl.store(p_to + o_out, (b_norm * b_out * _silu(b_z)).to(tl.bfloat16), mask=m_out)
+
+
+def gdn_decode(
+    proj: Tensor,
+    heads: GdnHeads,
+    weights: GdnWeights,
+    eps: float,
+    *,
+    row_slot: Tensor,
+    row_position: Tensor,
+    columns: Tensor,
+    states: Tensor,
+    out: Tensor,
+    levers: Levers,
+) -> None:
+    """One token of every row: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out bfloat16 [N, Hv dv].
+
+    row_slot, row_position: int32 [N], the state slot (-1: the row is not in use, nothing of it is read or written) and the number
+    of tokens before this one; at position 0 the state and the window count as zeros, whatever the slot holds. No two rows in use
+    share a slot. columns: bfloat16 [slots, 4, C], the ring of raw inputs, position p in row p % 4; states: float32
+    [slots, Hv, dv, dk]; both may be views of one layer, with any slot stride, and are advanced in place. weights.conv: float32
+    [4, C], tap 3 for the current token; a_log, dt_bias float32 [Hv]; norm float32 [dv].
+
+    Everything but proj is read before the kernel in front has ended: it must have been written by kernels before that one.
+    Raises KernelError if a shape, a dtype or an alignment does not fit.
+    Left out: rows of several tokens, and states that are read from one slot and written to another.
+    """
+    n_splits, n_rows, _ = proj.shape
+    dk, dv = heads.k_dim, heads.v_dim
+    _check(proj, heads, weights, row_slot, row_position, columns, states, out)
+    layout = _layout(heads)
+    parts, tiles = next_power_of_2(dk) // layout.part, next_power_of_2(dv) // layout.rows
+    launch(
+        _gdn_decode_kernel, (heads.n_v, n_rows),
+        proj, n_rows, row_slot, row_position, columns, columns.stride(0), states, states.stride(0),
+        weights.conv, weights.a_log, weights.dt_bias, weights.norm, out, eps,
+        SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, SCALE=dk**-0.5,
+        PARTS=parts, PART=layout.part, TILES=tiles, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS,
+        pdl=levers.pdl, num_warps=layout.num_warps,
+    )  # fmt: skip
+
+
+def _check(
+    proj: Tensor,
+    heads: GdnHeads,
+    weights: GdnWeights,
+    row_slot: Tensor,
+    row_position: Tensor,
+    columns: Tensor,
+    states: Tensor,
+    out: Tensor,
+) -> None:
+    n_rows, n_channels = proj.shape[1], heads.channels
+    n_out = heads.n_v * heads.v_dim
+    floats = (proj, states, weights.conv, weights.a_log, weights.dt_bias, weights.norm)
+    check("gdn_decode", all(x.dtype == torch.float32 for x in floats), "float32 proj, states and weights")
+    check("gdn_decode", columns.dtype == out.dtype == torch.bfloat16, "bfloat16 columns, out")
+    check("gdn_decode", row_slot.dtype == row_position.dtype == torch.int32, "int32 slots and positions")
+    check("gdn_decode", row_slot.shape == row_position.shape == (n_rows,), f"slots and positions [{n_rows}]")
+    check("gdn_decode", proj.shape[2] == n_channels + n_out + 2 * heads.n_v, "six projections in a row")
+    check("gdn_decode", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
+    check("gdn_decode", columns.shape[1:] == (4, n_channels), f"columns [slots, 4, {n_channels}]")
+    check(
+        "gdn_decode", states.shape[1:] == (heads.n_v, heads.v_dim, heads.k_dim), "states [slots, Hv, dv, dk]"
+    )
+    check("gdn_decode", out.shape == (n_rows, n_out), f"out [{n_rows}, {n_out}]")
+    check("gdn_decode", states[0].is_contiguous() and columns[0].is_contiguous(), "contiguous slots")
+    check("gdn_decode", proj.is_contiguous() and out.is_contiguous(), "contiguous proj and out")
+    check(
+        "gdn_decode",
+        heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_DIM,
+        f"dk, dv % 16 == 0 and at most {MAX_DIM}",
+    )
+    check("gdn_decode", heads.n_v % heads.n_k == 0, "value heads in equal groups")
+    # alignment decides the width of loads and with it the order of sums: one alignment, one order
+    check(
+        "gdn_decode",
+        all(x.data_ptr() % 16 == 0 for x in (proj, states, columns, weights.conv, weights.norm, out)),
+        "buffers at multiples of 16 bytes",
+    )

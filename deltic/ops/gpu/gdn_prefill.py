@@ -1,0 +1,257 @@
+"""gdn_prefill: the gated DeltaNet mixer between its two projections, for blocks of 64 tokens, on matrix units.
+
+The chunked form of `deltic.reference.layers.chunk_gdn` (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464), a chunk being a block, in
+four kernels:
+
+1. keys:   causal convolution, SiLU, l2-norm of q and k; one program for each block and head, and one for a block's gates.
+2. solve:  convolution and SiLU of v, A = strict_lower(beta K K^T D), T = (I + A)^-1, U = T beta V and W = T beta e^G K; one for
+           each block and value head.
+3. scan:   V' = U - W S and S <- e^{G_last} S + V'^T (e^{G_last - G} K), block after block, S in float32 registers; one for each
+           segment, value head and tile of value rows. The rows of S are independent: S is [dv, dk], as in memory.
+4. output: O = e^G Q S^T + (Q K^T D) V', gated RMSNorm; also the columns of the final and snapshot slots, which only now nobody reads.
+
+Operands of matrix products are bfloat16 (K, V, U, W, V', T, S are rounded once each), sums float32. A itself and what inverts it are
+float32 and multiplied as float16: against exact products that changes U and W by less than the rounding of T does, where bfloat16
+at this place is several times worse with keys that are alike. S is never rounded on its own way.
+
+Purity: a value depends on its block's tokens, the three before them and S before the block. Shapes of tiles, warps and the order of
+every sum are constants of the model, so neither the number of blocks nor where a segment starts can change a bit; S in registers
+is what a store and a load in float32 would give. Tokens behind the end of a block are finite, with beta = 0 and no decay: their
+rows of U, W and V' are exact zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from deltic.ops.gdn import GdnHeads, GdnWeights
+from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.gdn_prefill_kernels import gdn_keys, gdn_output, gdn_scan, gdn_solve
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+
+_SCAN_ROWS = 32
+"""Rows of S in one program. The scan of one sequence is a chain: small programs take less time for a block, and there are more."""
+
+
+@dataclass(frozen=True)
+class GdnScratch:
+    """What one layer hands from kernel to kernel; the same buffers serve every layer. DK, DV: dk, dv padded to a power of 2.
+
+    B blocks. bfloat16, but for the last four.
+    """
+
+    qk: Tensor  # [B, 2 Hk, 64, DK] q normalised and scaled, k normalised
+    w: Tensor  # [B, Hv, 64, DK]
+    u: Tensor  # [B, Hv, DV, 64] U transposed; the scan replaces it by V' transposed
+    state: Tensor  # [B, Hv, DV, DK] S before each block
+    decay: Tensor  # [B, Hv, 64] float32: G, the running sum of the decay's logarithm to base 2 in the block
+    fade: Tensor  # [B, Hv, 64] float32: 2^(G_last - G), for the scan, whose every instruction is waited for
+    beta: Tensor  # [B, Hv, 64] float32
+    reach: Tensor  # [B, Hv, 64] float32: beta 2^G
+
+
+def gdn_scratch(
+    heads: GdnHeads, n_blocks: int, allocate: Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+) -> GdnScratch:
+    """Workspaces for n_blocks blocks; allocate(name, shape, dtype) makes each of them, contiguous; nothing needs to be in them."""
+    n_k, n_v, bf16 = heads.n_k, heads.n_v, torch.bfloat16
+    k_pad, v_pad = _padded(heads.k_dim), _padded(heads.v_dim)
+    return GdnScratch(
+        qk=allocate("gdn q k", (n_blocks, 2 * n_k, BLOCK, k_pad), bf16),
+        w=allocate("gdn w", (n_blocks, n_v, BLOCK, k_pad), bf16),
+        u=allocate("gdn u", (n_blocks, n_v, v_pad, BLOCK), bf16),
+        state=allocate("gdn state", (n_blocks, n_v, v_pad, k_pad), bf16),
+        decay=allocate("gdn decay", (n_blocks, n_v, BLOCK), torch.float32),
+        fade=allocate("gdn fade", (n_blocks, n_v, BLOCK), torch.float32),
+        beta=allocate("gdn beta", (n_blocks, n_v, BLOCK), torch.float32),
+        reach=allocate("gdn reach", (n_blocks, n_v, BLOCK), torch.float32),
+    )
+
+
+def gdn_prefill(
+    proj: Tensor,
+    heads: GdnHeads,
+    weights: GdnWeights,
+    eps: float,
+    *,
+    blocks: Blocks,
+    columns: Tensor,
+    states: Tensor,
+    scratch: GdnScratch,
+    out: Tensor,
+    levers: Levers,
+    chunk: int | None = None,
+) -> None:
+    """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from slot to slot.
+
+    columns: bfloat16 [slots, 4, C], the raw q|k|v of position p in row p % 4; states: float32 [slots, Hv, dv, dk]; both with any
+    slot stride. scratch is for at least B blocks. Rows of out behind the end of a block, and of blocks not in use, become 0.
+    A snapshot is taken at the end of its block, in full float32.
+
+    chunk: after how many blocks the next kernels start on what the scan has left, beside its going on (on a second stream);
+    0: one after another; None: default_chunk(B). Bits are the same.
+
+    dk, dv: multiples of 16, at most 128; Hv a multiple of Hk. Raises ValueError where shapes do not fit.
+    What blocks says changes from step to step and is not checked.
+    """
+    n_blocks, n_segments = len(blocks.n), len(blocks.slot)
+    n_k, n_v, k_dim, v_dim, n_channels = heads.n_k, heads.n_v, heads.k_dim, heads.v_dim, heads.channels
+    _check(proj, heads, weights, blocks, columns, states, scratch, out)
+    k_pad, v_pad = _padded(k_dim), _padded(v_dim)
+    rows = min(_SCAN_ROWS, v_pad)
+    sizes = dict(HK=n_k, HV=n_v, DK=k_dim, DV=v_dim, C=n_channels, BK=k_pad, BV=v_pad)
+    source = (proj, proj.stride(0), weights.conv, columns, columns.stride(0))
+    where = (blocks.n, blocks.position, blocks.block_segment, blocks.segment_begin, blocks.start_slot)
+    pdl = levers.pdl
+    gates = (scratch.decay, scratch.fade, scratch.beta, scratch.reach)
+    launch(
+        gdn_keys, (2 * n_k + 1, n_blocks), *source, *where, weights.a_log, weights.dt_bias, scratch.qk, *gates,
+        **sizes, HEADS=next_power_of_2(n_v), SCALE=k_dim**-0.5, pdl=pdl, num_warps=8, num_stages=1, **_limit(64),
+    )  # fmt: skip
+    chunk = default_chunk(n_blocks) if chunk is None else chunk
+    lanes = _Lanes(proj.device, 0 < chunk < n_blocks)
+    pdl = pdl and not lanes.apart  # a kernel that waits for one of another stream waits for its end
+    size = chunk if lanes.apart else n_blocks
+    chunks = [(begin, min(begin + size, n_blocks)) for begin in range(0, n_blocks, size)]
+
+    def solve(begin: int, end: int) -> None:
+        launch(
+            gdn_solve, (n_v, end - begin), begin, *source, *where,
+            scratch.qk, scratch.decay, scratch.beta, scratch.reach, scratch.w, scratch.u,
+            **sizes, pdl=pdl, num_warps=4, num_stages=1, **_limit(128),
+        )  # fmt: skip
+
+    def scan(begin: int, end: int) -> None:
+        launch(
+            gdn_scan, (n_v * (v_pad // rows), n_segments),
+            blocks.position, blocks.snapshot, blocks.segment_begin, blocks.start_slot, blocks.slot, begin, end,
+            scratch.qk, scratch.w, scratch.u, scratch.u, scratch.decay, scratch.fade, scratch.state,
+            states, states.stride(0),
+            **sizes, ROWS=rows, pdl=pdl, num_warps=4, num_stages=_scan_stages(rows, k_pad),
+        )  # fmt: skip
+
+    def output(begin: int, end: int) -> None:
+        launch(
+            gdn_output, (n_v, end - begin), begin, proj, proj.stride(0), columns, columns.stride(0),
+            *where, blocks.snapshot, blocks.slot, scratch.qk, scratch.u, scratch.decay, scratch.state,
+            weights.norm, eps, out, out.stride(0),
+            **sizes, pdl=pdl, num_warps=8, num_stages=2,
+        )  # fmt: skip
+
+    solve(*chunks[0])
+    lanes.mark()
+    for bounds, following in zip(chunks, [*chunks[1:], None], strict=True):
+        with lanes.beside():
+            scan(*bounds)
+        if following is not None:
+            solve(*following)
+            lanes.mark()
+        lanes.join()
+        output(*bounds)
+
+
+def default_chunk(n_blocks: int) -> int:
+    """Blocks of a chunk, 0 for one chunk of all. Half of many: measured 10 to 15 % of one long prompt, against 7 % of 16 short ones."""
+    return 0 if INTERPRETED or n_blocks < 32 else (n_blocks + 1) // 2
+
+
+class _Lanes:
+    """Two streams: the scan of a chunk beside the solving of the next one, and beside the output of the one before.
+
+    The scan of few segments keeps few multiprocessors busy, and its time is that of its longest chain. It has priority: its
+    programs are large, and would else wait until others have left a whole multiprocessor. No bit depends on this.
+    """
+
+    streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+
+    def __init__(self, device: torch.device, apart: bool) -> None:
+        self.apart = apart
+        self.main: torch.cuda.Stream | None = None
+        if apart and device.type == "cuda":
+            if device not in self.streams:
+                self.streams[device] = torch.cuda.Stream(device, priority=-1)
+            self.side = self.streams[device]
+            self.main = torch.cuda.current_stream(device)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Kernels started here run after those before and beside those that follow, until `join`."""
+        if self.main is None:
+            yield
+            return
+        self.side.wait_event(self.ready)
+        with torch.cuda.stream(self.side):
+            yield
+        self.end = self.side.record_event()
+
+    def mark(self) -> None:
+        """The next kernels beside wait for those so far."""
+        if self.main is not None:
+            self.ready = self.main.record_event()
+
+    def join(self) -> None:
+        """What follows runs after the last kernels beside."""
+        if self.main is not None:
+            self.main.wait_event(self.end)
+
+
+def _limit(registers: int) -> dict[str, int]:
+    """Registers of a thread, so that four programs fit into a multiprocessor."""
+    return {"maxnreg": registers} if torch.version.hip is None else {}
+
+
+def _padded(dim: int) -> int:
+    """The width of a tile: a power of 2, and no less than a matrix instruction takes."""
+    return max(16, next_power_of_2(dim))
+
+
+def _scan_stages(rows: int, k_pad: int) -> int:
+    """Blocks whose operands are on their way while one is computed, at most 3: what shared memory holds."""
+    if INTERPRETED:
+        return 1
+    device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    a_block = 2 * BLOCK * (2 * k_pad + rows)  # W, K and U
+    return max(1, min(3, (int(device.shared_memory_per_block_optin) - 4 * rows * k_pad) // a_block))
+
+
+def _check(
+    proj: Tensor,
+    heads: GdnHeads,
+    weights: GdnWeights,
+    blocks: Blocks,
+    columns: Tensor,
+    states: Tensor,
+    scratch: GdnScratch,
+    out: Tensor,
+) -> None:
+    n_blocks, n_channels, n_v = len(blocks.n), heads.channels, heads.n_v
+    v_size = n_v * heads.v_dim
+    k_dim, v_dim = heads.k_dim, heads.v_dim
+    conditions = {
+        "dk, dv % 16 == 0 and at most 128": k_dim % 16 == v_dim % 16 == 0 and max(k_dim, v_dim) <= 128,
+        "Hv % Hk == 0": n_v % heads.n_k == 0,
+        "proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv]": proj.dtype == torch.bfloat16
+        and proj.shape[0] == BLOCK * n_blocks
+        and proj.shape[1] >= n_channels + v_size + 2 * n_v
+        and proj.stride(1) == 1,
+        "out bfloat16 [64 B, Hv dv]": out.dtype == torch.bfloat16
+        and out.shape == (BLOCK * n_blocks, v_size)
+        and out.stride(1) == 1,
+        "conv float32 [4, C]": weights.conv.shape == (4, n_channels) and weights.conv.dtype == torch.float32,
+        "columns bfloat16 [slots, 4, C]": columns.dtype == torch.bfloat16
+        and columns.shape[1:] == (4, n_channels)
+        and columns[0].is_contiguous(),
+        "states float32 [slots, Hv, dv, dk]": states.dtype == torch.float32
+        and states.shape[1:] == (n_v, v_dim, k_dim)
+        and states[0].is_contiguous(),
+        "scratch for as many blocks": len(scratch.qk) >= n_blocks,
+    }
+    for text, holds in conditions.items():
+        if not holds:
+            raise ValueError(f"gdn_prefill: {text}")

@@ -1,0 +1,132 @@
+"""Launching the GPU kernels: levers, programmatic dependent launch, and the count of launches.
+
+Every kernel of a step is started through `launch` (Triton) or `matmul` (the vendor's library), so that what a recorded
+step contains can be counted and asserted. With `TRITON_INTERPRET=1` the same kernels run on the CPU: slow, and for tests.
+
+Programmatic dependent launch (PDL, Hopper and later): a kernel may be started before the one in front of it has ended. Each of
+our kernels that takes part (a constexpr argument PDL) calls `gdc_wait`, which returns when the kernel in front has ended and its
+writes are seen. Where it pays, it lets the next one start before that, first of all. This is safe: the kernel in front ended after
+its own wait, so everything before it has ended, too. Before its wait a kernel may read only what no other of the same step writes:
+weights, what earlier steps left (a recorded step starts when the one before has ended), and the row arrays of `begin_decode`,
+which does not let the next one start early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, on the CPU; decided when Triton is imported."""
+
+
+@dataclass(frozen=True)
+class Levers:
+    """Every optimisation that can be switched off for a measurement; the defaults are what is served.
+
+    Read where a step is recorded, never inside a kernel's arithmetic: none changes what is computed, and `exact` says which
+    leave every bit as it is.
+    """
+
+    graphs: bool = dataclasses.field(default=True, metadata={"text": "replay recorded steps", "exact": True})
+    run_ahead: bool = dataclasses.field(
+        default=True, metadata={"text": "start the next decode before the last one was read", "exact": True}
+    )
+    pdl: bool = dataclasses.field(
+        default=True, metadata={"text": "start a kernel before the one in front ends", "exact": True}
+    )
+    split_k: bool = dataclasses.field(
+        default=True, metadata={"text": "narrow projections split along K", "exact": False}
+    )
+    silu_epilogue: bool = dataclasses.field(
+        default=True, metadata={"text": "SwiGLU gate inside gate_up", "exact": True}
+    )
+    in_proj: str = dataclasses.field(
+        default="one",
+        metadata={
+            "text": "DeltaNet projections as one matrix",
+            "exact": True,
+            "choices": ("one", "two", "two streams"),
+        },
+    )
+
+
+def parse_levers(settings: tuple[str, ...]) -> Levers:
+    """Levers with these changes, each NAME=VALUE: on, off, or one of the lever's choices. Raises ValueError."""
+    fields = {field.name: field for field in dataclasses.fields(Levers)}
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in fields:
+            raise ValueError(f"--lever {setting}: no such lever; there are {', '.join(fields)}")
+        choices = fields[name].metadata.get("choices", ("on", "off"))
+        if value not in choices:
+            raise ValueError(f"--lever {setting}: must be one of {', '.join(f'{name}={c}' for c in choices)}")
+        values[name] = value if "choices" in fields[name].metadata else value == "on"
+    return Levers(**values)
+
+
+class _Launches:
+    """How kernels are started."""
+
+    n = 0
+    """Started since this was last set to 0."""
+    compile_only = False
+    """Nothing is started: Triton is told of the kernels, and tensors may be on torch's "meta" device (engine/gpu_compile.py)."""
+
+
+launches = _Launches()
+
+
+def pdl_works() -> bool:
+    """Whether this device has programmatic dependent launch."""
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...] | Callable[..., Any], *args: Any, pdl: bool | None = None, **meta: Any
+) -> None:
+    """Starts a Triton kernel. pdl: None for a kernel without the constexpr argument PDL."""
+    launches.n += 1
+    if pdl is not None:
+        pdl = pdl and pdl_works()
+        meta["PDL"] = pdl
+        if pdl:
+            meta["launch_pdl"] = True
+    if INTERPRETED:
+        for option in ("num_warps", "num_stages", "launch_pdl", "maxnreg"):
+            meta.pop(option, None)
+    if launches.compile_only:
+        kernel.warmup(*args, grid=grid, **meta)
+    else:
+        kernel[grid](*args, **meta)
+
+
+def matmul(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """out[m, n] = sum_k x[m, k] w[n, k] by the vendor's library: all bfloat16, float32 sum."""
+    launches.n += 1
+    if not launches.compile_only:
+        torch.mm(x, w.t(), out=out)
+
+
+def matmul_slices(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """out[s] = x W^T over slice s of K, by the vendor's library: x bfloat16 [N, K], w bfloat16 [M, K], out float32 [S, N, M]."""
+    launches.n += 1
+    if launches.compile_only:
+        return
+    n_slices, (n, k) = out.shape[0], x.shape
+    if n_slices == 1:
+        torch.mm(x, w.t(), out_dtype=torch.float32, out=out[0])
+        return
+    slices = w.view(-1, n_slices, k // n_slices).permute(1, 2, 0)
+    torch.bmm(x.view(n, n_slices, k // n_slices).transpose(0, 1), slices, out_dtype=torch.float32, out=out)
+
+
+def next_power_of_2(n: int) -> int:
+    return int(triton.next_power_of_2(n))

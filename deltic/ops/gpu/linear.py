@@ -1,0 +1,343 @@
+"""Linears: y = x W^T. Narrow for decode (1 .. 256 rows of x), wide for prefill (a multiple of 64 rows).
+
+Narrow: the weight's rows are the M side of the tensor-core tile and the tokens its N side, padded to 16, 32, 64 or 128, so a
+single token reads the weights as fast as the memory gives them. K is walked in order in one float32 accumulator, or in S
+equal slices side by side (`k_splits`), whose sums are written apart and added in order by the reader. S follows the weight's
+shape only. Tile shapes follow the number of rows: on Hopper the bits of `wgmma` along K in order were measured equal
+over weight tiles 64 / 128, token tiles 16 .. 128 and K blocks 64 / 128, so an element has the same bits in any batch.
+
+Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a Triton kernel;
+both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
+from deltic.ops.table import check
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A configuration of the narrow kernel."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A configuration of the wide kernel."""
+
+    block_t: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def _chip() -> tuple[int, int]:
+    """SMs, and bytes of shared memory each: what the configurations fill. Nothing but speed depends on them."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return 132, 227 * 1024  # Hopper
+    chip = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return chip.multi_processor_count, getattr(chip, "shared_memory_per_block_optin", 64 * 1024)
+
+
+@triton.jit
+def silu_product(b_gate, b_up):
+    """silu(gate) * up, float32."""
+    return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+
+
+@triton.jit
+def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.constexpr):
+    """The weight rows of a tile. SwiGLU: 8 gate rows and their 8 up rows in turn, which the accumulator keeps in one thread."""
+    o_m = tl.arange(0, BLOCK_M)
+    if SWIGLU:
+        o_row = i_m * (BLOCK_M // 2) + o_m // 16 * 8 + o_m % 8
+        if not EVEN_M:
+            o_row = tl.minimum(o_row, m // 2 - 1)
+        return o_row + o_m // 8 % 2 * (m // 2)
+    o_row = i_m * BLOCK_M + o_m
+    if not EVEN_M:
+        # read twice instead of masked; not stored
+        o_row = tl.minimum(o_row, m - 1)
+    return o_row
+
+
+@triton.jit(do_not_specialize=["n"])
+def _narrow_kernel(
+    p_x, p_w, p_out, n, m, k, k_slice, out_split, out_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n_blocks = tl.cdiv(n, BLOCK_N)
+    # the token tiles of one weight tile are neighbours, so that the second finds the weights in the L2 cache
+    i_m = tl.program_id(0) // n_blocks
+    i_n = tl.program_id(0) % n_blocks
+    i_split = tl.program_id(1)
+    first_k = i_split * k_slice
+
+    o_k = tl.arange(0, BLOCK_K)
+    o_row = _tile_rows(i_m, m, BLOCK_M, SWIGLU, EVEN_M)
+    p_tile = p_w + o_row.to(tl.int64)[:, None] * k + first_k + o_k[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    b_used = o_n < n
+    b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    p_x_tile = p_x + o_n[:, None] * k + (first_k + o_k)[None, :]
+    for i_k in range(0, k_slice, BLOCK_K):
+        b_x = tl.load(p_x_tile + i_k, mask=b_used[:, None], other=0.0)
+        b_acc = tl.dot(tl.load(p_tile + i_k), tl.trans(b_x), b_acc)
+
+    if SWIGLU:
+        b_acc = tl.permute(tl.reshape(b_acc, (BLOCK_M // 16, 2, 8, BLOCK_N)), (0, 2, 3, 1))
+        b_gate, b_up = tl.split(b_acc)
+        b_out = tl.reshape(silu_product(b_gate, b_up), (BLOCK_M // 2, BLOCK_N))
+        width = m // 2
+        o_y = i_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
+    else:
+        b_out = b_acc
+        width = m
+        o_y = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    p_y = p_out + i_split.to(tl.int64) * out_split + o_n[None, :].to(tl.int64) * out_row + o_y[:, None]
+    b_mask = b_used[None, :]
+    if not EVEN_M:
+        b_mask = b_mask & (o_y < width)[:, None]
+    tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=b_mask)
+
+
+@triton.jit
+def _wide_kernel(
+    p_x, p_w, p_out, t, m, k,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # programs that run together share rows of x and of w: GROUP token tiles, then the next weight tile
+    n_t = tl.cdiv(t, BLOCK_T)
+    n_m = tl.cdiv(m, BLOCK_M)
+    i_program = tl.program_id(0)
+    i_group = i_program // (GROUP * n_m)
+    group_size = tl.minimum(n_t - i_group * GROUP, GROUP)
+    i_t = i_group * GROUP + i_program % (GROUP * n_m) % group_size
+    i_m = i_program % (GROUP * n_m) // group_size
+
+    o_t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, BLOCK_K)
+    # rows past the end are read again instead of masked, and not stored
+    p_x_row = p_x + tl.minimum(o_t, t - 1).to(tl.int64)[:, None] * k + o_k[None, :]
+    p_w_row = p_w + tl.minimum(o_m, m - 1).to(tl.int64)[:, None] * k + o_k[None, :]
+    b_acc = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
+    for i_k in range(0, k, BLOCK_K):
+        b_acc = tl.dot(tl.load(p_x_row + i_k), tl.trans(tl.load(p_w_row + i_k)), b_acc)
+    p_y = p_out + o_t.to(tl.int64)[:, None] * m + o_m[None, :]
+    tl.store(p_y, b_acc.to(p_out.dtype.element_ty), mask=(o_t < t)[:, None] & (o_m < m)[None, :])
+
+
+@triton.jit
+def _silu_mul_kernel(p_gate_up, p_out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_mask = o_col < width
+    b_gate = tl.load(p_gate_up + row * 2 * width + o_col, mask=b_mask, other=0.0).to(tl.float32)
+    b_up = tl.load(p_gate_up + row * 2 * width + width + o_col, mask=b_mask, other=0.0).to(tl.float32)
+    tl.store(p_out + row * width + o_col, silu_product(b_gate, b_up).to(tl.bfloat16), mask=b_mask)
+
+
+def k_splits(m: int, k: int, levers: Levers) -> int:
+    """Slices of K for a weight [m, k]: a power of two, until there are programs enough to fill the chip, and more of them for a
+    long K, which else leaves half of it idle at the end. A slice has 256 of K or more."""
+    tiles = -(-m // 64)
+    splits = 1
+    while levers.split_k and k % (splits * 2 * 64) == 0 and k // (splits * 2) >= 256:
+        if tiles * splits >= 100 and (k // splits <= 4096 or tiles * splits * 2 > 400):
+            break
+        splits *= 2
+    return splits
+
+
+VENDOR_ROWS = 32
+VENDOR_SLICES_ROWS = 64
+"""Rows from which the vendor's library multiplies by a whole weight, and by one that is cut along K."""
+
+
+def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
+    """Whether the vendor's library multiplies n rows by a weight [m, k], cut along K as `k_splits` says: it is faster from some
+    rows on, and does not split what was cut already, so the bits are the same (a GPU test asserts it for the models' shapes)."""
+    rows = VENDOR_ROWS if splits == 1 else VENDOR_SLICES_ROWS
+    return n >= rows and m % 8 == 0 and splits == k_splits(m, k, Levers()) and not INTERPRETED
+
+
+def narrow_config(n: int, m: int, k_slice: int, splits: int) -> Narrow:
+    """The configuration for n rows of x and a weight of m rows, walked in slices of k_slice. None changes a bit.
+
+    Few rows: small tiles, and enough bytes on their way for each SM (40 to 64 KB at least), few enough that the next
+    kernel's programs find room beside them. Many rows: the tokens' tile is read again by each program, so weight tiles
+    grow as long as every SM has one.
+    """
+    sms, shared = _chip()
+    tokens = _token_tile(n)
+    n_blocks = -(-n // tokens)
+    block_m = 128 if tokens > 32 and -(-m // 128) * splits * n_blocks >= sms - 12 else 64
+    programs = -(-m // block_m) * splits * n_blocks
+    per_sm, smallest = 2, 3 * 2 * min(64, k_slice) * (block_m + tokens)
+    # programs that all run at once, or else a last wave with enough of them to keep the memory busy
+    while (
+        programs > sms * per_sm
+        and programs % (sms * per_sm) < 100
+        and smallest <= shared // (per_sm + 1) - 2048
+    ):
+        per_sm += 1
+    wanted = (128, 64, 32) if tokens <= 32 and per_sm == 2 else (64, 32)
+    block_k = next(b for b in wanted if k_slice % b == 0)
+    # one stage of those given is being multiplied, the others are on their way
+    stages = (shared // per_sm - 2048) // (2 * block_k * (block_m + tokens))
+    stages = max(min(stages, 8, k_slice // block_k + 1), 2)
+    return Narrow(block_m, block_k, block_m // 16, stages)
+
+
+def _token_tile(n: int) -> int:
+    return min(max(next_power_of_2(n), 16), 128)
+
+
+def _narrow(
+    x: Tensor, w: Tensor, out: Tensor, splits: int, swiglu: bool, levers: Levers, config: Narrow | None
+) -> None:
+    (n, k), m = x.shape, w.shape[0]
+    tokens = _token_tile(n)
+    n_blocks = -(-n // tokens)
+    check("linear", x.dtype == w.dtype == torch.bfloat16, "bfloat16 x and w")
+    check("linear", x.is_contiguous() and w.is_contiguous(), "contiguous x and w")
+    check("linear", out.stride(-1) == 1, "an out whose last dim is contiguous")
+    check("linear", w.shape[1] == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
+    c = config or narrow_config(n, m, k // splits, splits)
+    check("linear", k // splits % c.block_k == 0, f"slices of K in whole blocks of {c.block_k}")
+    launch(
+        _narrow_kernel, (-(-m // c.block_m) * n_blocks, splits),
+        x, w, out, n, m, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2),
+        BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu,
+        pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip
+
+
+def narrow_linear(x: Tensor, w: Tensor, out: Tensor, *, levers: Levers, config: Narrow | None = None) -> None:
+    """out[s, n, m] = the sum of x[n, k] w[m, k] over slice s of K, in order of k: few rows, any M.
+
+    x: bfloat16 [N, K]; w: bfloat16 [M, K], K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose (`k_splits`), or
+    bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent of each other, bit for bit.
+    config: for measurements.
+    """
+    n, whole = x.shape[0], out.dtype == torch.bfloat16
+    check("linear", whole or out.dtype == torch.float32, "float32 or bfloat16 out")
+    check("linear", out.shape[-2:] == (n, w.shape[0]), f"out [..., {n}, {w.shape[0]}]")
+    check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
+    if not whole and config is None and vendor_pays_narrow(n, w.shape[0], w.shape[1], out.shape[0]):
+        matmul_slices(x, w, out)
+        return
+    _narrow(x, w, out, 1 if whole else out.shape[0], False, levers, config)
+
+
+def narrow_swiglu(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    *,
+    levers: Levers,
+    gate_up: Tensor | None = None,
+    config: Narrow | None = None,
+) -> None:
+    """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T.
+
+    x: bfloat16 [N, K]; w: bfloat16 [2F, K], gate rows first; out: bfloat16 [N, F]. With the lever silu_epilogue off:
+    narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too, where the vendor's library multiplies.
+    """
+    shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.shape[0]
+    check("linear", shaped, "bfloat16 out, half as wide as w is high")
+    if not levers.silu_epilogue or (
+        config is None and vendor_pays_narrow(x.shape[0], w.shape[0], w.shape[1], 1)
+    ):
+        check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")
+        assert gate_up is not None
+        narrow_linear(x, w, gate_up, levers=levers, config=config)
+        silu_mul(gate_up[0], out, levers=levers)
+        return
+    _narrow(x, w, out, 1, True, levers, config)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
+    """out = bfloat16(silu(gate) * up) in float32. gate_up: float32 or bfloat16 [T, 2F]; out: bfloat16 [T, F]."""
+    n, width = out.shape
+    check(
+        "silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]"
+    )
+    check("silu_mul", out.dtype == torch.bfloat16 and out.is_contiguous(), "bfloat16 out")
+    block = 1024
+    launch(
+        _silu_mul_kernel, (n, -(-width // block)), gate_up, out, width, BLOCK=block, pdl=levers.pdl, num_warps=4,
+    )  # fmt: skip
+
+
+def vendor_pays(t: int, m: int) -> bool:
+    """Whether the vendor's library multiplies [t, k] by a weight of m rows: from one full wave of its tiles on.
+
+    Below that it may split K, which changes bits, and is no faster.
+    """
+    return t >= 1024 and t * m >= _chip()[0] * 128 * 256
+
+
+def wide_config(t: int, m: int) -> Wide:
+    """The largest tile that still gives every SM one; None changes a bit."""
+    sms, shared = _chip()
+    for block_t, block_m, warps, stages in ((128, 256, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4)):
+        room = shared // (2 * 64 * (block_t + block_m))
+        if room >= 2 and -(-t // block_t) * -(-m // block_m) >= sms:
+            return Wide(block_t, block_m, warps, min(stages, room))
+    return Wide(64, 64, 4, min(5, shared // (2 * 64 * 128)))
+
+
+def wide_linear(x: Tensor, w: Tensor, out: Tensor, *, levers: Levers, config: Wide | None = None) -> None:
+    """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
+
+    x: bfloat16 [T, K], T a multiple of 64, K of 32; w: bfloat16 [M, K]; out: bfloat16 or float32 [T, M]. Rows are
+    independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. config: for measurements.
+    """
+    (t, k), m = x.shape, w.shape[0]
+    check("linear", x.dtype == w.dtype == torch.bfloat16, "bfloat16 x and w")
+    check(
+        "linear",
+        t % 64 == 0 and k % 32 == 0 and w.shape[1] == k,
+        f"whole blocks of 64 rows, K % 32 == 0, w [M, {k}]",
+    )
+    check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
+    check("linear", x.is_contiguous() and w.is_contiguous() and out.is_contiguous(), "contiguous tensors")
+    if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, m):
+        matmul(x, w, out)
+        return
+    c = config or wide_config(t, m)
+    launch(
+        _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, w, out, t, m, k,
+        BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=64 if k % 64 == 0 else 32, GROUP=8, pdl=levers.pdl,
+        num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip

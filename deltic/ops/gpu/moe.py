@@ -1,0 +1,587 @@
+"""moe, decode: the router, the routed experts and the shared expert for a few rows, as streams of the experts' weights.
+
+Three launches for one row, four for more:
+
+    router    logits = x W^T in float32: weight rows are the tall side, rows of x the narrow one, K cut in a fixed number of parts
+    (route)   softmax, the k largest, work lists. One row has no lists: each program of the next two routes it for itself
+    gate_up   for each (expert, tile of its rows): silu(gate) * up, rounded to bfloat16, one row a (row, slot)
+    down      out[slot, row] = p_slot Expert(x); out[k, row] = sigmoid(gate) Shared(x)
+
+A pair is row * k + slot. Lists of pairs are built with integer counters, so their order may differ from run to run; each row of
+a product has its own sum, so no bit depends on it. The sum of the softmax is taken over integers (see `route_rows`), so it has
+no order either. The next `add_norm` adds the k + 1 parts of `out` in order to the residual: there is no kernel that combines.
+
+What may be read before a kernel's `gdc_wait`: weights, and in `down` what the router and the route kernel wrote, because `gate_up`
+lets it start only behind its own wait, so those have ended by then. Such reads go past the L1 cache. So `down` fetches its
+weights while `gate_up` still runs. Router, route and `down` let the next kernel start at once where there are few rows (EARLY).
+
+Source: the published Qwen3-Next and Qwen3.5-MoE model code (softmax over all experts, then the k largest).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+MAX_SPLITS = 8
+FEW_ROWS = 16
+"""Up to this many rows a step waits for memory's latency more than for its bandwidth."""
+
+
+@dataclass(frozen=True)
+class MoeScratch:
+    """Workspaces of up to N rows, k slots each, E experts; a call with fewer rows uses the front of each."""
+
+    logits: Tensor  # float32 [MAX_SPLITS * N * logit_stride(E)]: partial sums of the router
+    weight: Tensor  # float32 [N * (k + 1)]: p by slot, then the gate of the shared expert
+    counters: Tensor  # int32 [E + 1]: pairs of each expert, entries; the router sets them to 0
+    entries: Tensor  # int32 [N * k]: expert + 65536 * tile: what the grouped products work through
+    lists: Tensor  # int32 [E * N]: pairs of each expert, N (of the call) apart
+    act: Tensor  # bfloat16 [N * (k + 1) * max(M, Ms)]: a row a pair, then a row a row of the shared expert
+
+
+def moe_scratch(
+    n_rows: int,
+    hidden: int,
+    n_experts: int,
+    n_per_token: int,
+    width: int,
+    shared_width: int,
+    allocate: Allocate,
+) -> MoeScratch:
+    """Workspaces for up to n_rows rows. allocate(name, size, dtype) gives a zeroed tensor."""
+    f32, i32 = torch.float32, torch.int32
+    inner = max(width, shared_width)
+    return MoeScratch(
+        logits=allocate("router logits", (MAX_SPLITS * n_rows * logit_stride(n_experts),), f32),
+        weight=allocate("router weights", (n_rows * (n_per_token + 1),), f32),
+        counters=allocate("expert counters", (n_experts + 1,), i32),
+        entries=allocate("expert entries", (n_rows * n_per_token,), i32),
+        lists=allocate("expert lists", (n_experts * n_rows,), i32),
+        act=allocate("expert activations", (n_rows * (n_per_token + 1) * inner,), torch.bfloat16),
+    )
+
+
+def logit_stride(n_experts: int) -> int:
+    """Floats from one row of logits to the next: E + 1 in whole lines of 64 bytes."""
+    return (n_experts + 16) // 16 * 16
+
+
+def router_splits(hidden: int, levers: Levers) -> int:
+    """Parts of the router's sum, added in order. A part has two K blocks at least: the compiler would fold a single
+    product and the sum of the parts (in prefill) into one, which has other bits."""
+    if levers.split_k:
+        for n in (8, 4, 2):
+            if hidden % (n * 256) == 0:
+                return n
+    return 1
+
+
+def largest_block(limit: int, *sizes: int) -> int:
+    """The largest power of two up to `limit` that divides all sizes."""
+    block = limit
+    while any(size % block for size in sizes):
+        block //= 2
+    return block
+
+
+def check_moe(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    shared_gate_up: Tensor,
+    shared_down: Tensor,
+    k: int,
+) -> tuple[int, int, int, int]:
+    """(H, E, M, Ms) of contiguous bfloat16 weights. ValueError where shapes or dtypes do not belong together."""
+    hidden, n_experts, shared = x.shape[-1], router.shape[0] - 1, shared_down.shape[1]
+    width = down.numel() // (n_experts * hidden)
+    if gate_up.numel() != 2 * width * n_experts * hidden or down.numel() != width * n_experts * hidden:
+        found = f"gate_up {list(gate_up.shape)}, down {list(down.shape)}"
+        raise ValueError(f"moe: {found}; {n_experts} experts, H {hidden}")
+    if shared_gate_up.shape != (2 * shared, hidden) or shared_down.shape != (hidden, shared):
+        found = f"{list(shared_gate_up.shape)}, {list(shared_down.shape)}"
+        raise ValueError(f"moe: shared expert {found}, H {hidden}")
+    if router.shape[1] != hidden or not 0 < k <= n_experts or n_experts > 65535:
+        raise ValueError(f"moe: router {list(router.shape)}, {k} a token, H {hidden}")
+    if hidden % 64 or width % 32 or shared % 32:
+        raise ValueError(f"moe: H {hidden} must be a multiple of 64, widths {width} and {shared} of 32")
+    for tensor in (x, router, gate_up, down, shared_gate_up, shared_down):
+        if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+            raise ValueError("moe: x and weights must be contiguous bfloat16")
+    return hidden, n_experts, width, shared
+
+
+@triton.jit
+def prefetch_l2(p_line):
+    """Asks for the lines of these addresses to be brought into L2. Hopper's assembly: only where PDL is on."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [p_line.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def dot(b_x, b_y, b_sum):
+    """b_sum + x y of bfloat16 tiles; the interpreter would multiply their bit patterns."""
+    if _INTERPRETED:
+        return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_sum, input_precision="ieee")
+    return tl.dot(b_x, b_y, b_sum)
+
+
+@triton.jit
+def fetch(p_tile, b_mask):
+    """A bfloat16 tile as int16, for `fetched`: between the two it stays in registers. (What is loaded as bfloat16 is put into
+    shared memory at once, a few registers at a time, each waiting for its data.)"""
+    if _INTERPRETED:
+        return tl.load(p_tile, mask=b_mask, other=0.0)
+    return tl.load(p_tile.to(tl.pointer_type(tl.int16), bitcast=True), mask=b_mask, other=0)
+
+
+@triton.jit
+def fetched(b_tile):
+    if _INTERPRETED:
+        return b_tile
+    return b_tile.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def order_bits(b_p, b_in):
+    """The bits of p, which are in its order since p >= 0; below 0 where not b_in. NaN counts as 0, so that an index stays one."""
+    return tl.where(b_in, tl.where(b_p >= 0.0, b_p, 0.0).to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows, list_stride,
+               E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+               SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
+               TILE: tl.constexpr, APPEND: tl.constexpr):  # fmt: skip
+    """Routes rows o_row: adds the S parts of their logits, takes the softmax over E and the SLOTS largest (on ties the lower
+    expert), and puts the pairs of the active rows into the lists of their experts.
+
+    No float is reduced in an order that a layout chooses: the softmax's sum is taken over integers, of exp(x - max) in steps
+    of 2^-40 (its error is below float32's), and the largest are found over integers too. So bits do not depend on how
+    many rows a program has. APPEND: the pair that opens a tile of TILE pairs also adds an entry.
+    """
+    o_e, o_slot = tl.arange(0, E2), tl.arange(0, SLOTS2)
+    b_in = (o_row < n_rows)[:, None] & (o_e < E)[None, :]
+    b_logits = tl.zeros([o_row.shape[0], E2], tl.float32)
+    b_gate = tl.zeros([o_row.shape[0]], tl.float32)
+    for s in tl.static_range(S):
+        o_line = (s * n_rows + o_row).to(tl.int64) * STRIDE
+        b_logits += tl.load(
+            p_logits + o_line[:, None] + o_e[None, :], mask=b_in, other=0.0, cache_modifier=".cg"
+        )
+        b_gate += tl.load(p_logits + o_line + E, mask=o_row < n_rows, other=0.0, cache_modifier=".cg")
+    b_gate = 1.0 / (1.0 + tl.exp(-b_gate))
+
+    b_max = tl.max(tl.where(b_in, b_logits, -float("inf")), 1)
+    b_exp = tl.where(b_in, tl.exp(b_logits - b_max[:, None]), 0.0)
+    b_sum = tl.sum((b_exp * 1099511627776.0).to(tl.int64), 1).to(tl.float32) * (1.0 / 1099511627776.0)
+    b_bits = order_bits(b_exp / b_sum[:, None], b_in)
+    b_id = tl.zeros([o_row.shape[0], SLOTS2], tl.int32)
+    b_weight = tl.zeros([o_row.shape[0], SLOTS2], tl.float32)
+    b_total = tl.zeros([o_row.shape[0]], tl.float32)
+    for s in tl.static_range(SLOTS):
+        b_best = tl.max(b_bits, 1)
+        b_expert = tl.min(tl.where(b_bits == b_best[:, None], o_e[None, :], E2), 1)
+        b_value = b_best.to(tl.float32, bitcast=True)
+        b_total += b_value
+        b_id = tl.where((o_slot == s)[None, :], b_expert[:, None], b_id)
+        b_weight = tl.where((o_slot == s)[None, :], b_value[:, None], b_weight)
+        b_bits = tl.where(o_e[None, :] == b_expert[:, None], -1, b_bits)
+    if NORMALISE:
+        b_weight = b_weight / b_total[:, None]
+
+    b_use = b_active[:, None] & (o_slot < SLOTS)[None, :]
+    p_row = p_weight + o_row * (SLOTS + 1)
+    b_at = tl.atomic_add(p_counters + b_id, 1, mask=b_use, sem="relaxed")  # first: it is waited for
+    tl.store(p_row[:, None] + o_slot[None, :], b_weight, mask=b_use)
+    tl.store(p_row + SLOTS, b_gate, mask=o_row < n_rows)
+    tl.store(p_lists + b_id * list_stride + b_at, o_row[:, None] * SLOTS + o_slot[None, :], mask=b_use)
+    if APPEND:
+        b_opens = b_use & (b_at % TILE == 0)
+        b_entry = tl.atomic_add(p_counters + E + tl.zeros_like(b_id), 1, mask=b_opens, sem="relaxed")
+        tl.store(p_entries + b_entry, b_id + b_at // TILE * 65536, mask=b_opens)
+
+
+@triton.jit
+def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+                SLOTS: tl.constexpr, NORMALISE: tl.constexpr):  # fmt: skip
+    """(expert, weight) of one slot of the only row, or (0, gate) of the shared expert (slot SLOTS): the bits of `route_rows`.
+
+    Experts are held in pieces of 32, which every warp has whole, so that no reduction leaves a warp.
+    """
+    LANES: tl.constexpr = 32
+    PIECES: tl.constexpr = (E2 + 31) // 32
+    o_lane = tl.arange(0, LANES)
+    expert = slot * 0
+    weight = expert.to(tl.float32)
+    if slot == SLOTS:
+        gate = 0.0
+        for s in tl.static_range(S):
+            gate += tl.load(p_logits + s * STRIDE + E, cache_modifier=".cg")
+        weight = 1.0 / (1.0 + tl.exp(-gate))
+    else:
+        logits: tl.tuple = ()
+        b_max = tl.full([LANES], -float("inf"), tl.float32)
+        for i in tl.static_range(PIECES):
+            o_e = i * LANES + o_lane
+            b_logit = tl.zeros([LANES], tl.float32)
+            for s in tl.static_range(S):
+                b_logit += tl.load(p_logits + s * STRIDE + o_e, mask=o_e < E, other=0.0, cache_modifier=".cg")
+            b_max = tl.maximum(b_max, tl.where(o_e < E, b_logit, -float("inf")))
+            logits += (b_logit,)
+        top = tl.max(b_max, 0)
+        exps: tl.tuple = ()
+        b_sum = tl.zeros([LANES], tl.int64)
+        for i in tl.static_range(PIECES):
+            b_exp = tl.where(i * LANES + o_lane < E, tl.exp(logits[i] - top), 0.0)
+            b_sum += (b_exp * 1099511627776.0).to(tl.int64)
+            exps += (b_exp,)
+        total = tl.sum(b_sum, 0).to(tl.float32) * (1.0 / 1099511627776.0)
+        bits: tl.tuple = ()
+        for i in tl.static_range(PIECES):
+            bits += (order_bits(exps[i] / total, i * LANES + o_lane < E),)
+        norm = 0.0
+        for s in tl.static_range(SLOTS):
+            b_best = bits[0]
+            for i in tl.static_range(1, PIECES):
+                b_best = tl.maximum(b_best, bits[i])
+            best = tl.max(b_best, 0)
+            b_first = tl.full([LANES], E2, tl.int32)
+            for i in tl.static_range(PIECES):
+                b_first = tl.minimum(b_first, tl.where(bits[i] == best, i * LANES + o_lane, E2))
+            first = tl.min(b_first, 0)
+            left: tl.tuple = ()
+            for i in tl.static_range(PIECES):
+                left += (tl.where(i * LANES + o_lane == first, -1, bits[i]),)
+            bits = left
+            value = best.to(tl.float32, bitcast=True)
+            norm += value
+            expert = tl.where(slot == s, first, expert)
+            weight = tl.where(slot == s, value, weight)
+        if NORMALISE:
+            weight = weight / norm
+    return expert, weight
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def router_kernel(p_x, p_w, p_logits, p_counters, n_rows,
+                  H: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                  AHEAD: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Grid (tiles of experts, S, tiles of rows). AHEAD: the first K block of the weights is fetched before the wait."""
+    i_m, i_s, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    o_expert = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_row = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = i_s * (H // S) + tl.arange(0, BLOCK_K)
+    p_w_tile = p_w + o_expert[:, None] * H + o_k[None, :]
+    p_x_tile = p_x + o_row[None, :].to(tl.int64) * H + o_k[:, None]
+    if AHEAD:
+        b_ahead = fetch(p_w_tile, o_expert[:, None] <= E)
+    if PDL:
+        if not AHEAD:
+            o_line = i_s * (H // S) + tl.arange(0, LINES) * 64
+            prefetch_l2(p_w + tl.minimum(o_expert, E)[:, None] * H + o_line[None, :])
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    if (i_m == 0) & (i_s == 0) & (i_n == 0):
+        o_e = tl.arange(0, E2)
+        tl.store(p_counters + o_e, tl.zeros_like(o_e), mask=o_e < E)
+        tl.store(p_counters + E, 0)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if AHEAD:
+        b_x = tl.load(p_x_tile, mask=o_row[None, :] < n_rows, other=0.0)
+        b_acc = dot(fetched(b_ahead), b_x, b_acc)
+    for k in range(BLOCK_K if AHEAD else 0, H // S, BLOCK_K):
+        b_w = tl.load(p_w_tile + k, mask=o_expert[:, None] <= E, other=0.0)
+        b_x = tl.load(p_x_tile + k, mask=o_row[None, :] < n_rows, other=0.0)
+        b_acc = dot(b_w, b_x, b_acc)
+    p_out = p_logits + (i_s * n_rows + o_row)[None, :] * STRIDE + o_expert[:, None]
+    tl.store(p_out, b_acc, mask=(o_expert <= E)[:, None] & (o_row < n_rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot, n_rows,
+                 E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+                 SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr, TILE: tl.constexpr,
+                 EARLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One program a row."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    o_row = tl.program_id(0) + tl.arange(0, 1)
+    b_active = tl.load(p_row_slot + o_row) >= 0
+    if PDL:
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows, n_rows,
+               E, E2, STRIDE, S, SLOTS, SLOTS2, NORMALISE, TILE, True)  # fmt: skip
+
+
+@triton.jit
+def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
+              E: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """What work item i_work is: the first n_shared are tiles of the shared expert, then come the entries.
+
+    Returns the expert, how many of BLOCK_N columns are in use (0 or less: no such item), their rows and slots (SLOTS: shared).
+    """
+    o_n = tl.arange(0, BLOCK_N)
+    is_shared = i_work < n_shared
+    n_entries = tl.load(p_counters + E, cache_modifier=".cg")
+    # read before it is known to be one, so that both reads are on their way at once
+    entry = tl.load(p_entries + (i_work - n_shared), mask=i_work >= n_shared, other=0, cache_modifier=".cg")
+    is_work = i_work - n_shared < n_entries
+    entry = tl.where(is_work, entry, 0)
+    expert = entry & 65535
+    first = tl.where(is_shared, i_work, entry >> 16) * BLOCK_N
+    n = tl.where(is_shared, n_rows, tl.load(p_counters + expert, cache_modifier=".cg")) - first
+    n = tl.where(is_work, n, 0)
+    b_pair = tl.load(
+        p_lists + expert * n_rows + first + o_n, mask=(o_n < n) & (i_work >= n_shared), other=0, cache_modifier=".cg"
+    )  # fmt: skip
+    b_row = tl.where(is_shared, first + o_n, b_pair // SLOTS)
+    b_slot = tl.where(is_shared, SLOTS, b_pair % SLOTS)
+    return expert, n, b_row, b_slot
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def gate_up_kernel(p_x, p_w, p_shared, p_logits, p_counters, p_entries, p_lists, p_row_slot, p_act, n_rows,
+                   H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+                   E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
+                   BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   ALONE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows. ALONE: one row.
+
+    Eight gate rows and eight up rows take turns in the tile: that is how one thread gets both values of a feature.
+    """
+    INNER: tl.constexpr = M if M > MS else MS
+    TILES: tl.constexpr = INNER // BLOCK_F
+    i_tile, i_work = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    n_shared = (n_rows + BLOCK_N - 1) // BLOCK_N
+    is_shared = i_work < n_shared
+    o_w = tl.arange(0, 2 * BLOCK_F)
+    o_k, o_n = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
+    width = tl.where(is_shared, MS, M)
+    o_w = i_tile * BLOCK_F + o_w // 16 * 8 + o_w % 8 + o_w // 8 % 2 * width
+    if M != MS:  # noqa: SIM102 (a constant, then a value)
+        if i_tile * BLOCK_F >= width:
+            return
+    if PDL:
+        if is_shared:
+            prefetch_l2(p_shared + o_w[:, None] * H + (tl.arange(0, LINES) * 64)[None, :])
+        gdc_wait()
+        gdc_launch_dependents()  # not earlier: `down_kernel` relies on what is behind this wait
+    if ALONE:
+        if (tl.load(p_row_slot) < 0) & (i_work > 0):
+            return
+        slot = (i_work + SLOTS) % (SLOTS + 1)  # the shared expert comes first
+        expert, _ = route_alone(p_logits, slot, E, E2, STRIDE, S, SLOTS, False)
+        n, b_row, b_slot = 1, o_n * 0, slot + o_n * 0
+    else:
+        expert, n, b_row, b_slot = work_rows(
+            p_counters, p_entries, p_lists, i_work, n_shared, n_rows, E, SLOTS, BLOCK_N
+        )
+        if n <= 0:
+            return
+    p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (2 * M * H))
+    p_w_tile = p_matrix + o_w[:, None] * H + o_k[None, :]
+    p_x_tile = p_x + b_row[None, :] * H + o_k[:, None]
+    b_acc = tl.zeros([2 * BLOCK_F, BLOCK_N], tl.float32)
+    for k in range(0, H, BLOCK_K):
+        b_w = tl.load(p_w_tile + k)
+        b_x = tl.load(p_x_tile + k, mask=(o_n < n)[None, :], other=0.0)
+        b_acc = dot(b_w, b_x, b_acc)
+    b_acc = tl.permute(tl.reshape(b_acc, [BLOCK_F // 8, 2, 8, BLOCK_N]), [0, 2, 3, 1])
+    b_gate, b_up = tl.split(b_acc)
+    b_act = tl.reshape(b_gate / (1.0 + tl.exp(-b_gate)) * b_up, [BLOCK_F, BLOCK_N])
+    b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
+    o_f = i_tile * BLOCK_F + tl.arange(0, BLOCK_F)
+    tl.store(p_act + b_line[None, :] * INNER + o_f[:, None], b_act.to(tl.bfloat16), mask=(o_n < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries, p_lists, p_row_slot, p_out, n_rows,
+                H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+                E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
+                NORMALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                ALONE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out[slot, row] = weight[row, slot] * (down act) of BLOCK_M rows of one matrix and one work item. ALONE: one row.
+
+    AHEAD: the first K block of the weights is fetched before the wait for `gate_up`, as is what the route kernels wrote.
+    """
+    INNER: tl.constexpr = M if M > MS else MS
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    i_tile, i_work = tl.program_id(0) % (H // BLOCK_M), tl.program_id(0) // (H // BLOCK_M)
+    n_shared = (n_rows + BLOCK_N - 1) // BLOCK_N
+    is_shared = i_work < n_shared
+    width = tl.where(is_shared, MS, M)
+    o_h = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_k, o_n = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
+    if ALONE:
+        if (tl.load(p_row_slot) < 0) & (i_work > 0):
+            return
+        slot = (i_work + SLOTS) % (SLOTS + 1)  # the shared expert comes first
+        expert, weight = route_alone(p_logits, slot, E, E2, STRIDE, S, SLOTS, NORMALISE)
+        n, b_row, b_slot = 1, o_n * 0, slot + o_n * 0
+        b_weight = weight + tl.zeros([BLOCK_N], tl.float32)
+    else:
+        expert, n, b_row, b_slot = work_rows(
+            p_counters, p_entries, p_lists, i_work, n_shared, n_rows, E, SLOTS, BLOCK_N
+        )
+        if n <= 0:
+            return
+        b_weight = tl.load(
+            p_weight + b_row * (SLOTS + 1) + b_slot, mask=o_n < n, other=0.0, cache_modifier=".cg"
+        )
+    b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
+    p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (M * H))
+    p_w_tile = p_matrix + o_h[:, None] * width + o_k[None, :]
+    p_x_tile = p_act + b_line[None, :] * INNER + o_k[:, None]
+    if AHEAD:
+        b_ahead = fetch(p_w_tile, (o_k < width)[None, :])
+    if PDL:
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if AHEAD:
+        b_x = tl.load(p_x_tile, mask=(o_n < n)[None, :] & (o_k < width)[:, None], other=0.0)
+        b_acc = dot(fetched(b_ahead), b_x, b_acc)
+    for k in range(BLOCK_K if AHEAD else 0, INNER, BLOCK_K):
+        if M == MS:
+            b_w = tl.load(p_w_tile + k)
+        else:  # the narrower of the two ends with products of zeros
+            b_w = tl.load(p_w_tile + k, mask=(k + o_k < width)[None, :], other=0.0)
+        b_x = tl.load(p_x_tile + k, mask=(o_n < n)[None, :] & (k + o_k < width)[:, None], other=0.0)
+        b_acc = dot(b_w, b_x, b_acc)
+    p_column = p_out + (b_slot * n_rows + b_row).to(tl.int64) * H
+    tl.store(p_column[None, :] + o_h[:, None], b_acc * b_weight[None, :], mask=(o_n < n)[None, :])
+
+
+@dataclass(frozen=True)
+class MoeTiles:
+    """How the decode's kernels are cut. None of it reaches a bit: sums run along K in order, whatever the tile (measured
+    on Hopper over tiles of 64 and 128 by 16 to 128, K blocks of 64 and 128); the router's K parts are not in here."""
+
+    block_f: int = 32  # features a program of gate_up: twice as many weight rows
+    block_m: int = 64  # rows a program of down
+    block_n: int = 16  # rows of x
+    up_k: int = 128
+    up_stages: int = 3
+    down_k: int = 64  # small programs, many an SM: the start of one hides behind the streams of others
+    down_stages: int = 4
+    down_ahead: bool = False  # a K block of the weights is fetched before the wait, best all of K
+    router_k: int = 128
+    router_ahead: bool = False
+    early: bool = False  # let the next kernel start before one's own wait
+    alone: bool = False  # one row: gate_up and down route it
+
+
+def moe_tiles(n_rows: int) -> MoeTiles:
+    """The cut for a bucket of n_rows."""
+    if n_rows == 1:
+        return MoeTiles(down_k=512, down_ahead=True, router_k=256, router_ahead=True, early=True, alone=True)
+    if n_rows <= FEW_ROWS:
+        few = MoeTiles(up_stages=4, router_k=256, router_ahead=True, early=True)
+        return few if n_rows > 4 else dataclasses.replace(few, down_k=512, down_ahead=True)
+    return MoeTiles(block_n=16 if n_rows <= 64 else 32)
+
+
+def moe_decode(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    shared_gate_up: Tensor,
+    shared_down: Tensor,
+    n_per_token: int,
+    normalise: bool,
+    *,
+    row_slot: Tensor,
+    scratch: MoeScratch,
+    out: Tensor,
+    levers: Levers,
+    tiles: MoeTiles | None = None,
+) -> None:
+    """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order; out[k, r] = sigmoid(gate) Shared(x[r]).
+
+    x: bfloat16 [N, H]; router: bfloat16 [E + 1, H], the last row the shared expert's gate; gate_up: bfloat16 [E, 2M, H], gate
+    rows first; down: bfloat16 [E, H, M]; shared_gate_up [2Ms, H]; shared_down [H, Ms]; k = n_per_token; p: softmax of the first
+    E logits in float32, ties to the lower expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the
+    row routes nowhere and out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
+    Left out: groups of experts, biases of the router. ValueError where shapes do not belong together.
+    """
+    hidden, n_experts, width, shared = check_moe(
+        x, router, gate_up, down, shared_gate_up, shared_down, n_per_token
+    )
+    n = x.shape[0]
+    if out.dtype != torch.float32 or out.numel() != (n_per_token + 1) * n * hidden:
+        raise ValueError(f"moe: out must be float32 [{n_per_token + 1}, {n}, {hidden}]")
+    if n * n_per_token > scratch.entries.numel():
+        raise ValueError(f"moe: workspaces are for {scratch.entries.numel() // n_per_token} rows, not {n}")
+    t, s = tiles or moe_tiles(n), scratch
+    if t.alone and n != 1:
+        raise ValueError(f"moe: {n} rows cannot be routed without lists")
+    pdl, splits = levers.pdl, router_splits(hidden, levers)
+    routing = dict(E=n_experts, E2=next_power_of_2(n_experts), STRIDE=logit_stride(n_experts), S=splits)
+    block_n, block_k = min(128, max(16, next_power_of_2(n))), largest_block(t.router_k, hidden // splits)
+    launch(
+        router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, router, s.logits,
+        s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
+        AHEAD=t.router_ahead, LINES=largest_block(32, hidden // splits // 64),
+        EARLY=t.early, **routing, num_warps=4, num_stages=3, pdl=pdl,
+    )  # fmt: skip
+    if not t.alone:
+        launch(
+            route_kernel, (n,), s.logits, s.counters, s.weight, s.entries, s.lists, row_slot, n, SLOTS=n_per_token,
+            SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, TILE=t.block_n, EARLY=t.early, **routing,
+            num_warps=1, num_stages=1, pdl=pdl,
+        )  # fmt: skip
+    inner = max(width, shared)
+    # an expert has a tile for every block_n of its pairs and one that is not full
+    n_entries = min(n * n_per_token, n_experts + n * n_per_token // t.block_n)
+    n_work = n_entries + triton.cdiv(n, t.block_n)
+    experts = dict(
+        H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **routing
+    )
+    block_f = largest_block(t.block_f, width, shared)
+    launch(
+        gate_up_kernel, (inner // block_f * n_work,), x, gate_up, shared_gate_up, s.logits, s.counters, s.entries, s.lists,
+        row_slot, s.act, n, BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), LINES=largest_block(32, hidden // 64),
+        **experts, num_warps=4, num_stages=t.up_stages, pdl=pdl,
+    )  # fmt: skip
+    block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
+    if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
+        block_k = 128
+    launch(
+        down_kernel, (hidden // block_m * n_work,), s.act, down, shared_down, s.logits, s.weight, s.counters, s.entries,
+        s.lists, row_slot, out, n, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
+        AHEAD=t.down_ahead, EARLY=t.early, **experts,
+        num_warps=4, num_stages=t.down_stages, pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,509 @@
+"""moe, prefill: the router, the routed experts and the shared expert for many rows, as large products of gathered rows.
+
+Eight launches, all sizes on the device:
+
+    router    logits = x W^T in float32, the K parts of the decode's router added in the same order: the same bits
+    route     softmax, the k largest, lists of pairs (row * k + slot) by expert; `route_rows` of moe.py
+    plan      tiles of 128 rows in the order of the experts
+    gate_up   act = silu(gate) * up, rounded to bfloat16; rows of x are gathered by the lists, tile i has rows 128 i .. of act
+    down      y[pair] = down act, rounded to bfloat16
+    combine   out[row] = sum over slots, in order, of p y, then the shared expert's part; in float32, rounded once
+
+gate_up and down are launched once more each for the shared expert, whose list is all rows. Integer counters decide where a pair stands in its list, so that may
+differ from run to run; a row of a product has its own sum over an unsplit K, so no bit depends on it, on the number of rows, or
+on whether a tile is 64 or 128 rows high (measured on Hopper). Rows of padding route nowhere and get zeros.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+from deltic.ops.gpu.moe import (
+    check_moe,
+    dot,
+    largest_block,
+    logit_stride,
+    route_rows,
+    router_splits,
+)
+
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+
+TILE = 128
+_TILE = tl.constexpr(TILE)
+_UNROLLED = tl.constexpr(256)
+
+
+@dataclass(frozen=True)
+class MoePrefillScratch:
+    """Workspaces of up to T rows, k slots each, E experts of width M; a call with fewer rows uses the front of each."""
+
+    logits: Tensor  # float32 [T * logit_stride(E)]
+    weight: Tensor  # float32 [T * (k + 1)]: p by slot, then the gate of the shared expert
+    counters: Tensor  # int32 [E + 1]: pairs of each expert, then entries
+    entries: Tensor  # int32: expert + 65536 * tile
+    lists: Tensor  # int32 [E * T]: pairs of each expert, T (of the call) apart
+    act: Tensor  # bfloat16, rows of max(M, Ms): 128 an entry, then a row a row of the shared expert
+    y: Tensor  # bfloat16 or float32 [T * (k + 1) * H]: a row a pair, then a row a row of the shared expert
+
+
+def moe_prefill_scratch(
+    n_rows: int, hidden: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate,
+    y_dtype: torch.dtype = torch.bfloat16,
+) -> MoePrefillScratch:  # fmt: skip
+    """Workspaces for up to n_rows rows. allocate(name, size, dtype) gives a zeroed tensor.
+
+    y_dtype: float32 keeps the experts' outputs unrounded until they are combined, for twice the traffic of the last two kernels.
+    """
+    f32, i32 = torch.float32, torch.int32
+    lines = n_rows * (n_per_token + 1)
+    return MoePrefillScratch(
+        logits=allocate("prefill router logits", (n_rows * logit_stride(n_experts),), f32),
+        weight=allocate("prefill router weights", (lines,), f32),
+        counters=allocate("prefill expert counters", (n_experts + 1,), i32),
+        entries=allocate("prefill expert entries", (_n_entries(n_rows, n_experts, n_per_token),), i32),
+        lists=allocate("prefill expert lists", (n_experts * n_rows,), i32),
+        act=allocate(
+            "prefill expert activations",
+            (_act_rows(n_rows, n_experts, n_per_token) * max(width, shared_width),),
+            torch.bfloat16,
+        ),
+        y=allocate("prefill expert outputs", (lines * hidden,), y_dtype),
+    )
+
+
+def _n_entries(n_rows: int, n_experts: int, n_per_token: int) -> int:
+    """Entries at most: every expert has one tile that is not full at most, and no more experts are in use than pairs."""
+    n_pairs = n_rows * n_per_token
+    return min(n_experts, n_pairs) + n_pairs // TILE
+
+
+def _act_rows(n_rows: int, n_experts: int, n_per_token: int) -> int:
+    return (_n_entries(n_rows, n_experts, n_per_token) + -(-n_rows // TILE)) * TILE
+
+
+@triton.jit
+def router_tile(p_x, p_w, o_expert, o_row, n_rows, k_begin, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """[BLOCK_M experts, BLOCK_N rows] of x W^T over K columns from k_begin on. A short K is unrolled, so that the loop over the parts has the stages."""
+    o_k = tl.arange(0, BLOCK_K)
+    p_w_tile = p_w + o_expert[:, None] * H + (k_begin + o_k)[None, :]
+    p_x_tile = p_x + o_row[None, :].to(tl.int64) * H + (k_begin + o_k)[:, None]
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if K <= _UNROLLED:
+        for k in tl.static_range(0, K, BLOCK_K):
+            b_w = tl.load(p_w_tile + k, mask=o_expert[:, None] <= E, other=0.0)
+            b_x = tl.load(p_x_tile + k, mask=o_row[None, :] < n_rows, other=0.0)
+            b_acc = dot(b_w, b_x, b_acc)
+    else:
+        for k in range(0, K, BLOCK_K):
+            b_w = tl.load(p_w_tile + k, mask=o_expert[:, None] <= E, other=0.0)
+            b_x = tl.load(p_x_tile + k, mask=o_row[None, :] < n_rows, other=0.0)
+            b_acc = dot(b_w, b_x, b_acc)
+    return b_acc
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def prefill_router_kernel(p_x, p_w, p_logits, p_counters, p_n, n_rows,
+                          H: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                          PDL: tl.constexpr):  # fmt: skip
+    """Grid (tiles of experts, tiles of two blocks of rows). The first program sets the counters to 0."""
+    i_m, i_n = tl.program_id(0), tl.program_id(1)
+    o_expert = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_row = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if (i_m == 0) & (i_n == 0):
+        o_e = tl.arange(0, E2)
+        tl.store(p_counters + o_e, tl.zeros_like(o_e), mask=o_e < E)
+    if tl.load(p_n + i_n * (BLOCK_N // 64)) == 0:  # blocks in use are in front
+        return
+    b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for s in range(S):
+        b_sum += router_tile(
+            p_x, p_w, o_expert, o_row, n_rows, s * (H // S), H, E, H // S, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    p_out = p_logits + o_row.to(tl.int64)[None, :] * STRIDE + o_expert[:, None]
+    tl.store(p_out, b_sum, mask=(o_expert <= E)[:, None] & (o_row < n_rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
+                         E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr,
+                         SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
+                         ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """ROWS rows a program."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b_active = o_row % 64 < tl.load(p_n + o_row // 64)
+    if tl.max(b_active.to(tl.int32), 0) == 0:
+        return
+    route_rows(p_logits, p_weight, p_counters, p_counters, p_lists, o_row, b_active, n_rows, n_rows,
+               E, E2, STRIDE, 1, SLOTS, SLOTS2, NORMALISE, _TILE, False)  # fmt: skip
+
+
+@triton.jit
+def plan_kernel(p_counters, p_entries, E: tl.constexpr, E2: tl.constexpr, PDL: tl.constexpr):
+    """One program. Entries in the order of experts, so that the tiles of one expert meet its weights in L2."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    o_e = tl.arange(0, E2)
+    b_tiles = (tl.load(p_counters + o_e, mask=o_e < E, other=0) + _TILE - 1) // _TILE
+    b_end = tl.cumsum(b_tiles, 0)
+    n_most = tl.max(b_tiles, 0)
+    i = 0
+    while i < n_most:
+        tl.store(p_entries + b_end - b_tiles + i, o_e + i * 65536, mask=i < b_tiles)
+        i += 1
+    tl.store(p_counters + E, tl.sum(b_tiles, 0))
+
+
+@triton.jit
+def tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E: tl.constexpr, SHARED: tl.constexpr):
+    """Entry i_entry: expert, first of its list, rows in use (0: no such entry), first row of act."""
+    if SHARED:
+        first = i_entry * _TILE
+        used = tl.load(p_n + first // 64) > 0  # blocks in use are in front
+        return i_entry * 0, first, tl.where(used, tl.minimum(n_rows - first, _TILE), 0), act_base + first
+    is_used = i_entry < tl.load(p_counters + E)
+    entry = tl.where(is_used, tl.load(p_entries + i_entry), 0)
+    expert, first = entry & 65535, (entry >> 16) * _TILE
+    n = tl.minimum(tl.load(p_counters + expert) - first, _TILE)
+    return expert, first, tl.where(is_used, n, 0), i_entry * _TILE
+
+
+@triton.jit
+def tile_pairs(
+    p_lists, expert, first, n, n_rows, SLOTS: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Lines of y and rows of x of BLOCK_M pairs from `first` on; row 0 behind the n in use, which is read and not stored."""
+    o_m = tl.arange(0, BLOCK_M)
+    if SHARED:
+        b_row = tl.where(o_m < n, first + o_m, 0)
+        return (n_rows * SLOTS + b_row).to(tl.int64), b_row.to(tl.int64)
+    b_pair = tl.load(p_lists + expert * n_rows + first + o_m, mask=o_m < n, other=0)
+    return b_pair.to(tl.int64), (b_pair // SLOTS).to(tl.int64)
+
+
+@triton.jit
+def gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+                 H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, TURNS: tl.constexpr):  # fmt: skip
+    """BLOCK_M rows by BLOCK_F features."""
+    o_m, o_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    _, b_row = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
+    p_x_tile = p_x + b_row[:, None] * H + o_k[None, :]
+    if TURNS:  # plain loads, gate and up rows in turn, so that a thread gets both of a feature
+        o_w = tl.arange(0, 2 * BLOCK_F)
+        o_w = i_tile * BLOCK_F + o_w // 2 + o_w % 2 * M
+        p_w_tile = weights + expert.to(tl.int64) * (2 * M * H) + o_w[None, :] * H + o_k[:, None]
+        b_acc = tl.zeros([BLOCK_M, 2 * BLOCK_F], tl.float32)
+        for k in range(0, H, BLOCK_K):
+            b_acc = dot(tl.load(p_x_tile + k), tl.load(p_w_tile + k), b_acc)
+        b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
+    else:
+        row = expert * (2 * M) + i_tile * BLOCK_F
+        b_gate = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
+        b_up = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
+        for k in range(0, H, BLOCK_K):
+            b_x = tl.load(p_x_tile + k)
+            b_gate = dot(b_x, weights.load([row, k]).T, b_gate)
+            b_up = dot(b_x, weights.load([row + M, k]).T, b_up)
+    b_act = (b_gate / (1.0 + tl.exp(-b_gate)) * b_up).to(tl.bfloat16)
+    o_f = i_tile * BLOCK_F + tl.arange(0, BLOCK_F)
+    p_line = p_act + (act_row + o_m).to(tl.int64)[:, None] * INNER
+    tl.store(p_line + o_f[None, :], b_act, mask=(o_m < n)[:, None])
+
+
+@triton.jit(do_not_specialize=["n_rows", "act_base"])
+def prefill_gate_up_kernel(p_x, weights, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
+                           H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
+                           SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, TURNS: tl.constexpr,
+                           PDL: tl.constexpr):  # fmt: skip
+    """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough.
+
+    weights: descriptor of [E 2M, H], tile [BLOCK_F, BLOCK_K]; TURNS: a pointer."""
+    i_tile, i_entry = tl.program_id(0) % (M // BLOCK_F), tl.program_id(0) // (M // BLOCK_F)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
+    if n == 0:
+        return
+    if n <= 64:
+        gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+                     H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, TURNS)  # fmt: skip
+    else:
+        gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K, TURNS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows", "act_base", "n_items"])
+def walk_gate_up_kernel(p_x, weights, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base, n_items,
+                        H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
+                        SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, TURNS: tl.constexpr,
+                        PDL: tl.constexpr):  # fmt: skip
+    """The same, each program walking many tiles as one loop, so that the loads of the next tile run under the end of the last.
+    All tiles are 128 rows high."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    TILES: tl.constexpr = M // BLOCK_F
+    n_used = n_items if SHARED else tl.load(p_counters + E) * TILES
+    for item in tl.range(tl.program_id(0), n_used, tl.num_programs(0), flatten=True):
+        at = tl.cast(item, tl.int32)  # (for the interpreter, whose ranges count in plain numbers)
+        i_tile, i_entry = at % TILES, at // TILES
+        expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
+        gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K, TURNS)  # fmt: skip
+
+
+@triton.jit
+def down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+              H: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """BLOCK_M rows of act by BLOCK_N of H."""
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, M, BLOCK_K):
+        b_acc = dot(acts.load([act_row, k]), weights.load([expert * H + i_tile * BLOCK_N, k]).T, b_acc)
+    b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
+    o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(
+        p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(p_y.dtype.element_ty), mask=(o_m < n)[:, None]
+    )
+
+
+@triton.jit(do_not_specialize=["n_rows", "act_base"])
+def prefill_down_kernel(acts, halves, weights, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base,
+                        H: tl.constexpr, M: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
+                        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Grid: entries by tiles of H. acts, halves: descriptors of act, tiles [128 or 64, BLOCK_K]; weights: of [E H, M]."""
+    i_tile, i_entry = tl.program_id(0) % (H // BLOCK_N), tl.program_id(0) // (H // BLOCK_N)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
+    if n == 0:
+        return
+    if n <= 64:
+        down_tile(halves, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+                  H, M, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K)  # fmt: skip
+    else:
+        down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+                  H, M, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows", "act_base", "n_items"])
+def walk_down_kernel(acts, weights, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base, n_items,
+                     H: tl.constexpr, M: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
+                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPECIALISED: tl.constexpr):  # fmt: skip
+    """The same, each program walking many tiles, so that the loads of the next tile run under the end of the last: as one loop,
+    or, SPECIALISED, with warps that only copy. All tiles are 128 rows high."""
+    TILES: tl.constexpr = H // BLOCK_N
+    n_used = n_items if SHARED else tl.load(p_counters + E) * TILES
+    for item in tl.range(
+        tl.program_id(0), n_used, tl.num_programs(0), flatten=not SPECIALISED, warp_specialize=SPECIALISED
+    ):
+        at = tl.cast(item, tl.int32)
+        i_tile, i_entry = at % TILES, at // TILES
+        expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
+        b_acc = tl.zeros([_TILE, BLOCK_N], tl.float32)
+        for k in range(0, M, BLOCK_K):
+            b_acc = dot(acts.load([act_row, k]), weights.load([expert * H + i_tile * BLOCK_N, k]).T, b_acc)
+        b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, _TILE)
+        o_m, o_h = tl.arange(0, _TILE), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(
+            p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(p_y.dtype.element_ty), mask=(o_m < n)[:, None]
+        )
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def combine_kernel(p_y, p_weight, p_n, p_out, n_rows,
+                   H: tl.constexpr, SLOTS: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Grid (rows, pieces of H)."""
+    i_row = tl.program_id(0)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    p_line = p_out + i_row.to(tl.int64) * H + o_h
+    if i_row % 64 >= tl.load(p_n + i_row // 64):
+        tl.store(p_line, tl.zeros([BLOCK_H], p_out.dtype.element_ty))
+        return
+    b_sum = tl.zeros([BLOCK_H], tl.float32)
+    for s in tl.static_range(SLOTS):
+        b_y = tl.load(p_y + (i_row * SLOTS + s).to(tl.int64) * H + o_h).to(tl.float32)
+        b_sum += b_y * tl.load(p_weight + i_row * (SLOTS + 1) + s)
+    b_y = tl.load(p_y + (n_rows * SLOTS + i_row).to(tl.int64) * H + o_h).to(tl.float32)
+    b_sum += b_y * tl.load(p_weight + i_row * (SLOTS + 1) + SLOTS)
+    tl.store(p_line, b_sum.to(p_out.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class MoePrefillTiles:
+    """How the products are cut; tiles are 128 rows (or 64) by these. None of it reaches a bit."""
+
+    block_f: int = 128  # features of gate_up: twice as many weight rows
+    up_warps: int = 8
+    up_stages: int = 4
+    up_k: int = 64
+    up_programs: int = 0  # above 0: that many walk all tiles
+    up_turns: bool = True  # plain loads of the weights, else by descriptor
+    block_n: int = 128  # rows of down: two programs an SM, since K is short and one would wait for its ends
+    down_warps: int = 4
+    down_stages: int = 3
+    down_programs: int = 0  # above 0: that many walk all tiles
+    down_specialised: bool = False  # of those: one group of warps copies, two compute (Hopper)
+    down_k: int = 64
+    router_m: int = 64
+    router_n: int = 128
+    router_k: int = 64
+    router_stages: int = 2
+    route_rows: int = 2
+    combine_h: int = 2048
+
+
+def moe_prefill(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    shared_gate_up: Tensor,
+    shared_down: Tensor,
+    n_per_token: int,
+    normalise: bool,
+    *,
+    blocks: Blocks,
+    scratch: MoePrefillScratch,
+    out: Tensor,
+    levers: Levers,
+    tiles: MoePrefillTiles | None = None,
+) -> None:
+    """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the shared one last.
+
+    x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32 [B], tokens of each
+    block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows of padding.
+    The experts' outputs are rounded to scratch.y's dtype before they are weighted. ValueError where shapes do not belong together.
+    """
+    hidden, n_experts, width, shared = check_moe(
+        x, router, gate_up, down, shared_gate_up, shared_down, n_per_token
+    )
+    t, c, s = x.shape[0], tiles or MoePrefillTiles(), scratch
+    n_blocks, lines = t // BLOCK, t * (n_per_token + 1)
+    if t % BLOCK or blocks.n.shape[0] < n_blocks or out.numel() != t * hidden:
+        raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
+    if lines > s.weight.numel():
+        raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
+    pdl, splits, e2 = levers.pdl, router_splits(hidden, levers), next_power_of_2(n_experts)
+    experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
+    router_n = largest_block(c.router_n, t)
+    launch(
+        prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, router, s.logits, s.counters,
+        blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
+        BLOCK_K=largest_block(c.router_k, hidden // splits), **experts, num_warps=4,
+        num_stages=c.router_stages if hidden // splits <= 256 else 4, pdl=pdl,
+    )  # fmt: skip
+    launch(
+        prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
+        SLOTS=n_per_token, SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, ROWS=c.route_rows, **experts,
+        num_warps=1, num_stages=1, pdl=pdl,
+    )  # fmt: skip
+    launch(
+        plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1, pdl=pdl,
+    )  # fmt: skip
+    n_entries = _n_entries(t, n_experts, n_per_token)
+    call = _Call(x, blocks.n, s, c, n_entries * TILE, max(width, shared), n_per_token, n_experts, pdl)
+    call.gate_up(gate_up, width, n_entries, shared=False)
+    call.gate_up(shared_gate_up, shared, triton.cdiv(t, TILE), shared=True)
+    call.down(down, width, n_entries, shared=False)
+    call.down(shared_down, shared, triton.cdiv(t, TILE), shared=True)
+    block_h = largest_block(c.combine_h, hidden)
+    launch(
+        combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token, BLOCK_H=block_h,
+        num_warps=8 if block_h >= 2048 else 4, num_stages=1, pdl=pdl,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the launches of the products share."""
+
+    x: Tensor
+    n: Tensor
+    scratch: MoePrefillScratch
+    tiles: MoePrefillTiles
+    act_base: int  # first row of act of the shared expert
+    inner: int
+    n_per_token: int
+    n_experts: int
+    pdl: bool
+
+    def gate_up(self, w: Tensor, width: int, n_entries: int, *, shared: bool) -> None:
+        s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
+        block_f, block_k = largest_block(c.block_f, width), largest_block(c.up_k, hidden)
+        rows = w.numel() // hidden
+        weights = w if c.up_turns else TensorDescriptor(w, [rows, hidden], [hidden, 1], [block_f, block_k])
+        n_items = n_entries * (width // block_f)
+        args = (
+            self.x, weights, s.counters, s.entries, s.lists, self.n, s.act, t, self.act_base,
+        )  # fmt: skip
+        matrices: dict[str, Any] = dict(
+            H=hidden, M=width, INNER=self.inner, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared, BLOCK_F=block_f,
+            BLOCK_K=block_k, TURNS=c.up_turns, num_warps=c.up_warps, num_stages=c.up_stages,
+        )  # fmt: skip
+        if c.up_programs > 0:
+            grid = (min(c.up_programs, n_items),)
+            launch(walk_gate_up_kernel, grid, *args, n_items, pdl=self.pdl, **matrices)
+        else:
+            launch(prefill_gate_up_kernel, (n_items,), *args, pdl=self.pdl, **matrices)
+
+    def down(self, w: Tensor, width: int, n_entries: int, *, shared: bool) -> None:
+        s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
+        block_n, block_k = largest_block(c.block_n, hidden), largest_block(c.down_k, width)
+        n_act = self.act_base + triton.cdiv(t, TILE) * TILE
+
+        def acts(height: int) -> TensorDescriptor:
+            return TensorDescriptor(s.act, [n_act, width], [self.inner, 1], [height, block_k])
+
+        rows = w.numel() // width
+        weights = TensorDescriptor(w, [rows, width], [width, 1], [block_n, block_k])
+        n_items = n_entries * (hidden // block_n)
+        matrices: dict[str, Any] = dict(
+            H=hidden, M=width, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared, BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=c.down_warps, num_stages=c.down_stages,
+        )  # fmt: skip
+        if c.down_programs > 0:
+            grid = (min(c.down_programs, n_items),)
+            args = (
+                acts(TILE), weights, s.counters, s.entries, s.lists, self.n, s.y, t, self.act_base, n_items,
+            )  # fmt: skip
+            matrices["SPECIALISED"] = c.down_specialised
+            if c.down_specialised and not INTERPRETED:
+                # Triton 3.6 gives half of the rows to each computing group and copies them in two, but leaves the size of
+                # the whole tile in the descriptor it fills at launch
+                compiled = walk_down_kernel.warmup(*args, grid=grid, **matrices)
+                compiled.metadata.tensordesc_meta[0]["block_size"][0] = TILE // 2
+            launch(walk_down_kernel, grid, *args, **matrices)
+        else:
+            launch(
+                prefill_down_kernel, (n_items,), acts(TILE), acts(64), weights, s.counters, s.entries, s.lists, self.n, s.y,
+                t, self.act_base, pdl=self.pdl, **matrices,
+            )  # fmt: skip

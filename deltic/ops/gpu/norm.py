@@ -1,0 +1,240 @@
+"""The start of a step (embedding, row arrays) and the norm between layers: residual + partial sums, RMSNorm, one rounding.
+
+The sum of squares of a row has one order, whatever runs it: `LANES` running sums, lane l adding the squares of columns
+l, l + LANES, ... in order with fused multiply-adds, then a tree over neighbouring lanes. Every level of the tree is a sum of
+two, so its bits depend neither on how the compiler spreads the lanes over threads nor on the number of warps, and the norm
+inside a projection (linear.py) has the bits of `add_norm`.
+
+Spec: out = x rsqrt(mean(x^2) + eps) (1 + w), as `deltic.reference.layers.rms_norm`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltic.ops.gpu.launch import Levers, launch
+from deltic.ops.table import check
+
+LANES = 512
+"""Running sums of a row's squares; part of what defines the bits."""
+
+
+@triton.jit
+def updated(p_residual, p_partials, b_offset, b_mask, partial_stride, PARTIALS: tl.constexpr):
+    """residual + partial 0 + partial 1 + ..., in this order, at the given offsets; float32, 0 where masked."""
+    b_x = tl.load(p_residual + b_offset, mask=b_mask, other=0.0)
+    for s in tl.static_range(PARTIALS):
+        b_x += tl.load(p_partials + s * partial_stride + b_offset, mask=b_mask, other=0.0).to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def tree_sum(b_x, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """[ROWS, LANES] -> [ROWS]: neighbours first, level by level. LANES at most 1024."""
+    b = b_x
+    for level in tl.static_range(10):
+        if LANES >> level > 1:
+            b = tl.sum(tl.reshape(b, (ROWS, LANES >> (level + 1), 2)), 2)
+    return tl.reshape(b, (ROWS,))
+
+
+@triton.jit
+def inverse_rms(b_square, inverse_width, eps, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """[ROWS, LANES] running sums of squares -> [ROWS] 1 / rms. The multiply-add is written out: the compiler has no choice."""
+    b_total = tree_sum(b_square, ROWS, LANES)
+    return tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
+
+
+@triton.jit
+def normed(b_x, b_inverse, b_w):
+    """bfloat16(x / rms * (1 + w)), multiplied in this order."""
+    return (b_x * b_inverse * (1.0 + b_w)).to(tl.bfloat16)
+
+
+@triton.jit
+def _widen_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
+    for j in tl.static_range(PIECES):
+        o_lane = j * LANES + tl.arange(0, LANES)
+        b_mask = o_lane < width
+        tl.store(p_to + o_lane, tl.load(p_from + o_lane, mask=b_mask, other=0.0).to(tl.float32), mask=b_mask)
+
+
+@triton.jit
+def _begin_decode_kernel(
+    p_rows_place, p_last_token, p_position, p_slot, p_done, p_table, p_row_place, p_row_slot, p_row_position,
+    p_residual, width, LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0)
+    if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
+        tl.extra.cuda.gdc_wait()
+    place = tl.load(p_rows_place + i_row)
+    used = place >= 0
+    place = tl.maximum(place, 0)
+    done = tl.load(p_done + place)
+    slot = tl.load(p_slot + place)
+    position = tl.load(p_position + place)
+    token = tl.load(p_last_token + place)
+    tl.store(p_row_place + i_row, place)
+    tl.store(p_row_slot + i_row, tl.where(used & (done == 0), slot, -1))
+    tl.store(p_row_position + i_row, tl.where(used, position, 0))
+    # a row that ended keeps its last token, whatever it is; the clamp keeps the read inside the table
+    token = tl.where(used, tl.maximum(token, 0), 0).to(tl.int64)
+    _widen_row(p_table + token * width, p_residual + i_row.to(tl.int64) * width, width, LANES, PIECES)
+
+
+@triton.jit
+def _embed_kernel(p_token, p_table, p_residual, width, LANES: tl.constexpr, PIECES: tl.constexpr):
+    i_row = tl.program_id(0)
+    token = tl.maximum(tl.load(p_token + i_row), 0).to(tl.int64)
+    _widen_row(p_table + token * width, p_residual + i_row.to(tl.int64) * width, width, LANES, PIECES)
+
+
+@triton.jit
+def _add_norm_kernel(
+    p_residual, p_partials, p_w, p_out, p_residual_out, p_rows, width, partial_stride, inverse_width, eps,
+    LANES: tl.constexpr, PIECES: tl.constexpr, PARTIALS: tl.constexpr, STORE: tl.constexpr, GATHER: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0)
+    o_lane = tl.arange(0, LANES)
+    weights: tl.tuple = ()
+    for j in tl.static_range(PIECES):
+        # before the wait: nobody in the step writes weights
+        b_mask = j * LANES + o_lane < width
+        weights += (tl.load(p_w + j * LANES + o_lane, mask=b_mask, other=0.0),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = i_row.to(tl.int64)
+    if GATHER:
+        row = tl.maximum(tl.load(p_rows + i_row), 0).to(tl.int64)
+    o_row = row * width
+    pieces: tl.tuple = ()
+    b_square = tl.zeros((LANES,), tl.float32)
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + o_lane
+        b_x = updated(p_residual, p_partials, o_row + o_col, o_col < width, partial_stride, PARTIALS)
+        b_square = tl.fma(b_x, b_x, b_square)
+        pieces += (b_x,)
+    if STORE:
+        # behind all loads: a store between them would make each piece wait for the one before
+        for j in tl.static_range(PIECES):
+            o_col = j * LANES + o_lane
+            tl.store(p_residual_out + o_row + o_col, pieces[j], mask=o_col < width)
+    b_inverse = inverse_rms(tl.reshape(b_square, (1, LANES)), inverse_width, eps, 1, LANES)
+    p_out += i_row.to(tl.int64) * width
+    for j in tl.static_range(PIECES):
+        b_mask = j * LANES + o_lane < width
+        tl.store(p_out + j * LANES + o_lane, normed(pieces[j], b_inverse, weights[j]), mask=b_mask)
+
+
+def pieces(width: int) -> int:
+    """Runs of LANES columns in a row of this width."""
+    return -(-width // LANES)
+
+
+def norm_warps(n: int, width: int) -> int:
+    """Warps for a row: many where there are few rows, to ask for all of a row at once. The bits do not see it (above)."""
+    return 4 if n < 256 or width > 2048 else 2
+
+
+def begin_decode(
+    rows_place: Tensor,
+    last_token: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    done: Tensor,
+    table: Tensor,
+    *,
+    row_place: Tensor,
+    row_slot: Tensor,
+    row_position: Tensor,
+    residual: Tensor,
+    levers: Levers,
+) -> None:
+    """Starts a decode step: the row arrays from the place arrays, and the embedding of each row's token.
+
+    rows_place: int32 [N], the place of each row, -1 for a row not in use; last_token, position, slot, done: int32 [P], by
+    place; table: bfloat16 [V, H]. Writes row_place, row_slot, row_position: int32 [N] and residual: float32 [N, H].
+    A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and position and
+    gets slot -1. Leaves out: a check of token ids against the vocabulary.
+    """
+    n, width = residual.shape
+    ids = (rows_place, last_token, position, slot, done, row_place, row_slot, row_position)
+    check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
+    check(
+        "embed", rows_place.shape[0] == n and table.shape[1] == width, f"{n} rows, a table of width {width}"
+    )
+    check(
+        "embed",
+        table.dtype == torch.bfloat16 and residual.dtype == torch.float32,
+        "bfloat16 table, float32 residual",
+    )
+    launch(
+        _begin_decode_kernel, (n,), rows_place, last_token, position, slot, done, table, row_place, row_slot,
+        row_position, residual, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
+    )  # fmt: skip
+
+
+def embed(token_ids: Tensor, table: Tensor, residual: Tensor) -> None:
+    """residual[t] = float32(table[token_ids[t]]). token_ids: int32 [T]; table: bfloat16 [V, H]; residual: float32 [T, H].
+
+    A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary.
+    """
+    n, width = residual.shape
+    check("embed", token_ids.dtype == torch.int32 and token_ids.shape == (n,), f"{n} int32 ids")
+    check(
+        "embed",
+        table.dtype == torch.bfloat16 and residual.dtype == torch.float32 and table.shape[1] == width,
+        f"bfloat16 table of width {width}, float32 residual",
+    )
+    launch(
+        _embed_kernel, (n,), token_ids, table, residual, width,
+        LANES=LANES, PIECES=pieces(width), num_warps=4,
+    )  # fmt: skip
+
+
+def add_norm(
+    residual: Tensor,
+    partials: Tensor | None,
+    w: Tensor,
+    eps: float,
+    out: Tensor,
+    *,
+    residual_out: Tensor,
+    rows: Tensor | None = None,
+    levers: Levers,
+) -> None:
+    """residual_out = residual + partials[0] + partials[1] + ...; out = bfloat16(residual_out / rms * (1 + w)).
+
+    residual, residual_out: float32 [T, H], may be the same buffer; partials: float32 or bfloat16 [S, T, H] or None;
+    w: float32 [H], zero-centred; out: bfloat16 [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r],
+    and residual_out is not written. The bits of a row depend on this row only. Spec: reference.layers.rms_norm.
+    """
+    n, width = residual.shape
+    n_out = n if rows is None else rows.shape[0]
+    check("rms_norm", residual.dtype == w.dtype == torch.float32, "float32 residual and w")
+    check(
+        "rms_norm",
+        out.dtype == torch.bfloat16 and out.shape == (n_out, width),
+        f"bfloat16 out [{n_out}, {width}]",
+    )
+    check("rms_norm", w.shape == (width,) and residual_out.shape == residual.shape, "one width")
+    check("rms_norm", residual.is_contiguous() and out.is_contiguous(), "contiguous tensors")
+    n_partials = 0
+    if partials is not None:
+        n_partials = partials.shape[0]
+        check("rms_norm", partials.shape[1:] == residual.shape, f"partials [S, {n}, {width}]")
+        check("rms_norm", partials.is_contiguous(), "contiguous partials")
+    # nothing to add and nowhere else to put it: the residual stays as it is
+    store = rows is None and not (n_partials == 0 and residual_out.data_ptr() == residual.data_ptr())
+    launch(
+        _add_norm_kernel, (n_out,), residual, partials, w, out, residual_out, rows, width, n * width, 1.0 / width, eps,
+        LANES=LANES, PIECES=pieces(width), PARTIALS=n_partials, STORE=store, GATHER=rows is not None, pdl=levers.pdl,
+        num_warps=norm_warps(n_out, width),
+    )  # fmt: skip

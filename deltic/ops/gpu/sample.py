@@ -1,0 +1,204 @@
+"""sample and prompt_logprobs on a GPU: rows of logits to tokens, by the rule of reference/sample.py, and the step's self-advance.
+
+Three launches, always the same, so that they can be recorded; a row that does not need one leaves it at once:
+1. `scan`, a program for each tile of a row: biases, penalties and bans; of each tile the likeliest id and the sums of weights.
+2. `collect`, for rows with top-k, min-p or top-p: the ids that the sums of the tiles do not rule out, as a list.
+3. `finish`, a program for each row: the cut, the draw, log-probabilities, and what the next decode reads.
+
+With PDL each kernel lets the next one start at once, and before it waits reads only what no kernel of the step writes but its
+first: which rows draw, and parameters.
+
+Candidates are ordered by value, equal ones by id, in one int64, so every filter keeps what is at or above one number,
+which is found by halving. Weights are relative to the likeliest, which weighs 1, in fixed point (2**-38): integer sums have no
+order, so it does not matter in which order the programs of `collect` append to the list, and nothing depends on the rows
+beside. Float sums (of a tile) have one fixed shape. Against the reference a draw can differ only where u times the whole falls
+within rounding of the border between two ids, or a cut within rounding of the border between two candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.sample_kernels import collect, finish, finish_raw, scan, scan_raw
+from deltic.ops.table import check
+
+TILE = 2048
+"""Ids of a tile. The float sums of plain sampling are by tile: another tile is another order of the sum."""
+CAP = 2048
+"""Candidates that one program holds in registers. Longer lists take passes over memory; the same integers come out."""
+MAX_VOCAB = 1 << 20
+COLLECT_EACH = 4
+"""Tiles of a program of `collect`: few enough for one row to be quick, and few programs to start for rows that leave at once."""
+BLOCK = 1024
+"""Of a list longer than CAP, the candidates of one pass of a loop; each is compared with WAYS borders."""
+WAYS = 8
+PART = 256
+"""Ids of a tile that biases and penalties take at once."""
+SCAN_WARPS = 4
+FINISH_WARPS = 8
+
+
+@dataclass(frozen=True)
+class PlaceParameters:
+    """Sampling parameters and state by place, as the host writes them when a sequence takes the place.
+
+    float32 [P] unless said; ids are int32 [P, MAX_BIASES], rows of which the first n_... count (int32 [P]).
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    top_k: Tensor  # int32; 0: all
+    seed: Tensor  # int64, the bits of an unsigned one
+    n_prompt: Tensor  # int32
+    history: Tensor  # int32 [P, max_len]: tokens of prompt and answer; a drawn token is added at its position
+    uses_history: Tensor  # int32: whether penalties count
+    bias_ids: Tensor  # all different
+    bias: Tensor  # float32 [P, MAX_BIASES]
+    n_bias: Tensor
+    banned: Tensor
+    n_banned: Tensor
+    banned_until: Tensor  # int32: they are banned from positions below it
+    stop_ids: Tensor
+    n_stop: Tensor
+    max_position: Tensor  # int32: the last position that may be fed
+    n_logprobs: Tensor  # int32: -1 none, else how many of the likeliest, too
+    last_token: Tensor  # int32; these three are what the draw leaves for the next decode
+    position: Tensor  # int32
+    done: Tensor  # int32
+
+
+@dataclass(frozen=True)
+class SampleScratch:
+    """Of up to D draws, with T tiles of a row; any contents will do."""
+
+    best: Tensor  # int64 [D, T]: the likeliest of a tile, value and id, after biases, penalties and bans
+    total: Tensor  # float32 [D, T]: sum of exp((value - likeliest) / temperature)
+    raw_best: Tensor  # int64 [D, T]: the same of the logits themselves
+    raw_total: Tensor  # float32 [D, T]
+    bad: Tensor  # int32 [D, T]: whether a logit is not finite
+    values: Tensor  # float32 [D, V]: rows after biases, penalties and bans
+    listed: Tensor  # int32 [D, V]: ids that filters may keep; before that, of penalised rows, counts
+    n_listed: Tensor  # int32 [D]
+    few: Tensor  # int32 [D, cap]
+    tile: int
+    cap: int
+
+
+def sample_scratch(
+    n_draws: int,
+    n_vocab: int,
+    allocate: Callable[[str, tuple[int, ...], torch.dtype], Tensor],
+    tile: int = TILE,
+    cap: int = CAP,
+) -> SampleScratch:
+    """The workspace of n_draws draws; 8 bytes for each logit. Raises KernelError from MAX_VOCAB ids or a cap above CAP on."""
+    check("sample", n_vocab < MAX_VOCAB, f"fewer than {MAX_VOCAB} ids, found {n_vocab}")
+    check("sample", cap <= CAP, f"a cap of at most {CAP}, found {cap}")
+    i32, i64, f32, n_tiles = torch.int32, torch.int64, torch.float32, -(-n_vocab // tile)
+    return SampleScratch(
+        best=allocate("sample best", (n_draws, n_tiles), i64), total=allocate("sample total", (n_draws, n_tiles), f32),
+        raw_best=allocate("sample raw best", (n_draws, n_tiles), i64),
+        raw_total=allocate("sample raw total", (n_draws, n_tiles), f32),
+        bad=allocate("sample bad", (n_draws, n_tiles), i32), values=allocate("sample values", (n_draws, n_vocab), f32),
+        listed=allocate("sample listed", (n_draws, n_vocab), i32), n_listed=allocate("sample n", (n_draws,), i32),
+        few=allocate("sample few", (n_draws, cap), i32), tile=tile, cap=cap,
+    )  # fmt: skip
+
+
+def sample(
+    logits: Tensor, n_real: int, *, draw_row: Tensor, draw_place: Tensor, draw_position: Tensor, places: PlaceParameters,
+    scratch: SampleScratch, out_token: Tensor, out_logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, levers: Levers,
+) -> None:  # fmt: skip
+    """Draws D tokens and moves their sequences on: last_token, position, done and history of their places.
+
+    logits: float32 [R, V], of which ids from n_real on are never drawn; draw_row, draw_place (-1: no draw, nothing is written),
+    draw_position (of the token to be drawn): int32 [D]. out_token: int32 [>= D]; -1 where a logit is not finite or all ids are
+    banned. Where n_logprobs >= 0: out_logprob float32 [>= D] under the softmax of the raw logits, and the n_logprobs likeliest,
+    likeliest first: top_ids int32, top_logprobs float32 [>= D, K]. Oracle: reference/sample.py.
+    """
+    _sample(
+        logits, n_real, draw_row, draw_place, draw_place, draw_position, False, places, scratch,
+        (out_token, out_logprob, top_ids, top_logprobs), levers,
+    )  # fmt: skip
+
+
+def sample_decode(
+    logits: Tensor, n_real: int, row_place: Tensor, row_slot: Tensor, row_position: Tensor, *, places: PlaceParameters,
+    scratch: SampleScratch, out_token: Tensor, out_logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, levers: Levers,
+) -> None:  # fmt: skip
+    """`sample` for the rows of a decode step (int32 [N]): row r draws for place row_place[r] the token behind row_position[r];
+    rows with row_slot -1 draw nothing."""
+    _sample(
+        logits, n_real, row_place, row_place, row_slot, row_position, True, places, scratch,
+        (out_token, out_logprob, top_ids, top_logprobs), levers,
+    )  # fmt: skip
+
+
+def _sample(
+    logits: Tensor, n_real: int, row: Tensor, place: Tensor, slot: Tensor, position: Tensor, decode: bool,
+    p: PlaceParameters, s: SampleScratch, out: tuple[Tensor, Tensor, Tensor, Tensor], levers: Levers,
+) -> None:  # fmt: skip
+    n_vocab, n_draws = logits.shape[1], place.shape[0]
+    check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
+    check("sample", logits.stride(1) == 1 and logits.stride(0) == n_vocab, "contiguous logits")
+    check(
+        "sample",
+        s.values.shape[0] >= n_draws and s.values.shape[1] == n_vocab,
+        f"scratch for {n_draws} x {n_vocab}",
+    )
+    check("sample", all(x.shape[0] >= n_draws for x in out), f"outputs of {n_draws} draws")
+    n_tiles, n_ids, max_len = -(-n_vocab // s.tile), p.bias_ids.shape[1], p.history.shape[1]
+    draws = (logits, n_vocab, n_real, row, place, slot, position)
+    ids = next_power_of_2(n_ids)
+    meta: dict[str, Any] = {"DECODE": decode, "TILE": s.tile, "pdl": levers.pdl}
+    launch(
+        scan, (n_tiles, n_draws), *draws, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
+        p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, n_ids, p.n_logprobs,
+        s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed,
+        IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
+    )  # fmt: skip
+    tiles = next_power_of_2(n_tiles)
+    launch(
+        collect, (-(-n_tiles // COLLECT_EACH), n_draws), *draws, p.temperature, p.top_k, p.top_p, p.min_p, p.uses_history,
+        p.n_bias, p.n_banned, p.banned_until, s.best, s.total, s.values, s.listed, s.n_listed, n_tiles,
+        TILES=tiles, EACH=COLLECT_EACH, num_warps=SCAN_WARPS, **meta,
+    )  # fmt: skip
+    launch(
+        finish, (n_draws,), *draws, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.uses_history, p.n_bias, p.n_banned,
+        p.banned_until, p.stop_ids, p.n_stop, n_ids, p.max_position, p.n_logprobs, p.history, max_len, p.last_token, p.position,
+        p.done, s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed, s.few, n_tiles,
+        *out, out[2].shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS, IDS=ids, num_warps=FINISH_WARPS, **meta,
+    )  # fmt: skip
+
+
+def prompt_logprobs(
+    logits: Tensor, n_real: int, row: Tensor, target: Tensor, n_top: Tensor, n_entries: Tensor, logprob: Tensor,
+    top_ids: Tensor, top_logprobs: Tensor, tile: int = TILE,
+) -> None:  # fmt: skip
+    """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first (-1 skips the entry).
+
+    logits: float32 [R, V]; row, target, n_top: int32 [n], of which the first n_entries (int32 [1]) count; logprob: float32 [n];
+    top_ids int32, top_logprobs float32 [n, K]. Allocates a little for itself, so it is not for recorded steps.
+    """
+    n, n_vocab = row.shape[0], logits.shape[1]
+    check("prompt_logprobs", n_vocab < MAX_VOCAB, f"fewer than {MAX_VOCAB} ids, found {n_vocab}")
+    n_tiles = -(-n_vocab // tile)
+    best = torch.empty((n, n_tiles), dtype=torch.int64, device=logits.device)
+    total = torch.empty((n, n_tiles), dtype=torch.float32, device=logits.device)
+    launch(
+        scan_raw, (n_tiles, n), logits, n_vocab, n_real, row, n_top, n_entries, best, total, TILE=tile, num_warps=SCAN_WARPS
+    )  # fmt: skip
+    launch(
+        finish_raw, (n,), logits, n_vocab, n_real, row, target, n_top, n_entries, best, total, n_tiles, logprob, top_ids,
+        top_logprobs, top_ids.shape[1], TILE=tile, TILES=next_power_of_2(n_tiles), num_warps=FINISH_WARPS,
+    )  # fmt: skip

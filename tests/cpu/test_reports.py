@@ -1,0 +1,105 @@
+"""What `deltic plan` and `deltic doctor` print, with and without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deltic import doctor, fit
+from deltic.config import ConfigError, EngineConfig
+from deltic.models.packed import PACKED
+from deltic.models.shapes import CheckpointError
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def words(text: str) -> str:
+    """The text as one line."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_plan_for_a_gpu_elsewhere(without_gpu: None) -> None:
+    pytest.importorskip("triton")
+    report = words(fit.report(EngineConfig(dummy="qwen3.5-0.8b", device="cuda", memory_gb=20.0)))
+    assert "for another machine: torch sees no GPU here" in report
+    assert "of 20.00 GB" in report and "a decode of 128 rows and a prefill of 8192 tokens" in report
+    assert "decode, 128 at 1024 tokens" in report, "the bytes of a step stand where no roof can be measured"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "say with --memory-gb how much"),
+        ({"memory_gb": 1.0}, "the model does not fit: weights 1.5 GB"),
+        ({"memory_gb": 20.0, "quantize": "int8"}, "--quantize int8 is for the CPU"),
+        ({"memory_gb": 20.0, "lever": ("pdl=maybe",)}, "must be one of pdl=on, pdl=off"),
+    ],
+)
+def test_a_gpu_plan_is_refused_with_what_would_do(
+    settings: dict[str, object], message: str, without_gpu: None
+) -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match=message):
+        fit.report(EngineConfig(dummy="qwen3.5-0.8b", device="cuda", **settings))
+
+
+def test_a_gpu_plan_needs_triton_and_rows(
+    monkeypatch: pytest.MonkeyPatch, without_gpu: None, tmp_path: Path
+) -> None:
+    config = EngineConfig(dummy="qwen3.5-0.8b", device="cuda", memory_gb=20.0)
+    with monkeypatch.context() as context:
+        context.setattr(fit.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match="needs Triton"):
+            fit.report(config)
+    pytest.importorskip("triton")
+    (tmp_path / PACKED).touch()
+    with pytest.raises(CheckpointError, match="packed for the CPU"):
+        fit._report_gpu(None, EngineConfig(model=str(tmp_path)), tmp_path, None)  # type: ignore[arg-type]
+
+
+def test_without_a_gpu_the_plan_is_the_cpus(without_gpu: None) -> None:
+    assert not fit._is_for_gpu(EngineConfig()) and not fit._is_for_gpu(EngineConfig(device="cpu"))
+
+
+def test_with_a_gpu_it_is_the_gpus_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert fit._is_for_gpu(EngineConfig())
+    assert not fit._is_for_gpu(EngineConfig(device="cpu")) and not fit._is_for_gpu(
+        EngineConfig(quantize="int8")
+    )
+
+
+def test_doctor_without_a_gpu(without_gpu: None) -> None:
+    report = words(doctor.report())
+    assert "sees none; models run on the CPU" in report and "Promises on the GPU" not in report
+    for clause, state, _ in doctor.PROMISES:
+        assert f"{clause} {state}" in report
+
+
+@pytest.mark.parametrize("major", [9, 8])
+def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from deltic.ops.gpu import launch
+
+    chip = SimpleNamespace(name="NVIDIA X100", major=major, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (130 * 10**9, 141 * 10**9))
+    monkeypatch.setattr(launch, "pdl_works", lambda: major >= 9)
+    report = words(doctor.report())
+    assert "NVIDIA X100 · 130.0 of 141.0 GB free · 132 multiprocessors" in report
+    assert f"programmatic dependent launch: {'yes' if major >= 9 else 'no'}" in report
+    assert "Operators on the GPU" in report and "Promises on the GPU" in report
+    assert ("was measured and tested on compute capability 9.0 only" in report) == (major != 9)
+
+
+def test_every_promise_has_a_state_on_both() -> None:
+    assert [row[0] for row in doctor.PROMISES] == [row[0] for row in doctor.GPU_PROMISES]
+    for _, state, _ in (*doctor.PROMISES, *doctor.GPU_PROMISES):
+        assert state in ("holds", "not yet")

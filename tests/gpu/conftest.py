@@ -1,0 +1,30 @@
+"""GPU kernels: natively where there is a GPU, else in Triton's interpreter. Without Triton all of it is skipped.
+
+`TRITON_INTERPRET` is read when a kernel is decorated, so it is set here, before any kernel is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if HAS_TRITON and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.gpu.mended_interpreter import mend
+
+    mend()
+
+
+def pytest_ignore_collect(collection_path: object) -> bool | None:
+    return None if HAS_TRITON else True
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the kernels run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

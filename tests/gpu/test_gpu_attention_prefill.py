@@ -1,0 +1,258 @@
+"""attention_prefill on the GPU, or in Triton's interpreter: against the reference, and bit for bit against itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from deltic.ops.attention import AttentionHeads
+from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash, prepare
+from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.launch import INTERPRETED, Levers
+from deltic.reference import layers
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of poison that a mask takes away
+
+EPS = 1e-6
+N_LAYERS = (
+    2  # the pages hold two layers; the second is under test, so the page stride is not the layer's own size
+)
+LAYER = 1
+
+
+@pytest.fixture(autouse=True)
+def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        mend(monkeypatch)
+
+
+def mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of Triton 3.6's interpreter: bfloat16 is multiplied as integers and rounded towards 0, and no loop ends at a bound
+    that was loaded (NumPy 2.4)."""
+    patch_tensor, cast = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def widened(handle: Any) -> Any:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        return interpreter.TensorHandle(np.matmul(widened(a), widened(b)) + d.data, d.dtype.scalar)
+
+    def rounding(self: Any, source: Any, to: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
+            bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16).numpy()
+            return interpreter.TensorHandle(bits.view(np.uint16), tl.bfloat16)
+        return cast(self, source, to)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", rounding)
+
+
+@dataclass
+class World:
+    """Sequences with their projections and a poisoned pool of pages."""
+
+    heads: AttentionHeads
+    lengths: list[int]
+    half: int
+    device: str
+    projections: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(7)
+        d = self.heads.dim
+        self.projections = [
+            torch.randn(n, self.heads.row, generator=g).bfloat16().to(self.device) for n in self.lengths
+        ]
+        self.q_norm, self.k_norm = (0.3 * torch.randn(2, d, generator=g)).to(self.device)
+        self.inv_freq = 10000.0 ** -(torch.arange(self.half, dtype=torch.float64) / self.half)
+        angle = (torch.arange(max(self.lengths)).double()[:, None] * self.inv_freq).float()
+        self.cos, self.sin = angle.cos().to(self.device), angle.sin().to(self.device)
+        n_pages = [-(-n // BLOCK) for n in self.lengths]
+        ids = torch.randperm(sum(n_pages), generator=g).to(torch.int32)
+        self.page_table = torch.full((len(n_pages) + 1, max(n_pages) + 1), -1, dtype=torch.int32)
+        for i, part in enumerate(ids.split(n_pages)):
+            self.page_table[i, : part.numel()] = part
+        self.clear()
+
+    def clear(self) -> None:
+        shape = (int(self.page_table.max()) + 2, N_LAYERS, 2, self.heads.n_kv, BLOCK, self.heads.dim)
+        self.all_pages = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=self.device)
+        self.pages = self.all_pages[:, LAYER]
+
+    def step(
+        self, parts: list[tuple[int, int, int]], spare: int = 0, tile: FlashTile | None = None
+    ) -> list[Tensor]:
+        """Prefills parts (sequence, start, stop) in one call with `spare` unused blocks; their rows of out, in order."""
+        rows = [(i, p, min(stop - p, BLOCK)) for i, start, stop in parts for p in range(start, stop, BLOCK)]
+        capacity = len(rows) + spare
+
+        def row(values: list[int]) -> Tensor:
+            # unused blocks hold what an earlier step may have left there
+            return torch.tensor(
+                values + [0] * (capacity - len(values)), dtype=torch.int32, device=self.device
+            )
+
+        pages = [int(self.page_table[i, p // BLOCK]) for i, p, _ in rows]
+        nothing = row([])
+        blocks = Blocks(
+            n=row([n for *_, n in rows]), position=row([p for _, p, _ in rows]), place=row([i for i, *_ in rows]),
+            page=row(pages), snapshot=nothing, segment_begin=nothing, start_slot=nothing, slot=nothing,
+            block_segment=nothing,
+        )  # fmt: skip
+        heads, size = self.heads, BLOCK * capacity
+        proj = torch.full((size, heads.row), torch.nan, dtype=torch.bfloat16, device=self.device)
+        for b, (i, p, n) in enumerate(rows):
+            proj[b * BLOCK : b * BLOCK + n] = self.projections[i][p : p + n]
+        query, out = (
+            torch.full((size, heads.n_q * heads.dim), torch.nan, dtype=torch.bfloat16, device=self.device)
+            for _ in range(2)
+        )
+        table = self.page_table.clamp(min=0).to(self.device)
+        if tile is None:
+            attention_prefill(
+                proj, heads, self.q_norm, self.k_norm, EPS,
+                blocks=blocks, page_table=table, cos=self.cos, sin=self.sin, pages=self.pages, query=query, out=out,
+                levers=Levers(),
+            )  # fmt: skip
+        else:
+            prepare(
+                proj, heads, self.q_norm, self.k_norm, EPS,
+                blocks=blocks, cos=self.cos, sin=self.sin, pages=self.pages, query=query, levers=Levers(),
+            )  # fmt: skip
+            flash(
+                proj, heads,
+                blocks=blocks, page_table=table, pages=self.pages, query=query, out=out, tile=tile,
+            )  # fmt: skip
+        used = out[: BLOCK * len(rows)]
+        assert used.isfinite().all(), "padding of a block in use must stay finite"
+        assert out[BLOCK * len(rows) :].isnan().all(), "blocks not in use are left alone"
+        taken = [used[b * BLOCK : b * BLOCK + n] for b, (*_, n) in enumerate(rows)]
+        sizes = [-(-(stop - start) // BLOCK) for _, start, stop in parts]
+        return [torch.cat(taken[sum(sizes[:j]) : sum(sizes[: j + 1])]) for j in range(len(parts))]
+
+    def kv(self, i: int) -> tuple[Tensor, Tensor]:
+        """k and v [T, nk, d] of a sequence, from its pages."""
+        ids = self.page_table[i, : -(-self.lengths[i] // BLOCK)].long().to(self.device)
+        both = self.pages[ids].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : self.lengths[i]]
+        return both[0], both[1]
+
+    def expected(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The reference's k, v and output, float32."""
+        nq, nk, d = self.heads.n_q, self.heads.n_kv, self.heads.dim
+        x = self.projections[i].float().cpu()
+        q, gate, k, v = (y.unflatten(1, (-1, d)) for y in x.split([nq * d, nq * d, nk * d, nk * d], 1))
+        positions = torch.arange(x.shape[0])
+        q, k = (
+            layers.rope(layers.rms_norm(y, w.cpu(), EPS), positions, self.inv_freq)
+            for y, w in ((q, self.q_norm), (k, self.k_norm))
+        )
+        rounded = [layers.rounded(y, "bfloat16") for y in (q, k, v)]
+        return rounded[1], v, (layers.attention(*rounded) * torch.sigmoid(gate)).flatten(1)
+
+
+LAYOUTS = [(4, 2, 32, 8), (3, 1, 64, 6), (2, 2, 32, 16)]
+if torch.cuda.is_available():
+    LAYOUTS += [(8, 2, 256, 32), (24, 4, 256, 32), (16, 2, 256, 32)]
+
+
+def lengths(device: str) -> list[int]:
+    return [130, 64, 1, 70] if device == "cpu" else [1100, 64, 1, 70, 640, 257]
+
+
+def whole(world: World) -> list[tuple[int, int, int]]:
+    return [(i, 0, n) for i, n in enumerate(world.lengths)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matches_the_reference(layout: tuple[int, int, int, int], device: str) -> None:
+    nq, nk, d, half = layout
+    world = World(AttentionHeads(nq, nk, d), lengths(device), half, device)
+    outputs = world.step(whole(world), spare=1)
+    for i, out in enumerate(outputs):
+        k, v, expected = world.expected(i)
+        found_k, found_v = (x.float().cpu() for x in world.kv(i))
+        # one bfloat16 rounding of a float32 value that may differ in its last bits
+        torch.testing.assert_close(found_k, k, rtol=2**-7, atol=1e-5)
+        assert torch.equal(found_v, v)
+        # q and k may round to the other neighbour, the weights are rounded (2^-9 each), the result too (2^-9): all relative to
+        # values of about 1 that a mean may cancel
+        torch.testing.assert_close(out.float().cpu(), expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], *LAYOUTS[3:]])
+def test_bits_do_not_depend_on_cuts_or_neighbours(layout: tuple[int, int, int, int], device: str) -> None:
+    nq, nk, d, half = layout
+    world = World(AttentionHeads(nq, nk, d), lengths(device), half, device)
+    together = world.step(whole(world))
+    kept = world.all_pages.clone()
+    world.clear()
+    alone = [world.step([part], spare=2)[0] for part in whole(world)]
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    assert torch.equal(kept.view(torch.int16), world.all_pages.view(torch.int16))
+    # every sequence in two parts, the second parts among each other, the first parts one by one
+    world.clear()
+    cuts = [n // 2 // BLOCK * BLOCK for n in world.lengths]
+    first = [world.step([(i, 0, cut)])[0] if cut else together[i][:0] for i, cut in enumerate(cuts)]
+    rest = world.step(
+        [(i, cut, n) for i, (cut, n) in enumerate(zip(cuts, world.lengths, strict=True))], spare=1
+    )
+    for i, out in enumerate(together):
+        assert torch.equal(out, torch.cat([first[i], rest[i]]))
+    assert torch.equal(kept.view(torch.int16), world.all_pages.view(torch.int16))
+
+
+def test_writes_only_its_own_tokens(device: str) -> None:
+    world = World(AttentionHeads(4, 2, 32), [70, 64], 8, device)
+    world.step([(0, 0, 70)], spare=1)
+    touched = world.page_table[0, :2].tolist()
+    others = [i for i in range(world.pages.shape[0]) if i not in touched]
+    assert world.all_pages[others].isnan().all()
+    assert world.all_pages[:, 1 - LAYER].isnan().all()
+    last = world.pages[touched[1]]
+    assert last[0, :, 6:].isnan().all(), "keys of padding are not written"
+    assert (last[1, :, 6:] == 0).all(), "values of padding are zero"
+    assert last[:, :, :6].isfinite().all()
+
+
+def test_what_was_left_in_a_page_does_not_reach_the_result(device: str) -> None:
+    world = World(AttentionHeads(4, 2, 32), [70], 8, device)
+    clean = world.step(whole(world))[0]
+    world.all_pages.fill_(torch.inf)
+    assert torch.equal(clean, world.step(whole(world))[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[3:] or LAYOUTS[:1])
+def test_tiles_agree_in_every_bit(layout: tuple[int, int, int, int], device: str) -> None:
+    nq, nk, d, half = layout
+    world = World(AttentionHeads(nq, nk, d), lengths(device), half, device)
+    ours = world.step(whole(world))
+    tiles = [FlashTile(2, 8, 2, kv_outer=False)]
+    if device == "cpu":
+        tiles += [
+            FlashTile(2, 4, 2, specialised=True)
+        ]  # its arithmetic; on a GPU the choice of flash_tile is what is tested
+    else:  # numpy's products depend on their shape
+        tiles += [FlashTile(2, 8, 2), FlashTile(1, 4, 2), FlashTile(1, 4, 1)]
+    for tile in tiles:
+        for a, b in zip(ours, world.step(whole(world), spare=1, tile=tile), strict=True):
+            assert torch.equal(a, b), tile
+
+
+def test_refuses_what_it_does_not_serve(device: str) -> None:
+    with pytest.raises(ValueError, match="head_dim"):
+        World(AttentionHeads(2, 1, 48), [1], 8, device).step([(0, 0, 1)])
+    with pytest.raises(ValueError, match="rotary"):
+        World(AttentionHeads(2, 1, 32), [1], 32, device).step([(0, 0, 1)])

@@ -1,0 +1,258 @@
+"""The engine on a GPU, or on its kernels interpreted: against the oracle, and purity (P1 to P4, P6) over whole requests.
+
+What is compared are the log-probabilities that a request is answered with: 32-bit floats of the drawn token and of the likeliest
+ones, which change when a logit does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from deltic.config import EngineConfig
+from deltic.engine.loop import Engine
+from deltic.engine.request import Output, Request, SamplingParams
+from deltic.reference.model import forward
+from tests.plain import plain
+from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
+
+pytest.importorskip("triton")
+from deltic.engine.gpu_runner import GpuRunner, build_gpu_runner
+
+HAS_GPU = torch.cuda.is_available()
+KINDS = ("dense", "moe", "next")
+N_TOKENS = 48 if HAS_GPU else 4
+needs_gpu = pytest.mark.skipif(
+    not HAS_GPU, reason="needs a GPU: minutes in the interpreter, or nothing to see there"
+)
+
+LOGPROB_TOLERANCE = 0.12
+"""The oracle rounds at the same places but for the projections, which a GPU's prefill keeps in bfloat16, and adds in another
+order; an exchange of two experts of nearly equal weight, which these random routers have at a sixth of the positions, is larger."""
+
+Entry = tuple[int, float, tuple[tuple[int, float], ...]]
+
+
+@cache
+def runner(kind: str, levers: tuple[str, ...] = ()) -> GpuRunner:
+    config = EngineConfig(
+        model=str(tiny_checkpoint(kind)), max_num_seqs=128 if HAS_GPU else 4, max_model_len=1024 if HAS_GPU else 256,
+        max_step_tokens=1024 if HAS_GPU else 128, n_pages=2048 if HAS_GPU else 24, n_checkpoints=8, lever=levers,
+        cache_host_gb=0.2,
+    )  # fmt: skip
+    return build_gpu_runner(config, lambda stage, done: None)
+
+
+@contextlib.contextmanager
+def without_syncs() -> Iterator[None]:
+    """On a GPU whatever waits for it raises, except events and the places that say so."""
+    if HAS_GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if HAS_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(256) for _ in range(length)]
+
+
+def request(name: str, ids: list[int], n_tokens: int = N_TOKENS, **params: Any) -> Request:
+    arguments = {"temperature": 0.0, "ignore_eos": True, "max_tokens": n_tokens, "logprobs": 10, **params}
+    return Request(id=name, prompt_ids=ids, params=SamplingParams(**arguments))
+
+
+def answers(engine: Engine, preempt: dict[int, str] | None = None) -> dict[str, list[Entry]]:
+    """Everything drawn, by request id and index. preempt: which request loses its place before which step."""
+    found: dict[str, list[Entry]] = {}
+    n_steps = 0
+    while engine.has_work():
+        for sequence in [*engine.scheduler._decodes, *engine.scheduler._prefills]:
+            if (preempt or {}).get(n_steps) == sequence.request.id:
+                engine.scheduler._preempt(sequence)
+        with without_syncs():
+            outputs = engine.step()
+        n_steps += 1
+        for output in outputs:
+            _note(found, output)
+    engine.check()
+    return found
+
+
+def _note(found: dict[str, list[Entry]], output: Output) -> None:
+    assert output.error is None, output.error
+    for entry in output.logprobs or []:
+        found.setdefault(f"{output.id}/{output.index}", []).append(
+            (entry.token_id, entry.logprob, tuple(entry.top))
+        )
+
+
+def alone(kind: str, ids: list[int], levers: tuple[str, ...] = (), **params: Any) -> list[Entry]:
+    engine = Engine(runner(kind, levers))
+    engine.add(request("a", ids, **params))
+    return answers(engine)["a/0"]
+
+
+@pytest.mark.parametrize("kind", KINDS if HAS_GPU else ("dense", "moe"))
+def test_against_the_oracle(kind: str) -> None:
+    """Prefill and decode, across a page's end: log-probabilities within the tolerance, tokens equal where it is clear."""
+    inner = runner(kind)
+    n_far = 0
+    for length in (1, 63, 70) if HAS_GPU else (62,):
+        ids = prompt(length, length)
+        drawn = alone(kind, ids)
+        tokens = [entry[0] for entry in drawn]
+        expected = forward(
+            plain(inner.model.weights), inner.plan.shape, ids + tokens[:-1], precision="bfloat16"
+        )
+        expected = expected[length - 1 :, :N_REAL_VOCAB].log_softmax(-1)
+        for row, (token, logprob, top) in zip(expected, drawn, strict=True):
+            best = row.topk(2).values
+            errors = [
+                abs(logprob - float(row[token])),
+                *(abs(value - float(row[other])) for other, value in top[:3]),
+            ]
+            far = max(errors) > LOGPROB_TOLERANCE
+            n_far += far
+            if not far and best[0] - best[1] > 2 * LOGPROB_TOLERANCE:
+                assert token == int(row.argmax())
+    assert n_far <= (0 if kind == "dense" else 0.25 * 3 * N_TOKENS)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_and_among_others(kind: str) -> None:
+    """P1: other sequences, of other lengths, come, prefill beside its decodes, and go."""
+    ids = prompt(5, 70)
+    expected = alone(kind, ids)
+    engine = Engine(runner(kind))
+    engine.add(request("a", ids))
+    for i in range(127):
+        engine.add(request(f"other {i}", prompt(100 + i, 1 + 37 * i % 140), n_tokens=2 + i % N_TOKENS))
+    assert answers(engine)["a/0"] == expected
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_cut_of_the_prompt(kind: str) -> None:
+    """P2: chunks of 64 tokens and of all of them."""
+    ids = prompt(6, 700)
+    expected = alone(kind, ids, n_tokens=3)
+    engine = Engine(runner(kind))
+    engine.scheduler.max_step_tokens = 64
+    engine.add(request("a", ids, n_tokens=3))
+    assert answers(engine)["a/0"] == expected
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_hit_and_cold(kind: str) -> None:
+    """P3: behind a prefix that an earlier request left, and with an answer in the history that was decoded before."""
+    inner = runner(kind)
+    ids = prompt(7, 300)
+    engine = Engine(inner)
+    engine.add(request("a", ids))
+    first = answers(engine)["a/0"]
+    longer = ids + [entry[0] for entry in first] + prompt(8, 70)
+    engine.add(request("b", longer, n_tokens=3))
+    warm = answers(engine)["b/0"]
+    assert engine.cache.stats.n_hits == 1
+    assert warm == alone(kind, longer, n_tokens=3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted(kind: str) -> None:
+    """P4: it loses its place while it decodes, with and without host memory for its state."""
+    ids = prompt(9, 70)
+    expected = alone(kind, ids)
+    for keeps in (True, False):
+        engine = Engine(runner(kind))
+        if not keeps:
+            engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
+        engine.add(request("a", ids))
+        assert answers(engine, preempt={3: "a"})["a/0"] == expected
+
+
+def test_several_of_one_prompt_and_seeds() -> None:
+    """n > 1 forks pages and states; a seeded draw is the same alone and beside its siblings (P6)."""
+    ids = prompt(10, 70 if HAS_GPU else 30)
+    expected = alone("dense", ids, temperature=1.0, seed=7)
+    engine = Engine(runner("dense"))
+    engine.add(request("a", ids, temperature=1.0, seed=7, n=3))
+    found = answers(engine)
+    assert found["a/0"] == expected
+    assert len({tuple(e[0] for e in found[f"a/{i}"]) for i in range(3)}) > 1
+
+
+@needs_gpu
+def test_stop_tokens_end_on_the_device() -> None:
+    """A sequence that draws its stop token ends there, and those beside it do not notice."""
+    ids, other = prompt(11, 30), prompt(12, 64)
+    drawn, expected = alone("dense", ids), alone("dense", other)
+    stop = drawn[1][0]
+    engine = Engine(runner("dense"))
+    engine.add(request("a", ids, stop_token_ids=(stop,)))
+    engine.add(request("b", other))
+    found = answers(engine)
+    assert found["a/0"] == drawn[: [entry[0] for entry in drawn].index(stop) + 1]
+    assert found["b/0"] == expected
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "lever",
+    ("run_ahead=off", "silu_epilogue=off", "pdl=off", "graphs=off", "in_proj=two", "in_proj=two streams"),
+)
+def test_levers_that_say_exact_are(lever: str) -> None:
+    """Every lever that says it leaves the bits as they are does so."""
+    ids = prompt(13, 67)
+    assert alone("dense", ids, (lever,)) == alone("dense", ids)
+
+
+@needs_gpu
+def test_prompt_logprobs() -> None:
+    """They come from the same prefill, and are the oracle's within the tolerance."""
+    inner, ids = runner("dense"), prompt(14, 70)
+    engine = Engine(inner)
+    engine.add(request("a", ids, n_tokens=1, prompt_logprobs=2))
+    outputs = [output for _ in range(20) if engine.has_work() for output in engine.step()]
+    entries = outputs[0].prompt_logprobs
+    assert entries is not None and entries[0] is None and len(entries) == len(ids)
+    expected = forward(plain(inner.model.weights), inner.plan.shape, ids, precision="bfloat16")[
+        :, :N_REAL_VOCAB
+    ].log_softmax(-1)
+    for i, entry in enumerate(entries[1:]):
+        assert entry is not None and entry.token_id == ids[i + 1]
+        assert abs(entry.logprob - float(expected[i, ids[i + 1]])) < LOGPROB_TOLERANCE
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_of_a_decode(kind: str) -> None:
+    """At most 8 kernels a layer (with experts 9 beyond 4 rows, where routing is one of its own), and a few around them: counted in
+    the graph that was captured."""
+    inner = runner(kind)
+    n_layers = inner.plan.shape.n_layers
+    for n in (1, 128):
+        n_most = 9 if kind != "dense" and n > 4 else 8
+        assert inner.n_launches(n) <= n_most * n_layers + 8
+        assert n_nodes(inner._decodes[n, inner._lengths[0]].graph) <= inner.n_launches(n) + 2
+
+
+def n_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Nodes of a captured graph, as the CUDA runtime counts them."""
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    n = ctypes.c_size_t(0)
+    assert runtime.cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(n)) == 0
+    return n.value

@@ -1,0 +1,264 @@
+"""gdn_decode: against the reference, one step and many; nothing but its own rows is touched; a row's bits are its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.ops.gdn import GdnHeads, GdnWeights
+from deltic.ops.gpu.gdn_decode import gdn_decode
+from deltic.ops.gpu.launch import Levers, launches
+from deltic.ops.table import KernelError
+from deltic.reference import layers
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp"
+)  # of numpy, in a sigmoid; the limit is right
+EPS = 1e-6
+N_LAYERS, LAYER = 3, 1  # pools hold several layers; the operator sees a view of one
+
+SMALL = [
+    GdnHeads(n_k=1, n_v=2, k_dim=16, v_dim=16),
+    GdnHeads(n_k=2, n_v=2, k_dim=32, v_dim=16),
+    GdnHeads(n_k=1, n_v=3, k_dim=48, v_dim=80),  # neither a power of 2 nor equal
+    GdnHeads(
+        n_k=1, n_v=1, k_dim=256, v_dim=128
+    ),  # more than fits the registers at once: two tiles of value rows
+]
+REAL = [
+    GdnHeads(n_k=16, n_v=16, k_dim=128, v_dim=128),
+    GdnHeads(n_k=16, n_v=32, k_dim=128, v_dim=128),
+    GdnHeads(n_k=16, n_v=48, k_dim=128, v_dim=128),
+    GdnHeads(n_k=2, n_v=2, k_dim=256, v_dim=256),
+]
+HEADS = SMALL + (REAL if torch.cuda.is_available() else [])
+
+
+def name(heads: GdnHeads) -> str:
+    return f"{heads.n_k}-{heads.n_v}-{heads.k_dim}-{heads.v_dim}"
+
+
+@dataclass
+class Case:
+    """A pool, and rows that step in it."""
+
+    heads: GdnHeads
+    weights: GdnWeights
+    slots: list[int]
+    positions: list[int]
+    proj: Tensor
+    columns: Tensor
+    states: Tensor
+
+    def part(self, rows: list[int]) -> Case:
+        """Some of the rows, in this order, in a copy of the pool."""
+        return Case(
+            self.heads, self.weights, [self.slots[r] for r in rows], [self.positions[r] for r in rows],
+            self.proj[:, rows].contiguous(), self.columns.clone(), self.states.clone(),
+        )  # fmt: skip
+
+    def step(self, levers: Levers | None = None) -> Tensor:
+        device = self.proj.device
+        out = torch.full(
+            (len(self.slots), self.heads.n_v * self.heads.v_dim),
+            torch.nan,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        gdn_decode(
+            self.proj, self.heads, self.weights, EPS,
+            row_slot=torch.tensor(self.slots, dtype=torch.int32, device=device),
+            row_position=torch.tensor(self.positions, dtype=torch.int32, device=device),
+            columns=self.columns[:, LAYER], states=self.states[:, LAYER], out=out, levers=levers or Levers(),
+        )  # fmt: skip
+        return out
+
+
+def make(
+    heads: GdnHeads,
+    slots: list[int],
+    positions: list[int],
+    *,
+    splits: int = 1,
+    seed: int = 0,
+    device: str = "cpu",
+    n_slots: int = 8,
+) -> Case:
+    """Random rows; NaN wherever the operator has no business to look."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    c, n = heads.channels, len(slots)
+    weights = GdnWeights(
+        conv=normal(4, c) * 0.5,
+        a_log=normal(heads.n_v),
+        dt_bias=normal(heads.n_v) - 1,
+        norm=1 + 0.1 * normal(heads.v_dim),
+    )
+    proj = normal(splits, n, c + heads.n_v * heads.v_dim + 2 * heads.n_v) * splits**-0.5
+    columns = torch.full((n_slots, N_LAYERS, 4, c), torch.nan, dtype=torch.bfloat16)
+    states = torch.full((n_slots, N_LAYERS, heads.n_v, heads.v_dim, heads.k_dim), torch.nan)
+    for r, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        if slot < 0:
+            proj[:, r] = torch.nan
+            continue
+        for p in range(max(0, position - 3), position):
+            columns[slot, LAYER, p % 4] = normal(c).bfloat16()
+        if position > 0:
+            states[slot, LAYER] = normal(heads.n_v, heads.v_dim, heads.k_dim) * 0.3
+    weights = GdnWeights(
+        *(w.to(device) for w in (weights.conv, weights.a_log, weights.dt_bias, weights.norm))
+    )
+    return Case(heads, weights, slots, positions, proj.to(device), columns.to(device), states.to(device))
+
+
+def reference(
+    heads: GdnHeads,
+    weights: GdnWeights,
+    proj: Tensor,
+    window: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """T tokens of one sequence: proj [S, T, R], window [C, 3], state [Hv, dk, dv] -> out [T, Hv dv] and the state."""
+    total = proj[0].clone()
+    for partial in proj[1:]:
+        total += partial
+    kd, vd, hv = heads.n_k * heads.k_dim, heads.n_v * heads.v_dim, heads.n_v
+    qkv, z, b, a = total.split([2 * kd + vd, vd, hv, hv], -1)
+    mixed, _ = layers.causal_conv(layers.rounded(qkv, "bfloat16"), weights.conv.T, window)
+    q, k, v = (
+        x.unflatten(-1, (-1, d))
+        for x, d in zip(mixed.split([kd, kd, vd], -1), (heads.k_dim, heads.k_dim, heads.v_dim), strict=True)
+    )
+    beta_g = layers.gdn_gates(b, a, weights.a_log, weights.dt_bias)
+    o, state = layers.naive_gdn(
+        layers.l2_norm(q) * heads.k_dim**-0.5, layers.l2_norm(k), v, beta_g[1], beta_g[0], state
+    )
+    out = layers.gated_rms_norm(o, z.unflatten(-1, (hv, heads.v_dim)), weights.norm, EPS)
+    return layers.rounded(out.flatten(-2), "bfloat16"), state
+
+
+def host(case: Case) -> Case:
+    """A copy on the host."""
+    w = case.weights
+    return Case(
+        case.heads, GdnWeights(*(x.cpu() for x in (w.conv, w.a_log, w.dt_bias, w.norm))), case.slots,
+        case.positions, case.proj.cpu().clone(), case.columns.cpu().clone(), case.states.cpu().clone(),
+    )  # fmt: skip
+
+
+def assert_close(out: Tensor, expected: Tensor) -> None:
+    """Within two units in the last place of bfloat16 where values are large; sums of float32 in another order, divided by a norm
+    of about 1, differ by far less, so most values are equal and the rest are neighbours."""
+    out, expected = out.float().cpu(), expected.float().cpu()
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=2e-4)
+    assert (out != expected).sum() <= 2 + 0.02 * out.numel()
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=name)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_one_step(heads: GdnHeads, splits: int, device: str) -> None:
+    slots, positions = [5, -1, 0, 2, 7, 4], [0, 9, 1, 2, 3, 1026]
+    if heads.n_v * heads.v_dim * heads.k_dim > 1 << 13 and device == "cpu":
+        slots, positions = slots[1::4], positions[1::4]
+    case = make(heads, slots, positions, splits=splits, device=device)
+    before = host(case)
+    launches.n = 0
+    out = case.step()
+    assert launches.n == 1
+    after = host(case)
+    for r, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        if slot < 0:
+            assert out[r].isnan().all()
+            continue
+        window = torch.zeros(heads.channels, 3)
+        for i in range(min(3, position)):
+            window[:, 2 - i] = before.columns[slot, LAYER, (position - 1 - i) % 4].float()
+        state = before.states[slot, LAYER].mT if position else None
+        expected, state = reference(heads, before.weights, before.proj[:, r : r + 1], window, state)
+        assert_close(out[r], expected[0])
+        # float32 sums of at most 256 terms of about 0.3, in another order
+        torch.testing.assert_close(after.states[slot, LAYER], state.mT, rtol=1e-5, atol=1e-5)
+        inputs = before.proj[0, r]
+        for partial in before.proj[1:, r]:
+            inputs = inputs + partial
+        before.columns[slot, LAYER, position % 4] = inputs[: heads.channels].bfloat16()
+        before.states[slot, LAYER] = after.states[slot, LAYER]
+    assert torch.equal(after.columns.view(torch.int16), before.columns.view(torch.int16))
+    assert torch.equal(after.states.view(torch.int32), before.states.view(torch.int32))
+
+
+@pytest.mark.parametrize("heads", [SMALL[0], *HEADS[len(SMALL) :]], ids=name)
+def test_steps_follow_a_sequence(heads: GdnHeads, device: str) -> None:
+    """From position 0 on, past the ring's end, as the reference goes over the whole sequence."""
+    n_tokens = 11
+    case = make(heads, [3], [0], device=device)
+    g = torch.Generator().manual_seed(1)
+    proj = torch.randn(1, n_tokens, case.proj.shape[2], generator=g)
+    outs = []
+    for t in range(n_tokens):
+        case.proj, case.positions = proj[:, t : t + 1].contiguous().to(device), [t]
+        outs.append(case.step())
+    expected, state = reference(heads, host(case).weights, proj)
+    assert_close(torch.cat(outs), expected)
+    torch.testing.assert_close(case.states[3, LAYER].cpu(), state.mT, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("heads", [SMALL[1], *HEADS[len(SMALL) :]], ids=name)
+def test_bits_are_the_rows_own(heads: GdnHeads, device: str) -> None:
+    """Alone, among others, in another place, in a larger bucket, started early or not: same bits of output, state and ring."""
+    n = 128 if device == "cuda" else 5
+    slots = [(5 * r + 3) % (n + 1) for r in range(n)]
+    case = make(heads, slots, [r % 7 for r in range(n)], splits=2, device=device, n_slots=n + 1)
+    everything = case.part(list(range(n)))
+    out_everything = everything.step(Levers(pdl=False))
+    for rows in ([2], [4, 2], list(range(n - 1, 0, -2))):
+        some = case.part(rows)
+        out = some.step()
+        assert torch.equal(out, out_everything[rows])
+        assert not out.isnan().any()
+        taken = [slots[r] for r in rows]
+        assert torch.equal(some.states[taken, LAYER], everything.states[taken, LAYER])
+        assert torch.equal(
+            some.columns[taken, LAYER].view(torch.int16), everything.columns[taken, LAYER].view(torch.int16)
+        )
+
+
+def test_unused_rows_change_nothing(device: str) -> None:
+    case = make(SMALL[0], [-1, -1], [0, 4], device=device)
+    before = host(case)
+    assert case.step().isnan().all()
+    assert torch.equal(case.states.cpu().view(torch.int32), before.states.view(torch.int32))
+    assert torch.equal(case.columns.cpu().view(torch.int16), before.columns.view(torch.int16))
+
+
+@pytest.mark.parametrize("a", [-40.0, -12.0, -4.0, 0.0, 19.9, 20.1, 80.0])
+def test_decay_from_never_to_at_once(a: float, device: str) -> None:
+    """The gate's whole range; with beta = 0 the state is multiplied by alpha alone.
+
+    The exponent of alpha reaches 20 before 1e-9 hides the rest; a few units in its last place are 1e-5 of alpha.
+    """
+    heads = SMALL[0]
+    case = make(heads, [1], [5], device=device)
+    z_end = heads.channels + heads.n_v * heads.v_dim
+    case.proj[:, :, z_end : z_end + heads.n_v] = -200.0
+    case.proj[:, :, z_end + heads.n_v :] = a - case.weights.dt_bias
+    before = host(case)
+    case.step()
+    g = -torch.exp(before.weights.a_log.double()) * torch.nn.functional.softplus(
+        torch.tensor(a).double(), threshold=1e9
+    )
+    expected = before.states[1, LAYER].double() * g.exp()[:, None, None]
+    torch.testing.assert_close(case.states[1, LAYER].cpu().double(), expected, rtol=3e-5, atol=1e-9)
+
+
+def test_contract(device: str) -> None:
+    case = make(SMALL[0], [1], [5], device=device)
+    case.proj = case.proj[:, :, :-1].contiguous()
+    with pytest.raises(KernelError, match="six projections"):
+        case.step()

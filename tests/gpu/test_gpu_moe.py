@@ -1,0 +1,321 @@
+"""moe on a GPU against the reference: decode and prefill, ugly shapes, unused rows, and bits that neighbours cannot change.
+
+Tolerance: both sides round x and the experts' activations to bfloat16 and sum in float32, so they differ by the order of sums and
+by what a sum next to a rounding border does to the bfloat16 behind it (2^-8 of one activation; the interpreter truncates where a
+GPU rounds, which makes that common). 1 % of the largest value is far above both and far below an expert or a slot gone wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.ops.gpu.blocks import Blocks
+from deltic.ops.gpu.launch import Levers, launches
+from deltic.ops.gpu.moe import MoeScratch, MoeTiles, moe_decode, moe_scratch
+from deltic.ops.gpu.moe_prefill import MoePrefillScratch, MoePrefillTiles, moe_prefill, moe_prefill_scratch
+from deltic.reference.layers import linear, route, swiglu
+
+LEVERS = Levers()
+
+
+def on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """H, E, k, M, Ms."""
+
+    hidden: int
+    n_experts: int
+    k: int
+    width: int
+    shared: int
+
+
+TINY = Case(128, 8, 4, 32, 64)
+ODD = Case(512, 6, 3, 64, 32)  # a K split, no powers of two in experts and slots
+REAL = [Case(2048, 256, 8, 512, 512), Case(2048, 512, 10, 512, 512)]
+CASES = [TINY, ODD, *(REAL if torch.cuda.is_available() else [])]
+
+
+class Layer:
+    """Random weights of a case, and the reference's output by slot."""
+
+    def __init__(self, case: Case, device: str, seed: int = 0) -> None:
+        self.case, self.device = case, device
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def matrix(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device=device).mul_(size[-1] ** -0.5).bfloat16()
+
+        h, e, m, shared = case.hidden, case.n_experts, case.width, case.shared
+        self.weights = (
+            matrix(e + 1, h),
+            matrix(e, 2 * m, h),
+            matrix(e, h, m),
+            matrix(2 * shared, h),
+            matrix(h, shared),
+        )
+        self.generator = generator
+
+    def rows(self, n: int) -> Tensor:
+        size = (n, self.case.hidden)
+        return (torch.randn(size, generator=self.generator, device=self.device) * 2).bfloat16()
+
+    def parts(self, x: Tensor, normalise: bool = True) -> Tensor:
+        """[k + 1, N, H] float32: what each slot and the shared expert add."""
+        router, gate_up, down, shared_gate_up, shared_down = self.weights
+        x = x.float()
+        weights, ids = route(x, router[:-1], self.case.k, normalise, "bfloat16")
+        parts = torch.zeros(self.case.k + 1, *x.shape, device=x.device)
+        for expert in ids.unique().tolist():
+            rows, slots = (ids == expert).nonzero(as_tuple=True)
+            y = swiglu(x[rows], gate_up[expert], down[expert], "bfloat16")
+            parts[slots, rows] = weights[rows, slots, None] * y
+        gate = torch.sigmoid(linear(x, router[-1:], "bfloat16"))
+        parts[-1] = gate * swiglu(x, shared_gate_up, shared_down, "bfloat16")
+        return parts
+
+    def allocate(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Workspaces start as NaN, or as numbers that are no index; the counters must start as 0."""
+        if "counters" in name:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+        bad = float("nan") if dtype.is_floating_point else 123_456_789
+        return torch.full(size, bad, dtype=dtype, device=self.device)
+
+    def scratch(self, n: int) -> MoeScratch:
+        c = self.case
+        return moe_scratch(n, c.hidden, c.n_experts, c.k, c.width, c.shared, self.allocate)
+
+    def prefill_scratch(self, n: int, dtype: torch.dtype = torch.bfloat16) -> MoePrefillScratch:
+        c = self.case
+        return moe_prefill_scratch(n, c.hidden, c.n_experts, c.k, c.width, c.shared, self.allocate, dtype)
+
+    def decode(
+        self, x: Tensor, used: Tensor | None = None, scratch: MoeScratch | None = None, tiles: MoeTiles | None = None,
+        normalise: bool = True, levers: Levers = LEVERS,
+    ) -> Tensor:  # fmt: skip
+        n = x.shape[0]
+        slots = torch.arange(n, dtype=torch.int32, device=self.device)
+        if used is not None:
+            slots = torch.where(used.to(self.device), slots, -1)
+        out = torch.full((self.case.k + 1, n, self.case.hidden), float("nan"), device=self.device)
+        moe_decode(
+            x, *self.weights, self.case.k, normalise, row_slot=slots.int(), scratch=scratch or self.scratch(n), out=out,
+            levers=levers, tiles=tiles,
+        )  # fmt: skip
+        return out
+
+    def prefill(
+        self, x: Tensor, n_tokens: list[int], scratch: MoePrefillScratch | None = None, dtype: torch.dtype = torch.float32,
+        tiles: MoePrefillTiles | None = None,
+    ) -> Tensor:  # fmt: skip
+        t = x.shape[0]
+        out = torch.full((t, self.case.hidden), float("nan"), device=self.device, dtype=dtype)
+        moe_prefill(
+            x, *self.weights, self.case.k, True, blocks=_blocks(n_tokens, self.device),
+            scratch=scratch or self.prefill_scratch(t), out=out, levers=LEVERS, tiles=tiles,
+        )  # fmt: skip
+        return out
+
+
+def _blocks(n_tokens: list[int], device: str) -> Blocks:
+    n = torch.tensor(n_tokens, dtype=torch.int32, device=device)
+    return Blocks(n, *(torch.zeros_like(n) for _ in range(8)))
+
+
+def _close(found: Tensor, expected: Tensor, share: float = 0.01) -> None:
+    assert torch.isfinite(found).all()
+    worst = ((found - expected).abs().max() / expected.abs().max()).item()
+    assert worst < share, worst
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 21])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode_is_the_reference(device: str, case: Case, n: int) -> None:
+    if device == "cpu" and n not in ((2, 21) if case == TINY else (1, 7)):
+        pytest.skip("the interpreter is slow")
+    layer = Layer(case, device)
+    x = layer.rows(n)
+    normalise = n != 2
+    levers = Levers(split_k=n != 7)
+    _close(layer.decode(x, normalise=normalise, levers=levers), layer.parts(x, normalise))
+
+
+def test_a_row_alone_has_the_bits_it_has_among_others(device: str) -> None:
+    """Also where a workspace is larger than the call, is used again, and whatever tiles the bucket takes."""
+    layer = Layer(REAL[0] if device == "cuda" else ODD, device)
+    counts = (256, 128, 64, 33, 16, 5, 4) if device == "cuda" else (9, 3)
+    x = layer.rows(counts[0])
+    scratch = layer.scratch(counts[0])
+    everything = layer.decode(x, scratch=scratch)
+    for n in counts[1:]:
+        assert torch.equal(layer.decode(x[:n], scratch=scratch), everything[:, :n]), n
+    for row in (0, 1, counts[0] - 1) if device == "cuda" else (8,):
+        one = x[row : row + 1]
+        if (
+            device == "cuda"
+        ):  # (NumPy, which multiplies for the interpreter, has other bits for other K blocks)
+            assert torch.equal(layer.decode(one), everything[:, row : row + 1])
+        # with lists and without them
+        assert torch.equal(layer.decode(one, tiles=MoeTiles(alone=True)), layer.decode(one, tiles=MoeTiles()))
+
+
+def test_unused_rows_route_nowhere(device: str) -> None:
+    """Their values, NaN even, reach no other row; a step of unused rows only leaves nothing behind."""
+    layer = Layer(TINY, device)
+    x = layer.rows(9)
+    used = torch.tensor([True, False, True, True, False, True, True, False, True])
+    expected = layer.decode(x[used.to(device)].contiguous())
+    x[~used.to(device)] = float("nan")
+    scratch = layer.scratch(9)
+    layer.decode(x, torch.zeros(9, dtype=torch.bool), scratch)
+    out = layer.decode(x, used, scratch)
+    assert torch.equal(out[:, used.to(device)], expected)
+    assert out[:-1, ~used.to(device)].isnan().all()
+    layer.decode(x[1:2], torch.zeros(1, dtype=torch.bool), scratch)
+    assert torch.equal(layer.decode(x[:1], scratch=scratch), expected[:, :1])
+
+
+def test_ties_go_to_the_lower_expert(device: str) -> None:
+    """Zero rows of the router give equal p: slots are filled by expert number, on every way to route."""
+    layer = Layer(TINY, device)
+    layer.weights[0][:-1] = 0
+    x = layer.rows(6)
+    expected = layer.parts(x)
+    _close(layer.decode(x), expected)
+    _close(layer.decode(x[:1]), expected[:, :1])
+    _close(
+        layer.prefill(layer.rows(64).index_copy_(0, torch.arange(6, device=device), x), [6])[:6],
+        expected.sum(0),
+    )
+
+
+def test_one_expert_takes_all_rows(device: str) -> None:
+    """More pairs than a tile has: the list of one expert goes over several entries."""
+    layer = Layer(TINY, device)
+    x = layer.rows(37)
+    x[:, 0] = 1.0
+    router = layer.weights[0]
+    router[:, 0] = torch.linspace(0, 40, router.shape[0], device=device).bfloat16()
+    _close(layer.decode(x), layer.parts(x))
+    if device == "cuda":
+        x = layer.rows(640)
+        x[:, 0] = 1.0
+        _close(layer.prefill(x, [64] * 10), layer.parts(x).sum(0))
+
+
+def test_the_cut_changes_no_bit(device: str) -> None:
+    layer = Layer(REAL[0] if device == "cuda" else ODD, device)
+    x = layer.rows(5)
+    expected = layer.decode(x, tiles=MoeTiles())
+    for tiles in (
+        MoeTiles(early=True, down_ahead=True, router_ahead=True),
+        MoeTiles(block_n=32),
+        # (NumPy, which multiplies for the interpreter, has other bits for other K blocks)
+        MoeTiles(block_f=16, block_m=128)
+        if device == "cpu"
+        else MoeTiles(block_f=64, block_m=128, up_k=64, down_k=128),
+    ):
+        assert torch.equal(layer.decode(x, tiles=tiles), expected), tiles
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prefill_is_the_reference(device: str, case: Case) -> None:
+    """Partial blocks, blocks not in use, rows of padding that hold NaN; padding gives zeros."""
+    layer = Layer(case, device)
+    n_tokens = [64, 17, 0, 0] if case in REAL else [20, 3, 0, 0] if case == TINY else [9]
+    x = layer.rows(64 * len(n_tokens))
+    valid = torch.cat([torch.arange(64) < n for n in n_tokens]).to(device)
+    expected = layer.parts(x[valid]).sum(0)
+    x[~valid] = float("nan")
+    out = layer.prefill(x, n_tokens)
+    # the experts' outputs are rounded to bfloat16 before they are weighted: 2^-9 of each, 2^-8 when truncated
+    _close(out[valid], expected, 0.02)
+    assert (out[~valid] == 0).all()
+    if device == "cuda" or case == ODD:
+        exact = layer.prefill(x, n_tokens, layer.prefill_scratch(x.shape[0], torch.float32))
+        _close(exact[valid], expected)
+        rounded = layer.prefill(x, n_tokens, layer.prefill_scratch(x.shape[0], torch.float32), torch.bfloat16)
+        assert device == "cpu" or torch.equal(rounded, exact.bfloat16())
+
+
+def test_prefill_rows_do_not_know_their_neighbours(device: str) -> None:
+    layer = Layer(REAL[0] if device == "cuda" else TINY, device)
+    n_blocks = 24 if device == "cuda" else 2
+    x = layer.rows(64 * n_blocks)
+    n_tokens = [64] * (n_blocks - 2) + [50, 64] if device == "cuda" else [5, 9]
+    scratch = layer.prefill_scratch(x.shape[0])
+    everything = layer.prefill(x, n_tokens, scratch)
+    for block in (0, n_blocks - 2):
+        part = slice(64 * block, 64 * block + 64)
+        assert torch.equal(layer.prefill(x[part], [n_tokens[block]], scratch), everything[part])
+
+
+def test_prefill_and_decode_route_alike(device: str) -> None:
+    """The K parts of the router are added in the same order in both: weights of the slots are equal in bits."""
+    layer = Layer(REAL[0] if device == "cuda" else ODD, device)
+    x = layer.rows(64)
+    n = 64 if device == "cuda" else 4
+    decode, prefill = layer.scratch(64), layer.prefill_scratch(64)
+    on_cpu = device == "cpu"  # NumPy's bits depend on the K block
+    layer.decode(x[:n], scratch=decode, tiles=MoeTiles() if on_cpu else None)
+    layer.prefill(x, [n], prefill, tiles=MoePrefillTiles(router_k=128) if on_cpu else None)
+    size = n * (layer.case.k + 1)
+    assert torch.equal(decode.weight[:size], prefill.weight[:size])
+
+
+def test_launches(device: str) -> None:
+    layer = Layer(TINY, device)
+    for n, expected in ((1, 3), (2, 4)):
+        launches.n = 0
+        layer.decode(layer.rows(n))
+        assert launches.n == expected
+    launches.n = 0
+    layer.prefill(layer.rows(64), [1])
+    assert launches.n == 8
+
+
+def test_refuses_what_does_not_fit(device: str) -> None:
+    layer = Layer(TINY, device)
+    with pytest.raises(ValueError, match="workspaces are for 2 rows"):
+        layer.decode(layer.rows(3), scratch=layer.scratch(2))
+    layer.weights = (*layer.weights[:4], layer.weights[4].float())
+    with pytest.raises(ValueError, match="contiguous bfloat16"):
+        layer.decode(layer.rows(1))
+
+
+def test_the_reference_sums_the_parts(device: str) -> None:
+    """`parts` against the reference's own sum, so that the oracle of this file is the oracle."""
+    from types import SimpleNamespace
+
+    from deltic.reference.model import feed_forward
+
+    layer = Layer(TINY, "cpu")
+    x = layer.rows(4).float()
+    router, gate_up, down, shared_gate_up, shared_down = layer.weights
+    mlp = SimpleNamespace(
+        router=router[:-1], shared_gate=router[-1], gate_up=gate_up, down=down, shared_gate_up=shared_gate_up,
+        shared_down=shared_down,
+    )  # fmt: skip
+    shape = SimpleNamespace(n_experts_per_tok=4, norm_topk_prob=True)
+    assert torch.allclose(layer.parts(x).sum(0), feed_forward(x, mlp, shape, "bfloat16"), atol=1e-5)
+
+
+def test_the_cut_of_prefill_changes_no_bit(device: str) -> None:
+    """Tiles walked or one a program, weights by descriptor or by plain loads."""
+    layer = Layer(REAL[0] if device == "cuda" else TINY, device)
+    n_tokens = [64] * 11 + [3] if device == "cuda" else [7, 2]
+    x = layer.rows(64 * len(n_tokens))
+    expected = layer.prefill(x, n_tokens)
+    for tiles in (
+        MoePrefillTiles(up_turns=False, block_n=256, down_warps=8),
+        MoePrefillTiles(up_turns=False, up_programs=5, down_programs=7),
+        *([MoePrefillTiles(down_programs=132, down_specialised=True)] if on_hopper() else []),
+    ):
+        assert torch.equal(layer.prefill(x, n_tokens, tiles=tiles), expected), tiles
