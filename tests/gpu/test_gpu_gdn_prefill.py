@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltic.ops.gdn import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks
-from deltic.ops.gpu.gdn_prefill import gdn_prefill, gdn_scratch
+from deltic.ops.gpu.gdn_prefill import default_chunk, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers
 from deltic.reference import layers as oracle
 
@@ -78,8 +78,12 @@ def run(
     spare: int = 0,
     segments: int = 0,
     chunk: int | None = None,
+    recorded: bool = False,
 ) -> list[Tensor]:
-    """Outputs of the parts, in one call with `spare` blocks more than are used. Padding must have been left alone or zeroed."""
+    """Outputs of the parts, in one call with `spare` blocks more than are used. Padding must have been left alone or zeroed.
+
+    recorded: of a replay, after a call as it is; no part may end in the slot it starts from.
+    """
     sizes = [math.ceil(len(part.proj) / BLOCK) for part in parts]
     n_blocks, n_segments = sum(sizes) + spare, max(segments, len(parts))
     n, position, snapshot, owner = ([0] * n_blocks for _ in range(4))
@@ -119,11 +123,23 @@ def run(
     out = torch.full(
         (n_blocks * BLOCK, heads.n_v * heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device
     )
-    gdn_prefill(
-        proj, heads, weights_of(heads, device), EPS,
-        blocks=blocks, columns=memory.columns, states=memory.states, scratch=scratch, out=out, levers=Levers(),
-        chunk=chunk,
-    )  # fmt: skip
+    weights = weights_of(heads, device)
+
+    def step() -> None:
+        gdn_prefill(
+            proj, heads, weights, EPS, blocks=blocks, columns=memory.columns, states=memory.states, scratch=scratch, out=out,
+            levers=Levers(), chunk=chunk,
+        )  # fmt: skip
+
+    step()
+    if recorded:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for x in (out, *vars(scratch).values(), *(memory.states[part.slot] for part in parts)):
+            x.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
     results = []
     for s, part in enumerate(parts):
         rows = out[begin[s] * BLOCK : begin[s + 1] * BLOCK]
@@ -261,6 +277,19 @@ def test_chunks_keep_bits(heads: GdnHeads, chunk: int, device: str) -> None:
         assert torch.equal(out, other)
     assert torch.equal(whole.states.nan_to_num(), chunked.states.nan_to_num())
     assert torch.equal(whole.columns.nan_to_num(), chunked.columns.nan_to_num())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("heads", REAL, ids=str)
+def test_recorded_chunks_keep_bits(heads: GdnHeads, device: str) -> None:
+    """As many blocks as are served in chunks, in a replay: the bits of one chunk."""
+    assert 0 < default_chunk(33) < 33
+    parts = [Part(proj_of(heads, n, device, n), 0, -1, i) for i, n in enumerate([1700, 300])]
+    whole, chunked = memory(heads, 2, device), memory(heads, 2, device)
+    outs = run(parts, heads, whole, device, spare=1, chunk=0)
+    others = run(parts, heads, chunked, device, spare=1, recorded=True)
+    assert all(torch.equal(out, other) for out, other in zip(outs, others, strict=True))
+    assert torch.equal(whole.states, chunked.states) and torch.equal(whole.columns, chunked.columns)
 
 
 def test_equal_keys(device: str) -> None:

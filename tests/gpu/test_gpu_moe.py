@@ -22,10 +22,6 @@ from deltic.reference.layers import linear, route, swiglu
 LEVERS = Levers()
 
 
-def on_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
 @dataclass(frozen=True)
 class Case:
     """H, E, k, M, Ms."""
@@ -39,7 +35,7 @@ class Case:
 
 TINY = Case(128, 8, 4, 32, 64)
 ODD = Case(512, 6, 3, 64, 32)  # a K split, no powers of two in experts and slots
-REAL = [Case(2048, 256, 8, 512, 512), Case(2048, 512, 10, 512, 512)]
+REAL = [Case(2048, 256, 8, 512, 512), Case(2048, 512, 10, 128, 128)]  # (Next's experts narrower: 0.8 GB)
 CASES = [TINY, ODD, *(REAL if torch.cuda.is_available() else [])]
 
 
@@ -51,7 +47,8 @@ class Layer:
         generator = torch.Generator(device).manual_seed(seed)
 
         def matrix(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator, device=device).mul_(size[-1] ** -0.5).bfloat16()
+            w = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+            return w.mul_(size[-1] ** -0.5)
 
         h, e, m, shared = case.hidden, case.n_experts, case.width, case.shared
         self.weights = (
@@ -92,9 +89,9 @@ class Layer:
         c = self.case
         return moe_scratch(n, c.hidden, c.n_experts, c.k, c.width, c.shared, self.allocate)
 
-    def prefill_scratch(self, n: int, dtype: torch.dtype = torch.bfloat16) -> MoePrefillScratch:
+    def prefill_scratch(self, n: int) -> MoePrefillScratch:
         c = self.case
-        return moe_prefill_scratch(n, c.hidden, c.n_experts, c.k, c.width, c.shared, self.allocate, dtype)
+        return moe_prefill_scratch(n, c.hidden, c.n_experts, c.k, c.width, c.shared, self.allocate)
 
     def decode(
         self, x: Tensor, used: Tensor | None = None, scratch: MoeScratch | None = None, tiles: MoeTiles | None = None,
@@ -150,19 +147,17 @@ def test_decode_is_the_reference(device: str, case: Case, n: int) -> None:
 def test_a_row_alone_has_the_bits_it_has_among_others(device: str) -> None:
     """Also where a workspace is larger than the call, is used again, and whatever tiles the bucket takes."""
     layer = Layer(REAL[0] if device == "cuda" else ODD, device)
-    counts = (256, 128, 64, 33, 16, 5, 4) if device == "cuda" else (9, 3)
+    counts = (160, 128, 33, 5, 4) if device == "cuda" else (9, 3)
     x = layer.rows(counts[0])
     scratch = layer.scratch(counts[0])
     everything = layer.decode(x, scratch=scratch)
     for n in counts[1:]:
         assert torch.equal(layer.decode(x[:n], scratch=scratch), everything[:, :n]), n
-    for row in (0, 1, counts[0] - 1) if device == "cuda" else (8,):
-        one = x[row : row + 1]
-        if (
-            device == "cuda"
-        ):  # (NumPy, which multiplies for the interpreter, has other bits for other K blocks)
-            assert torch.equal(layer.decode(one), everything[:, row : row + 1])
-        # with lists and without them
+    if device == "cuda":  # one row is routed without lists
+        for row in (0, 1, counts[0] - 1):
+            assert torch.equal(layer.decode(x[row : row + 1]), everything[:, row : row + 1])
+    else:  # (NumPy, which multiplies for the interpreter, has other bits for other K blocks)
+        one = x[8:9]
         assert torch.equal(layer.decode(one, tiles=MoeTiles(alone=True)), layer.decode(one, tiles=MoeTiles()))
 
 
@@ -214,14 +209,12 @@ def test_the_cut_changes_no_bit(device: str) -> None:
     layer = Layer(REAL[0] if device == "cuda" else ODD, device)
     x = layer.rows(5)
     expected = layer.decode(x, tiles=MoeTiles())
-    for tiles in (
-        MoeTiles(early=True, down_ahead=True, router_ahead=True),
-        MoeTiles(block_n=32),
-        # (NumPy, which multiplies for the interpreter, has other bits for other K blocks)
-        MoeTiles(block_f=16, block_m=128)
-        if device == "cpu"
-        else MoeTiles(block_f=64, block_m=128, up_k=64, down_k=128),
-    ):
+    # fewer weight rows than 64 would not be a product of Hopper's kind; NumPy, which multiplies for the interpreter, has other
+    # bits for other K blocks
+    cut = MoeTiles(block_n=32, block_f=64, block_m=128, up_k=64, down_k=128)
+    if device == "cpu":
+        cut = MoeTiles(block_n=32, block_f=16, block_m=128)
+    for tiles in (MoeTiles(early=True, down_ahead=True, router_ahead=True), cut):
         assert torch.equal(layer.decode(x, tiles=tiles), expected), tiles
 
 
@@ -238,11 +231,8 @@ def test_prefill_is_the_reference(device: str, case: Case) -> None:
     # the experts' outputs are rounded to bfloat16 before they are weighted: 2^-9 of each, 2^-8 when truncated
     _close(out[valid], expected, 0.02)
     assert (out[~valid] == 0).all()
-    if device == "cuda" or case == ODD:
-        exact = layer.prefill(x, n_tokens, layer.prefill_scratch(x.shape[0], torch.float32))
-        _close(exact[valid], expected)
-        rounded = layer.prefill(x, n_tokens, layer.prefill_scratch(x.shape[0], torch.float32), torch.bfloat16)
-        assert device == "cpu" or torch.equal(rounded, exact.bfloat16())
+    if device == "cuda":
+        assert torch.equal(layer.prefill(x, n_tokens, dtype=torch.bfloat16), out.bfloat16())
 
 
 def test_prefill_rows_do_not_know_their_neighbours(device: str) -> None:
@@ -308,14 +298,9 @@ def test_the_reference_sums_the_parts(device: str) -> None:
 
 
 def test_the_cut_of_prefill_changes_no_bit(device: str) -> None:
-    """Tiles walked or one a program, weights by descriptor or by plain loads."""
     layer = Layer(REAL[0] if device == "cuda" else TINY, device)
-    n_tokens = [64] * 11 + [3] if device == "cuda" else [7, 2]
+    n_tokens = [64] * 11 + [3] if device == "cuda" else [7]
     x = layer.rows(64 * len(n_tokens))
     expected = layer.prefill(x, n_tokens)
-    for tiles in (
-        MoePrefillTiles(up_turns=False, block_n=256, down_warps=8),
-        MoePrefillTiles(up_turns=False, up_programs=5, down_programs=7),
-        *([MoePrefillTiles(down_programs=132, down_specialised=True)] if on_hopper() else []),
-    ):
-        assert torch.equal(layer.prefill(x, n_tokens, tiles=tiles), expected), tiles
+    tiles = MoePrefillTiles(block_f=64, up_warps=4, up_stages=3, block_n=256, down_warps=8, route_rows=1)
+    assert torch.equal(layer.prefill(x, n_tokens, tiles=tiles), expected)

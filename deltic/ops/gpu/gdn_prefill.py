@@ -36,7 +36,8 @@ from deltic.ops.gpu.gdn_prefill_kernels import gdn_keys, gdn_output, gdn_scan, g
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
 
 _SCAN_ROWS = 32
-"""Rows of S in one program. The scan of one sequence is a chain: small programs take less time for a block, and there are more."""
+"""Rows of S in one program. A scan is a chain: smaller programs take less time for a block, and use more multiprocessors (one
+segment of 128 blocks, H200: 165 to 173 us, with 64 rows 198 to 210)."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def gdn_prefill(
 
 
 def default_chunk(n_blocks: int) -> int:
-    """Blocks of a chunk, 0 for one chunk of all. Half of many: measured 10 to 15 % of one long prompt, against 7 % of 16 short ones."""
+    """Blocks of a chunk, 0 for one chunk of all. Two chunks save 8 to 16 % of a prompt of 8192 tokens, and cost 7 % of 16 short ones
+    (H200)."""
     return 0 if INTERPRETED or n_blocks < 32 else (n_blocks + 1) // 2
 
 
@@ -165,7 +167,8 @@ class _Lanes:
     """Two streams: the scan of a chunk beside the solving of the next one, and beside the output of the one before.
 
     The scan of few segments keeps few multiprocessors busy, and its time is that of its longest chain. It has priority: its
-    programs are large, and would else wait until others have left a whole multiprocessor. No bit depends on this.
+    programs need much room at once, for which they would else wait. No bit depends on this. Joined by events, so that a recording
+    holds both; the second stream is made once for a device.
     """
 
     streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}

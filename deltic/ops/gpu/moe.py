@@ -172,7 +172,7 @@ def order_bits(b_p, b_in):
 
 
 @triton.jit
-def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows, list_stride,
+def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows,
                E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
                TILE: tl.constexpr, APPEND: tl.constexpr):  # fmt: skip
@@ -218,7 +218,7 @@ def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_acti
     b_at = tl.atomic_add(p_counters + b_id, 1, mask=b_use, sem="relaxed")  # first: it is waited for
     tl.store(p_row[:, None] + o_slot[None, :], b_weight, mask=b_use)
     tl.store(p_row + SLOTS, b_gate, mask=o_row < n_rows)
-    tl.store(p_lists + b_id * list_stride + b_at, o_row[:, None] * SLOTS + o_slot[None, :], mask=b_use)
+    tl.store(p_lists + b_id * n_rows + b_at, o_row[:, None] * SLOTS + o_slot[None, :], mask=b_use)
     if APPEND:
         b_opens = b_use & (b_at % TILE == 0)
         b_entry = tl.atomic_add(p_counters + E + tl.zeros_like(b_id), 1, mask=b_opens, sem="relaxed")
@@ -230,7 +230,8 @@ def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.co
                 SLOTS: tl.constexpr, NORMALISE: tl.constexpr):  # fmt: skip
     """(expert, weight) of one slot of the only row, or (0, gate) of the shared expert (slot SLOTS): the bits of `route_rows`.
 
-    Experts are held in pieces of 32, which every warp has whole, so that no reduction leaves a warp.
+    Experts are held in pieces of 32, which every warp has whole, so that no reduction leaves a warp. The slots are a loop, not
+    unrolled here: the compiler's time grows with the square of the code (23 s for 512 experts and 10 slots, unrolled).
     """
     LANES: tl.constexpr = 32
     PIECES: tl.constexpr = (E2 + 31) // 32
@@ -246,17 +247,25 @@ def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.co
         logits: tl.tuple = ()
         b_max = tl.full([LANES], -float("inf"), tl.float32)
         for i in tl.static_range(PIECES):
-            o_e = i * LANES + o_lane
+            p_piece = p_logits + i * LANES + o_lane
             b_logit = tl.zeros([LANES], tl.float32)
-            for s in tl.static_range(S):
-                b_logit += tl.load(p_logits + s * STRIDE + o_e, mask=o_e < E, other=0.0, cache_modifier=".cg")
-            b_max = tl.maximum(b_max, tl.where(o_e < E, b_logit, -float("inf")))
+            if i * LANES + LANES <= E:
+                for s in tl.static_range(S):
+                    b_logit += tl.load(p_piece + s * STRIDE, cache_modifier=".cg")
+            else:
+                b_in = i * LANES + o_lane < E
+                for s in tl.static_range(S):
+                    b_logit += tl.load(p_piece + s * STRIDE, mask=b_in, other=0.0, cache_modifier=".cg")
+                b_logit = tl.where(b_in, b_logit, -float("inf"))
+            b_max = tl.maximum(b_max, b_logit)
             logits += (b_logit,)
         top = tl.max(b_max, 0)
         exps: tl.tuple = ()
         b_sum = tl.zeros([LANES], tl.int64)
         for i in tl.static_range(PIECES):
-            b_exp = tl.where(i * LANES + o_lane < E, tl.exp(logits[i] - top), 0.0)
+            b_exp = tl.exp(logits[i] - top)
+            if i * LANES + LANES > E:
+                b_exp = tl.where(i * LANES + o_lane < E, b_exp, 0.0)
             b_sum += (b_exp * 1099511627776.0).to(tl.int64)
             exps += (b_exp,)
         total = tl.sum(b_sum, 0).to(tl.float32) * (1.0 / 1099511627776.0)
@@ -264,7 +273,7 @@ def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.co
         for i in tl.static_range(PIECES):
             bits += (order_bits(exps[i] / total, i * LANES + o_lane < E),)
         norm = 0.0
-        for s in tl.static_range(SLOTS):
+        for s in range(SLOTS):
             b_best = bits[0]
             for i in tl.static_range(1, PIECES):
                 b_best = tl.maximum(b_best, bits[i])
@@ -339,7 +348,7 @@ def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot,
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows, n_rows,
+    route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows,
                E, E2, STRIDE, S, SLOTS, SLOTS2, NORMALISE, TILE, True)  # fmt: skip
 
 

@@ -9,9 +9,10 @@ Eight launches, all sizes on the device:
     down      y[pair] = down act, rounded to bfloat16
     combine   out[row] = sum over slots, in order, of p y, then the shared expert's part; in float32, rounded once
 
-gate_up and down are launched once more each for the shared expert, whose list is all rows. Integer counters decide where a pair stands in its list, so that may
-differ from run to run; a row of a product has its own sum over an unsplit K, so no bit depends on it, on the number of rows, or
-on whether a tile is 64 or 128 rows high (measured on Hopper). Rows of padding route nowhere and get zeros.
+gate_up and down are launched once more each for the shared expert, whose list is all rows. Integer counters decide where a
+pair stands in its list, so that may differ from run to run; a row of a product has its own sum over an unsplit K, so no bit
+depends on it, on the number of rows, or on whether a tile is 64 or 128 rows high (measured on Hopper). Rows of padding route
+nowhere and get zeros. Every program waits for the kernel in front before it reads or ends.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltic.ops.gpu.blocks import BLOCK, Blocks
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.moe import (
     check_moe,
     dot,
@@ -57,18 +57,14 @@ class MoePrefillScratch:
     entries: Tensor  # int32: expert + 65536 * tile
     lists: Tensor  # int32 [E * T]: pairs of each expert, T (of the call) apart
     act: Tensor  # bfloat16, rows of max(M, Ms): 128 an entry, then a row a row of the shared expert
-    y: Tensor  # bfloat16 or float32 [T * (k + 1) * H]: a row a pair, then a row a row of the shared expert
+    y: Tensor  # bfloat16 [T * (k + 1) * H]: a row a pair, then a row a row of the shared expert
 
 
 def moe_prefill_scratch(
-    n_rows: int, hidden: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate,
-    y_dtype: torch.dtype = torch.bfloat16,
+    n_rows: int, hidden: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate
 ) -> MoePrefillScratch:  # fmt: skip
-    """Workspaces for up to n_rows rows. allocate(name, size, dtype) gives a zeroed tensor.
-
-    y_dtype: float32 keeps the experts' outputs unrounded until they are combined, for twice the traffic of the last two kernels.
-    """
-    f32, i32 = torch.float32, torch.int32
+    """Workspaces for up to n_rows rows. allocate(name, size, dtype) gives a zeroed tensor."""
+    f32, i32, bf16 = torch.float32, torch.int32, torch.bfloat16
     lines = n_rows * (n_per_token + 1)
     return MoePrefillScratch(
         logits=allocate("prefill router logits", (n_rows * logit_stride(n_experts),), f32),
@@ -79,9 +75,9 @@ def moe_prefill_scratch(
         act=allocate(
             "prefill expert activations",
             (_act_rows(n_rows, n_experts, n_per_token) * max(width, shared_width),),
-            torch.bfloat16,
+            bf16,
         ),
-        y=allocate("prefill expert outputs", (lines * hidden,), y_dtype),
+        y=allocate("prefill expert outputs", (lines * hidden,), bf16),
     )
 
 
@@ -98,7 +94,9 @@ def _act_rows(n_rows: int, n_experts: int, n_per_token: int) -> int:
 @triton.jit
 def router_tile(p_x, p_w, o_expert, o_row, n_rows, k_begin, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """[BLOCK_M experts, BLOCK_N rows] of x W^T over K columns from k_begin on. A short K is unrolled, so that the loop over the parts has the stages."""
+    """[BLOCK_M experts, BLOCK_N rows] of x W^T over K columns from k_begin on.
+
+    A short K is unrolled, so that the loop over the parts has the stages."""
     o_k = tl.arange(0, BLOCK_K)
     p_w_tile = p_w + o_expert[:, None] * H + (k_begin + o_k)[None, :]
     p_x_tile = p_x + o_row[None, :].to(tl.int64) * H + (k_begin + o_k)[:, None]
@@ -155,7 +153,7 @@ def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
     b_active = o_row % 64 < tl.load(p_n + o_row // 64)
     if tl.max(b_active.to(tl.int32), 0) == 0:
         return
-    route_rows(p_logits, p_weight, p_counters, p_counters, p_lists, o_row, b_active, n_rows, n_rows,
+    route_rows(p_logits, p_weight, p_counters, p_counters, p_lists, o_row, b_active, n_rows,
                E, E2, STRIDE, 1, SLOTS, SLOTS2, NORMALISE, _TILE, False)  # fmt: skip
 
 
@@ -204,29 +202,19 @@ def tile_pairs(
 
 
 @triton.jit
-def gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+def gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                  H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, TURNS: tl.constexpr):  # fmt: skip
-    """BLOCK_M rows by BLOCK_F features."""
-    o_m, o_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+                 BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """BLOCK_M rows by BLOCK_F features. Gate and up rows take turns, so that a thread gets both of a feature."""
+    o_m, o_k, o_w = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_F)
     _, b_row = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
+    o_w = i_tile * BLOCK_F + o_w // 2 + o_w % 2 * M
     p_x_tile = p_x + b_row[:, None] * H + o_k[None, :]
-    if TURNS:  # plain loads, gate and up rows in turn, so that a thread gets both of a feature
-        o_w = tl.arange(0, 2 * BLOCK_F)
-        o_w = i_tile * BLOCK_F + o_w // 2 + o_w % 2 * M
-        p_w_tile = weights + expert.to(tl.int64) * (2 * M * H) + o_w[None, :] * H + o_k[:, None]
-        b_acc = tl.zeros([BLOCK_M, 2 * BLOCK_F], tl.float32)
-        for k in range(0, H, BLOCK_K):
-            b_acc = dot(tl.load(p_x_tile + k), tl.load(p_w_tile + k), b_acc)
-        b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
-    else:
-        row = expert * (2 * M) + i_tile * BLOCK_F
-        b_gate = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
-        b_up = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
-        for k in range(0, H, BLOCK_K):
-            b_x = tl.load(p_x_tile + k)
-            b_gate = dot(b_x, weights.load([row, k]).T, b_gate)
-            b_up = dot(b_x, weights.load([row + M, k]).T, b_up)
+    p_w_tile = p_w + expert.to(tl.int64) * (2 * M * H) + o_w[None, :] * H + o_k[:, None]
+    b_acc = tl.zeros([BLOCK_M, 2 * BLOCK_F], tl.float32)
+    for k in range(0, H, BLOCK_K):
+        b_acc = dot(tl.load(p_x_tile + k), tl.load(p_w_tile + k), b_acc)
+    b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
     b_act = (b_gate / (1.0 + tl.exp(-b_gate)) * b_up).to(tl.bfloat16)
     o_f = i_tile * BLOCK_F + tl.arange(0, BLOCK_F)
     p_line = p_act + (act_row + o_m).to(tl.int64)[:, None] * INNER
@@ -234,13 +222,11 @@ def gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows
 
 
 @triton.jit(do_not_specialize=["n_rows", "act_base"])
-def prefill_gate_up_kernel(p_x, weights, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
+def prefill_gate_up_kernel(p_x, p_w, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
                            H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
-                           SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, TURNS: tl.constexpr,
+                           SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
                            PDL: tl.constexpr):  # fmt: skip
-    """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough.
-
-    weights: descriptor of [E 2M, H], tile [BLOCK_F, BLOCK_K]; TURNS: a pointer."""
+    """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough."""
     i_tile, i_entry = tl.program_id(0) % (M // BLOCK_F), tl.program_id(0) // (M // BLOCK_F)
     if PDL:
         gdc_wait()
@@ -249,31 +235,11 @@ def prefill_gate_up_kernel(p_x, weights, p_counters, p_entries, p_lists, p_n, p_
     if n == 0:
         return
     if n <= 64:
-        gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
-                     H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, TURNS)  # fmt: skip
+        gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+                     H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K)  # fmt: skip
     else:
-        gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
-                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K, TURNS)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n_rows", "act_base", "n_items"])
-def walk_gate_up_kernel(p_x, weights, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base, n_items,
-                        H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
-                        SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, TURNS: tl.constexpr,
-                        PDL: tl.constexpr):  # fmt: skip
-    """The same, each program walking many tiles as one loop, so that the loads of the next tile run under the end of the last.
-    All tiles are 128 rows high."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    TILES: tl.constexpr = M // BLOCK_F
-    n_used = n_items if SHARED else tl.load(p_counters + E) * TILES
-    for item in tl.range(tl.program_id(0), n_used, tl.num_programs(0), flatten=True):
-        at = tl.cast(item, tl.int32)  # (for the interpreter, whose ranges count in plain numbers)
-        i_tile, i_entry = at % TILES, at // TILES
-        expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
-        gate_up_tile(p_x, weights, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
-                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K, TURNS)  # fmt: skip
+        gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K)  # fmt: skip
 
 
 @triton.jit
@@ -286,9 +252,7 @@ def down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_
         b_acc = dot(acts.load([act_row, k]), weights.load([expert * H + i_tile * BLOCK_N, k]).T, b_acc)
     b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
     o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(
-        p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(p_y.dtype.element_ty), mask=(o_m < n)[:, None]
-    )
+    tl.store(p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(tl.bfloat16), mask=(o_m < n)[:, None])
 
 
 @triton.jit(do_not_specialize=["n_rows", "act_base"])
@@ -309,30 +273,6 @@ def prefill_down_kernel(acts, halves, weights, p_counters, p_entries, p_lists, p
     else:
         down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
                   H, M, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n_rows", "act_base", "n_items"])
-def walk_down_kernel(acts, weights, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base, n_items,
-                     H: tl.constexpr, M: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
-                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPECIALISED: tl.constexpr):  # fmt: skip
-    """The same, each program walking many tiles, so that the loads of the next tile run under the end of the last: as one loop,
-    or, SPECIALISED, with warps that only copy. All tiles are 128 rows high."""
-    TILES: tl.constexpr = H // BLOCK_N
-    n_used = n_items if SHARED else tl.load(p_counters + E) * TILES
-    for item in tl.range(
-        tl.program_id(0), n_used, tl.num_programs(0), flatten=not SPECIALISED, warp_specialize=SPECIALISED
-    ):
-        at = tl.cast(item, tl.int32)
-        i_tile, i_entry = at % TILES, at // TILES
-        expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
-        b_acc = tl.zeros([_TILE, BLOCK_N], tl.float32)
-        for k in range(0, M, BLOCK_K):
-            b_acc = dot(acts.load([act_row, k]), weights.load([expert * H + i_tile * BLOCK_N, k]).T, b_acc)
-        b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, _TILE)
-        o_m, o_h = tl.arange(0, _TILE), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        tl.store(
-            p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(p_y.dtype.element_ty), mask=(o_m < n)[:, None]
-        )
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -365,13 +305,9 @@ class MoePrefillTiles:
     up_warps: int = 8
     up_stages: int = 4
     up_k: int = 64
-    up_programs: int = 0  # above 0: that many walk all tiles
-    up_turns: bool = True  # plain loads of the weights, else by descriptor
     block_n: int = 128  # rows of down: two programs an SM, since K is short and one would wait for its ends
     down_warps: int = 4
     down_stages: int = 3
-    down_programs: int = 0  # above 0: that many walk all tiles
-    down_specialised: bool = False  # of those: one group of warps copies, two compute (Hopper)
     down_k: int = 64
     router_m: int = 64
     router_n: int = 128
@@ -401,7 +337,7 @@ def moe_prefill(
 
     x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32 [B], tokens of each
     block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows of padding.
-    The experts' outputs are rounded to scratch.y's dtype before they are weighted. ValueError where shapes do not belong together.
+    The experts' outputs are rounded to bfloat16 before they are weighted. ValueError where shapes do not belong together.
     """
     hidden, n_experts, width, shared = check_moe(
         x, router, gate_up, down, shared_gate_up, shared_down, n_per_token
@@ -459,21 +395,11 @@ class _Call:
     def gate_up(self, w: Tensor, width: int, n_entries: int, *, shared: bool) -> None:
         s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
         block_f, block_k = largest_block(c.block_f, width), largest_block(c.up_k, hidden)
-        rows = w.numel() // hidden
-        weights = w if c.up_turns else TensorDescriptor(w, [rows, hidden], [hidden, 1], [block_f, block_k])
-        n_items = n_entries * (width // block_f)
-        args = (
-            self.x, weights, s.counters, s.entries, s.lists, self.n, s.act, t, self.act_base,
+        launch(
+            prefill_gate_up_kernel, (n_entries * (width // block_f),), self.x, w, s.counters, s.entries, s.lists, self.n, s.act,
+            t, self.act_base, H=hidden, M=width, INNER=self.inner, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared,
+            BLOCK_F=block_f, BLOCK_K=block_k, num_warps=c.up_warps, num_stages=c.up_stages, pdl=self.pdl,
         )  # fmt: skip
-        matrices: dict[str, Any] = dict(
-            H=hidden, M=width, INNER=self.inner, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared, BLOCK_F=block_f,
-            BLOCK_K=block_k, TURNS=c.up_turns, num_warps=c.up_warps, num_stages=c.up_stages,
-        )  # fmt: skip
-        if c.up_programs > 0:
-            grid = (min(c.up_programs, n_items),)
-            launch(walk_gate_up_kernel, grid, *args, n_items, pdl=self.pdl, **matrices)
-        else:
-            launch(prefill_gate_up_kernel, (n_items,), *args, pdl=self.pdl, **matrices)
 
     def down(self, w: Tensor, width: int, n_entries: int, *, shared: bool) -> None:
         s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
@@ -483,27 +409,9 @@ class _Call:
         def acts(height: int) -> TensorDescriptor:
             return TensorDescriptor(s.act, [n_act, width], [self.inner, 1], [height, block_k])
 
-        rows = w.numel() // width
-        weights = TensorDescriptor(w, [rows, width], [width, 1], [block_n, block_k])
-        n_items = n_entries * (hidden // block_n)
-        matrices: dict[str, Any] = dict(
-            H=hidden, M=width, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared, BLOCK_N=block_n, BLOCK_K=block_k,
-            num_warps=c.down_warps, num_stages=c.down_stages,
+        weights = TensorDescriptor(w, [w.numel() // width, width], [width, 1], [block_n, block_k])
+        launch(
+            prefill_down_kernel, (n_entries * (hidden // block_n),), acts(TILE), acts(64), weights, s.counters, s.entries,
+            s.lists, self.n, s.y, t, self.act_base, H=hidden, M=width, E=self.n_experts, SLOTS=self.n_per_token,
+            SHARED=shared, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=c.down_warps, num_stages=c.down_stages, pdl=self.pdl,
         )  # fmt: skip
-        if c.down_programs > 0:
-            grid = (min(c.down_programs, n_items),)
-            args = (
-                acts(TILE), weights, s.counters, s.entries, s.lists, self.n, s.y, t, self.act_base, n_items,
-            )  # fmt: skip
-            matrices["SPECIALISED"] = c.down_specialised
-            if c.down_specialised and not INTERPRETED:
-                # Triton 3.6 gives half of the rows to each computing group and copies them in two, but leaves the size of
-                # the whole tile in the descriptor it fills at launch
-                compiled = walk_down_kernel.warmup(*args, grid=grid, **matrices)
-                compiled.metadata.tensordesc_meta[0]["block_size"][0] = TILE // 2
-            launch(walk_down_kernel, grid, *args, **matrices)
-        else:
-            launch(
-                prefill_down_kernel, (n_items,), acts(TILE), acts(64), weights, s.counters, s.entries, s.lists, self.n, s.y,
-                t, self.act_base, pdl=self.pdl, **matrices,
-            )  # fmt: skip
