@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic.config import ConfigError, EngineConfig, free_memory_bytes
+from deltic.engine.build import is_for_gpu
 from deltic.engine.cache import pages_for
 from deltic.engine.plan import Plan, make_plan
 from deltic.engine.request import PAGE_SIZE
@@ -37,18 +38,11 @@ def report(config: EngineConfig) -> str:
         f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
         f"{shape.n_attn_layers} attention layers"
     )
-    if _is_for_gpu(config):
+    if is_for_gpu(config):
         _report_gpu(console, config, directory, shape)
     else:
         _report_cpu(console, config, directory, shape)
     return out.getvalue()
-
-
-def _is_for_gpu(config: EngineConfig) -> bool:
-    """As the engine decides it (engine/build.py), but that a GPU which is asked for need not be here."""
-    return config.device == "cuda" or (
-        config.device is None and config.quantize is None and torch.cuda.is_available()
-    )
 
 
 def _report_cpu(console: Console, config: EngineConfig, directory: Path, shape: ModelShape) -> None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.loop import StepRunner
+from deltic.models.packed import PACKED
+
+
+def is_for_gpu(config: EngineConfig) -> bool:
+    """Whether the model runs on a GPU: where that is asked for, or else where there is one, and nothing that only the CPU has."""
+    if config.device is not None:
+        return config.device == "cuda"
+    cpu_only = config.quantize is not None or (Path(config.model) / PACKED).exists()
+    return not cpu_only and torch.cuda.is_available() and find_spec("triton") is not None
 
 
 def build_for_device(config: EngineConfig, progress: Callable[[str, float], None]) -> StepRunner:
@@ -15,15 +26,22 @@ def build_for_device(config: EngineConfig, progress: Callable[[str, float], None
 
     Raises ValueError subclasses: a bad checkpoint, a plan that does not fit, no such device.
     """
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise ConfigError(
-            "--device cuda: torch sees no GPU here; install a build of torch with CUDA, or leave it out"
-        )
-    if config.device == "cuda" or (has_gpu and config.device is None and config.quantize is None):
+    if is_for_gpu(config):
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "--device cuda: torch sees no GPU here; install a build of torch with CUDA, or leave it out"
+            )
+        if find_spec("triton") is None:
+            raise ConfigError(
+                "--device cuda needs Triton, which torch with CUDA brings; install it, or leave it out"
+            )
         from deltic.engine.gpu_runner import build_gpu_runner  # imports Triton
 
         return build_gpu_runner(config, progress)
+    if config.lever:
+        raise ConfigError(
+            f"--lever {config.lever[0]}: levers are the GPU's, and this model runs on the CPU; leave it out"
+        )
     from deltic.engine.runner import build_runner
 
     return build_runner(config, progress)

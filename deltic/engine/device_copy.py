@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from deltic.engine.tiers import Bytes
+from deltic.engine.tiers import MOVER, Bytes
 
 
 class Staging:
@@ -50,9 +50,8 @@ class DeviceCopies:
         self._parts = {"page": [_bytes(t) for t in pages], "state": [_bytes(t) for t in states]}
         self._n_bytes = {kind: sum(part.shape[1] for part in parts) for kind, parts in self._parts.items()}
         self._stream = stream
-        self._local = threading.local()
-        # One for the engine's thread, one for the mover's: nothing is allocated once requests come.
-        self._unused = [Staging(max(self._n_bytes.values()), pages[0].device) for _ in range(2)]
+        # One for the engine, one for the mover: nothing is allocated once requests come.
+        self._stagings = [Staging(max(self._n_bytes.values()), pages[0].device) for _ in range(2)]
 
     @property
     def state_bytes(self) -> int:
@@ -101,15 +100,8 @@ class DeviceCopies:
         return [self._staging().buffer.numpy()[: self._n_bytes[kind]]]
 
     def _staging(self) -> Staging:
-        """The calling thread's. Raises RuntimeError for a third thread."""
-        staging: Staging | None = getattr(self._local, "staging", None)
-        if staging is None:
-            try:
-                staging = self._unused.pop()
-            except IndexError:
-                raise RuntimeError("pages and states are copied by two threads only") from None
-            self._local.staging = staging
-        return staging
+        """The mover's, or the engine's: that may be called from one thread after another."""
+        return self._stagings[threading.current_thread().name == MOVER]
 
     def _stream_of(self, staging: Staging, mark: torch.cuda.Event | None) -> AbstractContextManager[object]:
         if staging.stream is None:

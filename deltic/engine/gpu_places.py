@@ -84,10 +84,11 @@ class Places:
         banned_until = n_prompt + p.min_tokens
         ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
         banned = [token for token in ends if token < self._n_real] if p.min_tokens else []
-        uses_history = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+        uses_history = _counts_history(sequence)
         for part, value in (
-            ("temperature", p.temperature), ("top_p", p.top_p), ("min_p", p.min_p), ("repetition", p.repetition_penalty),
-            ("frequency", p.frequency_penalty), ("presence", p.presence_penalty), ("top_k", p.top_k),
+            ("temperature", float(p.temperature)), ("top_p", float(p.top_p)), ("min_p", float(p.min_p)),
+            ("repetition", float(p.repetition_penalty)), ("frequency", float(p.frequency_penalty)),
+            ("presence", float(p.presence_penalty)), ("top_k", p.top_k),
             ("n_prompt", n_prompt), ("uses_history", int(uses_history)), ("n_bias", len(p.logit_bias)),
             ("n_banned", len(banned)), ("banned_until", banned_until), ("n_stop", len(ends)),
             ("max_position", n_prompt + p.max_tokens - 2), ("n_logprobs", -1 if p.logprobs is None else p.logprobs),
@@ -116,6 +117,11 @@ class Places:
         self._write("position", place, position)
         self._write("slot", place, slot)
         self._write("done", place, 0)
+
+    def remember(self, place: int, sequence: Sequence, token: int, position: int) -> None:
+        """Adds a token that the sequence does not have yet to the history that its penalties count."""
+        if _counts_history(sequence) and token >= 0:
+            self._write("history", place, token, position)
 
     def begin(self, place: int, slot: int) -> None:
         """A sequence is about to draw its first token: the sampler leaves it and its position where a decode reads them."""
@@ -149,3 +155,8 @@ class Places:
             self._arrived[: 3 * n].copy_(buffer[: 3 * n], non_blocking=True)
             self._ring.used()
             self._table.index_copy_(0, self._arrived[: 2 * n].view(torch.int64), self._arrived[2 * n : 3 * n])
+
+
+def _counts_history(sequence: Sequence) -> bool:
+    p = sequence.request.params
+    return p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0

@@ -107,11 +107,16 @@ def check_gpu_kernels(shape: ModelShape) -> None:
     """Raises UnsupportedModelError for a geometry that the GPU's kernels cannot run."""
     group = shape.n_q_heads // max(1, shape.n_kv_heads)
     limits = (
-        ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "a multiple of 32"),
+        ("hidden_size", shape.hidden_size, shape.hidden_size % 64 == 0, "a multiple of 64"),
         ("head_dim", shape.head_dim, shape.head_dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
         ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
-        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim in (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
-        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim in (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
+        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
+        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
+        ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 16 == 0, "a multiple of 16"),
+        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 32 == 0, "a multiple of 32"),
+        ("moe_intermediate_size", shape.moe_intermediate_size, shape.moe_intermediate_size % 32 == 0, "a multiple of 32"),
+        ("shared_expert_intermediate_size", shape.shared_intermediate_size, shape.shared_intermediate_size % 32 == 0, "a multiple of 32"),
+        ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
     )  # fmt: skip
     for field, found, holds, supported in limits:
         if not holds:
@@ -208,7 +213,7 @@ def _count(plan: Plan, levers: Levers) -> dict[str, int]:
 
 
 def _host_bytes(config: EngineConfig, plan: Plan, page: int, host_free_bytes: int | None) -> int:
-    """Pinned host memory for what leaves the pools: what is asked for, else one sequence of full length, whole pages."""
+    """Host memory for what leaves the pools: what is asked for, else one sequence of full length, whole pages."""
     free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
     one = pages_for(plan.max_model_len) * page + math.ceil(plan.state_bytes / page) * page
     wanted = one if config.cache_host_gb is None else int(config.cache_host_gb * 1e9)
@@ -223,11 +228,14 @@ def _host_bytes(config: EngineConfig, plan: Plan, page: int, host_free_bytes: in
 
 def _refusal(plan: Plan, left: int, page: int) -> ConfigError:
     """What does not fit, and what would."""
-    have, one = f"{plan.budget_bytes / 1e9:.1f} GB of device memory", pages_for(plan.max_model_len) * page
+    have, one = (
+        f"{max(0, plan.budget_bytes) / 1e9:.1f} GB of device memory",
+        pages_for(plan.max_model_len) * page,
+    )
     least = plan.weight_bytes + plan.state_bytes + page
     if least > plan.budget_bytes:
         return ConfigError(
-            f"the model does not fit: weights {plan.weight_bytes / 1e9:.1f} GB, and there are {have}"
+            f"the model does not fit: weights {plan.weight_bytes / 1e9:.1f} GB, and there are {have}; give --device cpu"
         )
     live = plan.max_num_seqs * plan.state_bytes
     n_seqs = (left + live - one) // plan.state_bytes

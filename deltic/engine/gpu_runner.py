@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
 from deltic.config import EngineConfig
 from deltic.engine.device_copy import DeviceCopies
@@ -55,6 +57,7 @@ from deltic.models.shapes import CheckpointError
 from deltic.models.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches, parse_levers
 from deltic.ops.gpu.sample import prompt_logprobs, sample, sample_decode
+from deltic.ops.table import KernelError
 
 Progress = Callable[[str, float], None]
 
@@ -78,14 +81,16 @@ class Pending:
     tokens: Tensor  # int32, pinned
     logprobs: tuple[Tensor, Tensor, Tensor] | None  # pinned: where somebody asked for them
     event: torch.cuda.Event | None
+    is_own: bool = False
+    """Whether the memory is its own, not a pinned buffer that is soon used again."""
 
     def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
 
     def only(self, sequence: Sequence) -> Pending:
-        """What it holds of one sequence, in memory of its own: the pinned buffers are soon used again."""
-        if self.event is None and len(self.rows) == 1:
+        """What it holds of one sequence, in memory of its own."""
+        if self.is_own:
             return self
         self.wait()
         row = slice(self.rows[sequence], self.rows[sequence] + 1)
@@ -94,7 +99,7 @@ class Pending:
             if self.logprobs is None
             else (self.logprobs[0][row].clone(), self.logprobs[1][row].clone(), self.logprobs[2][row].clone())
         )
-        return Pending({sequence: 0}, self.tokens[row].clone(), logprobs, None)
+        return Pending({sequence: 0}, self.tokens[row].clone(), logprobs, None, is_own=True)
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,6 @@ class GpuRunner:
         self.max_logit_rows = plan.max_num_seqs + PAGE_SIZE
         self.tiers: Tiers | None = None  # until open_tiers
         self.stream = torch.cuda.Stream() if self.is_gpu else None
-        if self.stream is not None:
-            torch.cuda.set_stream(self.stream)
 
         def allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -168,7 +171,10 @@ class GpuRunner:
         self._turn = 0
         self._ahead: dict[Sequence, Ahead] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.is_gpu else None
-        self._record_all(progress)
+        if self.is_gpu:
+            torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
+        with self._on_stream():
+            self._record_all(progress)
         self.info = EngineInfo(
             model_name="",
             vocab_size=plan.n_real,
@@ -280,6 +286,14 @@ class GpuRunner:
         A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero state, and leaves its
         final state in `slot` and those of its snapshots where they say.
         """
+        with self._on_stream():
+            return self._step(step)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        """Everything is put on one stream, whichever thread asks for it."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _step(self, step: Step) -> StepResult:
         results: dict[Sequence, Pending] = {}
         fresh: list[Sequence] = []
         prefills: list[int] = []
@@ -295,20 +309,26 @@ class GpuRunner:
                 results[sequence] = ahead.pending
                 if ahead.n_preempted != sequence.n_preempted:  # it may be elsewhere now
                     results[sequence] = ahead.pending.only(sequence)
-                    self._feed(sequence, int(results[sequence].tokens[0]), chunk.start + 1)
+                    token = int(results[sequence].tokens[0])
+                    self._feed(sequence, token, chunk.start + 1)
+                    assert sequence.place is not None
+                    self.places.remember(sequence.place, sequence, token, chunk.start + 1)
         if fresh:
             pending = self._decode(fresh, max(s.n_computed for s in fresh) + 1)
             results |= dict.fromkeys(fresh, pending)
         logprobs: dict[int, list[TokenLogprob]] = {}
+        prefilled: Pending | None = None
         if prefills:
-            pending = self._prefill(step, prefills)
-            results |= dict.fromkeys(pending.rows, pending)
+            prefilled = self._prefill(step, prefills)
+            results |= dict.fromkeys(prefilled.rows, prefilled)
             for i in prefills:
                 if step.chunks[i].prompt_logprobs:
                     logprobs[i] = self._prompt_logprobs(step, prefills, i)
         self._copy(step)
         if self.levers.run_ahead:
             self._run_ahead(step)
+        if prefilled is not None:
+            prefilled.wait()  # also where nothing was drawn: a step takes as long as what it runs
         return self._read(step, results, logprobs)
 
     def _feed(self, sequence: Sequence, token: int, position: int) -> None:
@@ -453,8 +473,12 @@ class GpuRunner:
     # For tests and benches.
 
     def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
-        """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back. No sequence may be open:
-        pages and slots are used as they come."""
+        """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back. No sequence may be open,
+        nor anything cached: pages and slots are used as they come."""
+        with self._on_stream():
+            return self._replay_ms(n_rows, n_keys, n_replays, n_rounds)
+
+    def _replay_ms(self, n_rows: int, n_keys: int, n_replays: int, n_rounds: int) -> float:
         n_pages = -(-(n_keys + n_replays * n_rounds + 10) // PAGE_SIZE)
         for i in range(n_rows):
             pages = [(i * n_pages + j) % self.plan.n_pages for j in range(n_pages)]
@@ -507,8 +531,6 @@ def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
 
     levers = parse_levers(config.lever)
     device = "cpu" if INTERPRETED else "cuda"
-    # Sums of products in float32 to the end, whatever the shape (bench/gpu/e7_cublas_rows.py).
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     progress("plan", 0.0)
     directory, shape = locate(config)
     if config.dummy is None and (directory / PACKED).exists():
@@ -536,7 +558,10 @@ def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
     lap("weights")
     compiling.wait(progress)
     lap("compile")
-    runner = GpuRunner(plan, weights, levers, progress)
+    try:
+        runner = GpuRunner(plan, weights, levers, progress)
+    except TritonError as error:
+        raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
     lap("record")
     runner.info.model_name = model_name(config)
     runner.info.notices = notices

@@ -301,7 +301,10 @@ class EngineProcess:
                 build = build_for_device
             engine = Engine(build(self.launch.config, self.progress), self.launch.config.max_itl_ms or None)
         except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
-            out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+            text = str(error)
+            out_of_memory = (
+                isinstance(error, MemoryError) or "t allocate memory" in text or "out of memory" in text
+            )
             if isinstance(error, RuntimeError) and not out_of_memory:
                 raise
             self.send(StartFailed(OUT_OF_MEMORY if out_of_memory else str(error)))

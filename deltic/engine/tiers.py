@@ -50,6 +50,9 @@ ABANDONED_S = 3600.0
 PAUSE_S = 60.0
 """How long nothing is saved after the disk refused: it is full, more often than not."""
 
+MOVER = "cache-mover"
+"""Name of the thread that does what may wait."""
+
 _MAGIC = b"DELTIC\r\n"  # with the line end that text transfers damage
 _HEADER = struct.Struct("<8sII16s16s16sQQI")
 """Magic, version, kind, model, key, parent, depth, bytes of the payload and their crc32."""
@@ -161,7 +164,7 @@ class Tiers:
         self._done: deque[tuple[int, list[Move], bool]] = deque()
         self._changed = threading.Condition()
         self._is_closing = False
-        self._mover = threading.Thread(target=self._run, name="cache-mover", daemon=True)
+        self._mover = threading.Thread(target=self._run, name=MOVER, daemon=True)
         self._mover.start()
 
     @property

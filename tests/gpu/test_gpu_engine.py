@@ -184,6 +184,19 @@ def test_preempted(kind: str) -> None:
         assert answers(engine, preempt={3: "a"})["a/0"] == expected
 
 
+@needs_gpu
+def test_preempted_with_penalties_among_others() -> None:
+    """P4, where a place is somebody else's meanwhile: penalties count every token once, the one drawn ahead included."""
+    ids = prompt(17, 70)
+    params = {"frequency_penalty": 1.0, "repetition_penalty": 1.3, "temperature": 1.0, "seed": 3}
+    expected = alone("dense", ids, **params)
+    engine = Engine(runner("dense"))
+    engine.add(request("a", ids, **params))
+    for i in range(40):
+        engine.add(request(f"other {i}", prompt(300 + i, 30 + i), n_tokens=3 + i % 20, frequency_penalty=0.5))
+    assert answers(engine, preempt={4: "a", 9: "a"})["a/0"] == expected
+
+
 def test_several_of_one_prompt_and_seeds() -> None:
     """n > 1 forks pages and states; a seeded draw is the same alone and beside its siblings (P6)."""
     ids = prompt(10, 70 if HAS_GPU else 30)
@@ -235,6 +248,32 @@ def test_prompt_logprobs() -> None:
     for i, entry in enumerate(entries[1:]):
         assert entry is not None and entry.token_id == ids[i + 1]
         assert abs(entry.logprob - float(expected[i, ids[i + 1]])) < LOGPROB_TOLERANCE
+
+
+@needs_gpu
+def test_real_widths() -> None:
+    """P1 and P2 where the vendor's library multiplies too: decodes of 1, 31, 32 and 64 rows, chunks of 64 rows and of thousands."""
+    config = EngineConfig(
+        dummy="qwen3.5-0.8b", max_num_seqs=64, max_model_len=8192, memory_gb=20.0, prefix_cache=False
+    )
+    inner = build_gpu_runner(config, lambda stage, done: None)
+
+    def run(ids: list[int], n_others: int = 0, step_tokens: int = 8192, n_tokens: int = 12) -> list[Entry]:
+        engine = Engine(inner)
+        engine.scheduler.max_step_tokens = step_tokens
+        engine.add(request("a", ids, n_tokens))
+        for i in range(n_others):
+            engine.add(request(f"other {i}", prompt(200 + i, 20 + i), n_tokens=14))
+        return answers(engine)["a/0"]
+
+    ids = prompt(15, 100)
+    expected = run(ids)
+    for n_others in (30, 31, 63):
+        assert run(ids, n_others) == expected
+    ids = prompt(16, 6000)
+    expected = run(ids, n_tokens=2)
+    for step_tokens in (64, 1024):
+        assert run(ids, step_tokens=step_tokens, n_tokens=2) == expected
 
 
 @needs_gpu

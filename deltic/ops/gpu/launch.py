@@ -22,6 +22,9 @@ import torch
 import triton
 from torch import Tensor
 
+# Sums of products stay float32 to the end, whatever the shape (bench/gpu/e7_cublas_rows.py).
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on the CPU; decided when Triton is imported."""
 

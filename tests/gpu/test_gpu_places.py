@@ -1,0 +1,108 @@
+"""The table of places, from the host's side: what a sequence's parameters, pages and tokens become in words."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from deltic.engine.gpu_places import Places
+from deltic.engine.request import Request, SamplingParams, Sequence
+
+WIDTHS = {
+    "seed": 2, "last_token": 1, "position": 1, "slot": 1, "done": 1, "top_k": 1, "n_prompt": 1, "uses_history": 1,
+    "temperature": 1, "top_p": 1, "min_p": 1, "repetition": 1, "frequency": 1, "presence": 1, "n_bias": 1, "n_banned": 1,
+    "banned_until": 1, "n_stop": 1, "max_position": 1, "n_logprobs": 1, "bias_ids": 8, "bias": 8, "banned": 8, "stop_ids": 8,
+    "page_table": 4, "history": 16, "rows_place": 1,
+}  # fmt: skip
+N_PLACES = 3
+
+
+class Table:
+    """A small table, and its rows by name."""
+
+    def __init__(self) -> None:
+        self.offsets, at = {}, 0
+        for name, width in WIDTHS.items():
+            self.offsets[name] = at, width
+            at += width * N_PLACES
+        self.words = torch.zeros(at, dtype=torch.int32)
+        slot = torch.zeros(N_PLACES)
+        self.places = Places(
+            SimpleNamespace(table=self.words, offsets=self.offsets, places=SimpleNamespace(slot=slot)),
+            (2,),
+            300,
+        )  # type: ignore[arg-type]
+
+    def row(self, name: str, place: int, kind: torch.dtype = torch.int32) -> Any:
+        self.places.flush()
+        begin, width = self.offsets[name]
+        row = self.words[begin + place * width :][:width].view(kind).tolist()
+        return row if width > 1 else row[0]
+
+
+def sequence(tokens: list[int], n_prompt: int, **params: Any) -> Sequence:
+    return Sequence(
+        Request(id="", prompt_ids=[], params=SamplingParams(**params)),
+        0,
+        2**63 + 5,
+        array("i", tokens),
+        n_prompt,
+    )
+
+
+def test_whole_numbers_are_floats() -> None:
+    """As whoever writes Python gives them: temperature=1 is not the smallest float above 0."""
+    table = Table()
+    table.places.take(1, sequence([1], 1, temperature=1, top_p=1, repetition_penalty=2, presence_penalty=1))
+    assert [
+        table.row(name, 1, torch.float32) for name in ("temperature", "top_p", "repetition", "presence")
+    ] == [1, 1, 2, 1]
+    assert table.row("seed", 1, torch.int64)[0] == 5 - 2**63
+
+
+def test_bans_stops_and_history() -> None:
+    table = Table()
+    one = sequence(
+        [7, 8, 9],
+        2,
+        min_tokens=3,
+        stop_token_ids=(11,),
+        frequency_penalty=0.5,
+        logit_bias={4: 1},
+        max_tokens=5,
+    )
+    table.places.take(2, one)
+    assert table.row("stop_ids", 2)[:2] == table.row("banned", 2)[:2] == [2, 11]
+    assert (table.row("banned_until", 2), table.row("max_position", 2)) == (5, 5)
+    assert table.row("history", 2)[:4] == [7, 8, 9, 0]
+    table.places.remember(2, one, 42, 3)  # drawn by a decode that ran ahead
+    assert table.row("history", 2)[:4] == [7, 8, 9, 42]
+    assert table.row("bias", 2, torch.float32)[0] == 1
+    other = sequence([5], 1)
+    table.places.remember(1, other, 42, 3)
+    assert table.row("history", 1) == [0] * 16 and table.row("uses_history", 2) == 1
+
+
+def test_pages_are_sent_once_and_again_when_they_change() -> None:
+    table, one = Table(), sequence([1], 1)
+    one.pages = [3, 4]
+    table.places.put_pages(0, one)
+    assert table.row("page_table", 0) == [3, 4, 0, 0]
+    table.places.put_pages(0, one)
+    assert not table.places._keys
+    one.pages = [3, 9, 5]
+    one.pages_version += 1
+    table.places.put_pages(0, one)
+    assert table.row("page_table", 0) == [3, 9, 5, 0]
+
+
+def test_the_last_change_wins() -> None:
+    table = Table()
+    for token in (5, 6, 7):
+        table.places.feed(0, token, 10, 1)
+    assert (table.row("last_token", 0), table.row("position", 0), table.row("done", 0)) == (7, 10, 0)
+    table.places.rows([2, 0], 3)
+    assert [table.row("rows_place", i) for i in range(3)] == [2, 0, -1]
