@@ -10,6 +10,7 @@ import torch
 
 from deltic import doctor, fit
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.build import build_for_device, is_for_gpu
 from deltic.models.packed import PACKED
 from deltic.models.shapes import CheckpointError
 
@@ -63,16 +64,24 @@ def test_a_gpu_plan_needs_triton_and_rows(
         fit._report_gpu(None, EngineConfig(model=str(tmp_path)), tmp_path, None)  # type: ignore[arg-type]
 
 
-def test_without_a_gpu_the_plan_is_the_cpus(without_gpu: None) -> None:
-    assert not fit._is_for_gpu(EngineConfig()) and not fit._is_for_gpu(EngineConfig(device="cpu"))
+def test_without_a_gpu_it_is_the_cpu(without_gpu: None) -> None:
+    assert not is_for_gpu(EngineConfig()) and not is_for_gpu(EngineConfig(device="cpu"))
+    assert is_for_gpu(EngineConfig(device="cuda"))
+    with pytest.raises(ConfigError, match="no GPU here"):
+        build_for_device(EngineConfig(device="cuda"), lambda stage, done: None)
+    with pytest.raises(ConfigError, match="levers are the GPU's"):
+        build_for_device(EngineConfig(lever=("pdl=off",)), lambda stage, done: None)
 
 
-def test_with_a_gpu_it_is_the_gpus_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_it_is_the_gpu_but_for_what_only_a_cpu_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert fit._is_for_gpu(EngineConfig())
-    assert not fit._is_for_gpu(EngineConfig(device="cpu")) and not fit._is_for_gpu(
-        EngineConfig(quantize="int8")
-    )
+    (tmp_path / PACKED).touch()
+    assert is_for_gpu(EngineConfig())
+    for settings in ({"device": "cpu"}, {"quantize": "int8"}, {"model": str(tmp_path)}):
+        assert not is_for_gpu(EngineConfig(**settings))
 
 
 def test_doctor_without_a_gpu(without_gpu: None) -> None:

@@ -180,13 +180,17 @@ def k_splits(m: int, k: int, levers: Levers) -> int:
 
 VENDOR_ROWS = 32
 VENDOR_SLICES_ROWS = 64
-"""Rows from which the vendor's library multiplies by a whole weight, and by one that is cut along K."""
+VENDOR_SLICES_SIZE = 8_000_000
+"""Rows from which the vendor's library multiplies by a whole weight; rows and elements from which by one that is cut along K. It takes no
+part in programmatic launch, which costs small kernels more than it brings."""
 
 
 def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
     """Whether the vendor's library multiplies n rows by a weight [m, k], cut along K as `k_splits` says: it is faster from some
     rows on, and does not split what was cut already, so the bits are the same (a GPU test asserts it for the models' shapes)."""
     rows = VENDOR_ROWS if splits == 1 else VENDOR_SLICES_ROWS
+    if splits > 1 and m * k < VENDOR_SLICES_SIZE:
+        return False
     return n >= rows and m % 8 == 0 and splits == k_splits(m, k, Levers()) and not INTERPRETED
 
 

@@ -2,8 +2,7 @@
 
 The sum of squares of a row has one order, whatever runs it: `LANES` running sums, lane l adding the squares of columns
 l, l + LANES, ... in order with fused multiply-adds, then a tree over neighbouring lanes. Every level of the tree is a sum of
-two, so its bits depend neither on how the compiler spreads the lanes over threads nor on the number of warps, and the norm
-inside a projection (linear.py) has the bits of `add_norm`.
+two, so its bits depend neither on how the compiler spreads the lanes over threads nor on the number of warps.
 
 Spec: out = x rsqrt(mean(x^2) + eps) (1 + w), as `deltic.reference.layers.rms_norm`.
 """
