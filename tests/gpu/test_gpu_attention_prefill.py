@@ -3,61 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from deltic.ops.attention import AttentionHeads
 from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash, prepare
 from deltic.ops.gpu.blocks import BLOCK, Blocks
-from deltic.ops.gpu.launch import INTERPRETED, Levers
+from deltic.ops.gpu.launch import Levers
 from deltic.reference import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of poison that a mask takes away
 
 EPS = 1e-6
-N_LAYERS = (
-    2  # the pages hold two layers; the second is under test, so the page stride is not the layer's own size
-)
+N_LAYERS = 2
+"""The pages hold two layers; the second is under test, so the page stride is not the layer's own size."""
 LAYER = 1
-
-
-@pytest.fixture(autouse=True)
-def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        mend(monkeypatch)
-
-
-def mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faults of Triton 3.6's interpreter: bfloat16 is multiplied as integers and rounded towards 0, and no loop ends at a bound
-    that was loaded (NumPy 2.4)."""
-    patch_tensor, cast = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def widened(handle: Any) -> Any:
-        return (handle.data.astype(np.uint32) << 16).view(np.float32)
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        return interpreter.TensorHandle(np.matmul(widened(a), widened(b)) + d.data, d.dtype.scalar)
-
-    def rounding(self: Any, source: Any, to: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
-            bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16).numpy()
-            return interpreter.TensorHandle(bits.view(np.uint16), tl.bfloat16)
-        return cast(self, source, to)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", rounding)
 
 
 @dataclass
