@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deltic.models.shapes import LINEAR_ATTENTION, CheckpointError, ModelShape, read_json
-from deltic.ops.matrix import FORMATS, Matrix, MatrixFormat
+from deltic.ops.matrix import FORMATS, ROWS, Matrix, MatrixFormat
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -343,7 +343,7 @@ def format_of(name: str, quantize: str | None) -> MatrixFormat:
     """Of the matrix in a field of this name. A router's near-ties decide which experts run, so it stays as it is; the head, whose errors nothing evens out any
     more, and the embedding, which is often the same matrix, keep 8 bits of int4."""
     if quantize == "rows":
-        return FORMATS["rows"]
+        return ROWS
     if quantize is None or name == "router":
         return FORMATS["bf16"]
     return FORMATS["int8" if name in ("embed", "lm_head", "last down") else quantize]

@@ -44,9 +44,12 @@ FORMATS = {
         MatrixFormat("int8", 1, 128, 8),
         MatrixFormat("int4", 2, 64, 4, symmetric=False),
         MatrixFormat("int4-symmetric", 2, 64, 4),
-        MatrixFormat("rows", -1, 1, 16),
     )
 }
+"""Those that the CPU's kernels read."""
+
+ROWS = MatrixFormat("rows", -1, 1, 16)
+"""What the GPU's read."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Matrix:
 
     @staticmethod
     def n_bytes_of(n: int, k: int, format: MatrixFormat) -> int:
-        if format.name == "rows":
+        if format == ROWS:
             return n * k * 2
         scales = 0 if format.bits == 16 else math.ceil(k / format.group) * 4
         return math.ceil(n / STRIP) * STRIP * (k * format.bits // 8 + scales)
@@ -80,13 +83,14 @@ class Matrix:
 
     @property
     def arguments(self) -> tuple[Tensor, int, int, int, int]:
-        """What a kernel reads of it (read_matrix in csrc/matrix.h)."""
+        """What a kernel reads of it (read_matrix in csrc/matrix.h). Raises KernelError for one in rows."""
+        check("matrix", self.format.code >= 0, "a packed matrix; the CPU's kernels do not read rows")
         return self.data, self.format.code, self.n, self.k, self.format.group
 
     @property
     def rows(self) -> Tensor:
         """bfloat16 [n, k], of several matrices [n_matrices, n, k]: the matrix itself, in the format rows."""
-        check("matrix", self.format.name == "rows", "a matrix in rows")
+        check("matrix", self.format == ROWS, "a matrix in rows")
         n_matrices = self.data.shape[0]
         size = (self.n, self.k) if n_matrices == 1 else (n_matrices, self.n, self.k)
         return self.data.view(torch.bfloat16).view(size)
@@ -101,7 +105,7 @@ class Matrix:
             and values.numel() == n_matrices * self.n * self.k,
             f"contiguous bfloat16 values of {n_matrices} x [{self.n}, {self.k}]",
         )
-        if self.format.name == "rows":
+        if self.format == ROWS:
             self.data.view(torch.bfloat16).view(-1).copy_(values.view(-1))
             return self
         program = Program(n_threads)
