@@ -197,9 +197,10 @@ def test_preempted_with_penalties_among_others() -> None:
     assert answers(engine, preempt={4: "a", 9: "a"})["a/0"] == expected
 
 
+@needs_gpu
 def test_several_of_one_prompt_and_seeds() -> None:
     """n > 1 forks pages and states; a seeded draw is the same alone and beside its siblings (P6)."""
-    ids = prompt(10, 70 if HAS_GPU else 30)
+    ids = prompt(10, 70)
     expected = alone("dense", ids, temperature=1.0, seed=7)
     engine = Engine(runner("dense"))
     engine.add(request("a", ids, temperature=1.0, seed=7, n=3))
