@@ -1,6 +1,6 @@
 """GPU kernels: natively where there is a GPU, else in Triton's interpreter. Without Triton all of it is skipped.
 
-`TRITON_INTERPRET` is read when a kernel is decorated, so it is set here, before any kernel is imported.
+`tests/conftest.py` says which, before Triton is imported; the interpreter is mended here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 if HAS_TRITON and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "1"  # also where there is a driver and torch cannot use it
     from tests.gpu.mended_interpreter import mend
 
     mend()
