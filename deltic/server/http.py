@@ -1,7 +1,7 @@
 """The HTTP application: routes, and what is the same for all of them.
 
-A request is read and checked here, becomes a Generation, and its pieces become JSON. Bodies are parsed by
-`protocol.py`, not by the framework: what a token passes through is bytes and small structs only.
+Bodies are parsed by `protocol.py`, not by the framework: what a token passes through is bytes and small structs only. The routes
+that generate are in `completions.py`, `responses.py` and `anthropic.py`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltic import __version__
 from deltic.config import ServerConfig
-from deltic.engine import request as engine
 from deltic.engine.client import EngineClient
-from deltic.server import answer, protocol
+from deltic.server import protocol
 from deltic.server.access import Access
-from deltic.server.chat import ChatTemplate, Prompt, render
+from deltic.server.chat import ChatTemplate, render
+from deltic.server.completions import chat_completions, completions
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.generation import Generation
-from deltic.server.parser import Delta, OutputParser
 from deltic.server.service import Service
 from deltic.server.transport import (
     SERVER_SEND,
-    EventStream,
     error_response,
     json_response,
     read_body,
-    unless_disconnected,
 )
 from deltic.text import Tokenizer
 
@@ -187,234 +183,6 @@ class Envelope:
                 log.info(
                     "%s %s %d %.3f s %s %s", scope["method"], route, status, elapsed_s, request_id, answer_id
                 )
-
-
-async def chat_completions(service: Service, request: Request) -> ASGIApp:
-    info = service.admit()
-    body = await read_body(request, service.config.max_body_mb)
-
-    def prepare() -> tuple[protocol.ChatRequest, Prompt, engine.SamplingParams, Any]:
-        chat = protocol.parse(body, protocol.ChatRequest)
-        check(service, chat)
-        prompt, tools = render(service.template, chat, protocol.context_limit(info))
-        max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.config)
-        params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
-        return chat, prompt, params, tools
-
-    chat, prompt, params, tools = await service.prepare(len(body), prepare, request.receive)
-    request_id = request.scope["deltic.answer_id"] = f"chatcmpl-{secrets.token_hex(16)}"
-    choices = [
-        answer.Choice(
-            index,
-            service.tokenizer,
-            stops=protocol.stop_strings(chat),
-            stop_token_ids=params.stop_token_ids,
-            skip_special_tokens=chat.skip_special_tokens is not False,
-            parser=OutputParser(thinking=prompt.thinking, tools=tools),
-            logprobs=params.logprobs is not None,
-        )
-        for index in range(params.n)
-    ]
-    sent = engine_request(request_id, prompt.ids, params, chat, prompt.boundaries)
-    generation = Generation(service.client, service.metrics, [sent], choices)
-    usage = wants_usage(chat)
-    said = answer.ChatAnswer(request_id, service.model_name, service.tokenizer, usage)
-    if chat.stream:
-        first = b"".join(map(said.role_chunk, range(params.n)))
-        return AnswerStream(generation, said, None, first, usage)
-    messages = await unless_disconnected(request.receive, collect(generation, None))
-    extra = {}
-    if generation.prompt_logprobs[0] is not None:
-        extra["prompt_logprobs"] = answer.prompt_logprobs(generation.prompt_logprobs[0], service.tokenizer)
-    return json_response(said.body(messages, generation.usage(), extra))
-
-
-def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
-    """What both APIs refuse. Raises ApiError (400, 404)."""
-    service.check_model(request.model)
-    protocol.check_neutral(request)
-    protocol.stop_strings(request)
-    if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options", "only for a stream; set stream to true")
-
-
-def engine_request(
-    request_id: str,
-    prompt_ids: list[int],
-    params: engine.SamplingParams,
-    asked: protocol.Sampling,
-    boundaries: list[int],
-) -> engine.Request:
-    """What the engine gets for one prompt. boundaries: token offsets at which its messages end."""
-    return engine.Request(
-        id=request_id,
-        prompt_ids=prompt_ids,
-        params=params,
-        priority=asked.priority or 0,
-        boundaries=boundaries,
-        cache_salt=asked.cache_salt or "",
-        use_cache=asked.cache_prompt is not False,
-    )
-
-
-def wants_usage(request: protocol.Sampling) -> bool:
-    return request.stream_options is not None and bool(request.stream_options.include_usage)
-
-
-class Echo:
-    """The prompts of a completion that is to repeat them, as the first piece of each choice."""
-
-    def __init__(
-        self, texts: list[str], ids: list[list[int]], n: int, scores: bool, tokenizer: Tokenizer, n_top: int
-    ) -> None:
-        self.texts = texts
-        self._ids = ids
-        self._n = n
-        self._scores = scores
-        self._tokenizer = tokenizer
-        self._waiting = set(range(len(texts) * n))
-
-    def add(self, pieces: list[answer.Piece], generation: Generation) -> list[answer.Piece]:
-        """`pieces`, with the prompt before the first of each choice."""
-        with_prompts = []
-        for piece in pieces:
-            if piece.index in self._waiting:
-                self._waiting.remove(piece.index)
-                with_prompts.append(self._piece(piece.index, generation))
-            with_prompts.append(piece)
-        return with_prompts
-
-    def _piece(self, index: int, generation: Generation) -> answer.Piece:
-        p = index // self._n
-        piece = answer.Piece(index, Delta(content=self.texts[p]))
-        if self._scores:
-            piece.scores = answer.prompt_scores(self._ids[p], generation.prompt_logprobs[p], self._tokenizer)
-        return piece
-
-
-async def completions(service: Service, request: Request) -> ASGIApp:
-    info = service.admit()
-    body = await read_body(request, service.config.max_body_mb)
-
-    def prepare() -> tuple[protocol.CompletionRequest, list[str | list[int]], list[engine.Request]]:
-        asked = protocol.parse(body, protocol.CompletionRequest)
-        check(service, asked)
-        prompts = protocol.prompts(asked, info)
-        return asked, prompts, requests_of(service, asked, prompts, info)
-
-    asked, prompts, requests = await service.prepare(len(body), prepare, request.receive)
-    n = requests[0].params.n
-    n_top = asked.logprobs or 0
-    tokenizer = service.tokenizer
-    echo = None
-    if asked.echo:
-        texts = [
-            prompt
-            if isinstance(prompt, str) and asked.logprobs is None
-            else tokenizer.decode(sent.prompt_ids, False)
-            for prompt, sent in zip(prompts, requests, strict=True)
-        ]
-        ids = [sent.prompt_ids for sent in requests]
-        echo = Echo(texts, ids, n, asked.logprobs is not None, tokenizer, n_top)
-    choices = [
-        answer.Choice(
-            index,
-            tokenizer,
-            stops=protocol.stop_strings(asked),
-            skip_special_tokens=asked.skip_special_tokens is not False,
-            logprobs=asked.logprobs is not None,
-            silent=asked.max_tokens == 0,
-            offset=len(echo.texts[index // n]) if echo else 0,
-        )
-        for index in range(len(requests) * n)
-    ]
-    generation = Generation(service.client, service.metrics, requests, choices)
-    usage = wants_usage(asked)
-    request_id = request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0]
-    said = answer.CompletionAnswer(request_id, service.model_name, tokenizer, usage, n_top)
-    if asked.stream:
-        return AnswerStream(generation, said, echo, b"", usage)
-    messages = await unless_disconnected(request.receive, collect(generation, echo))
-    if asked.prompt_logprobs is not None:
-        for index, message in enumerate(messages):
-            entries = generation.prompt_logprobs[index // n]
-            if entries is not None:
-                message.prompt_logprobs = answer.prompt_logprobs(entries, tokenizer)
-    return json_response(said.body(messages, generation.usage()))
-
-
-def requests_of(
-    service: Service,
-    asked: protocol.CompletionRequest,
-    prompts: list[str | list[int]],
-    info: engine.EngineInfo,
-) -> list[engine.Request]:
-    """One request of the engine for each prompt. Raises ApiError (400)."""
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
-    most = info.max_num_seqs + service.config.max_queue
-    if len(prompts) * (asked.n or 1) > most:
-        raise bad_request(
-            "prompt", f"{len(prompts)} prompts are more than can wait here; send at most {most} sequences"
-        )
-    request_id = f"cmpl-{secrets.token_hex(16)}"
-    requests = []
-    limit = protocol.context_limit(info)
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
-            raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
-        ids = service.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt
-        max_tokens = protocol.answer_length(asked, len(ids), info, service.config)
-        params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
-        requests.append(engine_request(f"{request_id}-{i}", ids, params, asked, []))
-    return requests
-
-
-class AnswerStream(EventStream):
-    """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
-
-    __slots__ = ("_echo", "_first", "_generation", "_include_usage", "_said")
-
-    def __init__(
-        self,
-        generation: Generation,
-        said: answer.ChatAnswer | answer.CompletionAnswer,
-        echo: Echo | None,
-        first: bytes,
-        include_usage: bool,
-    ) -> None:
-        super().__init__()
-        self._generation = generation
-        self._said = said
-        self._echo = echo
-        self._first = first
-        self._include_usage = include_usage
-
-    async def run(self) -> None:
-        await self._generation.run(self._take)
-        if self._include_usage:
-            self.write(self._said.usage_chunk(self._generation.usage()))
-
-    def _take(self, pieces: list[answer.Piece]) -> None:
-        if self._echo is not None:
-            pieces = self._echo.add(pieces, self._generation)
-        chunk = b"".join(map(self._said.chunks, pieces))
-        if self._first:
-            chunk, self._first = self._first + chunk, b""
-        if chunk:
-            self.write(chunk)
-
-
-async def collect(generation: Generation, echo: Echo | None) -> list[answer.Message]:
-    """The whole answer: a message for each choice."""
-    messages = [answer.Message() for _ in range(generation.n_choices)]
-
-    def take(pieces: list[answer.Piece]) -> None:
-        for piece in echo.add(pieces, generation) if echo else pieces:
-            messages[piece.index].add(piece)
-
-    await generation.run(take)
-    return messages
 
 
 async def list_models(service: Service, request: Request) -> ASGIApp:

@@ -93,19 +93,21 @@ class EventStream:
                 self._sending.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        last = b"data: [DONE]\n\n"
         error = None
         try:
             await self.run()
         except ApiError as raised:
             error = raised
-            last = b"data: " + error.body() + b"\n\n"
         if self._sending is not None:
             await self._sending
         if error is not None and not self._started:
             await error_response(error)(scope, receive, send)
             return
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send({"type": "http.response.body", "body": self.last(error), "more_body": False})
+
+    def last(self, error: ApiError | None) -> bytes:
+        """What ends the stream, as OpenAI does; error: what `run` raised after the first chunk."""
+        return b"data: [DONE]\n\n" if error is None else b"data: " + error.body() + b"\n\n"
 
     def write(self, chunk: bytes) -> None:
         """Sends a chunk, at once if the client reads; never waits."""

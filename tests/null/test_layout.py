@@ -16,10 +16,12 @@ PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 88  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 23
+MAX_SOURCE_FILES = (
+    98  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 23; the server 17
+)
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 25_600
+MAX_PACKAGE_LINES = 29_500
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
 LEAVES = {"config", "metrics", "engine.request"}
