@@ -226,7 +226,7 @@ class QwenGpu:
         i_gdn = i_attn = 0
         normed = _front(b.normed, n, h)
         for i, layer in enumerate(w.layers):
-            add_norm(residual, partial, layer.input_norm, eps, normed, residual_out=residual, levers=levers)
+            add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
             if isinstance(layer, GdnLayer):
                 proj = self._project(normed, layer.in_proj.rows, b, split_at=self._gate_rows)
                 mixed = _front(b.mixed, n, shape.gdn_value_size)
@@ -247,7 +247,7 @@ class QwenGpu:
                 out_proj = layer.o_proj.rows
                 i_attn += 1
             partial = self._partial(mixed, out_proj, b, n)
-            add_norm(residual, partial, layer.post_norm, eps, normed, residual_out=residual, levers=levers)
+            add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
             mlp = layer.mlp
             if isinstance(mlp, Moe):
                 assert b.moe is not None
@@ -262,7 +262,7 @@ class QwenGpu:
                 gate_up = _front(b.proj, 1, n, 2 * shape.intermediate_size)
                 narrow_swiglu(normed, mlp.gate_up.rows, inner, gate_up=gate_up, levers=levers)
                 partial = self._partial(inner, mlp.down.rows, b, n)
-        add_norm(residual, partial, w.norm, eps, normed, residual_out=residual, levers=levers)
+        add_norm(residual, partial, w.norm, eps, normed, levers=levers)
         logits = _front(b.logits, 1, n, shape.vocab_size)
         narrow_linear(normed, w.lm_head.rows, logits, levers=levers)
         return logits[0]
@@ -313,7 +313,7 @@ class QwenGpu:
         embed(inputs.token_ids, w.embed.rows, residual)
         i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
-            add_norm(residual, added, layer.input_norm, eps, normed, residual_out=residual, levers=levers)
+            add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
             added = y[None]
             if isinstance(layer, GdnLayer):
                 proj = _front(b.proj, t, shape.gdn_in_proj_rows)
@@ -336,7 +336,7 @@ class QwenGpu:
                 )  # fmt: skip
                 wide_linear(mixed, layer.o_proj.rows, y, levers=levers)
                 i_attn += 1
-            add_norm(residual, added, layer.post_norm, eps, normed, residual_out=residual, levers=levers)
+            add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
             self._feed_forward(layer, normed, inputs.blocks, b, y)
         return self.logits_of(inputs.logit_row, n_blocks, b)
 
@@ -367,7 +367,6 @@ class QwenGpu:
             self.weights.norm,
             self.shape.rms_norm_eps,
             final,
-            residual_out=residual,
             rows=rows,
             levers=self.levers,
         )

@@ -23,7 +23,7 @@ FEW = ("_silu_mul_kernel", "scan", "finish")
 """Kernels that are compiled in little time; the last two share functions, on whose global constants their keys depend."""
 
 
-def run(what: str, cache: Path, timeout: float = 100) -> dict[str, Any]:
+def run(what: str, cache: Path, timeout: float = 300) -> dict[str, Any]:
     """The result of one of the functions below, in a process of its own with this cache."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(cache)

@@ -24,35 +24,13 @@ LANES = 512
 
 
 @triton.jit
-def updated(p_residual, p_partials, b_offset, b_mask, partial_stride, PARTIALS: tl.constexpr):
-    """residual + partial 0 + partial 1 + ..., in this order, at the given offsets; float32, 0 where masked."""
-    b_x = tl.load(p_residual + b_offset, mask=b_mask, other=0.0)
-    for s in tl.static_range(PARTIALS):
-        b_x += tl.load(p_partials + s * partial_stride + b_offset, mask=b_mask, other=0.0).to(tl.float32)
-    return b_x
-
-
-@triton.jit
-def tree_sum(b_x, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """[ROWS, LANES] -> [ROWS]: neighbours first, level by level. LANES at most 1024."""
-    b = b_x
+def _tree_sum(b_x, LANES: tl.constexpr):
+    """[LANES] -> [1]: neighbours first, level by level. LANES at most 1024."""
+    b = tl.reshape(b_x, (1, LANES))
     for level in tl.static_range(10):
         if LANES >> level > 1:
-            b = tl.sum(tl.reshape(b, (ROWS, LANES >> (level + 1), 2)), 2)
-    return tl.reshape(b, (ROWS,))
-
-
-@triton.jit
-def inverse_rms(b_square, inverse_width, eps, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """[ROWS, LANES] running sums of squares -> [ROWS] 1 / rms. The multiply-add is written out: the compiler has no choice."""
-    b_total = tree_sum(b_square, ROWS, LANES)
-    return tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
-
-
-@triton.jit
-def normed(b_x, b_inverse, b_w):
-    """bfloat16(x / rms * (1 + w)), multiplied in this order."""
-    return (b_x * b_inverse * (1.0 + b_w)).to(tl.bfloat16)
+            b = tl.sum(tl.reshape(b, (1, LANES >> (level + 1), 2)), 2)
+    return tl.reshape(b, (1,))
 
 
 @triton.jit
@@ -95,7 +73,7 @@ def _embed_kernel(p_token, p_table, p_residual, width, LANES: tl.constexpr, PIEC
 
 @triton.jit
 def _add_norm_kernel(
-    p_residual, p_partials, p_w, p_out, p_residual_out, p_rows, width, partial_stride, inverse_width, eps,
+    p_residual, p_partials, p_w, p_out, p_rows, width, partial_stride, inverse_width, eps,
     LANES: tl.constexpr, PIECES: tl.constexpr, PARTIALS: tl.constexpr, STORE: tl.constexpr, GATHER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -117,19 +95,27 @@ def _add_norm_kernel(
     b_square = tl.zeros((LANES,), tl.float32)
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
-        b_x = updated(p_residual, p_partials, o_row + o_col, o_col < width, partial_stride, PARTIALS)
+        b_x = tl.load(p_residual + o_row + o_col, mask=o_col < width, other=0.0)
+        for s in tl.static_range(PARTIALS):
+            p_part = p_partials + s * partial_stride + o_row + o_col
+            b_x += tl.load(p_part, mask=o_col < width, other=0.0).to(tl.float32)
         b_square = tl.fma(b_x, b_x, b_square)
         pieces += (b_x,)
     if STORE:
         # behind all loads: a store between them would make each piece wait for the one before
         for j in tl.static_range(PIECES):
             o_col = j * LANES + o_lane
-            tl.store(p_residual_out + o_row + o_col, pieces[j], mask=o_col < width)
-    b_inverse = inverse_rms(tl.reshape(b_square, (1, LANES)), inverse_width, eps, 1, LANES)
+            tl.store(p_residual + o_row + o_col, pieces[j], mask=o_col < width)
+    b_total = _tree_sum(b_square, LANES)
+    # the multiply-add is written out: the compiler has no choice
+    b_inverse = tl.rsqrt(
+        tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps)
+    )
     p_out += i_row.to(tl.int64) * width
     for j in tl.static_range(PIECES):
         b_mask = j * LANES + o_lane < width
-        tl.store(p_out + j * LANES + o_lane, normed(pieces[j], b_inverse, weights[j]), mask=b_mask)
+        b_y = pieces[j] * b_inverse * (1.0 + weights[j])
+        tl.store(p_out + j * LANES + o_lane, b_y.to(tl.bfloat16), mask=b_mask)
 
 
 def pieces(width: int) -> int:
@@ -205,15 +191,13 @@ def add_norm(
     eps: float,
     out: Tensor,
     *,
-    residual_out: Tensor,
     rows: Tensor | None = None,
     levers: Levers,
 ) -> None:
-    """residual_out = residual + partials[0] + partials[1] + ...; out = bfloat16(residual_out / rms * (1 + w)).
+    """residual += partials[0], then partials[1], ...; out = bfloat16(residual / rms * (1 + w)).
 
-    residual, residual_out: float32 [T, H], may be the same buffer; partials: float32 or bfloat16 [S, T, H] or None;
-    w: float32 [H], zero-centred; out: bfloat16 [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r],
-    and residual_out is not written. The bits of a row depend on this row only. Spec: reference.layers.rms_norm.
+    residual: float32 [T, H]; partials: float32 or bfloat16 [S, T, H] or None; w: float32 [H], zero-centred; out: bfloat16
+    [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r], and residual is not written. The bits of a row depend on this row only. Spec: reference.layers.rms_norm.
     """
     n, width = residual.shape
     n_out = n if rows is None else rows.shape[0]
@@ -223,17 +207,15 @@ def add_norm(
         out.dtype == torch.bfloat16 and out.shape == (n_out, width),
         f"bfloat16 out [{n_out}, {width}]",
     )
-    check("rms_norm", w.shape == (width,) and residual_out.shape == residual.shape, "one width")
+    check("rms_norm", w.shape == (width,), "one width")
     check("rms_norm", residual.is_contiguous() and out.is_contiguous(), "contiguous tensors")
     n_partials = 0
     if partials is not None:
         n_partials = partials.shape[0]
         check("rms_norm", partials.shape[1:] == residual.shape, f"partials [S, {n}, {width}]")
         check("rms_norm", partials.is_contiguous(), "contiguous partials")
-    # nothing to add and nowhere else to put it: the residual stays as it is
-    store = rows is None and not (n_partials == 0 and residual_out.data_ptr() == residual.data_ptr())
     launch(
-        _add_norm_kernel, (n_out,), residual, partials, w, out, residual_out, rows, width, n * width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), PARTIALS=n_partials, STORE=store, GATHER=rows is not None, pdl=levers.pdl,
+        _add_norm_kernel, (n_out,), residual, partials, w, out, rows, width, n * width, 1.0 / width, eps,
+        LANES=LANES, PIECES=pieces(width), PARTIALS=n_partials, STORE=rows is None and n_partials > 0, GATHER=rows is not None, pdl=levers.pdl,
         num_warps=norm_warps(n_out, width),
     )  # fmt: skip
