@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -261,6 +262,17 @@ class Engine:
         self.scheduler.check()
 
 
+def _wake_gpu() -> None:
+    """Has the driver make the context that torch will use, while torch is imported. Does nothing without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
 class EngineProcess:
     """An engine between its two sockets."""
 
@@ -295,6 +307,8 @@ class EngineProcess:
             if build is None:
                 self.progress("import", 0.0)
                 start = time.perf_counter()
+                if self.launch.config.device != "cpu" and self.launch.config.quantize is None:
+                    threading.Thread(target=_wake_gpu, daemon=True).start()
                 from deltic.engine.build import build_for_device  # imports torch
 
                 start_s["import"] = time.perf_counter() - start

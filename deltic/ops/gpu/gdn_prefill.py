@@ -210,9 +210,9 @@ def _limit(registers: int) -> dict[str, int]:
 
 
 def _padded(dim: int) -> int:
-    """The width of a tile: a power of 2, and at least 32. A matrix instruction takes 16, but Triton 3.6 makes wrong code of the scan's
-    two products with 16 keys (errors of 0.2 from the second block on, H200)."""
-    return max(32, next_power_of_2(dim))
+    """The width of a tile: a power of 2, at least 64. Triton 3.6 makes wrong code of `gdn_solve` with narrower ones: W is right in the
+    first 16 tokens of a block only (H200; 16 keys, and 32 keys beside 64 values)."""
+    return max(64, next_power_of_2(dim))
 
 
 def _scan_stages(rows: int, k_pad: int) -> int:
