@@ -1,20 +1,25 @@
 r"""Chat on the way out: a stream of text split into reasoning, content and tool calls.
 
-The result does not depend on how the text is cut. Nothing is lost: what looks like a call and turns out not to be one
-comes out as content. White space next to the markers belongs to the format and is dropped.
-
-Forms understood: `<think>…</think>` first (or opened by the prompt); then, when the request has tools,
+The result does not depend on how the text is cut, and reading takes time linear in its length. Nothing is lost: what
+looks like a call and turns out not to be one comes out as content (in a thought: as reasoning). White space next to the
+markers belongs to the format and is dropped. Forms understood: `<think>…</think>` first (or opened by the prompt); then,
+when the request has tools,
 
     <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>    (Qwen3.5, Coder)
     <tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>                                       (Hermes; Next)
 
 The first is streamed: its name when the first parameter shows that it is a call, string values as they come, others
-when complete, converted by the tool's JSON schema. `</parameter>`, `</function>`, `<tool_call>` may be missing.
+when complete, converted by the tool's JSON schema. What models get wrong is tolerated, as far as it is clear what was meant;
+tests/null/drift has the cases. Where it is not clear:
+
+- A value ends at a closing tag that the format goes on behind: `</parameter>` before other text is a part of the value.
+- In a thought that `</think>` ends, a call is a draft and stays reasoning, unless it is the thought's last word and
+  the answer's, too. In a thought that nothing ends, a call of a known tool ends it. Which it is shows at the end only.
+- A call of an unknown tool is passed on, for the client to refuse it, if `<tool_call>` opened it outside of a thought.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -22,20 +27,13 @@ from typing import Any
 
 import msgspec
 
-from deltic.text import held_back
+from deltic.server import markup
+from deltic.server.arguments import convert, read_calls, schema_of, to_json, value_types
 
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
-_OUTSIDE_STRING = re.compile(r'[^"<\\]*')
-_IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
-_CALL_OPENERS = ("<tool_call>", "<function=")
-_CALL_OPENER = re.compile("|".join(_CALL_OPENERS))
-_CALL_END = "</tool_call>"
-_AFTER_NAME = ("<parameter=", "</function>")
-_IN_FUNCTION = ("<parameter=", "</function>", "</tool_call>", *_CALL_OPENERS)
-_VALUE_ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>", "\n</tool_call>")
-_MAX_VALUE_END = max(map(len, _VALUE_ENDS))
-_MAX_TAG = 300
-"""Characters that an unfinished `<function=…` or `<parameter=…` tag may have before it is taken for text."""
+_MAX_AFTER_DRAFT = 400
+"""Characters that a thought may have behind a call, up to a line's end, before the call is a draft for certain."""
+_MAX_PUSH = 4096
+"""Characters that are read at once: each step copies what is left of them."""
 
 
 class CallDelta(msgspec.Struct):
@@ -80,19 +78,36 @@ class OutputParser:
         thinking: bool,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         call_id: Callable[[], str] = new_call_id,
+        trial: bool = False,
     ) -> None:
-        """thinking: the prompt opened `<think>`. tools: name to JSON schema of the arguments; None: no calls."""
+        """thinking: the prompt opened `<think>`. tools: name to JSON schema of the arguments; None: no calls.
+
+        trial: the text is a call, or `rejected` says that it is none.
+        """
         self._tools = tools
         self._call_id = call_id
+        self._is_trial = trial
         self._text = ""
         self._final = False
         self._truncated = False
-        self._advance: Callable[[], bool] = self._reasoning_start if thinking else self._opening
+        self._advance: Callable[[], bool] = (
+            self._content if trial else self._reasoning_start if thinking else self._opening
+        )
         self._delta = Delta()
+        self.in_reasoning = thinking
+        self.rejected = False
         self.n_calls = 0
         self.is_call_open = False
         """Whether the answer was cut inside a call, which has arguments that are not complete."""
-        self._gap = ""  # white space before a candidate call
+        self._has_reasoned = thinking
+        self._has_thought = False  # reasoning is not empty
+        self._trial: OutputParser | None = None
+        self._draft_text: list[str] = []  # what the trial got
+        self._draft_deltas: list[Delta] = []  # what it made of it
+        self._n_after_draft = 0  # characters of that which are no call
+        self._gap = ""  # what came before a candidate call and is dropped with it: white space, `<tool_call>`
+        self._is_tagged = False  # whether that has a `<tool_call>`
+        self._named: str | None = None  # the function whose arguments the JSON candidate is
         self._scanned = 0  # part of a JSON candidate, or of a value, known not to end it
         self._in_string = False  # what `_scanned` ends in
         self._schema: Mapping[str, Any] = {}
@@ -100,15 +115,13 @@ class OutputParser:
         self._value_schema: Any = None
         self._streams_value = False
         self._value_begun = False
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._advance in (self._reasoning, self._reasoning_start)
+        self._n_nested = 0  # `<parameter` tags in a value that nothing closed yet
 
     def push(self, text: str) -> Delta:
-        self._text += text
-        while self._advance():
-            pass
+        for at in range(0, len(text) or 1, _MAX_PUSH):
+            self._text += text[at : at + _MAX_PUSH]
+            while self._advance():
+                pass
         delta, self._delta = self._delta, Delta()
         return delta
 
@@ -125,89 +138,235 @@ class OutputParser:
         self._advance = state
         return True
 
+    # Thoughts.
+
     def _opening(self) -> bool:
+        """Before any content: `<think>` opens a thought, or another one; a `</think>` more is dropped."""
+        self.in_reasoning = False
+        if self._has_reasoned:
+            self._text = self._text.lstrip("\n")
+        return self._before(self._content if self._tools is None else self._beginning)
+
+    def _before(self, otherwise: Callable[[], bool]) -> bool:
+        """Drops a think tag here, and goes where it leads."""
         text = self._text.lstrip()
-        if text.startswith("<think>"):
-            self._text = text
-            return self._to(self._reasoning_start, len("<think>"))
-        if not self._final and "<think>".startswith(text):
-            return False
-        return self._to(self._content, 0)
+        n_space = len(self._text) - len(text)
+        for tag, state in (("<think>", self._reasoning_start), ("</think>", self._opening)):
+            if n_space > markup.MAX_SPACE:
+                break
+            if text.startswith(tag):
+                self._has_reasoned = True
+                return self._to(state, n_space + len(tag))
+            if not self._final and tag.startswith(text):
+                return False
+        return self._to(otherwise, 0)
 
     def _reasoning_start(self) -> bool:
+        self.in_reasoning = True
         self._text = self._text.lstrip("\n")
-        return bool(self._text) and self._to(self._reasoning, 0)
+        return self._before(self._next_thought)
+
+    def _next_thought(self) -> bool:
+        if self._text and self._has_thought:
+            self._delta.reasoning += "\n\n"
+        return self._to(self._reasoning, 0)
+
+    def _think(self, text: str) -> None:
+        self._delta.reasoning += text
+        self._has_thought = self._has_thought or bool(text)
 
     def _reasoning(self) -> bool:
-        end = self._text.find("</think>")
-        if end >= 0:
-            self._delta.reasoning += self._text[:end].rstrip("\n")
-            return self._to(self._after_reasoning, end + len("</think>"))
-        if self._final:
-            self._delta.reasoning += self._text
-            self._text = ""
-            return False
-        shown = self._text[: len(self._text) - held_back(self._text, "</think>")].rstrip("\n")
-        self._delta.reasoning += shown
-        self._text = self._text[len(shown) :]
+        text = self._text
+        end = opener = None
+        n_held = 0
+        if "<" in text:
+            end = markup.THINK_END.search(text) or (
+                markup.CUT_THINK_END.search(text) if self._final else None
+            )
+            if self._tools is not None:
+                opener = markup.CALL_OPENER.search(text, 0, end.start() if end else len(text))
+            if not end:
+                n_held = markup.n_held(text, markup.THOUGHT_TAGS) or markup.n_cut_think_end(text)
+        if opener:
+            n = markup.n_before_space(text, opener.start(), "\n")
+            self._think(text[:n])
+            self._gap = text[n : opener.start()]
+            self._trial = OutputParser(thinking=False, tools=self._tools, call_id=str, trial=True)
+            self._draft_text, self._draft_deltas, self._n_after_draft = [], [], 0
+            return self._to(self._draft, opener.start())
+        if end:
+            self._think(text[: markup.n_before_space(text, end.start(), "\n")])
+            return self._to(self._opening, end.end())
+        n = len(text) if self._final else markup.n_before_space(text, len(text) - n_held, "\n")
+        self._think(text[:n])
+        self._text = text[n:]
         return False
 
-    def _after_reasoning(self) -> bool:
-        self._text = self._text.lstrip("\n")
-        return bool(self._text) and self._to(self._content, 0)
+    def _draft(self) -> bool:
+        """In a thought, from a call's opener on: held until it shows what it is. A trial reads it, line by line, so
+        that where it is given up does not depend on the cuts."""
+        text, trial = self._text, self._trial
+        assert trial is not None
+        end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
+        n_held = (
+            0 if end or self._final else markup.n_held(text, ("</think>",)) or markup.n_cut_think_end(text)
+        )
+        stop = end.start() if end else len(text) - n_held
+        at = 0
+        while at < stop:
+            line = text[at : (text.find("\n", at, stop) + 1) or stop]
+            at += len(line)
+            self._draft_text.append(line)
+            self._add_draft(trial.push(line))
+            if trial.rejected or (line.endswith("\n") and self._n_after_draft > _MAX_AFTER_DRAFT):
+                return self._reject_draft(text[at:])
+        if end:
+            self._add_draft(trial.finish())
+            if trial.n_calls and not self._n_after_draft:
+                return self._to(self._after_draft, end.end())
+            self._keep_draft()
+            return self._to(self._opening, end.end())
+        self._text = text[at:]
+        if self._final:
+            self._add_draft(trial.finish(self._truncated))
+            if trial.rejected:
+                return self._reject_draft("")
+            if self._truncated and self._n_after_draft:
+                self._keep_draft(final=True)
+            else:
+                self._take_draft(trial)
+        return False
+
+    def _after_draft(self) -> bool:
+        """Behind a thought that a call ends: it was a draft if anything follows."""
+        assert self._trial is not None
+        if self._text.strip() or len(self._text) > markup.MAX_SPACE or (self._final and self._truncated):
+            self._keep_draft()
+            return self._to(self._opening, 0)
+        if self._final:
+            self._take_draft(self._trial)
+        return False
+
+    def _add_draft(self, delta: Delta) -> None:
+        self._draft_deltas.append(delta)
+        self._n_after_draft += sum(map(len, delta.content.split()))
+
+    def _reject_draft(self, rest: str) -> bool:
+        """What the trial read is thought, up to the next opener that may be in it. rest: what it did not read."""
+        text = "".join(self._draft_text)
+        opener = markup.CALL_OPENER.match(text)
+        assert self._trial and opener
+        n = max(opener.end(), len(self._trial._gap)) if self._trial.rejected else len(text)
+        n = len(text[:n].rstrip("\n"))
+        self._think(self._gap + text[:n])
+        self._text = text[n:] + rest
+        self._advance = self._reasoning
+        return True
+
+    def _keep_draft(self, final: bool = False) -> None:
+        """The draft is a part of the thought."""
+        text = self._gap + "".join(self._draft_text)
+        self._think(text if final else text.rstrip("\n"))
+
+    def _take_draft(self, trial: OutputParser) -> None:
+        """The draft was no draft: it ends the thought, and the answer."""
+        self.in_reasoning = False
+        self.n_calls, self.is_call_open = trial.n_calls, trial.is_call_open
+        whole = Delta(calls=[])
+        for delta in self._draft_deltas:
+            whole.add(delta)
+        for call in whole.calls:
+            call.id = self._call_id()
+        self._delta.add(whole)
+        self._advance = self._content
+
+    # Content, and what calls look like.
+
+    def _beginning(self) -> bool:
+        """Before the first content: a call in JSON may do without `<tool_call>` here, if it is of a known tool."""
+        text = self._text.lstrip()
+        n_space = len(self._text) - len(text)
+        name = markup.BARE_NAME.match(text)
+        assert self._tools is not None
+        if n_space <= markup.MAX_SPACE and (name is None or name[1] in self._tools):
+            if markup.BARE_CALL.match(text):
+                self._gap = self._text[:n_space]
+                return self._to_json(n_space)
+            possible = markup.BARE.startswith(text) or text.startswith(markup.BARE)
+            if possible and not self._final and len(text) <= markup.MAX_TAG:
+                return False
+        return self._to(self._content, 0)
 
     def _content(self) -> bool:
+        text = self._text
         if self._tools is None:
-            self._delta.content += self._text
+            self._delta.content += text
             self._text = ""
             return False
-        opener = _CALL_OPENER.search(self._text)
+        opener = markup.CALL_OPENER.search(text) if "<" in text else None
         if opener:
-            at = opener.start()
-            shown = self._text[:at].rstrip()
-            self._delta.content += shown
-            self._gap = self._text[len(shown) : at]
-            return self._to(self._call, at)
+            n = markup.n_before_space(text, opener.start())
+            self._delta.content += text[:n]
+            self._gap = text[n : opener.start()]
+            self._is_tagged = False
+            return self._to(self._call, opener.start())
         if self._final:
-            if self._text.strip() or not self.n_calls:
-                self._delta.content += self._text
+            if text.strip() or not self.n_calls:
+                self._delta.content += text
             self._text = ""
             return False
-        n_held = max(held_back(self._text, opener) for opener in _CALL_OPENERS)
-        shown = self._text[: len(self._text) - n_held].rstrip()
-        self._delta.content += shown
-        self._text = self._text[len(shown) :]
+        n = markup.n_before_space(text, len(text) - markup.n_held(text, markup.CALL_OPENERS))
+        self._delta.content += text[:n]
+        self._text = text[n:]
         return False
 
     def _call(self) -> bool:
-        """`_text` starts with a call's opener: decide which form it has, or that it is none."""
-        text = self._text.removeprefix("<tool_call>").lstrip()
-        if text.startswith("{"):
-            self._scanned = len(self._text) - len(text)
-            self._in_string = False
-            return self._to(self._json_call, 0)
-        if not text.startswith("<function="):
-            return self._wait_or_reject("<function=".startswith(text))
-        end = text.find(">")
-        if end < 0:
-            return self._wait_or_reject(len(text) < _MAX_TAG and "\n" not in text)
-        name = text[len("<function=") : end].strip()
-        body = text[end + 1 :].lstrip()
-        if not _NAME.fullmatch(name):
+        """`_text` starts with a call's opener, or `_gap` ends with one: decide which form it has, or that it is none."""
+        text = self._text.lstrip()
+        n_space = len(self._text) - len(text)
+        if n_space > markup.MAX_SPACE:
             return self._reject()
-        if not body.startswith(_AFTER_NAME):
-            return self._wait_or_reject(any(tag.startswith(body) for tag in _AFTER_NAME))
-        self._open_call(name)
-        return self._to(self._function, len(self._text) - len(body))
+        if text.startswith(markup.TOOL_CALL):
+            self._gap += self._text[: n_space + len(markup.TOOL_CALL)]
+            self._is_tagged = True
+            return self._to(self._call, n_space + len(markup.TOOL_CALL))
+        if self._is_tagged and (start := markup.JSON_START.match(text)):
+            return self._to_json(n_space + start.end() - 1)
+        if not text.startswith(markup.FUNCTIONS):
+            possible = markup.starts_any(text, markup.CALL_OPENERS) or bool(markup.MAYBE_JSON.fullmatch(text))
+            return self._wait_or_reject(possible)
+        head = markup.FUNCTION.match(text)
+        if head is None:
+            return self._wait_or_reject(">" not in text and "\n" not in text)
+        name = head[1]
+        assert self._tools is not None
+        if name not in self._tools and (self._is_trial or not self._is_tagged):
+            return self._reject()
+        body = text[head.end() :].lstrip()
+        if len(text) - head.end() - len(body) > markup.MAX_SPACE:
+            return self._reject()
+        if body.startswith("{"):
+            self._named = name
+            return self._to_json(len(self._text) - len(body))
+        if body.startswith(markup.AFTER_NAME) or (
+            self._is_tagged and not body and self._final and not self._truncated
+        ):
+            self._open_call(name)
+            return self._to(self._function, len(self._text) - len(body))
+        return self._wait_or_reject(markup.starts_any(body, markup.AFTER_NAME))
 
     def _wait_or_reject(self, possible: bool) -> bool:
-        return False if possible and not self._final else self._reject()
+        return False if possible and not self._final and len(self._text) <= markup.MAX_TAG else self._reject()
 
     def _reject(self) -> bool:
         """Not a call: its opener is content, and what follows is looked at afresh."""
-        opener = next(opener for opener in _CALL_OPENERS if self._text.startswith(opener))
-        self._delta.content += self._gap + opener
-        return self._to(self._content, len(opener))
+        if self._is_trial and not self.n_calls:
+            self.rejected = True
+            self._advance = lambda: False
+            return False
+        n = 0 if self._is_tagged else 1
+        self._delta.content += self._gap + self._text[:n]
+        return self._to(self._content, n)
 
     def _open_call(self, name: str, arguments: str = "") -> None:
         assert self._tools is not None
@@ -221,18 +380,27 @@ class OutputParser:
         calls = self._delta.calls
         if calls and calls[-1].index == self.n_calls - 1:
             calls[-1].arguments += text
-        else:
+        elif text:
             calls.append(CallDelta(self.n_calls - 1, arguments=text))
 
+    # The JSON form.
+
+    def _to_json(self, start: int) -> bool:
+        """start: where the candidate's first bracket is. What is before it is dropped with a call."""
+        self._gap += self._text[:start]
+        self._is_tagged = "<" in self._gap
+        self._scanned, self._in_string = 0, False
+        return self._to(self._json_call, start)
+
     def _json_call(self) -> bool:
-        """Up to `</tool_call>` outside of JSON's strings, or to what JSON does not have there.
+        """Up to a tag outside of JSON's strings, or to what JSON does not have there.
 
         Reads each character once for a candidate. Of two candidates one is inside a string where the other is not,
         and what opens the next (`<`) rejects the latter: so all candidates together cost no more than the text is long.
         """
         text = self._text
         while True:
-            scan = _IN_STRING if self._in_string else _OUTSIDE_STRING
+            scan = markup.IN_STRING if self._in_string else markup.OUTSIDE_STRING
             found = scan.match(text, self._scanned)
             assert found
             at = self._scanned = found.end()
@@ -240,38 +408,49 @@ class OutputParser:
                 break
             self._in_string = not self._in_string
             self._scanned += 1
-        rest = "" if self._in_string else text[at : at + len(_CALL_END)]
-        if rest != _CALL_END and _CALL_END.startswith(rest):  # it may still come
-            if not self._final:
-                return False
-            rest, at = "", len(text)
-        call = _read_call(text[len("<tool_call>") : at]) if rest in ("", _CALL_END) else None
-        if call is None:
+        rest = "" if self._in_string else text[at : at + len(markup.CALL_END)]
+        tag = next((tag for tag in markup.AFTER_JSON if rest.startswith(tag)), "")
+        is_cut = not tag and markup.starts_any(rest, markup.AFTER_JSON)  # it may still come
+        if is_cut and not self._final:
+            return False
+        named, self._named = self._named, None
+        complete = bool(tag) or not self._truncated
+        body = text[:at].rstrip().removesuffix("```" if "```" in self._gap else "")
+        calls = read_calls(body, named, complete) if tag or is_cut else None
+        known = self._tools or {}
+        if not calls or (self._is_trial and not self.n_calls and any(name not in known for name, _ in calls)):
             return self._reject()
-        self._open_call(*call)
-        return self._to(self._content, at + len(rest))
+        for name, arguments in calls:
+            self._open_call(name, arguments)
+        return self._to(
+            self._closing, len(text) if is_cut else at + (len(tag) if tag in markup.CLOSING else 0)
+        )
+
+    # The function form.
 
     def _function(self) -> bool:
         """Between the parameters of a call."""
         text = self._text = self._text.lstrip()
-        tag = next((tag for tag in _IN_FUNCTION if text.startswith(tag)), None)
-        if tag == "<parameter=":
-            end = text.find(">")
-            if 0 <= end <= _MAX_TAG:
-                return self._open_value(text[len(tag) : end].strip(), end + 1)
-            if len(text) <= _MAX_TAG and not self._final:
+        tag = next((tag for tag in markup.IN_FUNCTION if text.startswith(tag)), None)
+        if tag in markup.PARAMETERS:
+            head = markup.PARAMETER.match(text)
+            key = markup.unquoted(head[1]) if head else ""
+            if head and key:
+                return self._open_value(key, head.end())
+            if not head and not markup.is_over(text) and not self._final:
                 return False
             tag = None
-        if tag == "</function>":
-            self._close_call()
-            return self._to(self._closing, len(tag))
+        if tag == "</parameter>":
+            return self._to(self._function, len(tag))
         if tag is not None:
             self._close_call()
-            return self._to(self._content, len(tag) if tag == "</tool_call>" else 0)
-        if not self._final and any(tag.startswith(text) for tag in _IN_FUNCTION):
-            return False
-        if not text:
-            self._end_call()
+            return self._to(self._closing, len(tag) if tag in markup.CLOSING else 0)
+        if markup.starts_any(text, markup.IN_FUNCTION) or (
+            self._truncated and markup.CUT_PARAMETER.match(text)
+        ):
+            if self._final:
+                self._text = ""
+                self._end_call()
             return False
         self._delta.content += text[0]
         return self._to(self._junk, 1)
@@ -287,40 +466,85 @@ class OutputParser:
         return self._to(self._function, len(junk))
 
     def _open_value(self, key: str, consumed: int) -> bool:
-        properties = self._schema.get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        self._value_schema = schema
-        self._streams_value = value_types(schema, self._schema) == {"string"}
+        self._value_schema = schema_of(key, self._schema)
+        self._streams_value = value_types(self._value_schema, self._schema) == {"string"}
         self._value_begun = False
-        self._scanned = 0
+        self._scanned = self._n_nested = 0
         prefix = ", " if self._n_arguments else "{"
-        self._argue(f"{prefix}{_json(key)}: " + ('"' if self._streams_value else ""))
+        self._argue(f"{prefix}{to_json(key)}: " + ('"' if self._streams_value else ""))
         self._n_arguments += 1
         return self._to(self._value, consumed)
 
     def _value(self) -> bool:
-        at, end = _earliest(self._text, _VALUE_ENDS, max(0, self._scanned - _MAX_VALUE_END))
-        if at >= 0:
-            self._end_value(self._text[:at], closed=True)
-            return self._to(self._function, at + (len(end) if end.endswith("</parameter>") else 1))
-        n_shown = len(self._text) - max(held_back(self._text, end) for end in _VALUE_ENDS)
+        text, at = self._text, self._scanned
+        while event := markup.VALUE_EVENT.search(text, at):
+            ends = self._ends_value(text, event)
+            if ends or (ends is None and self._final):
+                self._end_value(text[: event.start()], closed=True)
+                return self._to(self._function, event.start())
+            if ends is None:
+                break
+            at = event.end()
+            if "parameter" in event[0]:
+                self._n_nested = max(0, self._n_nested + (-1 if "/" in event[0] else 1))
+        n_sure = (
+            event.start()
+            if event
+            else max(at, len(text) - markup.n_held(text, markup.VALUE_TAGS, markup.LINE_TAGS))
+        )
         if self._final:
-            self._end_value(self._text[:n_shown], closed=not self._truncated)
+            self._end_value(text[:n_sure], closed=not self._truncated)
             self._end_call()
             self._advance, self._text = self._content, ""
         elif self._streams_value:
-            self._argue(_json(self._begin_value(self._text[:n_shown]))[1:-1])
-            self._text = self._text[n_shown:]
+            self._argue(to_json(self._begin_value(text[:n_sure]))[1:-1])
+            self._text, self._scanned = text[n_sure:], 0
         else:
-            self._scanned = len(self._text)
+            self._scanned = n_sure
         return False
+
+    def _ends_value(self, text: str, event: re.Match[str]) -> bool | None:
+        """Whether the tag at `event` ends the value, or is a part of it; None: what follows has to tell."""
+        if "/" not in event[0]:
+            if not event[0].startswith("\n"):
+                return False
+            start = event.start() + 1
+            head = markup.PARAMETER.match(text, start)
+            if head is None:
+                return False if markup.is_over(text[start : start + markup.MAX_TAG]) else None
+            properties = self._schema.get("properties")
+            return (
+                not properties
+                or not isinstance(properties, Mapping)
+                or markup.unquoted(head[1]) in properties
+            )
+        at, level, n_levels = event.start(), 0, 0
+        for _ in range(8):
+            closer = markup.CLOSER.match(text, at)
+            if closer is None:
+                break
+            this = markup.CLOSERS[closer[1]]
+            if this < level or (
+                this == level == 1 and (self._n_nested or markup.is_better(event[0], closer[0]))
+            ):
+                return False  # the later one ends the value, this one something in it
+            n_levels += this > level
+            level, at = this, closer.end()
+        rest = text[at : at + markup.MAX_SPACE + 20]
+        tag = rest.lstrip()
+        if len(rest) - len(tag) <= markup.MAX_SPACE:
+            if tag.startswith(markup.AFTER_VALUE):
+                return True
+            if markup.starts_any(tag, markup.IN_FUNCTION):
+                return None
+        return n_levels >= 2
 
     def _end_value(self, text: str, closed: bool) -> None:
         raw = self._begin_value(text)
         if self._streams_value:
-            self._argue(_json(raw)[1:-1] + ('"' if closed else ""))
+            self._argue(to_json(raw)[1:-1] + ('"' if closed else ""))
         else:
-            self._argue(_json(convert(raw, self._value_schema, self._schema)) if closed else raw)
+            self._argue(to_json(convert(raw, self._value_schema, self._schema)) if closed else raw)
 
     def _begin_value(self, text: str) -> str:
         """Drops the one newline that the format has before a value."""
@@ -339,93 +563,16 @@ class OutputParser:
             self._close_call()
 
     def _closing(self) -> bool:
+        """Behind a call: closing tags, however many, are the format's."""
         text = self._text.lstrip()
-        if text.startswith("</tool_call>"):
-            return self._to(self._content, len(self._text) - len(text) + len("</tool_call>"))
-        if "</tool_call>".startswith(text) and not self._final:
+        n_space = len(self._text) - len(text)
+        tag = (
+            next((tag for tag in markup.CLOSING if text.startswith(tag)), "")
+            if n_space <= markup.MAX_SPACE
+            else ""
+        )
+        if tag:
+            return self._to(self._closing, n_space + len(tag))
+        if markup.starts_any(text, markup.CLOSING) and not self._final and n_space <= markup.MAX_SPACE:
             return False
         return self._to(self._content, 0)
-
-
-def _earliest(text: str, markers: tuple[str, ...], start: int) -> tuple[int, str]:
-    """Position and name of the marker that comes first in `text[start:]`; (-1, "") when there is none."""
-    found = [(at, marker) for marker in markers if (at := text.find(marker, start)) >= 0]
-    return min(found, default=(-1, ""))
-
-
-def _read_call(body: str) -> tuple[str, str] | None:
-    """Name and arguments (JSON text) of a Hermes call, None for what is not one."""
-    try:
-        call = msgspec.json.decode(body)
-        arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
-        if isinstance(arguments, str):
-            arguments = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
-        return None
-    return name, _json(arguments)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def value_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows, through `$ref` and unions; empty when it does not say."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return set()
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        return value_types(target, root, depth + 1)
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set()
-    if isinstance(declared, list):
-        types = {entry for entry in declared if isinstance(entry, str)}
-    for union in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(union)
-        for part in parts if isinstance(parts, list) else []:
-            types |= value_types(part, root, depth + 1)
-    if not types and isinstance(schema.get("enum"), list) and all(isinstance(v, str) for v in schema["enum"]):
-        return {"string"}
-    return types
-
-
-def convert(raw: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """A parameter's text as the value its schema asks for; text that does not fit stays a string.
-
-    Scalars come as Python or as JSON writes them: `True` and `true`, `None` and `null`.
-    """
-    types = value_types(schema, root)
-    if types == {"string"}:
-        return raw
-    text = raw.strip()
-    if text in ("None", "null"):
-        return None if not types or "null" in types or "string" not in types else raw
-    if types <= {"string", "null"} and types:
-        return raw
-    if text.lower() in ("true", "false") and (not types or "boolean" in types):
-        return text.lower() == "true"
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return raw
-    if isinstance(value, str) or (types and not any(_is(value, kind) for kind in types)):
-        return raw
-    if isinstance(value, float) and "integer" in types and value.is_integer():
-        return int(value)
-    return value
-
-
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if kind == "integer":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if kind == "number":
-        return isinstance(value, int | float)
-    return {dict: "object", list: "array", type(None): "null"}.get(type(value)) == kind

@@ -1,22 +1,19 @@
-"""Chat both ways: what the template makes of messages, what the parser makes of an answer."""
+"""Chat on the way in: what the template makes of messages."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deltic.models.checkpoint import DEMO
-from deltic.server import parser as parser_module
-from deltic.server.chat import ChatTemplate
+from deltic.server import protocol
+from deltic.server.answer import Message, Piece
+from deltic.server.chat import ChatTemplate, render
 from deltic.server.errors import ApiError
-from deltic.server.parser import Delta, OutputParser, convert, value_types
+from deltic.server.parser import OutputParser
 from deltic.text import Tokenizer, TokenizerError
 from tests.fake_engine import TEMPLATE, byte_tokenizer
 
@@ -154,283 +151,138 @@ def test_the_built_in_template() -> None:
     assert chat.render(messages[:2], settings={"enable_thinking": True}).thinking
 
 
-# The parser.
+# Round trips: an answer that comes back in the history reads as the model wrote it, so that the prefix cache has it.
 
-TOOLS: dict[str, dict[str, Any]] = {
-    "weather": {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "days": {"type": "integer"},
-            "exact": {"type": "boolean"},
-            "at": {"$ref": "#/$defs/place"},
-        },
-        "$defs": {"place": {"type": "object"}},
-    },
-    "now": {},
+QWEN = """
+{%- set last = namespace(query=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content | trim %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.role == 'assistant' and (KEEP or loop.index0 > last.query) %}
+            {{- '<think>\\n' + (message.reasoning_content or '') | trim + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- ('\\n' if not loop.first else '\\n\\n' if content else '') + '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {%- set text = value | tojson if value is mapping or value is sequence and value is not string else value | string %}
+                {{- '<parameter=' + key + '>\\n' + text + '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n' + ('\\n</think>\\n\\n' if enable_thinking is false else '') }}
+{%- endif %}"""
+"""Qwen3.5 and later, small: they differ in KEEP, when the thoughts before the last question stay."""
+
+NEXT = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n' if message.content or not loop.first }}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Qwen3-Next-Instruct, small."""
+
+FAMILY = {
+    "Qwen3.5": QWEN.replace("KEEP", "false"),
+    "Qwen3.6": QWEN.replace("KEEP", "preserve_thinking is true"),
+    "Qwen3.8": QWEN.replace("KEEP", "preserve_thinking is undefined or preserve_thinking"),
 }
-
-XML = "<tool_call>\n<function=weather>\n{}</function>\n</tool_call>"
-CITY = "<parameter=city>\nParis\n</parameter>\n"
-HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>'
-
-
-def parse(
-    parts: list[str] | str, thinking: bool = False, tools: Any = TOOLS, truncated: bool = False
-) -> Delta:
-    ids = itertools.count()
-    parser = OutputParser(thinking=thinking, tools=tools, call_id=lambda: f"call_{next(ids)}")
-    whole = Delta(calls=[])
-    for part in [parts] if isinstance(parts, str) else parts:
-        whole.add(parser.push(part))
-    whole.add(parser.finish(truncated))
-    assert parser.n_calls == len(whole.calls)
-    assert [call.index for call in whole.calls] == list(range(len(whole.calls)))
-    return whole
-
-
-def calls(delta: Delta) -> list[tuple[str | None, str]]:
-    return [(call.name, call.arguments) for call in delta.calls]
-
-
-@pytest.mark.parametrize(
-    ("text", "thinking", "reasoning", "content"),
-    [
-        ("Hello", False, "", "Hello"),
-        ("why\n</think>\n\nHello", True, "why", "Hello"),
-        ("<think>\nwhy\n\nso\n</think>\n\nHello\n", False, "why\n\nso", "Hello\n"),
-        ("\n<think>why</think>Hello", False, "why", "Hello"),
-        ("cut off\n", True, "cut off\n", ""),
-        ("</think>\n\nHello", True, "", "Hello"),
-        ("a <think>b</think>", False, "", "a <think>b</think>"),
-        ("\n <thinner", False, "", "\n <thinner"),
-        ("a </thin</think>b</think>", True, "a </thin", "b</think>"),
-    ],
-)
-def test_reasoning(text: str, thinking: bool, reasoning: str, content: str) -> None:
-    delta = parse(text, thinking)
-    assert (delta.reasoning, delta.content, delta.calls) == (reasoning, content, [])
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "expected"),
-    [
-        (XML.format(CITY), "", [("weather", '{"city": "Paris"}')]),
-        ("I look.\n\n" + XML.format(CITY), "I look.", [("weather", '{"city": "Paris"}')]),
-        (XML.format(CITY) + "\n" + XML.format(""), "", [("weather", '{"city": "Paris"}'), ("weather", "{}")]),
-        (XML.format(CITY) + "\nDone.", "\nDone.", [("weather", '{"city": "Paris"}')]),
-        (
-            XML.format(
-                '<parameter=city>\n\n"a"\nb </x>\n\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
-                '<parameter=exact>\nTrue\n</parameter>\n<parameter=at>\n{"x": [1, {}]}\n</parameter>\n'
-            ),
-            "",
-            [
-                (
-                    "weather",
-                    '{"city": "\\n\\"a\\"\\nb </x>\\n", "days": 3, "exact": true, "at": {"x": [1, {}]}}',
-                )
-            ],
-        ),
-        (HERMES, "", [("weather", '{"city": "Zürich", "days": 3}')]),
-        ("Hm.\n" + HERMES + HERMES, "Hm.", [("weather", '{"city": "Zürich", "days": 3}')] * 2),
-        (
-            '<tool_call>{"name": "now", "arguments": {"t": "</tool_call>"}}</tool_call>',
-            "",
-            [("now", '{"t": "</tool_call>"}')],
-        ),
-        ('<tool_call>{"name": "now"}', "", [("now", "{}")]),
-        ('<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("now", '{"a": 1}')]),
-        # Tolerated: missing tags.
-        ("<function=weather>\n" + CITY + "</function>", "", [("weather", '{"city": "Paris"}')]),
-        (
-            "<tool_call>\n<function=weather>\n" + CITY + "</tool_call>\n",
-            "",
-            [("weather", '{"city": "Paris"}')],
-        ),
-        ("<tool_call>\n<function=weather>\n" + CITY, "", [("weather", '{"city": "Paris"}')]),
-        (
-            XML.format("<parameter=city>\nParis\n<parameter=days>\n2\n"),
-            "",
-            [("weather", '{"city": "Paris", "days": 2}')],
-        ),
-        ("<function=weather>\n<parameter=city>\nPar", "", [("weather", '{"city": "Par"}')]),
-        ("<function=weather>\n<parameter=city>\nPar\n</param", "", [("weather", '{"city": "Par"}')]),
-        # Not calls: nothing is lost.
-        ("<tool_call> is a tag", "<tool_call> is a tag", []),
-        ("see \n<tool_call>\n", "see \n<tool_call>\n", []),
-        ("<function=bad name!>\n", "<function=bad name!>\n", []),
-        ("<function=weather> is how", "<function=weather> is how", []),
-        ("a\n\n<tool_call>{broken}</tool_call> b", "a\n\n<tool_call>{broken}</tool_call> b", []),
-        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
-        ('<tool_call>{"name": "now", "argu', '<tool_call>{"name": "now", "argu', []),
-        ("1 <function 2 <tool_cal", "1 <function 2 <tool_cal", []),
-        (XML.format("junk " + CITY), XML.format("junk " + CITY), []),
-        (XML.format(CITY + "junk <b> "), "junk <b> ", [("weather", '{"city": "Paris"}')]),
-    ],
-)
-def test_tool_calls(text: str, content: str, expected: list[tuple[str, str]]) -> None:
-    delta = parse(text)
-    assert (delta.content, calls(delta)) == (content, expected)
-    assert parse(list(text)) == delta
-
-
-def test_truncated_calls_stay_open() -> None:
-    text = "<tool_call>\n<function=weather>\n<parameter=city>\nPar"
-    assert calls(parse(text, truncated=True)) == [("weather", '{"city": "Par')]
-    text = "<tool_call>\n<function=weather>\n" + CITY + "<parameter=days>\n1"
-    assert calls(parse(text, truncated=True)) == [("weather", '{"city": "Paris", "days": 1')]
-    text = "<tool_call>\n<function=weather>\n" + CITY
-    assert calls(parse(text, truncated=True)) == [("weather", '{"city": "Paris"')]
-
-
-def test_only_a_call_that_was_cut_is_open() -> None:
-    head = "<tool_call>\n<function=weather>\n"
-    for text, is_open in (
-        (head + "<parameter=city>\nPar", True),
-        (head + CITY, True),
-        (head + CITY + "</function>", False),
-        (head + CITY + "</function>\n</tool_call>\n", False),
-        (XML.format(CITY) + head + CITY, True),
-        (HERMES, False),
-        (HERMES.removesuffix("</tool_call>"), False),
-        (HERMES[:40], False),  # content
-    ):
-        for truncated in (True, False):
-            parser = OutputParser(thinking=False, tools=TOOLS)
-            parser.push(text)
-            parser.finish(truncated)
-            assert parser.is_call_open == (is_open and truncated), text
-
-
-class Counted:
-    """A pattern that counts the characters it went through."""
-
-    n = 0
-
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        self._pattern = pattern
-
-    def match(self, text: str, start: int) -> re.Match[str] | None:
-        found = self._pattern.match(text, start)
-        assert found
-        Counted.n += found.end() - start + 1
-        return found
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ["<tool_call>", '{"'] + ["</tool_call>"] * 1000,
-        ["<tool_call>", '{"'] + ["<tool_call>", "{x"] * 500,
-        ["<tool_call>", '{"'] * 500,
-        ["<tool_call>", '{"\\'] * 500,
-        ["<tool_call>", '{"\\"'] * 500,
-        ["<tool_call>", '{"a": "b", ', " </tool_call "] * 500,
-    ],
-    ids=["ends", "openers", "quotes", "escapes", "escaped quotes", "broken"],
-)
-def test_malformed_json_is_read_a_bounded_number_of_times(
-    parts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parser_module, "_IN_STRING", Counted(parser_module._IN_STRING))
-    monkeypatch.setattr(parser_module, "_OUTSIDE_STRING", Counted(parser_module._OUTSIDE_STRING))
-    n_decoded = 0
-    read_call = parser_module._read_call
-
-    def counted(body: str) -> Any:
-        nonlocal n_decoded
-        n_decoded += len(body)
-        return read_call(body)
-
-    monkeypatch.setattr(parser_module, "_read_call", counted)
-    Counted.n = 0
-    assert parse(parts).content == "".join(parts)
-    assert Counted.n + n_decoded <= 5 * len("".join(parts))
-
-
-def test_calls_are_text_when_there_are_no_tools() -> None:
-    assert parse(XML.format(CITY), tools=None) == Delta(content=XML.format(CITY), calls=[])
-
-
-def test_string_arguments_are_streamed() -> None:
-    parser = OutputParser(thinking=False, tools=TOOLS)
-    parser.push("<tool_call>\n<function=weather>\n")
-    started = parser.push("<parameter=city>\n")
-    assert started.calls[0].name == "weather" and started.calls[0].arguments == '{"city": "'
-    assert [call.arguments for call in parser.push('New "').calls] == ['New \\"']
-    assert [call.arguments for call in parser.push("York\n</para").calls] == ["York"]
-    assert [call.arguments for call in parser.push("meter>").calls] == ['"']
-
-
-PIECES = st.lists(
-    st.sampled_from(
-        [
-            "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "<function=", "</function>",
-            "<parameter=city>", "<parameter=days>", "<parameter=", "</parameter>", ">", "<", "\n", "\n\n", " ", "a", "{",
-            "}", '"', "42", "True", "Paris", HERMES, XML, CITY, XML.format(CITY), '{"name": "now", "arguments": {', "é😀",
-        ]
-    ),
-    max_size=14,
+CALL = (
+    "<tool_call>\n<function=edit>\n<parameter=text>\n  if a < b:\n\n    \"é\\n\" </parameter> \n\n</parameter>\n"
+    '<parameter=line>\n12\n</parameter>\n<parameter=options>\n{"z": [1, 2.5, null], "a": "ü"}\n</parameter>\n'
+    "<parameter=force>\nTrue\n</parameter>\n<parameter=maybe>\nNone\n</parameter>\n</function>\n</tool_call>"
 )  # fmt: skip
+ANSWERS = [
+    "It rains.",
+    "I look.\n\n" + CALL,
+    CALL + "\n" + CALL,
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+]
+JSON_CALL = '<tool_call>\n{"name": "edit", "arguments": {"text": "é \\"<\\n", "line": 12, "force": true}}\n</tool_call>'
+KINDS = {
+    "text": "string", "line": "integer", "options": "object", "force": "boolean", "maybe": ["integer", "null"]
+}  # fmt: skip
+EDIT = {"type": "object", "properties": {name: {"type": kind} for name, kind in KINDS.items()}}
 
 
-@settings(max_examples=600, deadline=None)
-@given(PIECES, st.booleans(), st.booleans(), st.data())
-def test_the_result_does_not_depend_on_the_cuts(
-    pieces: list[str], thinking: bool, truncated: bool, data: st.DataObject
-) -> None:
-    text = "".join(pieces)
-    at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    parts = [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
-    whole = parse(text, thinking, truncated=truncated)
-    assert parse(parts, thinking, truncated=truncated) == whole
-    assert parse(list(text), thinking, truncated=truncated) == whole
-    if not truncated:
-        for call in whole.calls:
-            assert isinstance(json.loads(call.arguments), dict)
+def next_turn(
+    chat: ChatTemplate, tokenizer: Tokenizer, answer: str, then: str, **fields: Any
+) -> tuple[str, str]:
+    """What the model had after its answer to a question, and the prompt of the turn after it: with the results of
+    its calls, or another question. The answer comes back as a client would send it."""
+    tools = [
+        {"type": "function", "function": {"name": n, "parameters": p}}
+        for n, p in (("edit", EDIT), ("now", {}))
+    ]
+
+    def rendered(messages: list[dict[str, Any]]) -> tuple[str, Any, Any]:
+        body = json.dumps({"messages": messages, "tools": tools} | fields).encode()
+        prompt, schemas = render(chat, protocol.parse(body, protocol.ChatRequest))
+        return tokenizer.decode(prompt.ids, skip_special_tokens=False), prompt.thinking, schemas
+
+    messages = [user("Hi")]
+    text, thinking, schemas = rendered(messages)
+    parser = OutputParser(thinking=thinking, tools=schemas)
+    message = Message()
+    for delta in (*map(parser.push, answer), parser.finish()):
+        message.add(Piece(0, delta))
+    said: dict[str, Any] = {"role": "assistant", "content": "".join(message.content) or None}
+    if thought := "".join(message.reasoning):
+        said["reasoning_content"] = thought
+    for call in message.calls:
+        compact = json.dumps(json.loads(call.arguments), separators=(",", ":"))  # as JavaScript writes it
+        function = {"name": call.name, "arguments": compact}
+        said.setdefault("tool_calls", []).append({"id": call.id, "type": "function", "function": function})
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.calls]
+    new = [*results, user("Next")] if then == "question" else results or [user("Next")]
+    return text + answer + "<|im_end|>\n", rendered([*messages, said, *new])[0]
 
 
-@settings(max_examples=300, deadline=None)
-@given(PIECES)
-def test_no_letters_are_lost(pieces: list[str]) -> None:
-    """Everything but white space comes out, as content when there is no call."""
-    text = "".join(pieces)
-    delta = parse(text)
-    if not delta.calls and "<think>" not in text:
-        assert delta.content == text
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("thought", [None, "I see.\n\nSo <b> it is."])
+@pytest.mark.parametrize("model", FAMILY)
+def test_answers_come_back_as_they_were(model: str, thought: str | None, answer: str) -> None:
+    chat = ChatTemplate({"default": FAMILY[model]}, TOKENIZER)
+    text = answer if thought is None else f"{thought}\n</think>\n\n{answer}"
+    for fields in ({}, {"preserve_thinking": True}, {"preserve_thinking": False}):
+        for then in ("results", "question"):
+            before, prompt = next_turn(
+                chat, TOKENIZER, text, then, enable_thinking=thought is not None, **fields
+            )
+            kept = fields.get("preserve_thinking", model == "Qwen3.8") and model != "Qwen3.5"
+            in_loop = then == "results" and "<tool_call>" in answer
+            assert prompt.startswith(before) == (kept or in_loop), (fields, then)
 
 
-@pytest.mark.parametrize(
-    ("raw", "schema", "value"),
-    [
-        ("5", {"type": "integer"}, 5),
-        ("5.0", {"type": "integer"}, 5),
-        ("five", {"type": "integer"}, "five"),
-        ("5", {"type": "number"}, 5),
-        ("1e3", {"type": "number"}, 1000.0),
-        ("true", {"type": "boolean"}, True),
-        ("False", {"type": "boolean"}, False),
-        ("None", {"type": ["string", "null"]}, None),
-        ("null", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
-        ("12", {"type": "string"}, "12"),
-        ("null", {"type": "string"}, "null"),
-        ("12", {"enum": ["12", "13"]}, "12"),
-        ("[1, 2]", {"type": "array"}, [1, 2]),
-        ("{'a': 1}", {"type": "object"}, "{'a': 1}"),
-        ("x y", None, "x y"),
-        ("7", None, 7),
-        ('"7"', None, '"7"'),
-        (" 7 ", {"type": ["integer", "string"]}, 7),
-        ("1e999", {"type": "number"}, "1e999"),
-    ],
-)
-def test_values_are_typed_by_the_schema(raw: str, schema: Any, value: Any) -> None:
-    converted = convert(raw, schema, {})
-    assert converted == value and type(converted) is type(value)
+@pytest.mark.parametrize("answer", ["It rains.", "I look.\n" + JSON_CALL, JSON_CALL + "\n" + JSON_CALL])
+def test_json_calls_come_back_as_they_were(answer: str) -> None:
+    chat = ChatTemplate({"default": NEXT}, TOKENIZER)
+    for then in ("results", "question"):
+        before, prompt = next_turn(chat, TOKENIZER, answer, then)
+        assert prompt.startswith(before)
 
 
-def test_schema_types_end_on_cycles() -> None:
-    schema: dict[str, Any] = {"$ref": "#/$defs/a"}
-    root = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}]}}}
-    assert value_types(schema, root) == {"integer"}
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_built_in_template_gives_answers_back(thinking: bool, answer: str) -> None:
+    """In a loop of calls; thoughts before a new question are dropped."""
+    tokenizer = Tokenizer.load(DEMO)
+    chat = ChatTemplate.load(DEMO, tokenizer)
+    assert chat
+    text = f"I see.\n</think>\n\n{answer}" if thinking else answer
+    before, prompt = next_turn(chat, tokenizer, text, "results", enable_thinking=thinking)
+    assert prompt.startswith(before) == ("<tool_call>" in answer)

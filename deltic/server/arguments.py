@@ -1,0 +1,185 @@
+"""A call's arguments: what models write between Hermes' tags, and the text of a function form's parameter, as JSON.
+
+The reading is lenient where it is clear what was meant, and gives nothing back where it is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+"""Names that a tool may have."""
+
+
+def read_calls(body: str, name: str | None, complete: bool) -> list[tuple[str, str]] | None:
+    """Names and arguments (JSON text) of what is between Hermes' tags, None for what is not calls.
+
+    name: of the function that `body` is the arguments of. complete: the text was not cut.
+    """
+    calls = []
+    for value in _read_objects(body, complete) or ():
+        value = {"name": name, "arguments": value} if name is not None else value
+        call = value["function"] if isinstance(value.get("function"), dict) else value
+        called, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):
+            read = _read_objects(arguments, complete=False) if arguments.strip() else [{}]
+            arguments = read[0] if read else 0
+        if arguments is None and call.keys() - _ABOUT_CALLS:
+            return None  # they would be lost
+        if (
+            not isinstance(called, str)
+            or not NAME.fullmatch(called)
+            or not isinstance(arguments, dict | None)
+        ):
+            return None
+        calls.append((called, to_json(arguments or {})))
+    return calls
+
+
+_ABOUT_CALLS = frozenset({"name", "type", "id", "arguments", "parameters"})
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_LENIENT = json.JSONDecoder(strict=False, parse_constant=_refuse)
+_BETWEEN_OBJECTS = re.compile(r"[\s,\[\]}]*")
+
+
+def _read_objects(body: str, complete: bool) -> list[dict[str, Any]] | None:
+    """One JSON object, a list, or several objects; None for what is neither.
+
+    Strings may have newlines in them, brackets may be too many or, in a text that is complete, too few.
+    """
+    try:
+        value = msgspec.json.decode(body)
+        values = value if isinstance(value, list) else [value]
+        return values if all(isinstance(value, dict) for value in values) else None
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        pass
+    for missing in ("", "}", "}}") if complete else ("",):
+        text, at, values = body + missing, 0, []
+        try:
+            while (at := _skip(text, at)) < len(text):
+                value, at = _LENIENT.raw_decode(text, at)
+                values.append(value)
+            to_json(values).encode()  # raises for a lone surrogate, which nobody could send
+        except (ValueError, RecursionError):
+            continue
+        return values if all(isinstance(value, dict) for value in values) else None
+    return None
+
+
+def _skip(text: str, at: int) -> int:
+    found = _BETWEEN_OBJECTS.match(text, at)
+    assert found
+    return found.end()
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+# Values of the function form, which are text, by the tool's schema.
+
+
+def schema_of(key: str, schema: Mapping[str, Any]) -> Any:
+    """The schema of a tool's parameter."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return schema.get("additionalProperties")
+
+
+def value_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows, through `$ref` and unions; empty when it does not say."""
+    types: set[str] = set()
+    seen: set[int] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        declared = part.get("type")
+        declared = declared if isinstance(declared, list) else [declared]
+        named = {kind for kind in declared if isinstance(kind, str)}
+        choices = part.get("enum", [part["const"]] if "const" in part else None)
+        if not named and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+            named = {"string"}
+        types |= named
+        waiting += [entry for union in _UNIONS if isinstance(part.get(union), list) for entry in part[union]]
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            target: Any = root
+            for name in reference[2:].split("/"):
+                name = name.replace("~1", "/").replace("~0", "~")
+                target = target.get(name) if isinstance(target, Mapping) else None
+            waiting.append(target)
+    return types
+
+
+_UNIONS = ("anyOf", "oneOf", "allOf")
+
+
+def convert(raw: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """A parameter's text as the value its schema asks for; text that does not fit stays a string.
+
+    Scalars come as Python or as JSON writes them: `True` and `true`, `None` and `null`; so do objects and arrays where
+    the schema asks for them. A number in quotes is a number where no string is allowed.
+    """
+    types = value_types(schema, root)
+    if types == {"string"}:
+        return raw
+    text = raw.strip()
+    if text in ("None", "null"):
+        return None if not types or "null" in types or "string" not in types else raw
+    if types and types <= {"string", "null"}:
+        return raw
+    if text.lower() in ("true", "false") and (not types or "boolean" in types):
+        return text.lower() == "true"
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        value = _python(text) if types & {"object", "array"} and text.startswith(("{", "[")) else raw
+    if isinstance(value, str):
+        inner = convert(value, schema, root) if types and "string" not in types and value != raw else value
+        return raw if isinstance(inner, str) else inner
+    if types and not any(_is(value, kind) for kind in types):
+        return raw
+    if isinstance(value, float) and "integer" in types and value.is_integer():
+        return int(value)
+    return value
+
+
+_MAX_LITERAL = 20_000
+"""Characters; Python takes some microseconds for one."""
+
+
+def _python(text: str) -> Any:
+    """The value of a Python literal (`{'a': None}`); the text of what is none, has no JSON, or is long to read."""
+    if len(text) > _MAX_LITERAL:
+        return text
+    try:
+        value = ast.literal_eval(text)
+        to_json(value).encode()
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
+    return value
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if kind == "number":
+        return isinstance(value, int | float)
+    return {dict: "object", list: "array", type(None): "null"}.get(type(value)) == kind
