@@ -1,6 +1,6 @@
 // sample and logprobs: from rows of logits to tokens, one row a task.
 //
-// Order of the transformations (reference/sample.py): bias, repetition, frequency and presence penalties, banned ids,
+// Order of the transformations (reference/sample.py): bias, repetition, frequency and presence penalties, banned ids, mask,
 // temperature, top-k, softmax, min-p, top-p, one draw. The draw uses Philox4x32-10 keyed by the seed and counted by the
 // position (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): it depends on logits, seed and position.
 #include <algorithm>
@@ -55,6 +55,18 @@ void penalise(const Row& r, float* values, int32_t* counts) {
         counts[*t] = count | SEEN;
     }
     for (const int32_t* t = r.history; t < r.history_end; t++) counts[*t] = 0;
+}
+
+// Bans the ids whose bit in the mask is 0.
+void apply_mask(float* values, int64_t n, const uint32_t* mask) {
+    for (int64_t begin = 0; begin < n; begin += 32) {
+        uint32_t bits = mask[begin / 32];
+        int64_t end = std::min(begin + 32, n);
+        if (bits == 0) std::fill(values + begin, values + end, -INFINITY);
+        else if (bits != UINT32_MAX)
+            for (int64_t i = begin; i < end; i++)
+                if (!(bits >> (i - begin) & 1)) values[i] = -INFINITY;
+    }
 }
 
 // Whether no value is NaN or infinite: any of them times 0 is NaN.
@@ -221,9 +233,9 @@ int32_t draw(const Row& r, float* values, int64_t n, float top, Candidate* c) {
 // logits f32 [R, V], V, n_real (ids from there on are padding), D draws (counted), then per draw: row i32 [D] (of logits),
 // slot i32 [D], position i32 [D], n_history i32 [D] (0: no penalties), n_prompt i32 [D] (history entries of the prompt);
 // per slot: temperature, top_k, top_p, min_p, repetition, frequency, presence, seed u64, history i32 [slots, stride], stride;
-// bias_begin i32 [D + 1], bias_ids, bias, banned_begin i32 [D + 1], banned;
+// bias_begin i32 [D + 1], bias_ids, bias, banned_begin i32 [D + 1], banned, masked i32 [D] (0: no mask), masks u32 [D, W], W;
 // scratch: values f32 [n, V], counts i32 [n, V] (zeros), candidates [n, V], n (a row for each thread or for each draw);
-// out token_ids i32 [D], -1 where a logit is not finite or all ids are banned
+// out token_ids i32 [D], -1 where a logit is not finite or no id may be drawn
 KERNEL(deltic_sample) {
     Arguments a{arguments};
     auto logits = a.pointer<const float>();
@@ -248,6 +260,9 @@ KERNEL(deltic_sample) {
     auto bias = a.pointer<const float>();
     auto banned_begin = a.pointer<const int32_t>();
     auto banned = a.pointer<const int32_t>();
+    auto masked = a.pointer<const int32_t>();
+    auto masks = a.pointer<const uint32_t>();
+    int64_t n_words = a.integer();
     auto values_all = a.pointer<float>();
     auto counts_all = a.pointer<int32_t>();
     auto candidates_all = a.pointer<Candidate>();
@@ -265,7 +280,7 @@ KERNEL(deltic_sample) {
             out[d] = -1;
             return;
         }
-        bool plain = n_history[d] == 0 && r.bias_ids == r.bias_ids_end && r.banned == r.banned_end;
+        bool plain = n_history[d] == 0 && r.bias_ids == r.bias_ids_end && r.banned == r.banned_end && !masked[d];
         if (r.temperature == 0 && plain) {
             out[d] = argmax(raw, n_real);
             return;
@@ -277,6 +292,7 @@ KERNEL(deltic_sample) {
         for (const int32_t* id = r.bias_ids; id < r.bias_ids_end; id++) values[*id] += r.bias[id - r.bias_ids];
         if (n_history[d] > 0) penalise(r, values, counts_all + i_scratch * n_vocab);
         for (const int32_t* id = r.banned; id < r.banned_end; id++) values[*id] = -INFINITY;
+        if (masked[d]) apply_mask(values, n_real, masks + d * n_words);
         float top = highest(values, n_real);
         if (!std::isfinite(top)) out[d] = -1;
         else if (r.temperature == 0) out[d] = argmax(values, n_real);

@@ -16,6 +16,9 @@ from deltic.engine.request import Sequence
 
 Words = np.ndarray
 
+_NEVER = 1 << 30
+"""A position that no sequence reaches."""
+
 MAX_CHANGES = 1 << 15
 """Words that one copy brings; more are several."""
 
@@ -60,7 +63,11 @@ class Places:
         device = self._table.device
         self._ring = Ring(3 * MAX_CHANGES, 4, device)  # an offset is 64 bits
         self._arrived = torch.empty(3 * MAX_CHANGES, dtype=torch.int32, device=device)
+        self._masks = workspace.parameters.masks
+        self._mask_ring = Ring(self._masks.numel(), 3, device)
+        self._mask_rows, self._banned_until = [-1] * n_places, [0] * n_places
         self._table.zero_()
+        self._write("mask_row", 0, self._mask_rows, contiguous=True)
         self._write("rows_place", 0, [-1] * n_places, contiguous=True)
 
     def _write(self, part: str, place: int, values: object, first: int = 0, contiguous: bool = False) -> None:
@@ -80,10 +87,17 @@ class Places:
         if self._owner[place] is sequence:
             return
         self._owner[place] = sequence
+        self._put_mask_row(place, -1)
         p, n_prompt = sequence.request.params, sequence.n_prompt
-        banned_until = n_prompt + p.min_tokens
+        self._banned_until[place] = banned_until = n_prompt + p.min_tokens
         ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
-        banned = [token for token in ends if token < self._n_real] if p.min_tokens else []
+        banned = (
+            [token for token in ends if token < self._n_real]
+            if p.min_tokens or p.constraint is not None
+            else []
+        )
+        if p.constraint is not None and p.constraint.think_end_id is not None:
+            ends.append(p.constraint.think_end_id)  # what comes behind it is not free: nothing runs ahead
         uses_history = _counts_history(sequence)
         for part, value in (
             ("temperature", float(p.temperature)), ("top_p", float(p.top_p)), ("min_p", float(p.min_p)),
@@ -111,15 +125,40 @@ class Places:
             self._write("page_table", place, np.array(sequence.pages[known:], np.int32), known)
         self._pages[place] = (sequence, sequence.pages_version, n_pages)
 
-    def feed(self, place: int, token: int, position: int, slot: int) -> None:
-        """Says what the place's next decode reads; what a decode that ran ahead left is overwritten."""
+    def put_guides(self, sequences: list[Sequence]) -> None:
+        """Says what these, which have guides, may draw next, and puts the masks on the current stream."""
+        buffer, n = None, 0
+        for sequence in sequences:
+            place, guide, row = sequence.place, sequence.guide, -1
+            assert place is not None
+            self.take(place, sequence)
+            until = _NEVER if guide.bans_end else sequence.n_prompt + sequence.request.params.min_tokens
+            if self._banned_until[place] != until:
+                self._write("banned_until", place, until)
+                self._banned_until[place] = until
+            if guide.mask is not None:
+                buffer = self._mask_ring.take().view(self._masks.shape) if buffer is None else buffer
+                buffer.numpy()[n] = guide.mask
+                row, n = n, n + 1
+            self._put_mask_row(place, row)
+        if buffer is not None:
+            self._masks[:n].copy_(buffer[:n], non_blocking=True)
+            self._mask_ring.used()
+
+    def _put_mask_row(self, place: int, row: int) -> None:
+        if self._mask_rows[place] != row:
+            self._write("mask_row", place, row)
+            self._mask_rows[place] = row
+
+    def feed(self, place: int, token: int, position: int, slot: int, done: bool = False) -> None:
+        """Says what the place's next decode reads; what a decode that ran ahead left is overwritten. done: it takes no part."""
         self._write("last_token", place, token)
         self._write("position", place, position)
         self._write("slot", place, slot)
-        self._write("done", place, 0)
+        self._write("done", place, int(done))
 
     def remember(self, place: int, sequence: Sequence, token: int, position: int) -> None:
-        """Adds a token that the sequence does not have yet to the history that its penalties count."""
+        """Says which token is at this position of the history that its penalties count."""
         if _counts_history(sequence) and token >= 0:
             self._write("history", place, token, position)
 

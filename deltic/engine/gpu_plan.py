@@ -66,7 +66,7 @@ def gpu_workspace(plan: Plan, levers: Levers, allocate: Allocate) -> GpuWorkspac
     parts = {
         "seed": 2, **dict.fromkeys(("last_token", "position", "slot", "done", "top_k", "n_prompt", "uses_history"), 1),
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), 1),
-        **dict.fromkeys(("n_bias", "n_banned", "banned_until", "n_stop", "max_position", "n_logprobs"), 1),
+        **dict.fromkeys(("n_bias", "n_banned", "banned_until", "n_stop", "max_position", "n_logprobs", "mask_row"), 1),
         **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
         "page_table": pages_for(plan.max_model_len) + 1, "history": plan.max_model_len + 1, "rows_place": 1,
     }  # fmt: skip
@@ -88,7 +88,8 @@ def gpu_workspace(plan: Plan, levers: Levers, allocate: Allocate) -> GpuWorkspac
         offsets=offsets,
         places=PlaceState(slot=views["slot"], page_table=views["page_table"], **state),
         parameters=PlaceParameters(
-            **{k: v for k, v in views.items() if k not in ("slot", "page_table", "rows_place")}
+            **{k: v for k, v in views.items() if k not in ("slot", "page_table", "rows_place")},
+            masks=allocate("masks", (n, -(-plan.n_real // 32)), i32),
         ),
         decode=replace(decode, rows_place=views["rows_place"]),
         prefill=prefill_buffers(shape, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),

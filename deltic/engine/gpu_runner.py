@@ -4,6 +4,9 @@ Built once: weights, the two memories and every buffer are allocated, and the st
 each number of rows, a prefill for each number of blocks. A step is then: send what changed, replay, copy the drawn tokens to
 pinned memory, and wait for an event.
 
+**Masks.** A sequence that follows a grammar draws with a mask, which the host has sent before the step. Its next one needs the
+token drawn, so it does not run ahead. In its thought it does, but not behind the token that ends it.
+
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host. It is started for
 all sequences that drew a token before that token was read; the host works on one step while the device runs the next. Its
 tokens are kept by sequence until the scheduler asks for just that one (sequence, position), whatever else that step holds. A
@@ -297,6 +300,7 @@ class GpuRunner:
         results: dict[Sequence, Pending] = {}
         fresh: list[Sequence] = []
         prefills: list[int] = []
+        self.places.put_guides([draw.sequence for draw in step.draws if draw.sequence.guide is not None])
         for i, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
             ahead = self._ahead.pop(sequence, None)
@@ -310,9 +314,7 @@ class GpuRunner:
                 if ahead.n_preempted != sequence.n_preempted:  # it may be elsewhere now
                     results[sequence] = ahead.pending.only(sequence)
                     token = int(results[sequence].tokens[0])
-                    self._feed(sequence, token, chunk.start + 1)
-                    assert sequence.place is not None
-                    self.places.remember(sequence.place, sequence, token, chunk.start + 1)
+                    self._feed(sequence, token, chunk.start + 1, done=_ends_thought(sequence, token))
         if fresh:
             pending = self._decode(fresh, max(s.n_computed for s in fresh) + 1)
             results |= dict.fromkeys(fresh, pending)
@@ -331,13 +333,15 @@ class GpuRunner:
             prefilled.wait()  # also where nothing was drawn: a step takes as long as what it runs
         return self._read(step, results, logprobs)
 
-    def _feed(self, sequence: Sequence, token: int, position: int) -> None:
-        """Has the sequence's next decode read this token."""
+    def _feed(self, sequence: Sequence, token: int, position: int, done: bool = False) -> None:
+        """Has the sequence's next decode read this token; done: has the next leave the sequence out."""
         place, slot = sequence.place, sequence.slot
         assert place is not None and slot is not None and sequence.start_slot is None
         self.places.take(place, sequence)
         self.places.put_pages(place, sequence)
-        self.places.feed(place, token, position, slot)
+        self.places.feed(place, token, position, slot, done)
+        # Where what was lost comes back, a decode without its mask has left another token there.
+        self.places.remember(place, sequence, token, position)
 
     def _decode(self, sequences: list[Sequence], n_keys: int) -> Pending:
         """Starts a decode of these sequences, none of which has more than n_keys keys in it."""
@@ -367,10 +371,16 @@ class GpuRunner:
         return Pending({s: i for i, s in enumerate(sequences)}, tokens, logprobs, event)
 
     def _run_ahead(self, step: Step) -> None:
-        """Starts the next decode of every sequence that draws in this step, where it has a page for one token more."""
+        """Starts the next decode of every sequence that draws in this step, where it has a page for one token more.
+
+        A sequence in its grammar cannot be started before its token is known. Beside one, nobody is: the weights would be read
+        for two decodes then, and not for one.
+        """
         sequences = []
         n_keys = 0
-        for draw in step.draws:
+        guides = [draw.sequence.guide for draw in step.draws]
+        is_held = any(guide is not None and not guide.next_is_free for guide in guides)
+        for draw in [] if is_held else step.draws:
             sequence = draw.sequence
             position, params = len(sequence.tokens), sequence.request.params
             is_last = position + 1 - sequence.n_prompt >= params.max_tokens
@@ -461,6 +471,8 @@ class GpuRunner:
             row = pending.rows[draw.sequence]
             token, k = int(arrays[id(pending)][row]), draw.sequence.request.params.logprobs
             result.token_ids.append(token)
+            if _ends_thought(draw.sequence, token):
+                self._ahead.pop(draw.sequence, None)  # the device left it out
             entry = None
             if k is not None and pending.logprobs is not None:
                 logprob, ids, values = (t[row] for t in pending.logprobs)
@@ -510,6 +522,12 @@ class GpuRunner:
         """Kernels in the recorded decode of n_rows rows."""
         n = next(size for size in self._row_sizes if size >= n_rows)
         return self._decodes[n, self._lengths[0]].n_launches
+
+
+def _ends_thought(sequence: Sequence, token: int) -> bool:
+    """Whether the token is one behind which nothing runs ahead, though the answer goes on."""
+    constraint = sequence.request.params.constraint
+    return constraint is not None and token == constraint.think_end_id
 
 
 def _setter(where: dict, key: object) -> Callable[[Recording], None]:  # type: ignore[type-arg]

@@ -24,6 +24,21 @@ MAX_LOGPROBS = 100
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like. Everything but the budget begins behind the thought."""
+
+    grammar: str = ""
+    """As llguidance's LLMatcher takes it, JSON or Lark; "": none."""
+    think_end_id: int | None = None
+    """The prompt opened a thought, which is free until this token has come."""
+    think_budget: int | None = None
+    """Tokens of the thought, after which `close_ids` are forced."""
+    close_ids: tuple[int, ...] = ()
+    """Contain `think_end_id`."""
+    begin_ids: tuple[int, ...] = ()
+    """Forced behind `think_end_id`, before the grammar begins."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request's tokens are drawn. Defaults are the neutral ones: temperature 1, no filter, no penalty.
 
@@ -50,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """None: none; k: the drawn token's log-probability and the k most likely alternatives'."""
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
@@ -59,7 +75,9 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     prompt_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    """Lower runs first; equal priorities are first come, first served."""
+    """Lower runs first; of equal priorities owners take turns, and what one owner sent is first come, first served."""
+    owner: str = ""
+    """The name of the API key; "" without keys."""
     boundaries: list[int] = []
     """Token offsets at which a chat message ends (from the template): where prompts branch."""
     cache_salt: str = ""
@@ -252,7 +270,9 @@ class Sequence:
     start_slot: int | None = None
     """The slot that its next chunk starts from, when that is a checkpoint, which is only read."""
     arrival: int = 0
-    """Order of arrival, to break ties of equal priority."""
+    """Order of arrival, to break ties of equal turn."""
+    turn: int = 0
+    """In the order of which owners are served."""
     arrived_at: float = 0.0
     """time.monotonic() of its arrival."""
     queued_s: float = 0.0
@@ -267,6 +287,8 @@ class Sequence:
     """Prompt tokens that it found there."""
     waits_for: tuple[Sequence, int] | None = None
     """Another, whose prefill is to reach that many tokens before this one is admitted: they begin with the same."""
+    guide: Any = None
+    """What says which ids its next token may be (constraint.Guide); None: all."""
     finish_reason: FinishReason | None = None
 
     @property

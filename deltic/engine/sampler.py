@@ -52,6 +52,8 @@ class Sampler:
             bias=allocate("bias", (n_places * MAX_BIASES,), f32),
             banned_begin=allocate("banned begin", (n_places + 1,), i32),
             banned=allocate("banned", (n_places * MAX_BIASES,), i32),
+            masked=allocate("masked", (n_places,), i32),
+            masks=allocate("masks", (n_places, -(-n_real // 32)), i32),
         )
         n_scratch = min(n_threads, n_places)
         self.scratch = DrawScratch(
@@ -73,7 +75,7 @@ class Sampler:
         self._draw_arrays = {
             name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__
         }
-        self._has_lists = False
+        self._has_lists = self._has_masks = False
 
     def record(self, program: Program, logits: torch.Tensor) -> None:
         """Appends the draws and the log-probabilities to the step's program."""
@@ -87,6 +89,7 @@ class Sampler:
         """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""
         rows, places, positions, n_history, n_top = [], [], [], [], []
         lists: list[tuple[int, SamplingParams, Sequence]] = []
+        masks: list[tuple[int, np.ndarray]] = []
         for i, draw in enumerate(step.draws):
             chunk, sequence, params = step.chunks[draw.chunk], draw.sequence, draw.sequence.request.params
             place = sequence.place
@@ -98,8 +101,10 @@ class Sampler:
             positions.append(len(sequence.tokens))
             n_history.append(self._extend_history(place, sequence) if _has_penalties(params) else 0)
             n_top.append(-1 if params.logprobs is None else params.logprobs)
-            if params.logit_bias or sequence.n_generated < params.min_tokens:
+            if params.logit_bias or _bans_end(sequence):
                 lists.append((i, params, sequence))
+            if sequence.guide is not None and sequence.guide.mask is not None:
+                masks.append((i, sequence.guide.mask))
         n = len(rows)
         d = self._draw_arrays
         d["row"][:n] = rows
@@ -110,6 +115,12 @@ class Sampler:
         self._n_draws.fill_(n)
         if lists or self._has_lists:
             self._fill_lists(n, lists)
+        if masks or self._has_masks:
+            self._has_masks = True  # before anything can fail half-way
+            d["masked"][:] = 0
+            for i, mask in masks:
+                d["masked"][i], d["masks"][i] = 1, mask
+            self._has_masks = bool(masks)
         targets: list[int] = []
         for c, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
@@ -165,7 +176,7 @@ class Sampler:
         return n_tokens
 
     def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, Sequence]]) -> None:
-        """Biases and, below min_tokens, the ids that would end the sequence: ragged lists over the n draws."""
+        """Biases and, below min_tokens and in some thoughts, the ids that would end the sequence: ragged lists over the n draws."""
         d = self._draw_arrays
         self._has_lists = True  # before anything can fail half-way
         bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)
@@ -176,7 +187,7 @@ class Sampler:
             bias_ids += params.logit_bias.keys()
             biases += params.logit_bias.values()
             bias_counts[i] = len(params.logit_bias)
-            if sequence.n_generated < params.min_tokens:
+            if _bans_end(sequence):
                 ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
                 ends = {id for id in ends if id < self.n_real}
                 banned += ends
@@ -190,6 +201,12 @@ class Sampler:
         if not lists:  # leave neutral lists behind for every later number of draws
             d["bias_begin"][:] = 0
             d["banned_begin"][:] = 0
+
+
+def _bans_end(sequence: Sequence) -> bool:
+    if sequence.n_generated < sequence.request.params.min_tokens:
+        return True
+    return sequence.guide is not None and bool(sequence.guide.bans_end)
 
 
 def _has_penalties(params: SamplingParams) -> bool:

@@ -31,7 +31,10 @@ class SlotParameters:
 @dataclass(frozen=True)
 class DrawInputs:
     """What changes from step to step, int32 [D]: the logits row, slot and position of each draw, the lengths of its
-    history (0: no penalties), and bias and banned ids as ragged lists (begin [D + 1])."""
+    history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and masks.
+
+    masked: 0 where any id may be drawn. masks [D, ceil(n_real / 32)]: bit id % 32 of word id // 32 says whether id may.
+    """
 
     n_draws: Tensor
     row: Tensor
@@ -44,6 +47,8 @@ class DrawInputs:
     bias: Tensor
     banned_begin: Tensor
     banned: Tensor
+    masked: Tensor
+    masks: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,11 @@ def sample(
     """Draws one token for each of the n_draws first entries; out: int32 [D].
 
     logits: float32 [R, V], ids from n_real on are never drawn. Temperature 0 is the argmax, lowest id on ties.
-    -1 where a logit is not finite, or all ids are banned. A token depends on its row of logits, the parameters, the seed and the position, on nothing else (P6).
+    -1 where a logit is not finite, or no id may be drawn. A token depends on its row of logits, the parameters, the seed and the position, on nothing else (P6).
     """
     n_vocab = logits.shape[1]
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
+    check("sample", draws.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_scratch = scratch.values.shape[0]
     check(
         "sample", n_scratch >= min(program.n_threads, draws.row.shape[0]), "scratch for every thread or draw"
@@ -81,6 +87,7 @@ def sample(
         "deltic_sample", logits, n_vocab, n_real, d.n_draws, d.row, d.slot, d.position, d.n_history, d.n_prompt,
         s.temperature, s.top_k, s.top_p, s.min_p, s.repetition, s.frequency, s.presence, s.seed,
         s.history, s.history.stride(0), d.bias_begin, d.bias_ids, d.bias, d.banned_begin, d.banned,
+        d.masked, d.masks, d.masks.stride(0),
         scratch.values, scratch.counts, scratch.candidates, n_scratch, out,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """The sampler for one row: logits, parameters, seed and position in, one token id out.
 
-The order of the steps is the contract: bias, repetition, frequency and presence penalties, bans, then
+The order of the steps is the contract: bias, repetition, frequency and presence penalties, bans, the mask, then
 greedy, or temperature, top-k, softmax, min-p, top-p and one draw. The draw uses a counter-based generator,
 so a token depends on (logits, seed, position) alone: Salmon et al. 2011, "Parallel random numbers: as easy
 as 1, 2, 3" (Philox4x32-10). `params` is read by attribute: temperature, top_k (0: all), top_p, min_p,
@@ -50,8 +50,12 @@ def processed_logits(
     output_ids: Sequence[int] = (),
     banned: Iterable[int] = (),
     n_real_vocab: int | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
-    """logits [V] float32 after bias, penalties and bans (-inf); the input is not changed."""
+    """logits [V] float32 after bias, penalties, bans and the mask (-inf); the input is not changed.
+
+    allowed: bool [V]; None: all.
+    """
     row = logits.float().clone()
     for token, bias in params.logit_bias.items():
         row[token] += bias
@@ -63,6 +67,8 @@ def processed_logits(
         row[token] -= params.presence_penalty
     for token in banned:
         row[token] = -torch.inf
+    if allowed is not None:
+        row[~allowed] = -torch.inf
     row[n_real_vocab if n_real_vocab is not None else row.shape[0] :] = -torch.inf
     return row
 
@@ -109,9 +115,10 @@ def sample(
     output_ids: Sequence[int] = (),
     banned: Iterable[int] = (),
     n_real_vocab: int | None = None,
+    allowed: Tensor | None = None,
 ) -> int:
     """One token id from logits [V] float32. `position` is the index in the sequence that the token takes."""
-    row = processed_logits(logits, params, prompt_ids, output_ids, banned, n_real_vocab)
+    row = processed_logits(logits, params, prompt_ids, output_ids, banned, n_real_vocab, allowed)
     if params.temperature == 0:
         return int(row.argmax())
     return draw(*candidates(row, params), uniform(seed, position))

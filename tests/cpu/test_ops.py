@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -463,6 +464,13 @@ def test_moe(program: Program, n_tokens: int, n_experts: int, k: int, format: st
     assert torch.equal(out[n_tokens:], residual[n_tokens:])
 
 
+def words(allowed: Tensor) -> Tensor:
+    """A mask as the sampler reads it: int32 [n // 32 + 1]."""
+    n_bytes = 4 * (len(allowed) // 32 + 1)
+    bits = np.packbits(allowed.numpy(), bitorder="little")
+    return torch.from_numpy(np.pad(bits, (0, n_bytes - len(bits))).view(np.int32))
+
+
 class Draws:
     """One draw for each set of parameters, over given logits."""
 
@@ -472,9 +480,12 @@ class Draws:
         logits: Tensor,
         n_real: int,
         draws: list[tuple[SamplingParams, int, list[int], list[int]]],
+        allowed: list[Tensor | None] | None = None,
     ) -> None:
+        """allowed: for each draw the ids that its mask lets through, bool [V]; None: it has no mask."""
         n, n_vocab = len(draws), logits.shape[1]
         params = [p for p, *_ in draws]
+        allowed = allowed or [None] * n
 
         def f32(name: str) -> Tensor:
             return torch.tensor([getattr(p, name) for p in params], dtype=F32)
@@ -494,6 +505,8 @@ class Draws:
             bias_ids=i32(*(id for b in bias for id, _ in b), 0), bias=torch.tensor([*(x for b in bias for _, x in b), 0.0]),
             banned_begin=torch.tensor([0, *(len(p.stop_token_ids) for p in params)]).cumsum(0).to(I32),
             banned=i32(*(id for p in params for id in p.stop_token_ids), 0),
+            masked=i32(*(a is not None for a in allowed)),
+            masks=torch.stack([poison(n_real // 32 + 1).view(I32) if a is None else words(a[:n_real]) for a in allowed]),
         )  # fmt: skip
         scratch = DrawScratch(
             poison(2, n_vocab), torch.zeros(2, n_vocab, dtype=I32), torch.zeros(2, n_vocab, dtype=torch.int64)
@@ -509,7 +522,7 @@ def test_sample(program: Program) -> None:
     n_vocab, n_real = 300, 289
     generator = torch.Generator().manual_seed(7)
     pick = lambda *values: values[int(torch.randint(len(values), (), generator=generator))]  # noqa: E731
-    draws, expected = [], []
+    draws, expected, masks = [], [], []
     logits = torch.randn(1200, n_vocab, generator=generator) * 3
     logits[::7, 5:9] = logits[::7].max()  # ties, also at the top
     for row in logits:
@@ -522,6 +535,9 @@ def test_sample(program: Program) -> None:
         history = torch.randint(n_real, (20,), generator=generator).tolist()
         position = int(torch.randint(5000, (), generator=generator))
         draws.append((params, position, history[:11], history[11:]))
+        masks.append(pick(None, None, torch.rand(n_vocab, generator=generator) < pick(0.02, 0.5, 0.98)))
+        if masks[-1] is not None:
+            masks[-1][100] = True  # a row without any is another test's
         expected.append(
             sample_oracle.sample(
                 row,
@@ -532,9 +548,10 @@ def test_sample(program: Program) -> None:
                 history[11:],
                 params.stop_token_ids,
                 n_real,
+                masks[-1],
             )
         )
-    tokens = Draws(program, logits, n_real, draws).tokens.tolist()
+    tokens = Draws(program, logits, n_real, draws, masks).tokens.tolist()
     differing = [i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
     assert len(differing) <= 2, [(draws[i], tokens[i], expected[i]) for i in differing]
 

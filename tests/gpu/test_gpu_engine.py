@@ -11,17 +11,19 @@ import ctypes
 import random
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 import torch
 
 from deltic.config import EngineConfig
 from deltic.engine.loop import Engine
-from deltic.engine.request import Output, Request, SamplingParams
+from deltic.engine.request import Constraint, Output, Request, SamplingParams
 from deltic.reference.model import forward
 from tests.plain import plain
-from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
+from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
 pytest.importorskip("triton")
 from deltic.engine.gpu_runner import GpuRunner, build_gpu_runner
@@ -130,6 +132,17 @@ def test_against_the_oracle(kind: str) -> None:
 
 
 @needs_gpu
+def test_fitting_the_cost_of_a_step_leaves_nothing_behind() -> None:
+    ids = prompt(3, 62)
+    expected = alone("dense", ids)
+    engine = Engine(runner("dense"), 250.0)
+    engine.fit_cost()
+    assert engine.scheduler.cost is not None and len(engine.scheduler.cost.curve) > 1
+    engine.add(request("a", ids))
+    assert answers(engine)["a/0"] == expected
+
+
+@needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_alone_and_among_others(kind: str) -> None:
     """P1: other sequences, of other lengths, come, prefill beside its decodes, and go."""
@@ -221,6 +234,55 @@ def test_stop_tokens_end_on_the_device() -> None:
     found = answers(engine)
     assert found["a/0"] == drawn[: [entry[0] for entry in drawn].index(stop) + 1]
     assert found["b/0"] == expected
+
+
+@needs_gpu
+def test_constrained() -> None:
+    """A thought that runs ahead, its forced end, and a grammar: the ids that may be drawn, and nobody's bits follow from it."""
+    grammar = llguidance.LLMatcher.grammar_from_lark("start: /[ab][0-9]/")
+    constraint = Constraint(
+        grammar=grammar, think_end_id=N_REAL_VOCAB - 1, think_budget=2, close_ids=(N_REAL_VOCAB - 1,)
+    )  # fmt: skip
+    file = Path(tiny_checkpoint("dense")) / "tokenizer.json"
+    letters = {byte_tokenizer().token_to_id(letter): letter for letter in "ab0123456789"}
+
+    def run(*requests: Request) -> dict[str, list[Entry]]:
+        engine = Engine(runner("dense"), tokenizer_file=lambda: file)
+        for r in requests:
+            engine.add(r)
+        found = answers(engine)
+        engine.close(0)
+        return found
+
+    guided = request("a", prompt(40, 5), n_tokens=12, constraint=constraint, temperature=1.0, seed=3)
+    free = request("b", prompt(41, 9), n_tokens=4)
+    both = run(guided, free)
+    tokens = [entry[0] for entry in both["a/0"]]
+    assert tokens[2] == N_REAL_VOCAB - 1 and len(tokens) == 5 and len(both["b/0"]) == 4
+    first, second = (letters[token] for token in tokens[3:])
+    assert first in "ab" and second.isdigit()
+    assert run(guided) | run(free) == both
+
+
+@needs_gpu
+def test_constrained_and_preempted() -> None:
+    """P4: before the step that finds the end of the thought drawn ahead; and where forced tokens, which penalties count, come back."""
+    ids = prompt(9, 5)
+
+    def run(step: int | None, keeps: bool, **params: Any) -> list[Entry]:
+        engine = Engine(runner("dense"))
+        if not keeps:
+            engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
+        engine.add(request("a", ids, n_tokens=8, **params))
+        return answers(engine, {} if step is None else {step: "a"})["a/0"]
+
+    end = alone("dense", ids, n_tokens=3)[2][0]
+    own = {"constraint": Constraint(think_end_id=end, begin_ids=(7, 8))}
+    assert run(2, True, **own) == run(None, True, **own)
+    end = N_REAL_VOCAB - 1
+    forced = Constraint(think_end_id=end, think_budget=1, close_ids=(end, 9), begin_ids=(7, 8))
+    params = {"constraint": forced, "frequency_penalty": 2.0, "temperature": 1.0, "seed": 3}
+    assert run(6, False, **params) == run(None, False, **params)
 
 
 @needs_gpu

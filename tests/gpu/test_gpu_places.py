@@ -6,16 +6,18 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
+from deltic.engine.constraint import Guide
 from deltic.engine.gpu_places import Places
-from deltic.engine.request import Request, SamplingParams, Sequence
+from deltic.engine.request import Constraint, Request, SamplingParams, Sequence
 
 WIDTHS = {
     "seed": 2, "last_token": 1, "position": 1, "slot": 1, "done": 1, "top_k": 1, "n_prompt": 1, "uses_history": 1,
     "temperature": 1, "top_p": 1, "min_p": 1, "repetition": 1, "frequency": 1, "presence": 1, "n_bias": 1, "n_banned": 1,
     "banned_until": 1, "n_stop": 1, "max_position": 1, "n_logprobs": 1, "bias_ids": 8, "bias": 8, "banned": 8, "stop_ids": 8,
-    "page_table": 4, "history": 16, "rows_place": 1,
+    "page_table": 4, "history": 16, "rows_place": 1, "mask_row": 1,
 }  # fmt: skip
 N_PLACES = 3
 
@@ -29,9 +31,14 @@ class Table:
             self.offsets[name] = at, width
             at += width * N_PLACES
         self.words = torch.zeros(at, dtype=torch.int32)
-        slot = torch.zeros(N_PLACES)
+        slot, self.masks = torch.zeros(N_PLACES), torch.zeros(N_PLACES, 10, dtype=torch.int32)
         self.places = Places(
-            SimpleNamespace(table=self.words, offsets=self.offsets, places=SimpleNamespace(slot=slot)),
+            SimpleNamespace(
+                table=self.words,
+                offsets=self.offsets,
+                places=SimpleNamespace(slot=slot),
+                parameters=SimpleNamespace(masks=self.masks),
+            ),
             (2,),
             300,
         )  # type: ignore[arg-type]
@@ -99,10 +106,30 @@ def test_pages_are_sent_once_and_again_when_they_change() -> None:
     assert table.row("page_table", 0) == [3, 9, 5, 0]
 
 
+def test_guides_become_masks_and_bans() -> None:
+    """A thought bans the ends, and its own end is one on the device; masks are packed into the first rows; another owner has none."""
+    table, grammar = Table(), Constraint(grammar="x", think_end_id=40)
+    first, second = (sequence([1], 1, constraint=grammar) for _ in range(2))
+    for place, one in enumerate((first, second)):
+        one.place, one.guide = place, Guide(one, grammar, 300)
+    table.places.put_guides([first, second])
+    assert table.row("stop_ids", 0)[:2] == [2, 40] and table.row("banned", 0)[0] == 2
+    assert table.row("banned_until", 0) > 1 << 29 and [table.row("mask_row", i) for i in range(3)] == [-1] * 3
+    second.guide.advance(40)
+    second.guide.words = np.arange(10, dtype=np.int32)
+    table.places.put_guides([first, second])
+    assert [table.row("mask_row", i) for i in range(3)] == [-1, 0, -1] and table.row("banned_until", 1) == 1
+    assert table.masks[0].tolist() == list(range(10))
+    table.places.take(1, sequence([5], 1))
+    assert table.row("mask_row", 1) == -1
+
+
 def test_the_last_change_wins() -> None:
     table = Table()
     for token in (5, 6, 7):
         table.places.feed(0, token, 10, 1)
     assert (table.row("last_token", 0), table.row("position", 0), table.row("done", 0)) == (7, 10, 0)
+    table.places.feed(0, 8, 11, 1, done=True)
+    assert (table.row("last_token", 0), table.row("position", 0), table.row("done", 0)) == (8, 11, 1)
     table.places.rows([2, 0], 3)
     assert [table.row("rows_place", i) for i in range(3)] == [2, 0, -1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ class Sequence:
     stop: list[int] = field(default_factory=list)
     banned_until: int = 1 << 20
     max_position: int = 1 << 20
+    allowed: Tensor | None = None
+    """bool [V]: what its mask lets through."""
 
     @property
     def position(self) -> int:
@@ -50,8 +53,8 @@ class Sequence:
     def expected(self, logits: Tensor, n_real: int) -> int:
         banned = self.banned if self.position < self.banned_until else []
         return reference_sample(
-            logits.cpu(), self.params, self.seed, self.position, self.prompt, self.output, banned, n_real
-        )
+            logits.cpu(), self.params, self.seed, self.position, self.prompt, self.output, banned, n_real, self.allowed
+        )  # fmt: skip
 
 
 def places_of(sequences: list[Sequence], device: str) -> PlaceParameters:
@@ -75,6 +78,13 @@ def places_of(sequences: list[Sequence], device: str) -> PlaceParameters:
         q = s.params
         return q.repetition_penalty != 1 or q.frequency_penalty != 0 or q.presence_penalty != 0
 
+    masked = [s for s in sequences if s.allowed is not None]
+    n_words = max([len(s.allowed) // 32 + 1 for s in masked], default=1 << 13)
+    masks = torch.full((p, n_words), -1, dtype=i32)
+    for row, s in enumerate(masked):
+        bits = np.packbits(s.allowed.numpy(), bitorder="little")
+        masks[row].view(torch.uint8)[: len(bits)] = torch.from_numpy(bits)
+
     made = PlaceParameters(
         temperature=column(lambda s: s.params.temperature), top_p=column(lambda s: s.params.top_p),
         min_p=column(lambda s: s.params.min_p), repetition=column(lambda s: s.params.repetition_penalty),
@@ -86,7 +96,8 @@ def places_of(sequences: list[Sequence], device: str) -> PlaceParameters:
         stop_ids=stop, n_stop=column(lambda s: len(s.stop), i32), max_position=column(lambda s: s.max_position, i32),
         n_logprobs=column(lambda s: -1 if s.params.logprobs is None else s.params.logprobs, i32),
         last_token=torch.full((p,), -9, dtype=i32), position=torch.full((p,), -9, dtype=i32),
-        done=torch.full((p,), -9, dtype=i32),
+        done=torch.full((p,), -9, dtype=i32), masks=masks,
+        mask_row=column(lambda s: -1 if s.allowed is None else masked.index(s), i32),
     )  # fmt: skip
     return PlaceParameters(**{f.name: getattr(made, f.name).to(device) for f in fields(made)})
 
@@ -223,18 +234,48 @@ def test_draws_equal_the_reference(device: str, cap: int) -> None:
                 rows.append(x.round() if kind == "ties" else x)
                 s = params(**({"temperature": 1.0} | filters))
                 banned = [int(rows[-1][:n_real].argmax())] if len(rows) % 3 == 0 else []
+                allowed = None
+                if len(rows) % 2:
+                    allowed = torch.rand(n_vocab, generator=g) < (0.03, 0.5, 0.97)[len(rows) % 3]
+                    allowed[100] = True
                 seed = int(torch.randint(0, 2**62, (), generator=g))
-                sequences.append(Sequence(s, seed, prompt=[3, 9, 70], output=[9] * (j + 1), banned=banned))
+                sequences.append(
+                    Sequence(s, seed, prompt=[3, 9, 70], output=[9] * (j + 1), banned=banned, allowed=allowed)
+                )
         logits = torch.stack(rows)
         tokens, _, _ = draw(logits.to(device), sequences, n_real, cap=cap)
         for i, s in enumerate(sequences):
             total += 1
             if tokens[i] != s.expected(logits[i], n_real):
                 differ.append((kind, s.params, tokens[i], s.expected(logits[i], n_real)))
-                row = processed_logits(logits[i], s.params, s.prompt, s.output, s.banned, n_real)
+                row = processed_logits(logits[i], s.params, s.prompt, s.output, s.banned, n_real, s.allowed)
                 ids, _ = candidates(row, s.params)
                 assert tokens[i] in ids.tolist()
     assert len(differ) <= 1, differ
+
+
+def test_masks(device: str) -> None:
+    """Greedy and drawn; words of all ones, of none and mixed; one id, and none; above biases; rows without a mask beside them."""
+    g = torch.Generator().manual_seed(9)
+    n_vocab, n_real = 300, 290
+    logits = torch.randn(7, n_vocab, generator=g)
+    logits[:, n_real:] = 99
+    only, none, some = torch.zeros(3, n_vocab, dtype=torch.bool)
+    only[255] = True
+    some[64:96] = some[150] = some[287:] = True
+    sequences = [
+        Sequence(params(logit_bias={3: 50.0}), allowed=only),
+        Sequence(params(temperature=2.0, top_k=3), allowed=some),
+        Sequence(params(logit_bias={150: 50.0, 149: 90.0}, repetition_penalty=1.2), allowed=some),
+        Sequence(params(temperature=1.0), allowed=none),
+        Sequence(params(temperature=1.0, logprobs=2), allowed=only),
+        Sequence(params(temperature=1.0)),
+        Sequence(params(temperature=1.0, top_p=0.9), allowed=some, banned=[64, 65]),
+    ]
+    tokens, out, _ = draw(logits.to(device), sequences, n_real)
+    expected = [-1 if i == 3 else s.expected(logits[i], n_real) for i, s in enumerate(sequences)]
+    assert tokens == expected and tokens[0] == tokens[4] == 255 and tokens[2] == 150
+    assert float(out[1][4]) == pytest.approx(float(token_logprobs(logits[4], n_real)[255]), abs=1e-5)
 
 
 def test_smallest_temperature_is_greedy(device: str) -> None:

@@ -1,7 +1,7 @@
 """sample and prompt_logprobs on a GPU: rows of logits to tokens, by the rule of reference/sample.py, and the step's self-advance.
 
 Three launches, always the same, so that they can be recorded; a row that does not need one leaves it at once:
-1. `scan`, a program for each tile of a row: biases, penalties and bans; of each tile the likeliest id and the sums of weights.
+1. `scan`, a program for each tile of a row: biases, penalties, bans and the mask; of each tile the likeliest id and the sums of weights.
 2. `collect`, for rows with top-k, min-p or top-p: the ids that the sums of the tiles do not rule out, as a list.
 3. `finish`, a program for each row: the cut, the draw, log-probabilities, and what the next decode reads.
 
@@ -68,6 +68,7 @@ class PlaceParameters:
     banned: Tensor
     n_banned: Tensor
     banned_until: Tensor  # int32: they are banned from positions below it
+    mask_row: Tensor  # int32: the row of `masks` that says what may be drawn; -1: anything
     stop_ids: Tensor
     n_stop: Tensor
     max_position: Tensor  # int32: the last position that may be fed
@@ -75,6 +76,7 @@ class PlaceParameters:
     last_token: Tensor  # int32; these three are what the draw leaves for the next decode
     position: Tensor  # int32
     done: Tensor  # int32
+    masks: Tensor  # int32 [any, ceil(n_real / 32)], not by place: bit id % 32 of word id // 32 says whether id may be drawn
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class SampleScratch:
     values: Tensor  # float32 [D, V]: rows after biases, penalties and bans
     listed: Tensor  # int32 [D, V]: ids that filters may keep; before that, of penalised rows, counts
     n_listed: Tensor  # int32 [D]
+    special: Tensor  # int32 [D]: whether a row is in `values`
     few: Tensor  # int32 [D, cap]
     tile: int
     cap: int
@@ -111,6 +114,7 @@ def sample_scratch(
         raw_total=allocate("sample raw total", (n_draws, n_tiles), f32),
         bad=allocate("sample bad", (n_draws, n_tiles), i32), values=allocate("sample values", (n_draws, n_vocab), f32),
         listed=allocate("sample listed", (n_draws, n_vocab), i32), n_listed=allocate("sample n", (n_draws,), i32),
+        special=allocate("sample special", (n_draws,), i32),
         few=allocate("sample few", (n_draws, cap), i32), tile=tile, cap=cap,
     )  # fmt: skip
 
@@ -122,8 +126,8 @@ def sample(
     """Draws D tokens and moves their sequences on: last_token, position, done and history of their places.
 
     logits: float32 [R, V], of which ids from n_real on are never drawn; draw_row, draw_place (-1: no draw, nothing is written),
-    draw_position (of the token to be drawn): int32 [D]. out_token: int32 [>= D]; -1 where a logit is not finite or all ids are
-    banned. Where n_logprobs >= 0: out_logprob float32 [>= D] under the softmax of the raw logits, and the n_logprobs likeliest,
+    draw_position (of the token to be drawn): int32 [D]. out_token: int32 [>= D]; -1 where a logit is not finite or no id may
+    be drawn. Where n_logprobs >= 0: out_logprob float32 [>= D] under the softmax of the raw logits, and the n_logprobs likeliest,
     likeliest first: top_ids int32, top_logprobs float32 [>= D, K]. Oracle: reference/sample.py.
     """
     _sample(
@@ -157,26 +161,27 @@ def _sample(
         f"scratch for {n_draws} x {n_vocab}",
     )
     check("sample", all(x.shape[0] >= n_draws for x in out), f"outputs of {n_draws} draws")
+    check("sample", p.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_tiles, n_ids, max_len = -(-n_vocab // s.tile), p.bias_ids.shape[1], p.history.shape[1]
     draws = (logits, n_vocab, n_real, row, place, slot, position)
     ids = next_power_of_2(n_ids)
     meta: dict[str, Any] = {"DECODE": decode, "TILE": s.tile, "pdl": levers.pdl}
     launch(
         scan, (n_tiles, n_draws), *draws, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
-        p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, n_ids, p.n_logprobs,
-        s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed,
+        p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row, n_ids,
+        p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed,
+        s.special,
         IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
     )  # fmt: skip
     tiles = next_power_of_2(n_tiles)
     launch(
-        collect, (-(-n_tiles // COLLECT_EACH), n_draws), *draws, p.temperature, p.top_k, p.top_p, p.min_p, p.uses_history,
-        p.n_bias, p.n_banned, p.banned_until, s.best, s.total, s.values, s.listed, s.n_listed, n_tiles,
-        TILES=tiles, EACH=COLLECT_EACH, num_warps=SCAN_WARPS, **meta,
+        collect, (-(-n_tiles // COLLECT_EACH), n_draws), *draws, p.temperature, p.top_k, p.top_p, p.min_p, s.best, s.total,
+        s.values, s.listed, s.n_listed, s.special, n_tiles, TILES=tiles, EACH=COLLECT_EACH, num_warps=SCAN_WARPS, **meta,
     )  # fmt: skip
     launch(
-        finish, (n_draws,), *draws, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.uses_history, p.n_bias, p.n_banned,
-        p.banned_until, p.stop_ids, p.n_stop, n_ids, p.max_position, p.n_logprobs, p.history, max_len, p.last_token, p.position,
-        p.done, s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed, s.few, n_tiles,
+        finish, (n_draws,), *draws, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop_ids, p.n_stop, n_ids, p.max_position,
+        p.n_logprobs, p.history, max_len, p.last_token, p.position, p.done, s.best, s.total, s.raw_best, s.raw_total, s.bad,
+        s.values, s.listed, s.n_listed, s.special, s.few, n_tiles,
         *out, out[2].shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS, IDS=ids, num_warps=FINISH_WARPS, **meta,
     )  # fmt: skip
 

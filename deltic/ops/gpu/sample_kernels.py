@@ -12,9 +12,8 @@ import triton.language as tl
 _ID_BITS = tl.constexpr(20)
 _ID_MASK = tl.constexpr((1 << 20) - 1)
 _ONE = tl.constexpr(2.0**38)  # the weight of the likeliest, in fixed point
-_COUNT_BITS = tl.constexpr(
-    12
-)  # a packed weight counts itself in its low bits; a register list is shorter than 2**12
+# A packed weight counts itself in its low bits; a register list is shorter than 2**12.
+_COUNT_BITS = tl.constexpr(12)
 _COUNT_MASK = tl.constexpr((1 << 12) - 1)
 _LEAST_T = tl.constexpr(1e-30)  # below it a temperature could be a denormal, which division takes for 0
 _LOWEST = tl.constexpr(-2139095041 << 20)  # below every finite value: that of -inf, id bits 0
@@ -68,13 +67,6 @@ def _draw_of(i, p_row, p_place, p_slot, p_position, DECODE: tl.constexpr):
 
 
 @triton.jit
-def _is_special(place, position, p_n_bias, p_uses_history, p_n_banned, p_banned_until):
-    """Whether a row has biases, penalties or bans, so that its values are in the scratch."""
-    n_banned = tl.where(position < tl.load(p_banned_until + place), tl.load(p_n_banned + place), 0)
-    return (tl.load(p_n_bias + place) > 0) | (tl.load(p_uses_history + place) != 0) | (n_banned > 0)
-
-
-@triton.jit
 def _tile_best(v, begin, p_best):
     """Leaves the likeliest of a tile, of equal ones the first; returns its value."""
     high, at = tl.max(v, 0, return_indices=True)
@@ -100,9 +92,9 @@ def _penalise(v, count, repetition, frequency, presence):
 def _adjust(
     p_x, p_v, p_c, i_tile, n_real, place, position, n_banned, uses_history,
     p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias, p_banned, n_ids,
-    TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
+    mask_row, p_masks, n_words, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Leaves a tile in p_v after biases, penalties and bans, with counts in p_c; returns whether a logit was not finite.
+    """Leaves a tile in p_v after biases, penalties, bans and the mask, with counts in p_c; returns whether a logit was not finite.
 
     Lists of ids are spread over the tile through memory: a program sees its own stores, behind a barrier. In parts, so that
     rows without any of this do not pay for its registers.
@@ -154,6 +146,15 @@ def _adjust(
         tl.store(p_v + id, tl.full((IDS,), float("-inf"), tl.float32), mask=(id >= begin) & (id < end))
         first += IDS
     tl.debug_barrier()
+    if mask_row >= 0:
+        p_words = p_masks + mask_row.to(tl.int64) * n_words
+        first = begin
+        while first < end:
+            o = first + o_part
+            bit = tl.load(p_words + o // 32, mask=o < end, other=-1) >> (o % 32) & 1
+            tl.store(p_v + o, tl.full((PART,), float("-inf"), tl.float32), mask=(o < end) & (bit == 0))
+            first += PART
+        tl.debug_barrier()
     return bad
 
 
@@ -161,8 +162,8 @@ def _adjust(
 def scan(
     p_logits, n_vocab, n_real, p_row, p_place, p_slot, p_position,
     p_temperature, p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_uses_history,
-    p_bias_ids, p_bias, p_n_bias, p_banned, p_n_banned, p_banned_until, n_ids, p_n_logprobs,
-    p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed,
+    p_bias_ids, p_bias, p_n_bias, p_banned, p_n_banned, p_banned_until, p_mask_row, n_ids, p_n_logprobs, p_masks, n_words,
+    p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed, p_special,
     DECODE: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of one row; of p_values and p_counts a program uses its own tile only."""
@@ -174,12 +175,14 @@ def scan(
     t, n_top = tl.load(p_temperature + place_), tl.load(p_n_logprobs + place_)
     uses_history = tl.load(p_uses_history + place_) != 0
     n_banned = tl.where(position < tl.load(p_banned_until + place_), tl.load(p_n_banned + place_), 0)
-    is_special = (tl.load(p_n_bias + place_) > 0) | uses_history | (n_banned > 0)
+    mask_row = tl.load(p_mask_row + place_)
+    is_special = (tl.load(p_n_bias + place_) > 0) | uses_history | (n_banned > 0) | (mask_row >= 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if place >= 0:
         if i_tile == 0:
             tl.store(p_n_listed + i, 0)
+            tl.store(p_special + i, is_special.to(tl.int32))
         at = i * tl.num_programs(0) + i_tile
         o = i_tile * TILE + tl.arange(0, TILE)
         p_x = p_logits + row.to(tl.int64) * n_vocab
@@ -191,7 +194,7 @@ def scan(
             bad = _adjust(
                 p_x, p_v, p_counts + own, i_tile, n_real, place, position, n_banned, uses_history,
                 p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias,
-                p_banned, n_ids, TILE, IDS, PART,
+                p_banned, n_ids, mask_row, p_masks, n_words, TILE, IDS, PART,
             )  # fmt: skip
         v = tl.load(p_v + o, mask=o < n_real, other=float("-inf"))
         # What is not finite becomes inf, so that the likeliest tells; a ban is -inf, too, and so is padding.
@@ -217,15 +220,14 @@ def _row_total(best, total, top, t):
 @triton.jit
 def collect(
     p_logits, n_vocab, n_real, p_row, p_place, p_slot, p_position,
-    p_temperature, p_top_k, p_top_p, p_min_p, p_uses_history, p_n_bias, p_n_banned, p_banned_until,
-    p_best, p_total, p_values, p_listed, p_n_listed, n_tiles,
+    p_temperature, p_top_k, p_top_p, p_min_p, p_best, p_total, p_values, p_listed, p_n_listed, p_special, n_tiles,
     DECODE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Appends the ids of EACH tiles that filters may keep to the row's list, in any order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i_part, i = tl.program_id(0), tl.program_id(1)
-    row, place, position = _draw_of(i, p_row, p_place, p_slot, p_position, DECODE)
+    row, place, _ = _draw_of(i, p_row, p_place, p_slot, p_position, DECODE)
     place_ = tl.maximum(place, 0)
     t, k = tl.load(p_temperature + place_), tl.load(p_top_k + place_)
     top_p, min_p = tl.load(p_top_p + place_), tl.load(p_min_p + place_)
@@ -241,9 +243,7 @@ def collect(
         whole = tl.sum(_row_total(best, total, top, t), 0)
         low = top + float("-inf")
         least = min_p * 0.999  # a little below: the cut itself is made by `finish`
-        if is_k & (
-            k <= n_tiles
-        ):  # k tiles have one at or above the k-th best of them: nothing below can be kept
+        if is_k & (k <= n_tiles):  # so many have one at or above the k-th best: nothing below can be kept
             highs, n_above = _value_of(best), tl.zeros((TILES,), tl.int32)
             first = 0
             while first < n_tiles:
@@ -257,9 +257,8 @@ def collect(
         if (top_p < 1) & (min_p <= 0) & (k <= 0):
             # All weights below (1 - top_p) / n of the whole add up to less than what top-p leaves out.
             least = 0.999 * (1 - top_p) * whole / n_real
-        is_special = _is_special(place, position, p_n_bias, p_uses_history, p_n_banned, p_banned_until)
         p_v = p_logits + row.to(tl.int64) * n_vocab
-        if is_special:
+        if tl.load(p_special + i) != 0:
             p_v = p_values + i.to(tl.int64) * n_vocab
         for j in range(EACH):
             i_tile = i_part * EACH + j
@@ -496,9 +495,8 @@ def _top_logprobs(
 @triton.jit
 def finish(
     p_logits, n_vocab, n_real, p_row, p_place, p_slot, p_position,
-    p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_uses_history, p_n_bias, p_n_banned, p_banned_until,
-    p_stop, p_n_stop, n_ids, p_max_position, p_n_logprobs, p_history, max_len, p_last_token, p_place_position, p_done,
-    p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_listed, p_n_listed, p_few, n_tiles,
+    p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_stop, p_n_stop, n_ids, p_max_position, p_n_logprobs, p_history, max_len, p_last_token, p_place_position, p_done,
+    p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_listed, p_n_listed, p_special, p_few, n_tiles,
     p_out, p_out_logprob, p_top_ids, p_top_logprobs, n_most,
     DECODE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
     WAYS: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
@@ -534,7 +532,7 @@ def finish(
             )
             own = i.to(tl.int64) * n_vocab
             p_v = p_x
-            if _is_special(place, position, p_n_bias, p_uses_history, p_n_banned, p_banned_until):
+            if tl.load(p_special + i) != 0:
                 p_v = p_values + own
             if ((k > 0) & (k < n_real)) | (min_p > 0) | (top_p < 1):
                 token = _draw_filtered(

@@ -1,0 +1,321 @@
+"""What the next token of a constrained sequence may be: a thought, then ids that are forced, then a grammar.
+
+The grammar engine is llguidance. What takes time (compiling a grammar, taking a drawn token, the mask of the next) is done by a
+few threads, which it lets run beside the step; two queues are all that they share with the engine's thread. A sequence whose mask
+is not there when a step is planned sits that step out, and the others go on. Only while it makes its tokenizer, once, nothing else
+runs: so that is done before the first grammar comes, if there is a quiet moment.
+
+A guide follows the tokens that were drawn, and nothing else: a sequence that is preempted, or computed again, finds it as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from deltic.engine.request import Constraint, Sequence
+
+N_WORKERS = 4
+"""Masks that are made side by side: a slow one holds up those behind it only when there are as many."""
+LONGEST_WAIT_S = 0.001
+"""How long a step waits, at most, for the masks of those that would have to sit it out."""
+LONGEST_CLOSE_S = 1.0
+"""How long the end waits for the threads: Python crashes if it ends while one of them is in the library."""
+N_KEPT = 32
+"""Compiled grammars that are kept: an agent sends the same schema with every request."""
+
+Words = np.ndarray
+"""int32 [ceil(n_ids / 32)]: bit id % 32 of word id // 32 says whether the id may be drawn."""
+
+
+class Guide:
+    """Where one sequence is in its constraint. Only the engine's thread reads it, but for what `is_busy` guards."""
+
+    __slots__ = (
+        "_forced", "_mask", "_n_ids", "_n_thought", "_thinks", "constraint", "error", "is_busy", "is_late",
+        "is_satisfied", "matcher", "sequence", "words",
+    )  # fmt: skip
+
+    def __init__(self, sequence: Sequence, constraint: Constraint, n_ids: int) -> None:
+        self.sequence, self.constraint, self._n_ids = sequence, constraint, n_ids
+        self.error = ""
+        self.is_busy = False
+        """Whether a worker has it: `matcher`, `words`, `is_satisfied` and `error` are that one's then."""
+        self.is_late = False
+        """Whether a step has waited for its mask, and in vain."""
+        self.is_satisfied = False
+        """Whether nothing but the end may follow in the grammar."""
+        self.matcher: Any = None
+        self.words: Words | None = None
+        self._mask: Words | None = None
+        self._thinks = constraint.think_end_id is not None
+        self._n_thought = 0
+        self._forced: list[int] = []  # the last comes first
+        if self._thinks and constraint.think_budget == 0:
+            self._close()
+
+    def _close(self) -> None:
+        """The thought ends with ids of our own."""
+        self._thinks = False
+        self._force((*self.constraint.close_ids, *self.constraint.begin_ids))
+
+    def _force(self, ids: tuple[int, ...]) -> None:
+        self._forced = list(reversed(ids))
+        self._mask = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a token may be drawn now."""
+        return self._thinks or bool(self._forced) or not self.is_busy
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer ends here, without a token that says so."""
+        return not (self._thinks or self._forced or self.is_busy) and self.is_satisfied
+
+    @property
+    def mask(self) -> Words | None:
+        """The ids that may be drawn; None: all."""
+        if self._thinks:
+            return None
+        if not self._forced:
+            return self.words
+        if self._mask is None:
+            self._mask = np.zeros(-(-self._n_ids // 32), np.uint32)
+            self._mask[self._forced[-1] // 32] = 1 << self._forced[-1] % 32
+            self._mask = self._mask.view(np.int32)
+        return self._mask
+
+    @property
+    def bans_end(self) -> bool:
+        """Whether what would end the answer may not be drawn: a grammar is to follow the thought."""
+        return self._thinks and bool(self.constraint.grammar)
+
+    @property
+    def next_is_free(self) -> bool:
+        """Whether the token after the next has no mask, unless the next is think_end_id."""
+        c = self.constraint
+        if self._thinks:
+            return c.think_budget is None or self._n_thought + 1 < c.think_budget
+        return not self._forced and not c.grammar
+
+    def advance(self, token: int) -> bool:
+        """Takes a drawn token; whether the grammar is to take it, too."""
+        if self._thinks:
+            self._n_thought += 1
+            if token == self.constraint.think_end_id:
+                self._thinks = False
+                self._force(self.constraint.begin_ids)
+            elif self._n_thought == self.constraint.think_budget:
+                self._close()
+        elif self._forced:
+            self._forced.pop()
+            self._mask = None
+        else:
+            return bool(self.constraint.grammar)
+        return False
+
+
+class Guides:
+    """The guides of an engine, and the threads that work for them."""
+
+    def __init__(
+        self, n_ids: int, eos_token_ids: Iterable[int], tokenizer_file: Callable[[], Path] | None
+    ) -> None:
+        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is none."""
+        self.n_ids = n_ids
+        self.n_busy = 0
+        """Guides that workers have, or have done with and that were not collected."""
+        self.has_tokenizer = tokenizer_file is not None
+        self._tokenizer_file = tokenizer_file
+        self._eos = sorted(id for id in eos_token_ids if id < n_ids)
+        self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
+        for id in self._eos:
+            self._only_eos[id // 32] |= np.uint32(1 << id % 32)
+        self._todo: SimpleQueue[tuple[list[Guide], int | None] | None] = SimpleQueue()
+        self._done: SimpleQueue[list[Guide]] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_prepared = False
+        self._lock = threading.Lock()  # of what is below
+        self._tokenizer: Any = None
+        self._foreign_end: int | None = None
+        """Random weights borrow a tokenizer whose end has another id than theirs."""
+        self._kept: OrderedDict[str, tuple[Any, Words, bool]] = OrderedDict()
+
+    # The engine's thread.
+
+    def prepare(self) -> None:
+        """Makes the tokenizer, unless there is none or that was tried before: a second or two with a large vocabulary."""
+        if self.has_tokenizer and not self._is_prepared:
+            self._is_prepared = True
+            with suppress(Exception):  # the first grammar will say what is wrong
+                self._get_tokenizer()
+
+    def open(self, sequences: list[Sequence]) -> None:
+        """Gives guides to the sequences of one request, if it is constrained."""
+        constraint = sequences[0].request.params.constraint
+        if constraint is None:
+            return
+        guides = [Guide(sequence, constraint, self.n_ids) for sequence in sequences]
+        for sequence, guide in zip(sequences, guides, strict=True):
+            sequence.guide = guide
+        if constraint.grammar:
+            self._give(guides, None)
+
+    def advance(self, guide: Guide, token: int) -> None:
+        """Has a guide take the token that its sequence drew."""
+        if guide.advance(token):
+            self._give([guide], token)
+
+    def _give(self, guides: list[Guide], token: int | None) -> None:
+        while len(self._threads) < N_WORKERS:
+            self._threads.append(threading.Thread(target=self._work, name="grammar", daemon=True))
+            self._threads[-1].start()
+        for guide in guides:
+            guide.is_busy, guide.is_late = True, False
+        self.n_busy += len(guides)
+        self._todo.put((guides, token))
+
+    def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
+        """Takes back what is done; gives the guides that failed, or whose answer is over.
+
+        Waits for the masks of `decodes`, once for each: at most LONGEST_WAIT_S, and the longer the larger the part of them that
+        would sit out a step of step_s, since that is what is lost.
+        """
+        if not self.n_busy:
+            return []
+        late = [s.guide for s in decodes if s.guide is not None and not (s.guide.is_ready or s.guide.is_late)]
+        ended: list[Guide] = []
+        deadline = time.monotonic() + min(LONGEST_WAIT_S, step_s * len(late) / max(1, len(decodes)))
+        while self.n_busy:
+            left = deadline - time.monotonic() if any(g.is_busy for g in late) else 0.0
+            try:
+                guides = self._done.get(timeout=left) if left > 0 else self._done.get_nowait()
+            except Empty:
+                break
+            self.n_busy -= len(guides)
+            for guide in guides:
+                guide.is_busy = False
+                if guide.error or guide.is_over:
+                    ended.append(guide)
+        for guide in late:
+            guide.is_late = guide.is_busy
+        return ended
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a worker is done with something, at most so long."""
+        if self.n_busy:
+            with suppress(Empty):
+                self._done.put(self._done.get(timeout=timeout_s))
+
+    def close(self) -> None:
+        """Ends the threads, as soon as they have done what they are at. Nothing may follow."""
+        with suppress(Empty):
+            while True:
+                self._todo.get_nowait()
+        for _ in self._threads:
+            self._todo.put(None)
+        deadline = time.monotonic() + LONGEST_CLOSE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # where the collector closes an LLM, it may be
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = []
+
+    # The workers.
+
+    def _work(self) -> None:
+        while (job := self._todo.get()) is not None:
+            guides, token = job
+            try:
+                if any(guide.sequence.finish_reason is None for guide in guides):  # else nobody waits for it
+                    self._do(guides, token)
+            except BaseException as error:  # a fault of ours or of the library (a panic is no Exception) costs these only
+                for guide in guides:
+                    guide.error = guide.error or f"the grammar could not be followed ({error})"
+            self._done.put(guides)
+            del job, guides  # it may be long until the next
+
+    def _do(self, guides: list[Guide], token: int | None) -> None:
+        """token: that the only guide's sequence drew; None: the grammar begins."""
+        if token is None:
+            self._begin(guides)
+            return
+        (guide,) = guides
+        assert guide.words is not None
+        is_end = self._foreign_end is not None and token in self._eos
+        if not guide.matcher.consume_token(self._foreign_end if is_end else token):
+            guide.error = f"the grammar could not take token {token}; {_error_of(guide.matcher)}"
+            return
+        guide.is_satisfied = self._fill(guide.matcher, guide.words)
+        guide.error = _error_of(guide.matcher)
+
+    def _begin(self, guides: list[Guide]) -> None:
+        grammar = guides[0].constraint.grammar
+        with self._lock:
+            kept = self._kept.pop(grammar, None)
+        if kept is None:
+            kept = self._compile(grammar)
+        with self._lock:
+            self._kept[grammar] = kept
+            while len(self._kept) > N_KEPT:
+                self._kept.popitem(last=False)
+        matcher, words, is_satisfied = kept
+        for guide in guides:
+            guide.error = _error_of(matcher)
+            guide.matcher, guide.words, guide.is_satisfied = matcher.deep_copy(), words.copy(), is_satisfied
+
+    def _compile(self, grammar: str) -> tuple[Any, Words, bool]:
+        """A matcher that nothing is done with but to copy it, its first mask, and whether only the end may follow."""
+        import llguidance  # few engines need it
+
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=limits)
+        words = np.zeros(-(-self.n_ids // 32), np.int32)
+        return matcher, words, self._fill(matcher, words)
+
+    def _fill(self, matcher: Any, words: Words) -> bool:
+        """Writes the mask; whether only the end may follow."""
+        if matcher.is_error():
+            return False
+        if matcher.is_stopped():
+            return True
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        end = self._foreign_end
+        if end is not None and words[end // 32] >> end % 32 & 1:
+            words[end // 32] ^= np.uint32(1 << end % 32).view(np.int32)
+            words |= self._only_eos.view(np.int32)
+        return matcher.is_accepting() and np.array_equal(words.view(np.uint32), self._only_eos)
+
+    def _get_tokenizer(self) -> Any:
+        import llguidance
+
+        assert self._tokenizer_file is not None
+        with self._lock:
+            if self._tokenizer is None:
+                file = self._tokenizer_file()
+                try:
+                    text = file.read_text(encoding="utf-8")
+                except OSError as error:
+                    raise ValueError(f"{file}, which it needs, cannot be read: {error.strerror}") from None
+                try:
+                    self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self.n_ids, eos_token=self._eos)
+                except ValueError:
+                    self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self.n_ids)
+                    self._foreign_end = int(self._tokenizer.eos_token)
+            return self._tokenizer
+
+
+def _error_of(matcher: Any) -> str:
+    """What is wrong with a matcher; "": nothing."""
+    error: str = matcher.get_error()
+    if error.startswith("NoExtension"):
+        return "no text can match the grammar from here on"
+    return f"the grammar cannot be followed: {error}" if error else ""

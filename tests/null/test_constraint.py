@@ -1,0 +1,325 @@
+"""Constrained sequences in the engine, with the fake runner: what is drawn, who waits for whom, and what fails."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+
+from deltic.engine.constraint import N_WORKERS, Guide, Guides
+from deltic.engine.loop import Engine
+from deltic.engine.request import Constraint, Output, Request, SamplingParams
+from deltic.engine.scheduler import RequestError
+from tests.fake_engine import byte_tokenizer
+from tests.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "ages": {"type": "array", "items": {"enum": [1, 22, 333]}, "maxItems": 4}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}  # fmt: skip
+COMPACT = {"whitespace_flexible": False}
+GRAMMAR = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides=COMPACT)  # type: ignore[arg-type]
+WORD = llguidance.LLMatcher.grammar_from_lark("start: /[a-z]{400}/")
+THINK_END = 264
+"""`</think>` of the byte tokenizer."""
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(byte_tokenizer()._backend.to_str())
+    return path
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def engine(request: Any, tokenizer_file: Path) -> Iterator[Engine]:
+    gpu = request.param == "gpu"
+    runner = FakeRunner(gpu=gpu, n_lookahead=int(gpu))
+    made = Engine(runner, tokenizer_file=lambda: tokenizer_file)
+    yield made
+    made.close(0)
+
+
+def request(
+    id: str = "a", n_prompt: int = 10, constraint: Constraint | None = None, **params: Any
+) -> Request:
+    params = {"seed": 1, "max_tokens": 200, "ignore_eos": True, "constraint": constraint} | params
+    prompt = [20 + (ord(id[0]) * 31 + 7 * i) % 900 for i in range(n_prompt)]
+    return Request(id=id, prompt_ids=prompt, params=SamplingParams(**params))
+
+
+def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], list[Output]]:
+    for r in requests:
+        engine.add(r)
+    found: dict[tuple[str, int], list[Output]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            found.setdefault((output.id, output.index), []).append(output)
+    engine.check()
+    return found
+
+
+def ids(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_answers_follow_their_grammar(engine: Engine) -> None:
+    """Without an eos: an answer that is complete has stopped. n > 1, and what is drawn alone is drawn beside others."""
+    constraint = Constraint(grammar=GRAMMAR)
+    requests = [request(f"{i}", 30 * i + 1, constraint, seed=i, n=1 + i % 3) for i in range(8)]
+    free = [request(f"f{i}", 20 * i + 1, seed=i, max_tokens=40) for i in range(4)]
+    found = run(engine, *requests, *free)
+    for r in requests:
+        for index in range(r.params.n):
+            outputs = found[r.id, index]
+            answer = json.loads(bytes(ids(outputs)))
+            assert answer.keys() == {"name", "ages"} and set(answer["ages"]) <= {1, 22, 333}
+            assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_token_id is None
+            assert not outputs[-1].token_ids
+    for r in free:
+        assert ids(found[r.id, 0]) == expected_tokens(r.prompt_ids, r.params)
+    assert engine.guides.n_busy == 0
+    for r in requests:
+        alone = run(engine, r)
+        assert all(ids(alone[key]) == ids(found[key]) for key in alone)
+
+
+def test_pages_may_be_short(tokenizer_file: Path) -> None:
+    """Whatever is preempted and computed again, the guide goes on where it was."""
+    for gpu in (False, True):
+        drawn = []
+        for n_pages in (256, 14):
+            runner = FakeRunner(n_pages=n_pages, gpu=gpu, n_lookahead=int(gpu), max_model_len=640)
+            made = Engine(runner, tokenizer_file=lambda: tokenizer_file)
+            constraint = Constraint(
+                grammar=WORD, think_end_id=THINK_END, think_budget=30, close_ids=(THINK_END,)
+            )
+            drawn.append(run(made, *(request(f"{i}", 100, constraint, max_tokens=180) for i in range(6))))
+            made.close(0)
+        assert made.scheduler.n_preemptions > 0
+        assert {k: ids(v) for k, v in drawn[0].items()} == {k: ids(v) for k, v in drawn[1].items()}
+
+
+def test_a_thought_is_free_and_then_closed(engine: Engine) -> None:
+    closing = {"close_ids": (10, THINK_END), "begin_ids": (10, 10)}
+    free = expected_tokens(request().prompt_ids, request().params)
+    for budget in (0, 1, 5):
+        constraint = Constraint(grammar=GRAMMAR, think_end_id=THINK_END, think_budget=budget, **closing)
+        tokens = ids(run(engine, request(constraint=constraint))["a", 0])
+        assert tokens[: budget + 4] == [*free[:budget], 10, THINK_END, 10, 10]
+        assert json.loads(bytes(tokens[budget + 4 :]))
+    # The model closes it by itself, before the budget is used up, or without one; with a grammar and without.
+    for budget in (None, 50):
+        constraint = Constraint(
+            grammar=GRAMMAR, think_end_id=free[6], think_budget=budget, close_ids=(free[6],), begin_ids=(10,)
+        )
+        tokens = ids(run(engine, request(constraint=constraint))["a", 0])
+        assert tokens[:8] == [*free[:7], 10] and json.loads(bytes(tokens[8:]))
+    constraint = Constraint(think_end_id=THINK_END, think_budget=5, **closing)
+    found = run(engine, request(constraint=constraint, max_tokens=30), request("b", max_tokens=30))
+    tokens = ids(found["a", 0])
+    assert tokens[:9] == [*free[:5], 10, THINK_END, 10, 10] and len(tokens) == 30
+    if engine.info.n_lookahead:  # a thought runs ahead, and so does what is free behind it
+        assert engine.runner.n_ran_ahead > 40  # type: ignore[attr-defined]
+
+
+def test_an_answer_does_not_end_inside_its_thought(engine: Engine) -> None:
+    """Where a grammar is to follow; without one it may."""
+    stop = expected_tokens(request().prompt_ids, request().params)[3]
+    for grammar in (GRAMMAR, ""):
+        constraint = Constraint(
+            grammar=grammar, think_end_id=THINK_END, think_budget=8, close_ids=(THINK_END,)
+        )
+        found: list[Guide] = []
+        original = FakeRunner.step
+
+        def step(runner: FakeRunner, planned: Any, found: Any = found, original: Any = original) -> Any:
+            found += [draw.sequence.guide.bans_end for draw in planned.draws]
+            return original(runner, planned)
+
+        engine.runner.step = step.__get__(engine.runner)  # type: ignore[method-assign]
+        run(engine, request(constraint=constraint, max_tokens=12, stop_token_ids=(stop,)))
+        assert found[:3] == [bool(grammar)] * 3 and not any(found[8:])
+
+
+def test_ends_as_ever(engine: Engine) -> None:
+    """max_tokens; a stop token; an eos where the grammar lets one through, also if it is to be ignored."""
+    outputs = run(engine, request(constraint=Constraint(grammar=GRAMMAR), max_tokens=3))["a", 0]
+    assert len(ids(outputs)) == 3 and outputs[-1].finish_reason == "length"
+    outputs = run(engine, request(constraint=Constraint(grammar=GRAMMAR), stop_token_ids=(ord("n"),)))["a", 0]
+    assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_token_id == ord("n")
+    letters = Constraint(grammar=llguidance.LLMatcher.grammar_from_lark("start: /a*/"))
+    for ignore in (False, True):
+        outputs = run(engine, request(constraint=letters, ignore_eos=ignore))["a", 0]
+        tokens = ids(outputs)
+        assert set(tokens[:-1]) <= {ord("a")} and tokens[-1] == EOS and outputs[-1].finish_reason == "stop"
+    nothing = Constraint(grammar=llguidance.LLMatcher.grammar_from_lark('start: ""'))
+    outputs = run(engine, request(constraint=nothing))["a", 0]
+    assert not ids(outputs) and outputs[-1].finish_reason == "stop"
+
+
+def test_a_borrowed_tokenizer_may_end_elsewhere(tokenizer_file: Path) -> None:
+    """As with random weights: the ends of the model are none of its ids."""
+    runner = FakeRunner()
+    runner.info.eos_token_ids = [500, 999]
+    engine = Engine(runner, tokenizer_file=lambda: tokenizer_file)
+    words = Constraint(grammar=llguidance.LLMatcher.grammar_from_lark("start: /[ab]*/"))
+    for ignore in (False, True):
+        for seed in range(5):
+            tokens = ids(run(engine, request(constraint=words, ignore_eos=ignore, seed=seed))["a", 0])
+            assert set(tokens[:-1]) <= {ord("a"), ord("b")} and tokens[-1] in (500, 999)
+    engine.close(0)
+
+
+def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a mask nor a grammar that takes long holds up the others' tokens, or the prompt behind it."""
+    original, n_others = Guides._do, 0
+
+    def slow(guides: Guides, job: list[Guide], token: int | None) -> None:
+        if job[0].sequence.request.id == "s":
+            until, deadline = n_others + 30, time.monotonic() + 20
+            while n_others < until and time.monotonic() < deadline:
+                time.sleep(0.001)
+        original(guides, job, token)
+
+    monkeypatch.setattr(Guides, "_do", slow)
+    engine.add(request("s", 150, Constraint(grammar=GRAMMAR), max_tokens=3))
+    engine.add(request("f", 300, max_tokens=150))
+    engine.add(request("g", 10, Constraint(grammar=WORD), max_tokens=150))
+    n_before = []
+    while engine.has_work():
+        for output in engine.step():
+            if output.id == "s" and output.token_ids:
+                n_before.append(n_others)
+            n_others += output.id != "s"
+    engine.check()
+    assert len(n_before) == 3 and n_before[0] >= 30 and n_before[2] >= 90, n_before
+
+
+def test_what_is_wrong_harms_nobody_else(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(
+        engine, request("x", constraint=Constraint(grammar="no grammar"), n=2), request("f", max_tokens=5)
+    )
+    for index in range(2):
+        (output,) = found["x", index]
+        assert output.finish_reason == "error" and "Expected token" in (output.error or "")
+    assert found["f", 0][-1].finish_reason == "length"
+    for start, n_tokens in (("T", 0), ('"x" T', 1)):
+        never = llguidance.LLMatcher.grammar_from_lark(f"start: {start}\nT: /ab/ & /ac/")
+        *drawn, output = run(engine, request("x", constraint=Constraint(grammar=never)))["x", 0]
+        assert len(drawn) == n_tokens and "no text can match" in (output.error or "")
+
+    original = Guides._fill
+
+    def empty(guides: Guides, matcher: Any, words: Any) -> bool:
+        result = original(guides, matcher, words)
+        words[:] = 0
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Guides, "_fill", empty)
+        word = Constraint(grammar=llguidance.LLMatcher.grammar_from_lark("start: /[b-d]+/"))
+        found = run(engine, request("x", constraint=word), request("f", max_tokens=5))
+    assert "leave no token" in (found["x", 0][-1].error or "") and found["f", 0][-1].finish_reason == "length"
+
+    class Panic(BaseException):
+        """As a panic of the library is."""
+
+    def fail(*_: Any) -> None:
+        raise Panic("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Guides, "_do", fail)
+        found = run(engine, request("x", constraint=Constraint(grammar=GRAMMAR)), request("f", max_tokens=5))
+    assert "broken" in (found["x", 0][-1].error or "") and found["f", 0][-1].finish_reason == "length"
+    assert json.loads(bytes(ids(run(engine, request("y", constraint=Constraint(grammar=GRAMMAR)))["y", 0])))
+
+
+def test_refused_at_once(engine: Engine) -> None:
+    for constraint, words in (
+        (Constraint(think_end_id=VOCAB_SIZE), "constraint has a token id"),
+        (Constraint(begin_ids=(-1,)), "constraint has a token id"),
+        (Constraint(think_end_id=5, think_budget=3), "close_ids"),
+        (Constraint(think_end_id=5, think_budget=-3, close_ids=(5,)), "think_budget"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            engine.add(request(constraint=constraint))
+    with pytest.raises(RequestError, match="no tokenizer"):
+        Engine(FakeRunner()).add(request(constraint=Constraint(grammar=GRAMMAR)))
+    without = Engine(FakeRunner(), tokenizer_file=lambda: Path("/nowhere/tokenizer.json"))
+    (output,) = run(without, request(constraint=Constraint(grammar=GRAMMAR)))["a", 0]
+    assert "/nowhere/tokenizer.json" in (output.error or "")
+
+
+def test_an_abort_frees_everything(engine: Engine) -> None:
+    def n_guides() -> int:
+        gc.collect()
+        return sum(isinstance(thing, Guide) for thing in gc.get_objects())
+
+    before = n_guides()
+    for n_steps in (0, 1, 2, 9):
+        engine.add(request("a", 150, Constraint(grammar=WORD), n=3))
+        for _ in range(n_steps):
+            engine.step()
+        assert {o.finish_reason for o in engine.abort("a")} == {"abort"}
+        engine.check()
+    deadline = time.monotonic() + 5
+    while engine.guides.n_busy and time.monotonic() < deadline:
+        engine.scheduler.take_masks(0.001)
+    assert engine.guides.n_busy == 0 and not engine.has_work()
+    assert n_guides() == before
+
+
+def test_nothing_is_done_for_who_is_gone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, original = [], Guides._compile
+    monkeypatch.setattr(
+        Guides, "_compile", lambda guides, grammar: (compiled.append(1), original(guides, grammar))[1]
+    )
+    with engine.guides._lock:  # the workers stand still
+        for i in range(12):
+            engine.add(request(f"{i}", constraint=Constraint(grammar=GRAMMAR + " " * i)))
+            engine.abort(f"{i}")
+    deadline = time.monotonic() + 5
+    while engine.guides.n_busy and time.monotonic() < deadline:
+        engine.scheduler.take_masks(0.001)
+    assert engine.guides.n_busy == 0 and len(compiled) <= N_WORKERS
+
+
+def test_the_end_waits_for_the_threads(tokenizer_file: Path) -> None:
+    """Python crashes when it ends while one of them is in the library."""
+    program = f"""
+import llguidance
+from pathlib import Path
+from deltic.engine.loop import Engine
+from tests.fakes import FakeRunner
+from tests.null.test_constraint import Constraint, request
+inner = {{"properties": {{f"q{{i}}": {{"type": "string", "pattern": "^[a-z]{{1,20}}[0-9]*$"}} for i in range(40)}}}}
+schema = {{"properties": {{f"p{{i}}": {{"type": "array", "items": inner}} for i in range(40)}}}}
+grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+engine = Engine(FakeRunner(), tokenizer_file=lambda: Path({str(tokenizer_file)!r}))
+for i in range(8):
+    engine.add(request(f"{{i}}", constraint=Constraint(grammar=grammar + " " * i)))
+engine.step()
+engine.close(0)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_a_quiet_engine_makes_the_tokenizer(engine: Engine) -> None:
+    """While the library does, nothing else runs; what goes wrong is said by the first grammar."""
+    engine.guides.prepare()
+    assert engine.guides._tokenizer is not None
+    for without in (Guides(9, [0], None), Guides(9, [0], lambda: Path("/nowhere/tokenizer.json"))):
+        without.prepare()
+        without.prepare()
+        assert without._tokenizer is None
