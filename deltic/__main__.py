@@ -123,6 +123,8 @@ def _add_benches(add: Any, benches: Any) -> None:
     start.add_argument("--starts", type=int, default=7, metavar="N", help="default: 7")
     start.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
     add_flags(start, EngineConfig, skip=("model",))
+    stalls = add("stalls", _bench_stalls, "how long answers stand still while long prompts arrive", benches)
+    _add_bench_stalls(stalls)
     ops = add("ops", _bench_ops, "time each operator at a model's shapes", benches)
     _add_bench_ops(ops)
     gpu = add("gpu", _bench_gpu, "time decodes and prefills on a GPU, beside its roofs", benches)
@@ -201,6 +203,21 @@ def _add_bench_serve(sub: argparse.ArgumentParser) -> None:
         "--serve-args", default="", metavar="ARGS", help="more flags for the server started, in one string"
     )
     add_flags(sub, EngineConfig, skip=("model", "seed"))
+
+
+def _add_bench_stalls(sub: argparse.ArgumentParser) -> None:
+    _add_model(sub)
+    sub.set_defaults(url=None)
+    sub.add_argument(
+        "--targets", default="250,0", metavar="MS,MS,...", help="--max-itl-ms of each server; 0: none (default: 250,0)"
+    )  # fmt: skip
+    sub.add_argument("--n", type=int, default=8, metavar="N", help="answers that run (default: 8)")
+    sub.add_argument("--prompts", type=int, default=4, metavar="N", help="long prompts (default: 4)")
+    sub.add_argument("--prompt-tokens", type=int, default=8192, metavar="T", help="default: 8192")
+    sub.add_argument(
+        "--out", metavar="DIR", help="directory of the results (default: bench/runs/<date>-<machine>)"
+    )
+    add_flags(sub, EngineConfig, skip=("model", "max_itl_ms"))
 
 
 def _add_bench_ops(sub: argparse.ArgumentParser) -> None:
@@ -341,6 +358,12 @@ def _bench_serve(arguments: argparse.Namespace) -> int:
 
 def _bench_start(arguments: argparse.Namespace) -> int:
     from deltic.bench.start import bench
+
+    return bench(arguments, _server_arguments(arguments))
+
+
+def _bench_stalls(arguments: argparse.Namespace) -> int:
+    from deltic.bench.stalls import bench
 
     return bench(arguments, _server_arguments(arguments))
 

@@ -24,6 +24,7 @@ import msgspec
 from deltic.config import BUILT_IN, EngineConfig, resolve
 from deltic.engine.loop import MAX_FAILURES, Engine
 from deltic.engine.request import Output, Request, SamplingParams, TokenLogprob
+from deltic.engine.trace import Trace
 from deltic.models.checkpoint import text_directory
 from deltic.server import protocol
 from deltic.server.answer import Choice
@@ -84,9 +85,12 @@ class LLM:
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
         from deltic.engine.build import build_for_device  # imports torch: after what can fail at once
 
+        trace = Trace(self.config.trace) if self.config.trace is not None else None
         self._engine = Engine(
-            build_for_device(self.config, lambda stage, done: None)
-        )  # nobody watches: no target
+            build_for_device(self.config, lambda stage, done: None),  # nobody watches: no target
+            tokenizer_file=lambda: directory / "tokenizer.json",
+        )
+        self._engine.trace = trace
         self._close = weakref.finalize(self, self._engine.close, SAVE_S)
         self.info = self._engine.info
         self._ids = count()

@@ -71,6 +71,16 @@ def draw(state: int, seed: int, params: SamplingParams, n_generated: int) -> int
     return token
 
 
+def guided(token: int, guide: Any) -> int:
+    """The token, or where a constraint does not let it through, another one; -1 where there is none."""
+    if guide is None:
+        return token
+    if guide.mask is None:
+        return token + 1 if token == EOS and guide.bans_end else token
+    allowed = np.flatnonzero(np.unpackbits(guide.mask.view(np.uint8), bitorder="little"))
+    return int(allowed[token % len(allowed)]) if len(allowed) else -1
+
+
 def expected_tokens(prompt_ids: list[int], params: SamplingParams, seed: int | None = None) -> list[int]:
     """What a sequence with this seed generates, up to and including the token that ends it."""
     state = START_STATE
@@ -167,6 +177,8 @@ class FakeRunner:
             if self._ahead.pop(chunk.sequence, None) is None:
                 self._run(chunk)
             else:
+                guide = chunk.sequence.guide
+                assert guide is None or guide.mask is None, "it drew ahead without its mask"
                 self.n_tokens_run += 1
         for source, destination in step.slot_copies:
             self.states[destination] = self.states[source]
@@ -176,7 +188,7 @@ class FakeRunner:
         for drawn in step.draws:
             sequence, params = drawn.sequence, drawn.sequence.request.params
             state = self._check_memory(sequence)
-            token = draw(state, sequence.seed, params, sequence.n_generated)
+            token = guided(draw(state, sequence.seed, params, sequence.n_generated), sequence.guide)
             tokens.append(token)
             logprobs.append(None if params.logprobs is None else self._logprob(token, params.logprobs))
         prompt_logprobs = {}
@@ -189,7 +201,9 @@ class FakeRunner:
                 n_top = sequence.request.params.prompt_logprobs or 0
                 prompt_logprobs[i] = [self._logprob(token, n_top) for token in scored]
         for drawn, token in zip(step.draws, tokens, strict=True) if self.info.n_lookahead else []:
-            self._run_ahead(drawn.sequence, token)
+            guide = drawn.sequence.guide
+            if guide is None or (guide.next_is_free and token != guide.constraint.think_end_id):
+                self._run_ahead(drawn.sequence, token)
         return StepResult(tokens, logprobs, prompt_logprobs)
 
     def _check_limits(self, step: Step) -> None:

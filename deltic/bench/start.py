@@ -18,9 +18,9 @@ from deltic.bench.machine import code, machine, now, runs_directory
 from deltic.config import ConfigError
 from deltic.remote import LocalServer, ServerFailed
 
-STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache")
+STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache", "fit")
 """What the engine reports: interpreter, importing torch, sizing, reading weights, allocating and warming up, on a GPU compiling
-and recording instead, opening --cache-dir."""
+and recording instead, opening --cache-dir, timing steps for --max-itl-ms."""
 
 
 async def start_once(server_arguments: list[str]) -> dict[str, float]:

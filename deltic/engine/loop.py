@@ -20,19 +20,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 
+from deltic import logs
 from deltic.config import EngineConfig
 from deltic.engine.cache import Cache
+from deltic.engine.constraint import Guides
 from deltic.engine.request import (
     MAX_BIASES,
     MAX_LOGPROBS,
     Abort,
     CacheReport,
     Command,
+    Constraint,
     EngineInfo,
     Event,
     InspectCache,
@@ -49,7 +53,9 @@ from deltic.engine.request import (
 )
 from deltic.engine.scheduler import RequestError, Scheduler
 from deltic.engine.tiers import Tiers
+from deltic.engine.trace import Trace
 from deltic.engine.tree import Geometry
+from deltic.models.checkpoint import text_directory
 
 log = logging.getLogger("deltic.engine")
 
@@ -120,6 +126,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     started_at: float
     """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
+    log_format: str = "text"
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -142,29 +149,40 @@ def check_request(request: Request, info: EngineInfo) -> None:
         ("seed", p.seed or 0, -(2**63), 2**63 - 1),
         ("logprobs", p.logprobs or 0, 0, most_logprobs),
         ("prompt_logprobs", p.prompt_logprobs or 0, 0, most_logprobs),
-        ("the number of stop_token_ids", len(p.stop_token_ids), 0, MAX_BIASES - len(info.eos_token_ids)),
+        ("the number of stop_token_ids", len(p.stop_token_ids), 0, MAX_BIASES - len(info.eos_token_ids) - 1),
         ("the number of entries of logit_bias", len(p.logit_bias), 0, MAX_BIASES),
     ]
     for name, value, least, most in ranges:
         if not least <= value <= most:  # false for NaN too
             raise RequestError(f"{name} = {value}: must be from {least} to {most}")
+    c = p.constraint or Constraint()
     for name, ids in (
         ("prompt", request.prompt_ids),
         ("stop_token_ids", p.stop_token_ids),
         ("logit_bias", p.logit_bias),
+        ("constraint", (*c.close_ids, *c.begin_ids, *(() if c.think_end_id is None else (c.think_end_id,)))),
     ):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise RequestError(f"{name} has a token id outside the vocabulary (0 to {vocab_size - 1})")
     if not all(math.isfinite(bias) for bias in p.logit_bias.values()):
         raise RequestError("logit_bias has a value that is not finite")
+    if c.think_budget is not None and (c.think_budget < 0 or c.think_end_id not in c.close_ids):
+        raise RequestError("think_budget must be 0 or more, and close_ids must have think_end_id")
 
 
 class Engine:
     """Requests in, outputs out, one step at a time, in the caller's thread."""
 
-    def __init__(self, runner: StepRunner, max_itl_ms: float | None = None) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        max_itl_ms: float | None = None,
+        tokenizer_file: Callable[[], Path] | None = None,
+    ) -> None:
+        """tokenizer_file: says where the tokenizer.json is, for grammars; asked when the first one comes."""
         self.runner = runner
         self.info = info = runner.info
+        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file)
         self.cache = Cache(
             info.n_pages,
             info.n_slots,
@@ -186,46 +204,73 @@ class Engine:
             n_lookahead=info.n_lookahead,
             block_size=info.block_size,
             max_prefill_seqs=info.max_prefill_seqs,
+            guides=self.guides,
         )
         self.n_steps = 0
         self.n_failures = 0
         """Steps that failed since the last one that did not."""
         self.last_step_s = 0.0
+        self.trace: Trace | None = None
+
+    def fit_cost(self) -> None:
+        """Times some steps, for the target of a step's time if there is one. Only before the first request."""
+        if self.scheduler.cost is not None:
+            self.scheduler.cost.fit(self.runner.step, self.info)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError, a ValueError, when it cannot be run; nothing is queued then."""
         check_request(request, self.info)
+        constraint = request.params.constraint
+        if constraint is not None and constraint.grammar and not self.guides.has_tokenizer:
+            raise RequestError("this engine has no tokenizer, and a grammar needs one")
         self.scheduler.add(request)
+        if self.trace is not None:
+            self.trace.arrived(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
         """Ends a request or one of its sequences at once: their last Outputs. Unknown ids are ignored."""
-        return self.scheduler.abort(request_id, index)
+        return self._traced(self.scheduler.abort(request_id, index))
 
     def has_work(self) -> bool:
         return self.scheduler.n_open > 0
 
     def step(self) -> list[Output]:
         """Runs one step. A step that fails ends its sequences with an error; the others go on."""
+        ended = self.scheduler.take_masks(self.last_step_s)
         start = time.perf_counter()
         step = self.scheduler.plan()
         if step is None:
-            if self.has_work():  # all that is open waits for the tiers
-                self.cache.store.wait(MOVE_WAIT_S)
-            return []
+            if self.has_work() and not ended:  # all that is open waits for a mask, or for the tiers
+                (self.guides if self.guides.n_busy else self.cache.store).wait(MOVE_WAIT_S)
+            return self._traced(ended)
+        planned = time.perf_counter()
         try:
             result = self.runner.step(step)
         except Exception as error:
             log.exception("a step of %d sequences failed", len(step.chunks))
             self.n_failures += 1
-            return self.scheduler.fail(
+            failed = self.scheduler.fail(
                 step,
                 f"the engine could not run this step ({type(error).__name__}: {error}); send the request again",
             )
-        outputs = self.scheduler.commit(step, result)
+            return self._traced(ended + failed)
+        ran = time.perf_counter()
+        outputs = ended + self.scheduler.commit(step, result)
         self.n_failures = 0
         self.n_steps += 1
-        self.last_step_s = time.perf_counter() - start
+        end = time.perf_counter()
+        self.last_step_s = end - start
         self.scheduler.observe(step, self.last_step_s)
+        if self.trace is not None:
+            waiting = [s for s in self.scheduler.sequences() if s.slot is None]
+            self.trace.stepped(step, self.stats(), waiting, (start, planned, ran, end))
+        return self._traced(outputs)
+
+    def _traced(self, outputs: list[Output]) -> list[Output]:
+        if self.trace is not None:
+            self.trace.said(outputs)
+            if not self.has_work():
+                self.trace.flush()
         return outputs
 
     def stats(self) -> Stats:
@@ -255,7 +300,11 @@ class Engine:
 
     def close(self, timeout_s: float) -> None:
         """Lets what is to be kept on disk get there, for at most so long. No step may follow."""
-        self.cache.store.close(timeout_s)
+        begin = time.monotonic()
+        self.guides.close()
+        self.cache.store.close(max(0.0, timeout_s - (time.monotonic() - begin)))
+        if self.trace is not None:
+            self.trace.close()
 
     def check(self) -> None:
         """Raises IntegrityError unless pages and slots add up."""
@@ -303,6 +352,7 @@ class EngineProcess:
     def load(self, build: Build | None) -> Engine | None:
         """Builds the engine and says so; None when it cannot be built, which is said too."""
         start_s = {"python": time.time() - self.launch.started_at}
+        is_fake = build is not None
         try:
             if build is None:
                 self.progress("import", 0.0)
@@ -313,7 +363,13 @@ class EngineProcess:
 
                 start_s["import"] = time.perf_counter() - start
                 build = build_for_device
-            engine = Engine(build(self.launch.config, self.progress), self.launch.config.max_itl_ms or None)
+            config = self.launch.config
+            trace = Trace(config.trace) if config.trace is not None else None
+            engine = Engine(
+                build(config, self.progress),
+                config.max_itl_ms or None,
+                lambda: text_directory(config) / "tokenizer.json",
+            )
         except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
             text = str(error)
             out_of_memory = (
@@ -323,9 +379,13 @@ class EngineProcess:
                 raise
             self.send(StartFailed(OUT_OF_MEMORY if out_of_memory else str(error)))
             return None
-        engine.info.start_s = start_s | engine.info.start_s
         if "torch" in sys.modules:  # its threads have nothing left to do that is worth a core
             sys.modules["torch"].set_num_threads(1)
+        start = time.perf_counter()
+        if not is_fake:
+            engine.fit_cost()
+        engine.trace = trace
+        engine.info.start_s = start_s | engine.info.start_s | {"fit": round(time.perf_counter() - start, 3)}
         # What was loaded stays: the collector need not walk it again, nor pause a step for it.
         gc.collect()
         gc.freeze()
@@ -357,7 +417,9 @@ class EngineProcess:
                 was_idle = True
                 engine.cache.store.poll()
                 saving = engine.cache.store.n_moving > 0
-                self._commands.poll(int((MOVE_WAIT_S if saving else IDLE_POLL_S) * 1000))
+                came = self._commands.poll(int((MOVE_WAIT_S if saving else IDLE_POLL_S) * 1000))
+                if not came and not saving:
+                    engine.guides.prepare()
         return 0
 
     def _obey(self, engine: Engine, outputs: list[Output]) -> bool:
@@ -409,12 +471,12 @@ def main(build: Build | None = None, argument: str | None = None) -> int:
     # Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     launch = msgspec.json.decode(
         argument or sys.argv[-1],
         type=Launch,
         dec_hook=lambda kind, value: kind(value),  # paths, as texts
     )
+    logs.set_up("info", launch.log_format, "%(levelname)s %(name)s: %(message)s")
     if os.getppid() != launch.parent_pid:  # it ended before the kernel was asked to tell
         return 1
     process = EngineProcess(launch)

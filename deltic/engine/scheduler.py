@@ -2,8 +2,8 @@
 
 A sequence waits (owns nothing), prefills (owns a slot, and pages for what was computed) or decodes. Each step
 takes every decode, then fills what is left of the token budget with prefill chunks, first come, first served
-within a priority. `plan` makes a step, the runner runs it, `commit` takes what was drawn; requests come and
-go in between.
+within a priority and an owner, owners in turn. `plan` makes a step, the runner runs it, `commit` takes what was
+drawn; requests come and go in between.
 
 A sequence starts behind the longest prefix that the cache has. It is held back while that is brought from a lower tier, and
 while another prefill, which goes first in any case, computes what both begin with: those behind it may overtake it then.
@@ -31,6 +31,8 @@ from itertools import chain
 import msgspec
 
 from deltic.engine.cache import Cache, pages_for
+from deltic.engine.constraint import Guides
+from deltic.engine.cost import Load, StepCost
 from deltic.engine.request import (
     PAGE_SIZE,
     Chunk,
@@ -45,57 +47,11 @@ from deltic.engine.request import (
 from deltic.engine.tree import DEVICE
 
 NOT_FINITE = "nothing can be drawn: the model gave logits that are not finite (is the checkpoint damaged?) or all ids are banned"
+NOTHING_ALLOWED = "nothing can be drawn: logit_bias, min_tokens and the grammar leave no token (or the logits are not finite)"
 
 
 class RequestError(ValueError):
     """A request that this engine cannot run; the message says why and what would do."""
-
-
-class StepCost:
-    """The duration of a step as `base(n_decodes) + slope * n_prefill_tokens`, learned from steps as they run.
-
-    `base` is a line fitted to the steps without prefill, `slope` what the others took beyond it for each
-    token, both least squares with exponentially fading weights: contexts grow and machines get busy, so old
-    steps count less. While nothing is known of `base` it counts as 0 and `slope` carries everything, which
-    errs to the safe side.
-    """
-
-    def __init__(self, target_s: float, decay: float = 0.95) -> None:
-        self.target_s = target_s
-        self.decay = decay
-        # Fading sums: of steps without prefill (n decodes, t seconds), of those with (p tokens, x seconds more).
-        self._w = self._n = self._t = self._nn = self._nt = 0.0
-        self._pp = self._px = 0.0
-
-    def observe(self, n_prefill: int, n_decodes: int, seconds: float) -> None:
-        """Learns from one step."""
-        if n_prefill:
-            extra = max(0.0, seconds - self.base_s(n_decodes))
-            self._pp = self._pp * self.decay + n_prefill * n_prefill
-            self._px = self._px * self.decay + n_prefill * extra
-        else:
-            self._w = self._w * self.decay + 1.0
-            self._n = self._n * self.decay + n_decodes
-            self._t = self._t * self.decay + seconds
-            self._nn = self._nn * self.decay + n_decodes * n_decodes
-            self._nt = self._nt * self.decay + n_decodes * seconds
-
-    def base_s(self, n_decodes: int) -> float:
-        """Seconds of a step of `n_decodes` decodes and no prefill."""
-        if not n_decodes or not self._w:
-            return 0.0
-        mean_n, mean_t = self._n / self._w, self._t / self._w
-        variance = self._nn / self._w - mean_n * mean_n
-        slope = max(0.0, (self._nt / self._w - mean_n * mean_t) / variance) if variance > 1e-3 else 0.0
-        return max(0.0, mean_t + slope * (n_decodes - mean_n))
-
-    def prefill_budget(self, n_decodes: int) -> int:
-        """Prefill tokens that keep a step with `n_decodes` decodes within the target: a multiple of 64, at least 64."""
-        if not self._pp:
-            return PAGE_SIZE
-        slope_s = max(1e-9, self._px / self._pp)
-        n_tokens = (self.target_s - self.base_s(n_decodes)) / slope_s
-        return max(PAGE_SIZE, int(n_tokens) // PAGE_SIZE * PAGE_SIZE)
 
 
 def _put_decodes_first(step: Step) -> None:
@@ -108,9 +64,9 @@ def _put_decodes_first(step: Step) -> None:
         draw.chunk = place[draw.chunk]
 
 
-def _rank(sequence: Sequence) -> tuple[int, int, int]:
+def _rank(sequence: Sequence) -> tuple[int, int, int, int]:
     """Who goes first: the lower rank. Unique among the open sequences."""
-    return sequence.request.priority, sequence.arrival, sequence.index
+    return sequence.request.priority, sequence.turn, sequence.arrival, sequence.index
 
 
 def _mixed_seed(seed: int, index: int) -> int:
@@ -135,6 +91,11 @@ def _wants_prompt_logprobs(sequence: Sequence) -> bool:
         and sequence.index == 0
         and sequence.n_generated == 0
     )
+
+
+def _can_draw(sequence: Sequence) -> bool:
+    """Whether it is known which ids its next token may be."""
+    return sequence.guide is None or bool(sequence.guide.is_ready)
 
 
 class Scheduler:
@@ -166,6 +127,7 @@ class Scheduler:
         n_lookahead: int = 0,
         block_size: int = 1,
         max_prefill_seqs: int = 0,
+        guides: Guides | None = None,
     ) -> None:
         """n_lookahead, block_size, max_prefill_seqs: as in EngineInfo; its canonical_decode is the cache's."""
         if min(cache.slots.n, cache.places.n) < max_num_seqs:
@@ -179,6 +141,7 @@ class Scheduler:
         self.n_lookahead = n_lookahead
         self.block_size = block_size
         self.max_prefill_seqs = max_prefill_seqs
+        self.guides = guides
         self.max_num_seqs = max_num_seqs
         self.max_step_tokens = max_step_tokens
         self.max_model_len = max_model_len
@@ -191,6 +154,7 @@ class Scheduler:
         self._open: dict[str, dict[int, Sequence]] = {}
         self._n_open = 0
         self._n_arrived = 0
+        self._turn = 0  # the latest that was admitted
         # A sequence that waits for its first sibling's prompt is in none of them, but in that one's `siblings`.
         self._waiting: list[Sequence] = []  # by rank
         self._prefills: list[Sequence] = []  # by rank
@@ -240,6 +204,7 @@ class Scheduler:
         prompt, now = array("i", request.prompt_ids), time.monotonic()
         # Kept once, as an array: a list is nine times as large, and siblings get their copy when they start.
         request = msgspec.structs.replace(request, params=params, prompt_ids=[])
+        turn = self._next_turn(request)
         group = [
             Sequence(
                 request,
@@ -248,6 +213,7 @@ class Scheduler:
                 array("i") if index else prompt,
                 n_prompt,
                 arrival=self._n_arrived,
+                turn=turn,
                 arrived_at=now,
             )
             for index in range(params.n)
@@ -256,12 +222,24 @@ class Scheduler:
             group[0].prompt_logprobs = [None]
         group[0].siblings = group[1:]
         self.cache.open(group[0])
+        if self.guides is not None:
+            self.guides.open(group)
         for other in self._prefills:
             self.cache.want_junction(other, group[0])
         self._n_arrived += 1
         self._n_open += params.n
         self._open[request.id] = dict(enumerate(group))
         insort(self._waiting, group[0], key=_rank)
+
+    def _next_turn(self, request: Request) -> int:
+        """The turn of a new request: behind those of its owner and priority that wait, but level with the others' first.
+
+        So owners alternate however many one of them sends, none can be overtaken for ever, and a single one is served in the
+        order of arrival.
+        """
+        waiting = (s for s in self._waiting if s.request.priority == request.priority)
+        own = (s.turn + s.request.params.n for s in waiting if s.request.owner == request.owner)
+        return max(self._turn, max(own, default=0))
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
         """Ends a request or one of its sequences; what it owned is free on return. Unknown ones are ignored."""
@@ -292,6 +270,7 @@ class Scheduler:
         """Frees what a sequence that is in no list owns, and forgets it."""
         self.cache.release(sequence, keep_state=reason != "error")
         sequence.finish_reason = reason
+        sequence.guide = None
         self._n_open -= 1
         group = self._open[sequence.request.id]
         del group[sequence.index]
@@ -327,9 +306,16 @@ class Scheduler:
 
     # One step.
 
+    def take_masks(self, step_s: float) -> list[Output]:
+        """Takes the masks that are done, waiting a little for those of decodes; the last Outputs of sequences that cannot have
+        one, and of answers that are complete."""
+        ended = [] if self.guides is None else self.guides.collect(self._decodes, step_s)
+        ended = [guide for guide in ended if guide.sequence.finish_reason is None]
+        return [self._end(g.sequence, "error" if g.error else "stop", g.error or None) for g in ended]
+
     def plan(self) -> Step | None:
-        """The next step, or None when nothing is open, or nothing can run before the tiers have moved something. Pages and
-        slots are handed out here.
+        """The next step, or None when nothing is open, or nothing can run before the tiers have moved something or a mask is
+        there. Pages and slots are handed out here.
 
         Raises RuntimeError if sequences are open and none can run, which would be a fault of this file.
         """
@@ -338,16 +324,18 @@ class Scheduler:
             return None
         step = Step()
         self._grow_decodes()
-        for i, sequence in enumerate(self._decodes):
-            step.chunks.append(Chunk(sequence, sequence.n_computed, 1))
+        for sequence in self._decodes:
             if sequence.n_pending == 1:
-                step.draws.append(Draw(i, sequence))
+                if not _can_draw(sequence):
+                    continue  # it sits this step out
+                step.draws.append(Draw(len(step.chunks), sequence))
+            step.chunks.append(Chunk(sequence, sequence.n_computed, 1))
         if self._prefills or self._waiting:
             self._plan_prefills(step)
             if not self.canonical_decode:
                 _put_decodes_first(step)
         if not step.chunks:
-            if self.cache.store.n_moving:
+            if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
                 return None
             raise RuntimeError(f"{self._n_open} sequences are open and none can run: the scheduler is stuck")
         return step
@@ -374,9 +362,8 @@ class Scheduler:
         """Fills the step with prefill chunks, running and waiting sequences in the order of their rank."""
         n_decodes = len(step.chunks)
         budget = self.max_step_tokens - (n_decodes if self.canonical_decode else 0)
-        if n_decodes and self.cost:
-            budget = min(budget, self.cost.prefill_budget(n_decodes))
         budget = max(budget, PAGE_SIZE)  # decodes may slow a prefill, not stop it
+        load = Load.of(step.chunks, self.block_size) if self.cost and self._decodes else None
         n_rows = self.max_logit_rows - n_decodes
         candidates = (s for s in self._waiting[:] if not self._is_held(s))
         candidate = next(candidates, None)
@@ -389,15 +376,26 @@ class Scheduler:
                 continue
             if not sequence:
                 break
-            length = self._chunk_length(sequence, budget, n_rows)
+            most = budget
+            if self.cost and load:
+                most = self.cost.room(load, sequence.n_computed, budget)
+                most = most if load.n_rows else max(most, min(budget, PAGE_SIZE))
+            length = self._chunk_length(sequence, most, n_rows)
             if not length:
                 break  # first come, first served: nobody overtakes a prefill that lacks budget or pages
+            if length == sequence.n_pending and not all(map(_can_draw, [sequence, *sequence.siblings])):
+                length = (sequence.n_computed + length - 1) // PAGE_SIZE * PAGE_SIZE - sequence.n_computed
+                if length <= 0:  # all but its end is done: others may pass
+                    i += 1
+                    continue
             wants_logprobs = _wants_prompt_logprobs(sequence)
             chunk = Chunk(sequence, sequence.n_computed, length, wants_logprobs)
             self.cache.plan_checkpoints(chunk)
             step.chunks.append(chunk)
             budget -= self._n_rows(chunk)
             n_prefills += not chunk.is_decode
+            if load:
+                load.add(chunk, self.block_size)
             if length == sequence.n_pending:
                 n_rows -= length if wants_logprobs else 1
                 del self._prefills[i]
@@ -454,6 +452,7 @@ class Scheduler:
             cache.note_lookup(sequence)
         self._waiting.remove(sequence)
         self._prefills.insert(i, sequence)
+        self._turn = max(self._turn, sequence.turn)
         return True
 
     def _waits_for_prefix(self, sequence: Sequence, n_usable: int, step: Step) -> bool:
@@ -551,7 +550,8 @@ class Scheduler:
             output = Output(sequence.request.id, sequence.index, [token])
             outputs.append(output)
             if token < 0:
-                output.token_ids, output.finish_reason, output.error = [], "error", NOT_FINITE
+                output.token_ids, output.finish_reason = [], "error"
+                output.error = NOT_FINITE if sequence.guide is None else NOTHING_ALLOWED
                 self._close(sequence, "error")
                 n_ended += 1
                 continue
@@ -573,6 +573,9 @@ class Scheduler:
                 output.finish_reason, output.stop_token_id = "stop", token
             elif len(tokens) - sequence.n_prompt >= params.max_tokens:
                 output.finish_reason = "length"
+            elif sequence.guide is not None and self.guides is not None:
+                self.guides.advance(sequence.guide, token)
+                output.finish_reason = "stop" if sequence.guide.is_over else None
             if output.finish_reason is not None:
                 self._close(sequence, output.finish_reason)
                 n_ended += 1
@@ -583,9 +586,8 @@ class Scheduler:
 
     def observe(self, step: Step, seconds: float) -> None:
         """Tells the cost model, if there is a target, what a step took."""
-        if self.cost:
-            prefills = [chunk for chunk in step.chunks if not chunk.is_decode]
-            self.cost.observe(sum(map(self._n_rows, prefills)), len(step.chunks) - len(prefills), seconds)
+        if self.cost and not step.chunks[-1].is_decode:
+            self.cost.observe(Load.of(step.chunks, self.block_size), seconds)
 
     def check(self) -> None:
         """Raises IntegrityError unless the open sequences, the prefix tree and the free lists make up all pages and slots."""

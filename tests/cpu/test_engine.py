@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.cost import Load
 from deltic.engine.loop import Engine
 from deltic.engine.plan import make_plan
 from deltic.engine.request import Chunk, Draw, Output, Request, SamplingParams, Sequence, Step
@@ -457,6 +458,29 @@ def test_plan_takes_fewer_sequences_by_default() -> None:
     """A tight machine gets several sequences of a useful length rather than one long one."""
     p = plan(free=int(2.5 * GB))
     assert 4 <= p.max_num_seqs < 32 and p.max_model_len == 4096
+
+
+def test_fitting_the_cost_of_a_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its made-up sequences use the first places, slots and pages; whoever comes next draws what it draws without them."""
+    for name in ("FIT_S", "SLOW_S"):  # on a busy machine, too
+        monkeypatch.setattr(f"deltic.engine.cost.{name}", 30.0)
+    answers = []
+    for fits in (False, True):
+        engine = Engine(build(model=str(tiny_checkpoint("dense"))), 250.0)
+        if fits:
+            engine.fit_cost()
+            cost = engine.scheduler.cost
+            assert cost is not None and [x for x, _ in cost.curve] == [0, 64, 128]  # of 256 less a decode
+            assert cost.room(Load(1), 0, 255) == 255 and cost.per_pair_s > 0
+        for n in (1, 70, 150):
+            params = SamplingParams(
+                max_tokens=40, seed=n, ignore_eos=True, repetition_penalty=1.2, logprobs=2
+            )
+            engine.add(Request(id=str(n), prompt_ids=prompt(n), params=params))
+        answers.append(
+            {key: [(o.token_ids, o.logprobs) for o in outputs] for key, outputs in finish(engine).items()}
+        )
+    assert answers[0] == answers[1]
 
 
 def test_plan_refuses_geometry_the_kernels_lack() -> None:

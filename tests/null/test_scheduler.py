@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from deltic.engine.cache import Cache
 from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams, Step, StepResult
-from deltic.engine.scheduler import RequestError, Scheduler, StepCost
+from deltic.engine.scheduler import RequestError, Scheduler
 from tests.fakes import EOS, FakeRunner, expected_tokens
 
 
@@ -480,45 +480,6 @@ def test_everything_ends_and_the_books_balance(
                 assert [e and e.token_id for e in logprobs[0]] == [None, *prompts[id][1:]]
             else:
                 assert not logprobs
-
-
-def test_step_cost_learns_the_line() -> None:
-    cost = StepCost(target_s=0.052)
-    assert cost.prefill_budget(4) == PAGE_SIZE  # nothing is known
-    for i in range(100):
-        n, p = 1 + i % 8, 64 * (i % 5)
-        cost.observe(p, n, 0.010 + 0.001 * n + 0.0001 * p)
-    assert cost.base_s(4) == pytest.approx(0.014, rel=0.02)
-    assert cost.prefill_budget(4) == 320  # 38 ms at 0.1 ms
-    assert cost.prefill_budget(8) == 320
-    assert cost.prefill_budget(100) == PAGE_SIZE  # over the target by itself: never less
-
-
-def test_step_cost_follows_a_machine_that_slows_down() -> None:
-    cost = StepCost(target_s=0.050)
-    for factor in (1.0, 3.0):
-        for i in range(200):
-            cost.observe(0 if i % 2 else 128, 4, factor * (0.010 + (0.0 if i % 2 else 0.0128)))
-    assert cost.base_s(4) == pytest.approx(0.030, rel=0.02)
-    assert cost.prefill_budget(4) == PAGE_SIZE
-
-
-def test_step_cost_without_a_pure_decode_step_stays_below_the_target() -> None:
-    cost = StepCost(target_s=0.050)
-    budget = cost.prefill_budget(4)
-    for _ in range(50):
-        seconds = 0.010 + 0.0001 * budget
-        assert seconds <= 0.050
-        cost.observe(budget, 4, seconds)
-        budget = cost.prefill_budget(4)
-    assert budget >= 256
-
-
-def test_step_cost_of_prefill_that_costs_nothing() -> None:
-    cost = StepCost(target_s=0.050)
-    cost.observe(0, 4, 0.010)
-    cost.observe(64, 4, 0.009)
-    assert cost.prefill_budget(4) > 10_000
 
 
 def test_step_target_bounds_prefill_beside_decodes_only() -> None:

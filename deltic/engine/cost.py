@@ -1,0 +1,201 @@
+"""How long a step will take, so that prefill beside running sequences can be cut to a target.
+
+    seconds = scale * (curve(rows) + per_decode * decodes + per_key * keys + per_pair * pairs)
+
+rows: of prefill. keys: tokens of context of all decodes. pairs: of a prefill row and a token before it. `curve` is a line through
+measured points. All but `scale` is fitted at start, with what was not measured put on the safe side; `scale` follows the machine.
+
+What is wrong with the fit shows in the ratio of a step's time to its estimate, and `scale` is nearly the largest of the last
+ratios. What happens now and then (somebody else's process, a page fault) changes nothing; what is slow three times counts at once,
+and what got faster counts when the slow ones are forgotten.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from random import Random
+
+from deltic.engine.request import PAGE_SIZE, Chunk, Draw, EngineInfo, Request, SamplingParams, Sequence, Step
+
+N_RATIOS = 32
+"""Steps that are remembered."""
+
+N_ACCIDENTS = 2
+"""The slowest of so many do not count, and of fewer in proportion."""
+
+FIT_S = 0.3
+"""What the fit may take beyond its first decode and its first prefill."""
+
+SLOW_S = 0.1
+"""A decode that takes longer is all that is measured: the first prefills, of 64 tokens, are what is learned from then."""
+
+FAR = 8192
+"""Tokens of context at which attention is timed, where there are so many."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What a step computes, as far as it takes time."""
+
+    n_decodes: int = 0
+    n_keys: int = 0
+    n_rows: int = 0
+    """With the padding to whole blocks."""
+    n_pairs: float = 0.0
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk], block_size: int) -> Load:
+        load = cls()
+        for chunk in chunks:
+            load.add(chunk, block_size)
+        return load
+
+    def add(self, chunk: Chunk, block_size: int) -> None:
+        if chunk.is_decode:
+            self.n_decodes += 1
+            self.n_keys += chunk.start
+        else:
+            self.add_prefill(-(-chunk.length // block_size) * block_size, chunk.start)
+
+    def add_prefill(self, n_rows: int, context: int) -> None:
+        self.n_rows += n_rows
+        self.n_pairs += n_rows * (context + 0.5 * n_rows)
+
+
+class StepCost:
+    """Estimates of steps, for a target of `target_s` seconds."""
+
+    def __init__(self, target_s: float) -> None:
+        self.target_s = target_s
+        self.curve: list[tuple[int, float]] = []
+        """(rows, seconds), ascending, at least two. Empty: nothing is known."""
+        self.per_decode_s = self.per_key_s = self.per_pair_s = 0.0
+        self.scale = 1.0
+        self._even_context = 32768.0
+        self._ratios: deque[float] = deque(maxlen=N_RATIOS)
+
+    def seconds(self, load: Load) -> float:
+        """The estimate for a step; 0 while nothing is known."""
+        curve = self.curve
+        if not curve:
+            return 0.0
+        i = min(bisect_right(curve, load.n_rows, key=lambda point: point[0]), len(curve) - 1)
+        (x0, y0), (x1, y1) = curve[i - 1], curve[i]
+        slope = (y1 - y0) / (x1 - x0)
+        if load.n_rows > x1:  # a step of twice as much takes no longer than two; how much less is not known
+            slope = max(slope, y1 / x1)
+        seconds = y1 + slope * (load.n_rows - x1)
+        seconds += self.per_decode_s * load.n_decodes + self.per_key_s * load.n_keys
+        return self.scale * (seconds + self.per_pair_s * load.n_pairs)
+
+    def room(self, load: Load, context: int, most: int) -> int:
+        """Tokens of one more prefill behind `context` tokens that keep a step with `load` within the target: `most`, or a
+        multiple of 64, 0 if there is none, or nothing is known."""
+        if not self.curve:
+            return 0
+
+        def with_blocks(n: int) -> float:
+            more = replace(load)
+            more.add_prefill(n * PAGE_SIZE, context)
+            return self.seconds(more)
+
+        sizes = range(1, -(-most // PAGE_SIZE) + 1)
+        return min(most, PAGE_SIZE * bisect_right(sizes, self.target_s, key=with_blocks))
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """Learns from a step that ran, if it is of the kind that is estimated: with prefill and decodes."""
+        if not self.curve:
+            if load.n_rows >= PAGE_SIZE:
+                self._know_rows([(0, 0.0), (load.n_rows, seconds)])
+        elif load.n_rows and load.n_decodes:
+            self._ratios.append(seconds * self.scale / max(1e-9, self.seconds(load)))
+            n_ignored = N_ACCIDENTS * len(self._ratios) // N_RATIOS
+            self.scale = max(1e-3, sorted(self._ratios)[-1 - n_ignored])
+
+    def _know_rows(self, curve: list[tuple[int, float]]) -> None:
+        """Sets the curve, and the rest to what is no less than it will be measured: a decode costs a row of prefill, and
+        attention what its multiplications are beside the others'."""
+        self.curve = curve
+        self.per_decode_s = curve[1][1] / curve[1][0]
+        self.per_pair_s = self.per_key_s = self.per_decode_s / self._even_context
+
+    def fit(self, run: Callable[[Step], object], info: EngineInfo) -> None:
+        """Times some steps of `run`, a runner's that nobody uses yet. They write to the first pages and slots."""
+        self._even_context = info.even_context
+        if info.max_num_seqs < 2 or info.n_pages < 4:
+            return  # then nothing prefills beside a decode
+
+        def measure(n_decodes: int, n_rows: int, decode_at: int = 1, prefill_at: int = 0) -> float:
+            step = _made_up(n_decodes, n_rows, decode_at, prefill_at, info.vocab_size)
+            best, spent = float("inf"), 0.0
+            for i in range(5):
+                begin = time.perf_counter()
+                run(step)
+                seconds = time.perf_counter() - begin
+                spent += seconds
+                best = seconds if i == 0 else min(best, seconds)
+                if spent > FIT_S / 20:
+                    break
+            for chunk in step.chunks:
+                chunk.sequence.finish_reason = "length"
+            return best
+
+        decode = measure(1, 0)
+        if decode > SLOW_S:
+            return
+        first = max(decode, measure(1, PAGE_SIZE))
+        deadline = time.perf_counter() + FIT_S
+        self._know_rows([(0, decode), (PAGE_SIZE, first)])
+
+        def has_time(seconds: float) -> bool:
+            return time.perf_counter() + seconds < deadline
+
+        n = min(8, info.max_num_seqs - 1, info.n_pages - 2)
+        if n > 1 and has_time(2 * first):
+            self.per_decode_s = max(0.0, (measure(n, PAGE_SIZE) - first) / (n - 1))
+        n_far = min(FAR, info.max_model_len) // PAGE_SIZE - 1
+        far = min(n_far, info.n_pages - 3) * PAGE_SIZE
+        if far > 0 and has_time(2 * decode):
+            self.per_key_s = max(0.0, (measure(1, 0, decode_at=far) - decode) / far)
+        if far > 0 and has_time(first + 2 * self.per_pair_s * far * PAGE_SIZE):
+            self.per_pair_s = max(
+                0.0, (measure(1, PAGE_SIZE, prefill_at=far) - first) / (far + PAGE_SIZE / 2) / PAGE_SIZE
+            )
+        most = min(info.max_step_tokens - 1, info.max_model_len, (info.n_pages - 2) * PAGE_SIZE)
+        while (n_rows := 2 * self.curve[-1][0]) <= most and self.curve[-1][1] < self.target_s:
+            if not has_time(2 * self.curve[-1][1]):
+                break
+            self.curve.append((n_rows, max(self.curve[-1][1], measure(1, n_rows))))
+        # A point of the curve is without its decode, and without its own pairs.
+        points, least = self.curve, 0.0
+        for i, (x, y) in enumerate(points):
+            least = max(least, y - self.per_decode_s - self.per_pair_s * x * x / 2)
+            points[i] = x, least
+
+
+def _made_up(n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab_size: int) -> Step:
+    """A step of sequences that nobody asked for, in the first places, slots and pages. Its tokens are random: equal ones would
+    all go to the same experts."""
+    params = SamplingParams(max_tokens=1, top_k=20, top_p=0.95)  # behind one token, nothing runs ahead
+    step = Step()
+    n_pages = 0
+    for i in range(n_decodes + (n_rows > 0)):
+        is_decode = i < n_decodes
+        start, length = (decode_at, 1) if is_decode else (prefill_at, n_rows)
+        n_own = -(-(start + length) // PAGE_SIZE)
+        n_prompt = start if is_decode else start + length + 1
+        sequence = Sequence(
+            Request(id=f"fit-{i}", prompt_ids=[], params=params), 0, i,
+            array("i", Random(i).choices(range(vocab_size), k=max(n_prompt, start + length))), n_prompt, n_computed=start,
+            pages=list(range(n_pages, n_pages + n_own)), place=i, slot=i,
+        )  # fmt: skip
+        n_pages += n_own
+        step.chunks.append(Chunk(sequence, start, length))
+        if is_decode:
+            step.draws.append(Draw(i, sequence))
+    return step
