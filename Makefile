@@ -43,11 +43,11 @@ soak: $(VENV)/.test-installed
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-# A wheel must carry what an install runs on: the kernels and the built-in model.
+# A wheel must carry what an install runs on: the kernels, the built-in model and the page.
 wheel: $(VENV)/.installed
 	rm -rf dist && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(BIN)/python -m zipfile --list dist/*.whl > dist/list
-	grep -q ops/lib/cpu_baseline.so dist/list && grep -q demo/model.safetensors dist/list
+	grep -q ops/lib/cpu_baseline.so dist/list && grep -q demo/model.safetensors dist/list && grep -q server/page.html dist/list
 
 clean:
 	rm -rf $(VENV) build deltic/ops/lib dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -105,6 +105,9 @@ class EngineConfig:
         (), "set an optimisation of the GPU, to measure it, e.g. pdl=off (deltic bench ablate lists them); may be given several "
         "times", metavar="NAME=VALUE",
     )  # fmt: skip
+    trace: Path | None = knob(
+        None, "append what each step did to this file, as a Chrome trace, up to 256 MB (Perfetto opens it)", metavar="FILE"
+    )  # fmt: skip
     seed: int = knob(0, "seed of dummy weights")
 
 
@@ -114,7 +117,23 @@ class ServerConfig:
 
     host: str = knob("127.0.0.1", "address to listen on")
     port: int = knob(8000, "port to listen on; 0 takes a free one")
-    api_key: tuple[str, ...] = knob((), "accept only requests with this key; may be given several times")
+    api_key: tuple[str, ...] = knob(
+        (), "accept only requests with this key; may be given several times. With a name, NAME=KEY, logs and metrics tell whose "
+        "request it was (a KEY that has a '=' needs one)", metavar="[NAME=]KEY",
+    )  # fmt: skip
+    api_key_file: Path | None = knob(
+        None, "more keys, with limits of their own: TOML, for each name a table of key, max_concurrent, tokens_per_minute",
+        metavar="FILE",
+    )  # fmt: skip
+    max_concurrent_per_key: int = knob(
+        0, "requests of one key that may be open at once; more are answered 429; 0: any number"
+    )
+    tokens_per_minute_per_key: int = knob(
+        0, "tokens of one key in a minute, of prompts and answers; beyond it 429; 0: any number"
+    )
+    request_timeout_s: float = knob(
+        0.0, "a request that has not ended after this many seconds is ended, 504; 0: never"
+    )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
     served_model_name: str | None = knob(None, "name in /v1/models and answers (default: the model's own)")
     chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
@@ -123,10 +142,15 @@ class ServerConfig:
     max_n: int = knob(16, "largest n of a request")
     max_logprobs: int = knob(20, "most alternatives per token a request may ask for")
     drain_s: float = knob(30.0, "after SIGTERM, seconds that running requests get to finish")
+    max_stored_responses: int = knob(
+        1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none"
+    )
     default_max_tokens: int | None = knob(
         None, "answer length when a request names none (default: whatever the context leaves)"
     )
     log_level: str = knob("info", "server log level", choices=("debug", "info", "warning", "error"))
+    log_format: str = knob("text", "lines for people, or a JSON object each", choices=("text", "json"))
+    log_prompts: bool = knob(False, "write the body of every request into its line of the log")
 
 
 T = typing.TypeVar("T", EngineConfig, ServerConfig)
@@ -217,6 +241,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "memory_gb": (0.01, math.inf), "n_checkpoints": (0, math.inf), "cache_host_gb": (0.0, math.inf),
     "cache_disk_gb": (0.0, math.inf), "port": (0, 65535), "max_queue": (0, math.inf), "max_body_mb": (0.001, math.inf),
     "max_n": (1, math.inf), "max_logprobs": (0, math.inf), "drain_s": (0.0, math.inf), "default_max_tokens": (1, math.inf),
+    "max_concurrent_per_key": (0, math.inf), "tokens_per_minute_per_key": (0, math.inf), "request_timeout_s": (0.0, math.inf),
+    "max_stored_responses": (0, math.inf),
 }  # fmt: skip
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -48,18 +49,47 @@ class Histogram:
         return family
 
 
+@dataclass(slots=True)
+class KeyNumbers:
+    """What the requests of one API key came to."""
+
+    name: str
+    n_open: int = 0
+    responses: Counter[int] = field(default_factory=Counter)
+    """By status."""
+    limited: Counter[str] = field(default_factory=Counter)
+    """Refused, by limit: requests, tokens."""
+    n_prompt_tokens: int = 0
+    n_cached_tokens: int = 0
+    n_generated_tokens: int = 0
+
+
 class Metrics(Collector):
     """All of the server's numbers. One instance an app; no global state."""
 
     def __init__(
-        self, stats: Callable[[], Stats], n_restarts: Callable[[], int], is_ready: Callable[[], bool]
+        self,
+        stats: Callable[[], Stats],
+        n_restarts: Callable[[], int],
+        is_ready: Callable[[], bool],
+        *,
+        keys: Sequence[KeyNumbers] = (),
+        about: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """stats, n_restarts, is_ready: read when the metrics are."""
+        """stats, n_restarts, is_ready, keys, about (labels of deltic_build_info): read when the metrics are."""
+        self._keys = keys
+        self._about = about
         self._stats = stats
         self._n_restarts = n_restarts
         self._is_ready = is_ready
         self.ttft_s = Histogram(
             "deltic_time_to_first_token_seconds", "From the request to its first token.", SECONDS
+        )
+        self.prefill_s = Histogram(
+            "deltic_prefill_time_seconds", "From the place in the engine to the first token.", SECONDS
+        )
+        self.decode_s = Histogram(
+            "deltic_decode_time_seconds", "From the first token of an answer to its last.", SECONDS
         )
         self.queued_s = Histogram(
             "deltic_queue_time_seconds", "From the request to its place in the engine.", SECONDS
@@ -78,6 +108,7 @@ class Metrics(Collector):
         """HTTP responses by route and status."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # memory, CPU time and files of the server process
 
     def exposition(self) -> bytes:
         """Prometheus' text format, version 0.0.4."""
@@ -94,6 +125,7 @@ class Metrics(Collector):
             ("deltic_sequences_waiting", "Sequences that wait for a place.", stats.n_waiting),
             ("deltic_pages_used", "KV pages in use.", stats.n_pages_used),
             ("deltic_pages", "KV pages there are.", stats.n_pages),
+            ("deltic_pages_used_ratio", "Part of them in use.", stats.n_pages_used / max(1, stats.n_pages)),
             ("deltic_state_slots_used", "State slots in use.", stats.n_slots_used),
             ("deltic_state_slots", "State slots there are.", stats.n_slots),
             ("deltic_last_step_seconds", "Duration of the last step.", stats.last_step_ms / 1000),
@@ -108,6 +140,10 @@ class Metrics(Collector):
         ):
             yield CounterMetricFamily(name, text, value=value)
         yield from _prefix_cache(stats.cache)
+        build = GaugeMetricFamily("deltic_build_info", "What runs here.", labels=list(about := self._about()))
+        build.add_metric(list(about.values()), 1)
+        yield build
+        yield from _keys(self._keys)
         finished = CounterMetricFamily(
             "deltic_sequences_finished", "Sequences that ended.", labels=["finish_reason"]
         )
@@ -120,13 +156,57 @@ class Metrics(Collector):
         yield responses
         for histogram in (
             self.queued_s,
+            self.prefill_s,
             self.ttft_s,
+            self.decode_s,
             self.itl_s,
             self.e2e_s,
             self.n_prompt,
             self.n_generated,
         ):
             yield histogram.family()
+
+
+MAX_KEYS = 100
+"""Keys with labels of their own; what there are more is one more, REST."""
+REST = "(others)"
+
+
+def _keys(keys: Sequence[KeyNumbers]) -> Iterable[Metric]:
+    """The numbers of each API key, by its name."""
+    if not keys:
+        return
+    told = list(keys[:MAX_KEYS])
+    if len(keys) > MAX_KEYS:
+        told.append(rest := KeyNumbers(REST))
+        for numbers in keys[MAX_KEYS:]:
+            rest.n_open += numbers.n_open
+            rest.responses += numbers.responses
+            rest.limited += numbers.limited
+            rest.n_prompt_tokens += numbers.n_prompt_tokens
+            rest.n_cached_tokens += numbers.n_cached_tokens
+            rest.n_generated_tokens += numbers.n_generated_tokens
+    open_ = GaugeMetricFamily("deltic_key_requests_open", "Generating requests of a key.", labels=["key"])
+    responses = CounterMetricFamily("deltic_key_responses", "Its HTTP responses.", labels=["key", "code"])
+    limited = CounterMetricFamily(
+        "deltic_key_rate_limited", "Of those, refused for its limits.", labels=["key", "limit"]
+    )
+    tokens = CounterMetricFamily(
+        "deltic_key_tokens",
+        "Tokens of its requests that have ended; cached ones are prompt tokens, too.",
+        labels=["key", "kind"],
+    )
+    for numbers in told:
+        key = numbers.name
+        open_.add_metric([key], numbers.n_open)
+        for code, count in numbers.responses.items():
+            responses.add_metric([key, str(code)], count)
+        for limit, count in numbers.limited.items():
+            limited.add_metric([key, limit], count)
+        tokens.add_metric([key, "prompt"], numbers.n_prompt_tokens)
+        tokens.add_metric([key, "cached"], numbers.n_cached_tokens)
+        tokens.add_metric([key, "generated"], numbers.n_generated_tokens)
+    yield from (open_, responses, limited, tokens)
 
 
 def _prefix_cache(cache: CacheStats) -> Iterable[Metric]:

@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -87,6 +87,7 @@ class FakeEngineClient:
             } | info
         )  # fmt: skip
         self.stats = Stats(n_pages=64, n_slots=16)
+        self.recent_steps: list[tuple[float, float, int, int, int]] = []
         self.loading: Loading | None = None
         self.failure: str | None = None
         self.n_restarts = 0
@@ -208,6 +209,7 @@ def served(app: Any) -> Iterator[str]:
     """Runs the application under uvicorn in a thread; gives its URL."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # who connects before the server runs waits
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools", ws="none"))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

@@ -73,6 +73,8 @@ CACHE_COUNTERS = (
 )  # fmt: skip
 """Those of CacheStats; some are counts by name."""
 
+N_RECENT_STEPS = 240
+
 SHUTDOWN_S = 5.0
 """How long a process that was told to stop may finish its step before it is killed."""
 
@@ -157,13 +159,17 @@ class EngineClient:
         on_event: Callable[[Event], None] | None = None,
         *,
         program: tuple[str, ...] = PROGRAM,
+        log_format: str = "text",
     ) -> None:
         self.config = config
+        self._log_format = log_format
         self.max_queue = max_queue
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         self.stats = Stats()
         """Gauges of the process that runs; counters over all there were."""
+        self.recent_steps: deque[tuple[float, float, int, int, int]] = deque(maxlen=N_RECENT_STEPS)
+        """Of each: when it was heard of (time.monotonic()), ms, sequences running, prompt tokens, generated tokens."""
         self.loading: Loading | None = None
         self.failure: str | None = None
         """Why the last process died or could not start."""
@@ -336,6 +342,7 @@ class EngineClient:
             events=f"{endpoint}-events",
             parent_pid=os.getpid(),
             started_at=time.time(),
+            log_format=self._log_format,
         )
 
     async def _supervise(self) -> None:
@@ -486,7 +493,13 @@ class EngineClient:
         if self.n_restarts:
             _add(stats, self._counted, COUNTERS)
             _add(stats.cache, self._counted.cache, CACHE_COUNTERS)
-        self.stats = stats
+        last, self.stats = self.stats, stats
+        if stats.n_steps > last.n_steps:
+            n_prompt = stats.n_prompt_tokens - last.n_prompt_tokens
+            n_generated = stats.n_generated_tokens - last.n_generated_tokens
+            self.recent_steps.append(
+                (time.monotonic(), stats.last_step_ms, stats.n_running, n_prompt, n_generated)
+            )
 
     def _forget_gauges(self) -> None:
         """Nothing runs any more; the counters keep what they have."""

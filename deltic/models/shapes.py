@@ -21,6 +21,9 @@ FULL_ATTENTION = "full_attention"
 BF16_BYTES = 2
 F32_BYTES = 4
 
+# No model comes near them; beyond, sizes could not be added up in 64 bits, and lists would not end.
+MAX_SIZE, MAX_NUMBER, MAX_LAYERS = 2**31, 1e15, 4096
+
 _FAMILY_OF_ARCHITECTURE = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5ForCausalLM": "qwen3_5",
@@ -285,7 +288,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); is this a checkpoint?") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: broken JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -297,7 +300,7 @@ def _family(config: Mapping[str, Any]) -> str:
     if not isinstance(architectures, list | tuple):
         raise UnsupportedModelError("architectures", architectures, "a list of names")
     for name in architectures:
-        if name in _FAMILY_OF_ARCHITECTURE:
+        if isinstance(name, str) and name in _FAMILY_OF_ARCHITECTURE:
             return _FAMILY_OF_ARCHITECTURE[name]
     if architectures:
         raise UnsupportedModelError("architectures", architectures, ", ".join(_FAMILY_OF_ARCHITECTURE))
@@ -326,15 +329,15 @@ def _refuse_variants(text: Mapping[str, Any]) -> None:
 
 def _positive_int(fields: Mapping[str, Any], field: str, default: int | None = None) -> int:
     value = default if fields.get(field) is None else fields[field]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(field, value, "an integer of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MAX_SIZE:
+        raise UnsupportedModelError(field, value, f"an integer of at least 1, below {MAX_SIZE}")
     return value
 
 
 def _positive_float(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
     value = default if fields.get(field) is None else fields[field]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UnsupportedModelError(field, value, "a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
+        raise UnsupportedModelError(field, value, f"a number above 0, below {MAX_NUMBER:g}")
     return float(value)
 
 
@@ -349,6 +352,8 @@ def _flag(fields: Mapping[str, Any], field: str, default: bool = False) -> bool:
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
     n_layers = _positive_int(text, "num_hidden_layers")
+    if n_layers > MAX_LAYERS:
+        raise UnsupportedModelError("num_hidden_layers", n_layers, f"at most {MAX_LAYERS}")
     types = text.get("layer_types")
     if types is None:
         interval = _positive_int(text, "full_attention_interval", 4)
@@ -393,10 +398,10 @@ def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
     def attention_scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
     default = attention_scale(1.0)
-    if mscale and mscale_all:
-        default = attention_scale(float(mscale)) / attention_scale(float(mscale_all))
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        default = attention_scale(_positive_float(rope, "mscale"))
+        default /= attention_scale(_positive_float(rope, "mscale_all_dim"))
     return YarnScaling(
         factor=factor,
         original_max_position_embeddings=_positive_int(
@@ -413,7 +418,8 @@ def _mrope_section(rope: Mapping[str, Any], rotary_dim: int) -> tuple[int, ...] 
     section = rope.get("mrope_section")
     if section is None:
         return None
-    if not isinstance(section, list | tuple) or len(section) != 3 or sum(section) != rotary_dim // 2:
+    are_ints = isinstance(section, list | tuple) and all(type(n) is int for n in section)
+    if not are_ints or len(section) != 3 or sum(section) != rotary_dim // 2:
         supported = f"three integers that add up to {rotary_dim // 2}"
         raise UnsupportedModelError("mrope_section", section, supported)
     if not _flag(rope, "mrope_interleaved", True):

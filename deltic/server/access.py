@@ -13,7 +13,6 @@ A server that listens on all addresses is meant for others and answers to any na
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import socket
 
@@ -21,21 +20,20 @@ from starlette.requests import Request
 
 from deltic.config import ServerConfig
 from deltic.server.errors import ApiError
+from deltic.server.limits import Account, Accounts
 
 
 class Access:
     """The rules of one server."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._keys = [key.encode() for key in config.api_key]
+    def __init__(self, config: ServerConfig, accounts: Accounts) -> None:
+        self._accounts = accounts
         self._is_local = _listens_on_loopback(config.host)
 
-    def check(self, request: Request, *, open_: bool) -> None:
-        """Raises ApiError (401, 403, 415). open_: no key is needed."""
-        if self._keys:
-            if not open_:
-                self._check_key(request)
-            return
+    def check(self, request: Request, *, open_: bool) -> Account | None:
+        """Whose key it has; None where none is needed (open_). Raises ApiError (401, 403, 415)."""
+        if self._accounts:
+            return None if open_ else self._check_key(request)
         host = _without_port(request.headers.get("host", ""))
         if self._is_local and host and not _is_harmless(host):
             raise ApiError(
@@ -51,20 +49,20 @@ class Access:
                 f"the body is {kind or 'of no declared type'}; send JSON with 'Content-Type: application/json'",
                 code="unsupported_media_type",
             )
+        return None
 
-    def _check_key(self, request: Request) -> None:
-        """Every key is compared, each in constant time: the time tells nothing about them."""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        known = False
-        for key in self._keys:
-            known |= hmac.compare_digest(key, given.strip().encode("latin-1"))  # the bytes as they were sent
-        if not known or scheme.lower() != "bearer":
+    def _check_key(self, request: Request) -> Account:
+        own = request.headers.get("x-api-key", "")  # Anthropic's header
+        scheme, _, given = request.headers.get("authorization", f"Bearer {own}").partition(" ")
+        account = self._accounts.find(given.strip().encode("latin-1"))  # the bytes as they were sent
+        if account is None or scheme.lower() != "bearer":
             raise ApiError(
                 401,
-                "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
+                "a valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        return account
 
 
 def _without_port(host: str) -> str:

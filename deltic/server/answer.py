@@ -50,6 +50,8 @@ class Piece(msgspec.Struct):
     delta: Delta
     scores: Scores | None = None
     finish_reason: str | None = None
+    stop: str | None = None
+    """The stop string that ended it."""
 
 
 class Choice:
@@ -128,6 +130,7 @@ class Choice:
         if matched or reason is not None:
             cut = matched or reason != "stop" or output.stop_token_id in self._stop_token_ids
             self._finish(piece, "stop" if matched else reason, cut)
+            piece.stop = stops.matched if stops else None
         return piece
 
     def _parse(self, parser: OutputParser, text: str, n_tokens: int) -> Delta:
@@ -168,6 +171,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
+    timing: dict[str, float] = {}
+    """Where its time went, in milliseconds."""
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -176,6 +181,7 @@ class Usage(msgspec.Struct):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "timing": self.timing,
         }
 
 

@@ -21,7 +21,9 @@ import jinja2.sandbox
 import msgspec
 
 from deltic.server import protocol
+from deltic.server.constraint import tool_schemas
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.grammar import CallForm
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
 CUT = "\udcfe"
@@ -29,7 +31,7 @@ CUT = "\udcfe"
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 _GLOBALS = frozenset({"raise_exception", "strftime_now"})
-_THINKING = frozenset({"enable_thinking", "reasoning_effort"})
+_THINKING = frozenset({"enable_thinking", "preserve_thinking", "reasoning_effort"})
 """Accepted for every template: one without the switch has one behaviour only."""
 
 
@@ -39,6 +41,11 @@ class Prompt(msgspec.Struct, frozen=True):
     ids: list[int]
     boundaries: list[int]
     thinking: bool
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
 
 
 class ChatTemplate:
@@ -55,6 +62,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
         self._tokenizer = tokenizer
+        text = "".join(sources.values())
+        self.call_form: CallForm | None = (
+            "xml" if "<function=" in text else "json" if "<tool_call>" in text else None
+        )
+        """How it shows the model to write a tool call."""
         self._constants = {name: tokenizer.trust(text) for name, text in (variables or {}).items()}
         self._compiled: dict[str, jinja2.Template] = {}
         self.variables: set[str] = set()
@@ -67,6 +79,8 @@ class ChatTemplate:
                 raise TokenizerError(
                     f"the chat template is not valid Jinja: line {error.lineno}: {error}"
                 ) from error
+            except (SyntaxError, RecursionError, MemoryError) as error:  # from Python, which it becomes
+                raise TokenizerError(f"the chat template is nested too deeply ({error})") from error
         self.variables -= _OWN_VARIABLES | _GLOBALS | self._constants.keys()
 
     @classmethod
@@ -94,7 +108,14 @@ class ChatTemplate:
         if isinstance(shipped, str):
             return cls({"default": shipped}, tokenizer, variables)
         if isinstance(shipped, list):
-            return cls({entry["name"]: entry["template"] for entry in shipped}, tokenizer, variables)
+            try:
+                named = msgspec.convert(shipped, list[_NamedTemplate])
+            except msgspec.ValidationError as error:
+                raise TokenizerError(
+                    f"{directory / 'tokenizer_config.json'}: chat_template: {error}"
+                ) from error
+            if named:
+                return cls({entry.name: entry.template for entry in named}, tokenizer, variables)
         return None
 
     def render(
@@ -173,7 +194,7 @@ def render(
     if template is None:
         raise no_template()
     messages = chat.messages or []
-    tools = protocol.tool_schemas(chat.tools, chat.tool_choice)
+    tools = tool_schemas(chat.tools, chat.tool_choice)
     continued = bool(chat.continue_final_message)
     if continued and chat.add_generation_prompt:
         raise bad_request(

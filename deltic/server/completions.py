@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -18,6 +19,7 @@ from deltic.server import answer, protocol
 from deltic.server.chat import Prompt, render
 from deltic.server.errors import bad_request
 from deltic.server.generation import Generation
+from deltic.server.limits import TICKET, Ticket
 from deltic.server.parser import Delta, OutputParser
 from deltic.server.service import Service
 from deltic.server.transport import EventStream, json_response, read_body, unless_disconnected
@@ -41,11 +43,15 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
     prompt, tools = render(service.template, chat, protocol.context_limit(info))
     max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.config)
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
+    if constraint := service.constrainer.chat(chat, prompt.thinking):
+        params = msgspec.structs.replace(params, constraint=constraint)
     return Prepared(chat, prompt, params, tools)
 
 
-def chat_generation(service: Service, prepared: Prepared, request_id: str) -> Generation:
-    """The engine's request of a prepared chat, and the parsers of its answer; it begins with `run`."""
+def chat_generation(service: Service, prepared: Prepared, request_id: str, ticket: Ticket) -> Generation:
+    """The engine's request of a prepared chat, and the parsers of its answer; it begins with `run`.
+
+    ticket: the HTTP request's, `request.scope[TICKET]`."""
     chat, prompt, params = prepared.chat, prepared.prompt, prepared.params
     choices = [
         answer.Choice(
@@ -60,11 +66,11 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str) -> Ge
         for index in range(params.n)
     ]
     sent = engine_request(request_id, prompt.ids, params, chat, prompt.boundaries)
-    return Generation(service.client, service.metrics, [sent], choices)
+    return Generation(service.client, service.metrics, [sent], choices, ticket)
 
 
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions: an answer to a chat."""
     info = service.admit()
     body = await read_body(request, service.config.max_body_mb)
     prepared = await service.prepare(
@@ -73,7 +79,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
         request.receive,
     )
     request_id = request.scope["deltic.answer_id"] = f"chatcmpl-{secrets.token_hex(16)}"
-    generation = chat_generation(service, prepared, request_id)
+    generation = chat_generation(service, prepared, request_id, request.scope[TICKET])
     chat = prepared.chat
     usage = wants_usage(chat)
     said = answer.ChatAnswer(request_id, service.model_name, service.tokenizer, usage)
@@ -151,6 +157,7 @@ class Echo:
 
 
 async def completions(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/completions: how texts go on."""
     info = service.admit()
     body = await read_body(request, service.config.max_body_mb)
 
@@ -186,7 +193,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
         )
         for index in range(len(requests) * n)
     ]
-    generation = Generation(service.client, service.metrics, requests, choices)
+    generation = Generation(service.client, service.metrics, requests, choices, request.scope[TICKET])
     usage = wants_usage(asked)
     request_id = request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0]
     said = answer.CompletionAnswer(request_id, service.model_name, tokenizer, usage, n_top)
@@ -217,6 +224,7 @@ def requests_of(
         )
     request_id = f"cmpl-{secrets.token_hex(16)}"
     requests = []
+    constraint = service.constrainer.completion(asked)
     limit = protocol.context_limit(info)
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str) and (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
@@ -224,6 +232,8 @@ def requests_of(
         ids = service.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt
         max_tokens = protocol.answer_length(asked, len(ids), info, service.config)
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
+        if constraint:
+            params = msgspec.structs.replace(params, constraint=constraint)
         requests.append(engine_request(f"{request_id}-{i}", ids, params, asked, []))
     return requests
 

@@ -34,6 +34,18 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
+    @property
+    def anthropic_status(self) -> int:
+        """To Anthropic's clients, 429 is about their key; a server that has too much to do says 529."""
+        return 529 if self.code in ("queue_full", "too_many_large_requests") else self.status
+
+    def anthropic_body(self, request_id: str) -> bytes:
+        """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""
+        status = self.anthropic_status
+        kind = _ANTHROPIC_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        error = {"type": kind, "message": self.message}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
 
 _KINDS = {
     401: "authentication_error",
@@ -41,6 +53,16 @@ _KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable",
+}
+
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
 }
 
 

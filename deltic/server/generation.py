@@ -17,6 +17,7 @@ from deltic.engine.request import Output, Request, TokenLogprob
 from deltic.metrics import Metrics
 from deltic.server.answer import Choice, Piece, Usage
 from deltic.server.errors import ApiError
+from deltic.server.limits import Ticket
 
 RETRY_LATER = {"retry-after": "2"}
 
@@ -25,14 +26,21 @@ class Generation:
     """Requests of the engine that make one answer. `choices[p * n + i]` is sequence i of prompt p."""
 
     __slots__ = (
-        "_choices", "_client", "_consume", "_ended", "_metrics", "_n", "_n_cached", "_n_open", "_requests",
-        "_started_s", "_submitted", "_unfinished", "prompt_logprobs",
+        "_choices", "_client", "_consume", "_ended", "_first_s", "_last_s", "_metrics", "_n", "_n_cached", "_n_open",
+        "_queued_s", "_requests", "_started_s", "_submitted", "_ticket", "_unfinished", "prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
-        self, client: EngineClient, metrics: Metrics, requests: list[Request], choices: list[Choice]
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        requests: list[Request],
+        choices: list[Choice],
+        ticket: Ticket,
     ) -> None:
+        """ticket: of the HTTP request that is answered; it learns what the answer took."""
         self._client = client
+        self._ticket = ticket
         self._metrics = metrics
         self._requests = requests
         self._choices = choices
@@ -40,7 +48,9 @@ class Generation:
         self._n_open = len(choices)
         self._n = len(choices) // len(requests)
         self._unfinished = "abort"  # why sequences did not finish: their client left, or what the engine said
-        self._started_s = time.monotonic()
+        self._started_s = self._last_s = time.monotonic()
+        self._queued_s = 0.0
+        self._first_s: float | None = None
         self._n_cached = [0] * len(requests)
         self.prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(requests)
 
@@ -53,15 +63,21 @@ class Generation:
 
         Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or none), 503
         while the engine is down, or when a sequence ends for another reason than its tokens: the engine died, the
-        server stops.
+        server stops; 504 when the ticket's time is over.
         """
         self._consume = take
         ended = self._ended = asyncio.get_running_loop().create_future()
         try:
             for p, request in enumerate(self._requests):
+                request.owner = self._ticket.owner
                 self._client.submit(request, partial(self._deliver, p))
                 self._submitted.append(request)
-            await ended
+            self._ticket.take(sum(len(request.prompt_ids) for request in self._requests))
+            async with asyncio.timeout(self._ticket.left_s()):
+                await ended
+        except TimeoutError:
+            self._unfinished = "timeout"
+            raise timed_out(time.monotonic() - self._ticket.started_s) from None
         except QueueFull as error:
             raise queue_full(error) from None
         except EngineUnavailable as error:
@@ -71,6 +87,8 @@ class Generation:
             self._end()
 
     def _end(self) -> None:
+        if len(self._submitted) == len(self._requests):
+            self._ticket.usage = self.usage()
         if not self._n_open:
             return
         if len(self._submitted) == len(self._requests):
@@ -105,15 +123,21 @@ class Generation:
             return None  # a stop string ended it; the engine has not heard of that yet
         if output.finish_reason in ("error", "abort"):
             raise self._failure(output)
+        self._last_s = now_s
+        if self._first_s is None:
+            self._first_s, self._queued_s = now_s, output.queued_s
         n_tokens = len(output.token_ids)
         if n_tokens:
             last_s = choice.last_s
             if last_s is None:
                 self._metrics.queued_s.observe(output.queued_s)
                 self._metrics.ttft_s.observe(now_s - self._started_s)
+                self._metrics.prefill_s.observe(max(0.0, now_s - self._started_s - output.queued_s))
+                self._ticket.first_s = self._ticket.first_s or now_s
             else:
                 self._metrics.itl_s.observe((now_s - last_s) / n_tokens, n_tokens)
             choice.last_s = now_s
+            self._ticket.take(n_tokens)
         if output.cached_tokens:
             self._n_cached[p] = max(self._n_cached[p], output.cached_tokens)
         if output.prompt_logprobs is not None:
@@ -133,6 +157,7 @@ class Generation:
         self._metrics.n_generated.observe(choice.n_tokens)
         if not self._n_open:
             self._metrics.e2e_s.observe(now_s - self._started_s)
+            self._metrics.decode_s.observe(now_s - (self._ticket.first_s or now_s))
             for request in self._requests:
                 self._metrics.n_prompt.observe(len(request.prompt_ids))
 
@@ -150,7 +175,27 @@ class Generation:
             completion_tokens=sum(choice.n_tokens for choice in self._choices),
             cached_tokens=sum(self._n_cached),
             reasoning_tokens=sum(choice.n_reasoning_tokens for choice in self._choices),
+            timing=self._timing(),
         )
+
+    def _timing(self) -> dict[str, float]:
+        """Milliseconds until the first sequence had its place, then until the first token, then until the last."""
+        first_s = self._first_s or self._last_s
+        queued_s = min(self._queued_s, first_s - self._started_s)
+        parts = {
+            "queue_ms": queued_s,
+            "prefill_ms": first_s - self._started_s - queued_s,
+            "decode_ms": self._last_s - first_s,
+            "total_ms": self._last_s - self._started_s,
+        }
+        return {name: round(seconds * 1e3, 1) for name, seconds in parts.items()}
+
+
+def timed_out(seconds: float) -> ApiError:
+    # Sent again, it would take as long again.
+    headers = {"x-should-retry": "false"}
+    said = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take; ask for a shorter answer"
+    return ApiError(504, said, code="request_timeout", headers=headers)
 
 
 def unavailable(message: str) -> ApiError:

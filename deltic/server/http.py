@@ -6,13 +6,19 @@ that generate are in `completions.py`, `responses.py` and `anthropic.py`.
 
 from __future__ import annotations
 
+import asyncio
+import datetime
+import functools
+import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -23,11 +29,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.client import EngineClient
-from deltic.server import protocol
+from deltic.server import anthropic, anthropic_protocol, protocol
 from deltic.server.access import Access
 from deltic.server.chat import ChatTemplate, render
 from deltic.server.completions import chat_completions, completions
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.limits import RATE_HEADERS, TICKET, Ticket
+from deltic.server.openapi import document
+from deltic.server.page import live, page
+from deltic.server.responses import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
+from deltic.server.responses_protocol import ResponsesRequest
 from deltic.server.service import Service
 from deltic.server.transport import (
     SERVER_SEND,
@@ -42,13 +60,31 @@ log = logging.getLogger("deltic.server")
 CLIENT_GONE = 499
 """The status noted for a client that left before its answer; nobody receives it."""
 
+CLOSE = {"connection": "close", "x-should-retry": "false"}
+
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-QUIET = ("/health", "/ready", "/metrics")
+QUIET = ("/health", "/ready", "/metrics", "/live", "/cache")
 """Routes that are polled: not worth a line in the log each time."""
 
-Endpoint = Callable[[Request], Awaitable[ASGIApp]]
-Route = Callable[[Service, Request], Awaitable[ASGIApp]]
+Endpoint = Callable[[Service, Request], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One row of ROUTES. The first line of the endpoint's docstring is its summary in /openapi.json."""
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    body: type | None = None
+    """The struct of its JSON body."""
+    open_: bool = False
+    """No key is needed."""
+    generates: bool = False
+    """The limits of a key hold here."""
+    gives: tuple[str, ...] = ("application/json",)
+    """The media types of its answers, beside event streams."""
 
 
 def create_app(
@@ -66,36 +102,29 @@ def create_app(
     # No generated documentation: the bodies are not the framework's, so it would be empty.
     app = Application(title="Deltic", version=__version__, openapi_url=None)
     app.state.service = service
-    access = Access(config)
+    access = Access(config, service.accounts)
 
-    def route(method: str, path: str, endpoint: Route, *, open_: bool) -> None:
+    def add(route: Route) -> None:
         async def bound(request: Request) -> ASGIApp:
-            request.scope["deltic.route"] = path
-            access.check(request, open_=open_)
-            return await endpoint(service, request)
+            request.scope["deltic.route"] = route.path
+            ticket: Ticket = request.scope[TICKET]
+            ticket.account = access.check(request, open_=route.open_)
+            if route.generates:
+                ticket.enter()
+            return await route.endpoint(service, request)
 
-        app.add_route(path, _answering(bound), methods=[method])
+        app.add_route(route.path, _answering(bound), methods=[route.method])
 
-    route("POST", "/v1/chat/completions", chat_completions, open_=False)
-    route("POST", "/v1/completions", completions, open_=False)
-    route("GET", "/v1/models", list_models, open_=False)
-    route("GET", "/v1/models/{model:path}", get_model, open_=False)
-    route("POST", "/tokenize", tokenize, open_=False)
-    route("POST", "/detokenize", detokenize, open_=False)
-    route("GET", "/metrics", metrics, open_=False)
-    route("GET", "/cache", inspect_cache, open_=False)
-    route("POST", "/cache/reset", reset_cache, open_=False)
-    route("GET", "/health", health, open_=True)
-    route("GET", "/ready", ready, open_=True)
-    route("GET", "/version", version, open_=True)
+    for route in ROUTES:
+        add(route)
     app.add_exception_handler(HTTPException, _framework_error)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", *RATE_HEADERS],
         )
     app.add_middleware(Envelope, service=service)
     return app
@@ -110,29 +139,54 @@ class Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def _answering(endpoint: Endpoint) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+def _answering(
+    endpoint: Callable[[Request], Awaitable[ASGIApp]],
+) -> Callable[[Request], Coroutine[Any, Any, Any]]:
     """An endpoint whose errors become error bodies."""
 
     async def answering(request: Request) -> ASGIApp:
         try:
             return await endpoint(request)
         except ApiError as error:
-            return error_response(error)
+            return error_response(error, request.scope)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
 
     return answering
 
 
+DECLINED = {
+    f"/v1/{name}": f"this server generates text with one model, and {why}"
+    for names, why in {
+        ("embeddings", "rerank", "score"): "makes no embeddings or scores",
+        ("audio", "realtime"): "neither hears nor speaks",
+        ("images", "videos"): "makes no pictures",
+        ("moderations",): "judges no text",
+        ("files", "uploads", "vector_stores", "containers"): "keeps no files",
+        ("batches", "fine_tuning", "evals"): "runs no jobs; send requests side by side",
+        (
+            "assistants",
+            "threads",
+            "conversations",
+        ): "keeps no threads; use /v1/responses with previous_response_id",
+        ("responses/compact",): "shortens no history; send what is to be kept",
+    }.items()
+    for name in names
+}
+"""Doors of OpenAI's API that there are none of here, by how their paths start."""
+
+
 async def _framework_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in the form of all other errors."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
-    said = {404: f"no such path: {where}", 405: f"{where}: method not allowed"}.get(
-        error.status_code, error.detail
-    )
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return error_response(ApiError(error.status_code, said, code=code, headers=dict(error.headers or {})))
+    path, status, headers = request.url.path, error.status_code, dict(error.headers or {})
+    where = f"{request.method} {path}"
+    said = {404: f"no such path: {where}", 405: f"{where}: method not allowed"}.get(status, error.detail)
+    declined = next((why for start, why in DECLINED.items() if path.startswith(start)), None)
+    if declined is not None:  # also where the path fits a route of another method
+        status, said, headers = 404, f"{where}: {declined}", {}
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+    return error_response(ApiError(status, said, code=code, headers=headers), request.scope)
 
 
 class Envelope:
@@ -154,58 +208,111 @@ class Envelope:
             (value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), ""
         )
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope["deltic.request_id"] = request_id
         status = 0
-        started_s = time.monotonic()
+        ticket = scope[TICKET] = Ticket(self._service.config.request_timeout_s)
 
         async def send_marked(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                limits = ticket.account.headers() if ticket.account else []
+                ids = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *ids, *limits]
             await send(message)
+
+        is_whole = False
+
+        async def receive_body() -> Message:
+            """`receive` within the time that the request has, as long as its body is to come."""
+            nonlocal is_whole
+            try:
+                async with asyncio.timeout(None if is_whole else ticket.left_s()):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408, "the body did not come in time", code="request_timeout", headers=CLOSE
+                ) from None
+            is_whole = not message.get("more_body", False)
+            if self._service.config.log_prompts:
+                ticket.body += message.get("body", b"")
+            return message
 
         self._service.n_open += 1
         try:
-            await self._app(scope, receive, send_marked)
+            await self._app(scope, receive_body, send_marked)
         except Exception:
             log.exception("%s %r %s", scope["method"], scope["path"], request_id)
             if not status:
                 error = ApiError(500, f"an error inside the server; its log has more under {request_id}")
-                await error_response(error)(scope, receive, send_marked)
+                await error_response(error, scope)(scope, receive, send_marked)
         finally:
             self._service.n_open -= 1
             route = scope.get("deltic.route", "other")
             status = status or CLIENT_GONE
             self._service.metrics.responses[route, status] += 1
+            ticket.end(status)
             if route not in QUIET:
-                elapsed_s = time.monotonic() - started_s
-                answer_id = scope.get("deltic.answer_id", "-")
-                log.info(
-                    "%s %s %d %.3f s %s %s", scope["method"], route, status, elapsed_s, request_id, answer_id
+                log_request(
+                    scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-")
                 )
 
 
+def log_request(
+    method: str, route: str, status: int, ticket: Ticket, request_id: str, answer_id: str
+) -> None:
+    """The line of a request that has ended."""
+    fields: dict[str, Any] = {"method": method, "route": route, "status": status}
+    fields["seconds"] = round(time.monotonic() - ticket.started_s, 3)
+    text = f"{method} {route} {status} {fields['seconds']:.3f} s"
+    more: dict[str, Any] = {"key": ticket.account.name} if ticket.account else {}
+    if ticket.first_s is not None:
+        more["first_token_seconds"] = round(ticket.first_s - ticket.started_s, 3)
+    if usage := ticket.usage:
+        more |= {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
+        more["generated_tokens"] = usage.completion_tokens
+    if ticket.body:
+        more["body"] = ticket.body.decode("utf-8", "replace")
+    text += "".join(
+        f" {name}={json.dumps(value) if name == 'body' else value}" for name, value in more.items()
+    )
+    ids = {"request_id": request_id, "answer_id": answer_id}
+    log.info("%s %s %s", text, request_id, answer_id, extra={"fields": fields | more | ids})
+
+
 async def list_models(service: Service, request: Request) -> ASGIApp:
-    return json_response({"object": "list", "data": [model_card(service)]})
+    """GET /v1/models: the one there is."""
+    ends = dict.fromkeys(("first_id", "last_id"), service.model_name)  # Anthropic's form of a list
+    return json_response({"object": "list", "data": [model_card(service)], "has_more": False} | ends)
 
 
 async def get_model(service: Service, request: Request) -> ASGIApp:
+    """GET /v1/models/{model:path}: the one there is, by its name."""
     service.check_model(request.path_params["model"])
     return json_response(model_card(service))
 
 
 def model_card(service: Service) -> dict[str, Any]:
     info = service.client.info
+    limit = protocol.context_limit(info) if info else None
+    at = datetime.datetime.fromtimestamp(service.started_s, datetime.UTC)
     return {
         "id": service.model_name,
         "object": "model",
         "created": service.started_s,
         "owned_by": "deltic",
         "max_model_len": info.max_model_len if info else None,
+        # What other clients look for, under names of their own.
+        **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
+        "type": "model",
+        "display_name": service.model_name,
+        "created_at": at.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
     }
 
 
 async def tokenize(service: Service, request: Request) -> ASGIApp:
+    """POST /tokenize: the ids of a text or a chat."""
     body = await read_body(request, service.config.max_body_mb)
 
     def work() -> dict[str, Any]:
@@ -231,6 +338,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
+    """POST /detokenize: the text of ids."""
     body = await read_body(request, service.config.max_body_mb)
 
     def work() -> dict[str, Any]:
@@ -248,29 +356,30 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
 
 
 async def metrics(service: Service, request: Request) -> ASGIApp:
+    """GET /metrics: numbers for Prometheus."""
     return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def inspect_cache(service: Service, request: Request) -> ASGIApp:
-    """What the prefix cache holds."""
+    """GET /cache: what the prefix cache holds."""
     return json_response(await service.inspect_cache(reset=False))
 
 
 async def reset_cache(service: Service, request: Request) -> ASGIApp:
-    """Empties the prefix cache; what it holds then."""
+    """POST /cache/reset: empties the prefix cache; what it holds then."""
     if body := await read_body(request, service.config.max_body_mb):
         protocol.parse(body, protocol.EmptyRequest)
     return json_response(await service.inspect_cache(reset=True))
 
 
 async def health(service: Service, request: Request) -> ASGIApp:
-    """200 while requests are taken; a load balancer looks here."""
+    """GET /health: 200 while requests are taken; a load balancer looks here."""
     status = service.status()
     return json_response(status, 200 if status["status"] == "ready" else 503)
 
 
 async def ready(service: Service, request: Request) -> ASGIApp:
-    """200 once the model is loaded; until then how far it is."""
+    """GET /ready: 200 once the model is loaded; until then how far it is."""
     status = service.status()
     if status["status"] == "ready" and service.client.info is not None:
         return json_response(status | {"model": service.model_name, "start_s": service.client.info.start_s})
@@ -278,4 +387,44 @@ async def ready(service: Service, request: Request) -> ASGIApp:
 
 
 async def version(service: Service, request: Request) -> ASGIApp:
+    """GET /version: this package's."""
     return json_response({"version": __version__})
+
+
+async def openapi(service: Service, request: Request) -> ASGIApp:
+    """GET /openapi.json: this document."""
+    return json_response(_document())
+
+
+@functools.cache
+def _document() -> bytes:
+    """Made once: anybody may ask for it, and making it takes longer than a step."""
+    return msgspec.json.encode(document(ROUTES))
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
+    Route("POST", "/v1/completions", completions, protocol.CompletionRequest, generates=True),
+    Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, anthropic_protocol.CountTokensRequest),
+    Route("POST", "/v1/responses", create_response, ResponsesRequest, generates=True),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens, ResponsesRequest),
+    Route("GET", "/v1/responses/{response_id}", get_response),
+    Route("DELETE", "/v1/responses/{response_id}", delete_response),
+    Route("POST", "/v1/responses/{response_id}/cancel", cancel_response),
+    Route("GET", "/v1/responses/{response_id}/input_items", list_input_items),
+    Route("GET", "/v1/models", list_models),
+    Route("GET", "/v1/models/{model:path}", get_model),
+    Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
+    Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
+    Route("GET", "/metrics", metrics, gives=("text/plain",)),
+    Route("GET", "/cache", inspect_cache),
+    Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest),
+    Route("GET", "/live", live),
+    Route("GET", "/", page, open_=True, gives=("text/html",)),
+    Route("GET", "/health", health, open_=True),
+    Route("GET", "/ready", ready, open_=True),
+    Route("GET", "/version", version, open_=True),
+    Route("GET", "/openapi.json", openapi, open_=True),
+)
+"""Every route there is: the application and its document in server/openapi.py are made from it."""

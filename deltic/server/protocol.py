@@ -68,6 +68,12 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_prompt: bool | None = None
     """False: neither read nor feed the prefix cache."""
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Carry no promise about the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -84,8 +90,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
     "verbosity": ("medium",),
     "functions": ([],),
     "function_call": ("none",),
@@ -145,18 +149,6 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-class ToolFunction(Struct, forbid_unknown_fields=True):
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Struct, forbid_unknown_fields=True):
-    function: ToolFunction
-    type: Literal["function"] = "function"
-
-
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
@@ -167,14 +159,16 @@ class ChatRequest(Sampling):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
     reasoning_effort: Effort | None = None
+    thinking_budget: Count | None = None
+    """Tokens of the thought, if the prompt opens one."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     modalities: Any = None
     audio: Any = None
-    response_format: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     prediction: Any = None
     verbosity: Any = None
     web_search_options: Any = None
@@ -190,7 +184,6 @@ class CompletionRequest(Sampling):
     logprobs: Count | None = None
     best_of: Positive | None = None
     suffix: Any = None
-    response_format: Any = None
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -205,6 +198,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -244,11 +238,19 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise bad_request(None, "the body is nested too deeply", "invalid_json") from None
 
 
+def convert(value: Any, kind: Any, path: str) -> Any:
+    """A part of a request that was left as it is, as `kind`. Raises ApiError (400)."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), path) from None
+
+
 def _refusal(text: str, root: str = "") -> Exception:
     """The 400 for a message of msgspec's, which ends in the path of the value: ` - at `$.messages[0].role``."""
     match = _PLACE.match(text)
     reason, path = (match.group(1), match.group(2) or "") if match else (text, "")
-    path = f"{root}{path}"
+    path = f"{root}.{path}" if root and path and path[0] != "[" else root + path
     for pattern, said, code in (
         (_UNKNOWN, "unknown field; it is not supported, leave it out", "unknown_field"),
         (_MISSING, "is missing", "missing_field"),
@@ -277,11 +279,11 @@ _UNSUPPORTED = frozenset({*NEUTRAL, "audio", "prediction", "web_search_options"}
 class SamplingDefaults(Struct, frozen=True):
     """What a request gets that names no value: the checkpoint's generation_config.json."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Probability = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] = 1.0
 
     @classmethod
     def load(cls, directory: Path) -> SamplingDefaults:
@@ -467,8 +469,8 @@ def check_tokenize(request: TokenizeRequest) -> None:
 
 _PROMPT_ONLY = ("parse_special_tokens",)
 _CHAT_ONLY = (
-    "tools", "tool_choice", "enable_thinking", "reasoning_effort", "add_generation_prompt", "continue_final_message",
-    "chat_template_kwargs",
+    "tools", "tool_choice", "enable_thinking", "preserve_thinking", "reasoning_effort", "add_generation_prompt",
+    "continue_final_message", "chat_template_kwargs",
 )  # fmt: skip
 
 
@@ -537,60 +539,28 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
     return "".join(texts)
 
 
-def tool_schemas(
-    tools: list[dict[str, Any]] | None, tool_choice: Any = None
-) -> dict[str, dict[str, Any]] | None:
-    """Name to schema of the arguments, of the tools that the answer may call; None when it may call none.
-
-    Raises ApiError (400) for a malformed tool and for what would need constrained decoding.
-    """
-    if tool_choice not in (None, "auto", "none"):
-        raise bad_request(
-            "tool_choice",
-            "only 'auto' and 'none' are supported; a call cannot be forced yet",
-            "unsupported_field",
-        )
-    try:
-        parsed = msgspec.convert(tools or [], list[Tool])
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error), "tools") from None
-    names: set[str] = set()
-    for i, tool in enumerate(parsed):
-        if tool.function.name in names:
-            raise bad_request(
-                f"tools[{i}].function.name", f"{tool.function.name!r} is the name of an earlier tool, too"
-            )
-        names.add(tool.function.name)
-        if tool.function.strict:
-            raise bad_request(
-                f"tools[{i}].function.strict",
-                "not supported; arguments cannot be forced to the schema",
-                "unsupported_field",
-            )
-    if not parsed or tool_choice == "none":
-        return None
-    return {tool.function.name: tool.function.parameters or {} for tool in parsed}
+_SWITCHES = ("enable_thinking", "preserve_thinking")
 
 
 def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Variables for the chat template; `reasoning_effort` also sets `enable_thinking`. Raises ApiError (400)."""
     settings = dict(request.chat_template_kwargs or {})
+    settings.pop("thinking_budget", None)  # ours, not the template's
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in settings:
             raise bad_request(
                 f"chat_template_kwargs.{name}", "is a field of the request, not a template setting"
             )
-    switches = {}
-    if "enable_thinking" in settings:
-        switches["chat_template_kwargs.enable_thinking"] = settings["enable_thinking"]
-    if request.enable_thinking is not None:
-        switches["enable_thinking"] = request.enable_thinking
+    given = [(f"chat_template_kwargs.{name}", name, settings[name]) for name in _SWITCHES if name in settings]
+    given += [(name, name, value) for name in _SWITCHES if (value := getattr(request, name)) is not None]
     if request.reasoning_effort is not None:
-        switches["reasoning_effort"] = request.reasoning_effort != "none"
+        given.append(("reasoning_effort", "enable_thinking", request.reasoning_effort != "none"))
         settings["reasoning_effort"] = request.reasoning_effort
-    for name, value in switches.items():
+    first: dict[str, str] = {}
+    for field, name, value in given:
         if not isinstance(value, bool):
-            raise bad_request(name, "expected true or false")
-        if settings.setdefault("enable_thinking", value) != value:
-            raise bad_request(name, f"contradicts {next(iter(switches))}; give one of the two")
+            raise bad_request(field, "expected true or false")
+        if settings.setdefault(name, value) != value:
+            raise bad_request(field, f"contradicts {first[name]}; give one of the two")
+        first.setdefault(name, field)
     return settings

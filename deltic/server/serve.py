@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from deltic import logs
 from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.engine.client import PROGRAM, EngineClient, EngineFailed
 
@@ -42,16 +43,13 @@ def serve(
 
     program: the command of the engine process. Raises ConfigError when the address cannot be listened on.
     """
-    logging.basicConfig(
-        level=server_config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    logs.set_up(server_config.log_level, server_config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     listener = listen(server_config)
-    return uvloop.run(
-        _serve(EngineClient(engine_config, server_config.max_queue, program=program), server_config, listener)
+    client = EngineClient(
+        engine_config, server_config.max_queue, program=program, log_format=server_config.log_format
     )
+    return uvloop.run(_serve(client, server_config, listener))
 
 
 def listen(config: ServerConfig) -> socket.socket:

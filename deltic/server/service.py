@@ -7,19 +7,24 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.engine.request import EngineInfo
 from deltic.metrics import Metrics
 from deltic.server.chat import ChatTemplate
+from deltic.server.constraint import Constrainer, NotInline
 from deltic.server.errors import ApiError
 from deltic.server.generation import RETRY_LATER, queue_full, unavailable
+from deltic.server.limits import Accounts
 from deltic.server.protocol import SamplingDefaults
+from deltic.server.responses_store import ResponseStore
 from deltic.server.transport import unless_disconnected
 from deltic.text import Tokenizer
 
@@ -39,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass
 class Service:
-    """What the routes need, and what the process knows of its own end."""
+    """What the routes need, and what the process knows of its own end. Raises ConfigError for keys that cannot be meant."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -48,6 +53,9 @@ class Service:
     config: ServerConfig
     defaults: SamplingDefaults
     metrics: Metrics = field(init=False)
+    accounts: Accounts = field(init=False)
+    constrainer: Constrainer = field(init=False)
+    responses: ResponseStore = field(init=False)
     started_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     """Set when the process is told to stop: no new requests."""
@@ -61,9 +69,21 @@ class Service:
 
     def __post_init__(self) -> None:
         client = self.client
+        self.accounts = Accounts(self.config)
+        self.constrainer = Constrainer(self.tokenizer, self.template.call_form if self.template else None)
+        self.responses = ResponseStore(self.config.max_stored_responses)
         self.metrics = Metrics(
-            lambda: client.stats, lambda: client.n_restarts, lambda: client.state == "ready"
+            lambda: client.stats,
+            lambda: client.n_restarts,
+            lambda: client.state == "ready",
+            keys=self.accounts.numbers(),
+            about=self._about,
         )
+
+    def _about(self) -> dict[str, str]:
+        info = self.client.info
+        told = {"version": __version__, "model": self.model_name}
+        return told | ({"device": info.device} if info else {})
 
     def admit(self) -> EngineInfo:
         """What the engine has, for a request that is about to be read.
@@ -121,7 +141,8 @@ class Service:
         the work is not begun then; ApiError (429) when too much waits to be prepared already.
         """
         if size <= INLINE_BYTES:
-            return work()
+            with suppress(NotInline):
+                return work()
         with self._preparing:
             if self._n_preparing_bytes and self._n_preparing_bytes + size > self._max_preparing_bytes:
                 raise ApiError(

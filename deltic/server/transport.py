@@ -20,6 +20,9 @@ log = logging.getLogger("deltic.server")
 SERVER_SEND = "deltic.send"
 """In the scope: the HTTP server's own `send`."""
 
+ANTHROPIC = "/v1/messages"
+"""How the paths of Anthropic's API begin."""
+
 T = TypeVar("T")
 
 
@@ -101,7 +104,7 @@ class EventStream:
         if self._sending is not None:
             await self._sending
         if error is not None and not self._started:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         await send({"type": "http.response.body", "body": self.last(error), "more_body": False})
 
@@ -152,5 +155,9 @@ def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:
     )
 
 
-def error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers, "application/json")
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """An error in the form of the API that was asked."""
+    body, status = error.body(), error.status
+    if scope["path"].startswith(ANTHROPIC):
+        body, status = error.anthropic_body(scope["deltic.request_id"]), error.anthropic_status
+    return Response(body, status, error.headers, "application/json")

@@ -122,6 +122,7 @@ def test_openai_client_chat(engine: FakeEngineClient, live: str) -> None:
     usage = chunks[-1].usage
     assert chunks[-1].choices == [] and usage and usage.completion_tokens == 6
     assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens == 8
+    assert [set(u.timing) for u in (answer.usage, usage)] == [{"queue_ms", "prefill_ms", "decode_ms", "total_ms"}] * 2
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -477,9 +478,23 @@ def test_cached_tokens_are_counted_once_for_each_prompt(engine: FakeEngineClient
     usage = post(engine, "/v1/completions", asked).json()["usage"]
     assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (150, {"cached_tokens": 128})
     streamed = asked | {"stream": True, "stream_options": {"include_usage": True}}
-    assert events(post(engine, "/v1/completions", streamed))[-1]["usage"] == usage
+    counted = events(post(engine, "/v1/completions", streamed))[-1]["usage"]
+    assert counted | {"timing": usage["timing"]} == usage
     chat = post(engine, "/v1/chat/completions", {"messages": HELLO, "n": 2}).json()
     assert chat["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
+
+
+def test_usage_says_where_the_time_went(engine: FakeEngineClient) -> None:
+    engine.token_s = 0.01
+    streamed = {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}
+    for usage in (
+        post(engine, "/v1/chat/completions", {"messages": HELLO}).json()["usage"],
+        events(post(engine, "/v1/completions", streamed))[-1]["usage"],
+        post(engine, "/v1/completions", {"prompt": "a", "max_tokens": 0}).json()["usage"],
+    ):
+        *parts, total = (usage["timing"][f"{name}_ms"] for name in ("queue", "prefill", "decode", "total"))
+        assert sum(parts) == pytest.approx(total, abs=0.3) and min(parts) >= 0
+        assert parts[1] >= 9 and (parts[2] >= 40 or not usage["completion_tokens"])
 
 
 def test_salt_and_opting_out_reach_the_engine(engine: FakeEngineClient) -> None:

@@ -16,12 +16,10 @@ PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = (
-    98  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 23; the server 17
-)
+MAX_SOURCE_FILES = 105  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 23; the server 24
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 29_500
+MAX_PACKAGE_LINES = 30_500
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
 LEAVES = {"config", "metrics", "engine.request"}
@@ -29,6 +27,8 @@ WITHOUT_TORCH = [
     "engine.request",
     "engine.scheduler",
     "engine.cache",
+    "engine.cost",
+    "engine.trace",
     "engine.pool",
     "engine.residency",
     "engine.tiers",

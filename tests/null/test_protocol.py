@@ -10,7 +10,7 @@ import pytest
 
 from deltic.config import ServerConfig
 from deltic.engine.request import EngineInfo, SamplingParams
-from deltic.server import protocol
+from deltic.server import constraint, protocol
 from deltic.server.errors import ApiError
 from deltic.text import TokenizerError
 
@@ -29,7 +29,7 @@ def chat(**fields: Any) -> SamplingParams:
     request = protocol.parse(body, protocol.ChatRequest)
     protocol.check_neutral(request)
     protocol.stop_strings(request)
-    protocol.tool_schemas(request.tools, request.tool_choice)
+    constraint.tool_schemas(request.tools, request.tool_choice)
     protocol.template_messages(request.messages)
     protocol.template_settings(request)
     return params(request)
@@ -128,7 +128,6 @@ def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
         ({"cache_prompt": "no"}, "cache_prompt"),
         ({"store": True}, "store"),
         ({"service_tier": "flex"}, "service_tier"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
     ],
 )
@@ -181,13 +180,9 @@ def test_both_apis_refuse(fields: dict[str, Any], param: str) -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "tools[0].function.strict",
-        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}, "x": 1}]}, "tools[0].x"),
         ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
@@ -200,7 +195,7 @@ def test_both_apis_refuse(fields: dict[str, Any], param: str) -> None:
             },
             "messages[0].tool_calls[0].function.name",
         ),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
         ({"functions": [{}]}, "functions"),
@@ -326,3 +321,6 @@ def test_thinking_switches(kind: Any) -> None:
     assert of(reasoning_effort="high") == {"enable_thinking": True, "reasoning_effort": "high"}
     assert of(enable_thinking=True) == {"enable_thinking": True}
     assert of(chat_template_kwargs={"enable_thinking": False, "x": 1}) == {"enable_thinking": False, "x": 1}
+    assert of(preserve_thinking=True) == of(chat_template_kwargs={"preserve_thinking": True})
+    error = refused(of, preserve_thinking=True, chat_template_kwargs={"preserve_thinking": False})
+    assert error.param == "preserve_thinking" and "chat_template_kwargs.preserve_thinking" in error.message

@@ -1,0 +1,35 @@
+"""Lines of the log: text for people, or a JSON object each. Both processes write to stderr."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+
+
+class JsonFormatter(logging.Formatter):
+    """time (UTC), level, logger, message; `fields` of the record beside them; the traceback under `exception`.
+
+    Nothing but ASCII: what a client sent cannot reach a terminal as a control character.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        told = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        told |= getattr(record, "fields", {})
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+def set_up(level: str, form: str, text: str = "%(asctime)s %(levelname)s %(message)s") -> None:
+    """Has this process log. form: "text", in the format `text`, or "json"."""
+    destination = logging.StreamHandler(sys.stderr)
+    destination.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))
+    logging.basicConfig(level=level.upper(), handlers=[destination])

@@ -1,0 +1,387 @@
+"""What a request asks of the form of its answer, as the engine's Constraint.
+
+`response_format`; vLLM's `structured_outputs` and its older `guided_*`; `tool_choice`, `parallel_tool_calls` and strict tools; a
+budget for the thought. A grammar begins behind the thought. With tools that may be called beside a JSON format, the answer is the
+JSON or calls. Arguments follow the tool's schema wherever a call is constrained; where that cannot be a grammar, those of a tool
+that is not strict are any, and a strict one is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import llguidance
+import msgspec
+from llguidance.gbnf_to_lark import any_to_lark
+from msgspec import Struct
+
+from deltic.engine.request import Constraint
+from deltic.server import grammar, protocol
+from deltic.server.errors import bad_request
+from deltic.server.grammar import CallForm, GrammarError
+from deltic.text import Tokenizer
+
+ANY = {"type": "object"}
+MAX_OWN_GRAMMAR = 16_384
+"""Characters of a grammar that a request brings, and of all its terminals, written out."""
+_TERMINAL = re.compile(
+    r"(?ms)^([A-Z_][A-Z0-9_]*)(?:\[[^\]\n]*\])?\s*:(.*?)(?=^[\w\-]+(?:\[[^\]\n]*\])?\s*:|^%|\Z)"
+)
+_NAME = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
+_NOT_OURS = re.compile(r"(?m)<\[[\d^*]|^\w+\[[^\]\n]*(temperature|max_tokens|stop)\b")
+"""Token ids, and options of a rule that ask for more than a mask."""
+
+N_KEPT = 64
+"""Grammars that are kept: an agent sends the same tools with every request."""
+
+
+class NotInline(Exception):
+    """A grammar is to be compiled, and not in the event loop's thread."""
+
+
+class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    """Changes nothing: the answer follows the schema."""
+
+
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None
+    """Of a json_object, as llama.cpp has it."""
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """As in vLLM: one of them."""
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Format(Struct):
+    """What the answer is to be. path: of the field that says so; kind: json (a schema), regex, choice, grammar."""
+
+    path: str
+    kind: str
+    value: Any
+
+
+class ToolFunction(Struct, forbid_unknown_fields=True):
+    name: protocol.ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True):
+    function: ToolFunction
+    type: Literal["function"] = "function"
+
+
+class Named(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(Struct, forbid_unknown_fields=True):
+    function: Named
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class OneTool(Struct, tag="function", forbid_unknown_fields=True):
+    function: Named
+
+
+class SomeTools(Struct, tag="allowed_tools", forbid_unknown_fields=True):
+    allowed_tools: AllowedTools
+
+
+class Calls(Struct):
+    """What an answer may call: the tools, with their places in the request. most: calls, None for any number."""
+
+    tools: list[tuple[str, ToolFunction]]
+    must: bool
+    most: int | None
+
+
+def calls_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None = None) -> Calls | None:
+    """None: there are no tools, or none may be called. Raises ApiError (400)."""
+    functions: dict[str, tuple[str, ToolFunction]] = {}
+    for i, tool in enumerate(protocol.convert(tools or [], list[Tool], "tools")):
+        name = tool.function.name
+        if name in functions:
+            raise bad_request(f"tools[{i}].function.name", f"{name!r} is the name of an earlier tool, too")
+        functions[name] = (f"tools[{i}].function", tool.function)
+    most = 1 if parallel is False else None
+    must, names = choice == "required", list(functions)
+    if isinstance(choice, dict):
+        asked = protocol.convert(choice, OneTool | SomeTools, "tool_choice")
+        if isinstance(asked, OneTool):
+            names, must, most, path = [asked.function.name], True, 1, "function"
+        else:
+            names, path = [tool.function.name for tool in asked.allowed_tools.tools], "allowed_tools"
+            must = asked.allowed_tools.mode == "required"
+        if (unknown := next((name for name in names if name not in functions), None)) is not None:
+            raise bad_request(f"tool_choice.{path}", f"{unknown!r} is not the name of one of the tools")
+    elif choice not in (None, "auto", "none", "required"):
+        raise bad_request(
+            "tool_choice", "expected 'auto', 'none', 'required', or an object that names a function"
+        )
+    if must and not names:
+        raise bad_request("tool_choice", "asks for a call, and there are no tools")
+    if not names or choice == "none":
+        return None
+    return Calls([functions[name] for name in dict.fromkeys(names)], must, most)
+
+
+def tool_schemas(tools: list[dict[str, Any]] | None, choice: Any = None) -> dict[str, dict[str, Any]] | None:
+    """Name to schema of the arguments, of the tools that the answer may call; None when it may call none. Raises ApiError (400)."""
+    calls = calls_of(tools, choice)
+    return {tool.name: tool.parameters or {} for _, tool in calls.tools} if calls else None
+
+
+def thinking_budget(chat: protocol.ChatRequest) -> int | None:
+    """Tokens that the thought may have. Raises ApiError (400)."""
+    inner = (chat.chat_template_kwargs or {}).get("thinking_budget")
+    if inner is None or inner == chat.thinking_budget:
+        return chat.thinking_budget
+    if chat.thinking_budget is not None:
+        raise bad_request(
+            "thinking_budget", "contradicts chat_template_kwargs.thinking_budget; give one of the two"
+        )
+    budget: int = protocol.convert(inner, protocol.Count, "chat_template_kwargs.thinking_budget")
+    return budget
+
+
+class Constrainer:
+    """Requests to constraints, for one checkpoint."""
+
+    def __init__(self, tokenizer: Tokenizer, form: CallForm | None) -> None:
+        """form: of tool calls, in the model's chat template; None: it shows none that is known."""
+        self._tokenizer = tokenizer
+        self._form = form
+        self._kept: OrderedDict[bytes, str] = OrderedDict()
+
+    def chat(self, chat: protocol.ChatRequest, thinking: bool) -> Constraint | None:
+        """thinking: the prompt opened a thought. Raises ApiError (400), NotInline."""
+        asked = asked_format(chat)
+        calls = calls_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        if calls and not (asked or calls.must or calls.most or any(tool.strict for _, tool in calls.tools)):
+            calls = None
+        if chat.continue_final_message and (asked or (calls and calls.must)):
+            raise bad_request(
+                "continue_final_message", "an answer whose form is fixed cannot begin in the request"
+            )
+        text = self._grammar(asked, calls)
+        budget = thinking_budget(chat)
+        if not thinking or (budget is None and not text):
+            return Constraint(grammar=text) if text else None
+        end = self._tokenizer.encode("</think>", "parse")
+        if len(end) != 1:
+            param = "thinking_budget" if budget is not None else asked.path if asked else "tool_choice"
+            raise bad_request(
+                param, "not supported: this model's vocabulary has no token that ends a thought"
+            )
+        gap = tuple(self._tokenizer.encode("\n\n"))
+        close = (*self._tokenizer.encode("\n"), *end)
+        return Constraint(
+            grammar=text,
+            think_end_id=end[0],
+            think_budget=budget,
+            close_ids=() if budget is None else close if text else close + gap,
+            begin_ids=gap if text else (),
+        )
+
+    def completion(self, request: protocol.CompletionRequest) -> Constraint | None:
+        """Raises ApiError (400), NotInline."""
+        text = self._grammar(asked_format(request), None)
+        return Constraint(grammar=text) if text else None
+
+    def _grammar(self, asked: Format | None, calls: Calls | None) -> str:
+        """The grammar of an answer, "" for none."""
+        if asked is None and calls is None:
+            return ""
+        if asked and calls and asked.kind != "json":
+            raise bad_request(asked.path, "cannot be combined with tools; set tool_choice to 'none'")
+        key = msgspec.json.encode((asked, calls))
+        text = self._kept.get(key)
+        if text is None:
+            if _in_event_loop():
+                raise NotInline
+            try:
+                text = self._build(asked, calls)
+            except GrammarError as error:
+                raise bad_request(error.path or "tools", error.message) from None
+            except RecursionError:
+                raise bad_request(asked.path if asked else "tools", "nested too deeply") from None
+            self._kept[key] = text
+            if len(self._kept) > N_KEPT:
+                self._kept.popitem(last=False)
+        return text
+
+    def _build(self, asked: Format | None, calls: Calls | None) -> str:
+        """Raises GrammarError."""
+        if asked and asked.kind == "grammar":
+            return _own_grammar(asked)
+        text = self._text(asked, calls, checked=False)
+        if grammar.error_of(text):  # seldom, so only now what it is
+            text = self._text(asked, calls, checked=True)
+            if message := grammar.error_of(text):
+                raise GrammarError("tools" if calls else asked.path if asked else "", message)
+        return text
+
+    def _text(self, asked: Format | None, calls: Calls | None, checked: bool) -> str:
+        rules: list[str] = []
+        starts = []
+        if asked and not (calls and calls.must):
+            rules.append(f"format: {_format(asked, checked)}")
+            starts.append("format")
+        if calls:
+            built = self._calls(calls, checked)
+            some = built.call if calls.most else f'{built.call} ("\\n" {built.call})*'
+            starts.append(some if asked or calls.must else f"{built.text()} ({some})?")
+            rules += built.rules
+        return "\n".join([f"start: {' | '.join(starts)}", *rules])
+
+    def _calls(self, calls: Calls, checked: bool) -> grammar.Calls:
+        if self._form is None or not self._token("<tool_call>") or not self._token("</tool_call>"):
+            raise GrammarError("tool_choice", "this model has no form of a tool call that can be constrained")
+        tools = [
+            grammar.Tool(tool.name, tool.parameters, bool(tool.strict), f"{path}.parameters")
+            for path, tool in calls.tools
+        ]
+        return grammar.Calls(self._form, tools, self._token, checked)
+
+    def _token(self, name: str) -> str:
+        ids = self._tokenizer.encode(name, "parse")
+        return f"<[{ids[0]}]>" if len(ids) == 1 else ""
+
+
+def asked_format(request: protocol.Sampling) -> Format | None:
+    """What the answer is to be, if it is not any text. Raises ApiError (400)."""
+    found = [*_response_format(request.response_format), *_structured(request)]
+    if len(found) > 1:
+        raise bad_request(found[1].path, f"excludes {found[0].path}; give one of the two")
+    return found[0] if found else None
+
+
+def _response_format(value: Any) -> Iterator[Format]:
+    if value is None:
+        return
+    asked = protocol.convert(value, ResponseFormat, "response_format")
+    if (asked.type == "json_schema") != (asked.json_schema is not None):
+        raise bad_request(
+            "response_format.json_schema", "belongs to the type json_schema, and only to that one"
+        )
+    if asked.schema is not None and asked.type != "json_object":
+        raise bad_request("response_format.schema", "belongs to the type json_object")
+    if asked.json_schema is not None:
+        schema = asked.json_schema.schema
+        yield Format("response_format.json_schema.schema", "json", ANY if schema is None else schema)
+    elif asked.type == "json_object":
+        yield Format("response_format.schema", "json", ANY if asked.schema is None else asked.schema)
+
+
+def _structured(request: protocol.Sampling) -> Iterator[Format]:
+    given = {
+        f"guided_{kind}": getattr(request, f"guided_{kind}")
+        for kind in ("json", "regex", "choice", "grammar")
+    }
+    if request.structured_outputs is not None:
+        asked = protocol.convert(request.structured_outputs, StructuredOutputs, "structured_outputs")
+        given |= {f"structured_outputs.{name}": getattr(asked, name) for name in asked.__struct_fields__}
+    for path, value in given.items():
+        if value is None or value is False:
+            continue
+        kind = re.split("[_.]", path)[-1]
+        if kind == "object":
+            kind, value = "json", ANY
+        if kind == "json" and isinstance(value, str):
+            try:
+                value = msgspec.json.decode(value)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise bad_request(path, f"is not valid JSON: {error}") from None
+        yield Format(path, kind, value)
+
+
+def _format(asked: Format, checked: bool) -> str:
+    """The body of the rule. checked: compiled by itself. Raises GrammarError."""
+    try:
+        if asked.kind == "json":
+            schema = grammar.clean(asked.value)
+            if checked:
+                grammar.check_schema(schema, grammar.PRETTY)
+            return grammar.json_rule(schema, grammar.PRETTY)
+        if asked.kind == "choice":
+            if not asked.value or not all(asked.value):
+                raise GrammarError("", "expected texts to choose from, none of them empty")
+            return " | ".join(map(grammar.quoted, asked.value))
+        if len(asked.value) > grammar.MAX_PATTERN:
+            raise GrammarError("", f"may have at most {grammar.MAX_PATTERN} characters")
+        if not asked.value:
+            raise GrammarError("", "is empty")
+        body = f"/{llguidance.regex_to_lark(asked.value, 'd')}/"
+        if checked and (message := grammar.error_of(f"start: {body}")):
+            raise GrammarError("", message)
+        return body
+    except GrammarError as error:
+        raise GrammarError(asked.path + error.path, error.message) from None
+
+
+def _own_grammar(asked: Format) -> str:
+    """A request's own grammar, in Lark's form or llama.cpp's, as Lark. Raises GrammarError."""
+    if len(asked.value) > MAX_OWN_GRAMMAR:
+        raise GrammarError(asked.path, f"may have at most {MAX_OWN_GRAMMAR} characters")
+    try:
+        text = any_to_lark(asked.value)
+    except Exception as error:  # the library's own kind, and RecursionError
+        raise GrammarError(asked.path, f"cannot be read: {error}") from None
+    if found := _NOT_OURS.search(text):
+        raise GrammarError(asked.path, f"not supported: {found.group()}")
+    _check_size(asked.path, text)
+    if message := grammar.error_of(text, own=False):
+        raise GrammarError(asked.path, message)
+    return str(text)
+
+
+def _check_size(path: str, text: str) -> None:
+    """Raises GrammarError for terminals that are long when written out: the time to compile one is the square of that."""
+    bodies: dict[str, str] = dict(_TERMINAL.findall(text))
+    known: dict[str, int] = {}
+
+    def size(name: str) -> int:
+        if name not in known:
+            body = bodies.get(name, "")
+            known[name] = grammar.MAX_PATTERN + 1  # of one that holds itself
+            known[name] = len(body) + sum(map(size, _NAME.findall(body)))
+        return known[name]
+
+    for name in bodies:
+        if size(name) > grammar.MAX_PATTERN:
+            raise GrammarError(
+                path, f"{name}, written out, may have at most {grammar.MAX_PATTERN} characters"
+            )
+    if sum(known.values()) > MAX_OWN_GRAMMAR:
+        raise GrammarError(path, f"its terminals, written out, may have at most {MAX_OWN_GRAMMAR} characters")
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,547 @@
+r"""JSON schemas, regular expressions and the forms of a tool call, as grammars of llguidance (Lark with inline `%json`).
+
+What a grammar admits is what is valid; order of properties is the schema's. A schema is rebuilt from the keywords that the
+engine enforces. Annotations are dropped, and a `format` that it does not know is one, as in JSON Schema; any other keyword is an
+error, so that none is passed over in silence.
+
+Where the model writes calls as XML, a parameter is its text: a string as it is, anything else as JSON. Such a text must come back
+from `arguments.convert` as the value that was meant, so it may not hold what ends a parameter, and where a string or a number is
+asked for, a string that reads as a number is a number. Of the formats of such a string, those of _RAW_FORMATS are enforced.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import llguidance
+
+from deltic.server.arguments import convert, value_types
+
+Schema = dict[str, Any] | bool
+CallForm = Literal["xml", "json"]
+
+MAX_GRAMMAR = 500_000
+"""Characters of a grammar: compiling one of that size takes some tenths of a second."""
+MAX_DEPTH = 40
+"""Of schemas in schemas."""
+MAX_LEAST = 65_536
+"""The most that minLength and minItems may ask for: an answer has no room for more."""
+MAX_OPTIONAL = 400
+"""Optional properties of one object; the engine follows all that may come next side by side."""
+MAX_PATTERN = 4096
+"""Characters of a pattern."""
+MAX_BRANCHES = 256
+"""Schemas that one parameter may choose from."""
+MAX_VALUES = 2000
+"""Values that one parameter may choose from."""
+BUILDING_S = 2.0
+"""How long the rules of calls may take to write: definitions that refer to each other may be much to look through."""
+LOCATING_S = 0.3
+"""How long an error's place in a schema is looked for."""
+
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=250_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""Those that the engine compiles with; they bound the time (20 ms for the lexer, say) and the memory of a hostile grammar."""
+
+PRETTY = {"whitespace_pattern": r" |\r?\n[ \t]{0,64}"}
+"""JSON with line breaks and indentation; not endless, or a model that likes blanks never comes back."""
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""JSON on one line, as the templates write arguments."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ANNOTATIONS = _words(
+    "title description default examples example deprecated readOnly writeOnly $comment $schema $id discriminator "
+    "contentEncoding contentMediaType contentSchema externalDocs markdownDescription enumDescriptions"
+)
+_FORMATS = _words("date-time time date duration email hostname ipv4 ipv6 uuid uri")
+_SCHEMA = _words("items additionalProperties additionalItems")
+_SCHEMA_LISTS = _words("anyOf oneOf allOf prefixItems")
+_SCHEMA_MAPS = _words("properties patternProperties $defs definitions")
+_LEAVES = _words(
+    "type const enum required pattern format $ref minimum maximum exclusiveMinimum exclusiveMaximum multipleOf "
+    "minLength maxLength minItems maxItems minProperties maxProperties"
+)
+_DEFS = ("$defs", "definitions")
+
+
+class GrammarError(ValueError):
+    """What cannot be a grammar. path: where in the request, below the field that holds it (".properties.x")."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+        self.message = message
+
+
+# Schemas.
+
+
+def clean(schema: Any, path: str = "", depth: int = 0) -> Schema:
+    """The schema with nothing in it but what is enforced. Raises GrammarError."""
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, dict):
+        raise GrammarError(path, "expected a schema: an object, true or false")
+    if depth > MAX_DEPTH:
+        raise GrammarError(path, f"schemas may be nested at most {MAX_DEPTH} deep")
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        at = f"{path}.{key}"
+        if (key in _SCHEMA_LISTS or key == "items") and isinstance(value, list) and value:
+            kept[key] = [clean(part, f"{at}[{i}]", depth + 1) for i, part in enumerate(value)]
+        elif key in _SCHEMA:
+            kept[key] = clean(value, at, depth + 1)
+        elif key in _SCHEMA_MAPS:
+            if not isinstance(value, dict):
+                raise GrammarError(at, "expected an object")
+            kept[key] = {name: clean(part, f"{at}.{name}", depth + 1) for name, part in value.items()}
+        elif key in _LEAVES:
+            _check_leaf(key, value, at)
+            if key != "format" or value in _FORMATS:
+                kept[key] = value
+        elif key in _SCHEMA_LISTS:
+            raise GrammarError(at, "expected a list of schemas that is not empty")
+        elif key not in _ANNOTATIONS and not key.startswith("x-"):
+            raise GrammarError(at, "this keyword is not supported; leave it out")
+        elif key == "$id" and depth:
+            raise GrammarError(at, "only a whole schema may have an $id")
+    required, properties = kept.get("required", []), kept.get("properties", {})
+    if len(properties.keys() - set(required)) > MAX_OPTIONAL:
+        raise GrammarError(f"{path}.properties", f"may have at most {MAX_OPTIONAL} that are not required")
+    return kept
+
+
+def _check_leaf(key: str, value: Any, at: str) -> None:
+    if key == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        raise GrammarError(at, "expected a list of names")
+    if key == "type" and not (
+        isinstance(value, str) or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
+    ):
+        raise GrammarError(at, "expected the name of a type, or a list of them")
+    if key == "enum" and not (isinstance(value, list) and value):
+        raise GrammarError(at, "expected a list of values that is not empty")
+    if key in ("pattern", "format", "$ref") and not isinstance(value, str):
+        raise GrammarError(at, "expected a string")
+    if key == "pattern" and len(value) > MAX_PATTERN:
+        raise GrammarError(at, f"may have at most {MAX_PATTERN} characters")
+    if key == "$ref" and not value.startswith("#"):
+        raise GrammarError(at, "only references inside the schema are followed (#/$defs/NAME)")
+    if key[:3] in ("min", "max") and key not in ("minimum", "maximum"):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise GrammarError(at, "expected a whole number from 0 on")
+        if key.startswith("min") and value > MAX_LEAST:
+            raise GrammarError(at, f"may be at most {MAX_LEAST}")
+        if key == "minProperties" and value > 1:
+            raise GrammarError(at, "may be at most 1; name what must be there in required")
+
+
+def json_rule(schema: Schema, options: dict[str, Any]) -> str:
+    """The inline grammar of a schema that `clean` gave."""
+    whole: dict[str, Any] = {} if schema is True else {"enum": []} if schema is False else schema
+    try:
+        return "%json " + json.dumps(whole | {"x-guidance": options})
+    except RecursionError:
+        raise GrammarError("", "has a value that is nested too deeply") from None
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Schemas inside a schema, with their paths below it: definitions first, since others fail with them."""
+    for key, value in sorted(schema.items(), key=lambda item: item[0] not in _DEFS):
+        if key in _SCHEMA_MAPS:
+            yield from ((f".{key}.{name}", part) for name, part in value.items())
+        elif (key in _SCHEMA_LISTS or key == "items") and isinstance(value, list):
+            yield from ((f".{key}[{i}]", part) for i, part in enumerate(value))
+        elif key in _SCHEMA:
+            yield f".{key}", value
+
+
+def check_schema(schema: Schema, options: dict[str, Any]) -> None:
+    """Raises GrammarError, with the innermost schema that cannot be compiled, for one that `clean` gave."""
+    message = error_of(f"start: {json_rule(schema, options)}")
+    if not message:
+        return
+    definitions = {key: schema[key] for key in _DEFS if key in schema} if isinstance(schema, dict) else {}
+    path, deadline, inner = "", time.monotonic() + LOCATING_S, schema
+    while isinstance(inner, dict):
+        for below, part in _children(inner):
+            if time.monotonic() > deadline or isinstance(part, bool):
+                continue
+            if found := error_of(f"start: {json_rule(definitions | part, options)}"):
+                path, inner, message = path + below, part, found
+                break
+        else:
+            break
+    raise GrammarError(path, message)
+
+
+# Compiling.
+
+
+@functools.cache
+def _bytes_only() -> Any:
+    """A tokenizer of single bytes: enough to find out what is wrong with a grammar, whatever the model's is."""
+    return llguidance.LLTokenizer("byte")
+
+
+_SPECIAL = re.compile(r"<\[\d+(?:,\d+)*\]>")
+_EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_POSITION = re.compile(r"^at (\d+)\((\d+)\): ")
+
+
+def error_of(grammar: str, own: bool = True) -> str:
+    """What is wrong with a grammar, "" for nothing. own: of ours, not the user's text."""
+    if len(grammar) > MAX_GRAMMAR:
+        return f"too large: its grammar has {len(grammar)} characters, and may have {MAX_GRAMMAR}"
+    if own:  # the tokens of the model's vocabulary stand for themselves
+        grammar = _SPECIAL.sub("<[258]>", grammar)
+    matcher = llguidance.LLMatcher(_bytes_only(), grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    message: str = matcher.get_error()
+    if not message and matcher.is_stopped() and not matcher.is_accepting():
+        message = "nothing can match it"
+    if own:
+        message = _POSITION.sub("", _EXCERPT.sub("", message))
+        message = message.removeprefix("failed to compile JSON schema: ")
+    if message.startswith("NoExtension"):
+        message = "nothing can match it"
+    return _POSITION.sub(r"line \1, column \2: ", message)[:2000].strip()
+
+
+# Tool calls.
+
+
+class Tool:
+    """A function that the answer may call. strict: its arguments follow the schema, or the request is refused."""
+
+    def __init__(self, name: str, parameters: dict[str, Any] | None, strict: bool, path: str) -> None:
+        self.name, self.parameters, self.strict, self.path = name, parameters, strict, path
+
+
+class Calls:
+    """The rules of the calls that an answer may make: `call` is the name of the rule of one."""
+
+    def __init__(
+        self, form: CallForm, tools: list[Tool], token: Callable[[str], str], checked: bool = True
+    ) -> None:
+        """token: the Lark of an added token of the vocabulary, or "" if it has none such. checked: each part is compiled by
+        itself, to find the one that cannot be; it takes a millisecond for each. Raises GrammarError."""
+        self._deadline = time.monotonic() + BUILDING_S
+        self._check_until = time.monotonic() + LOCATING_S if checked else 0.0
+        self._size = 0
+        self.rules: list[str] = []
+        self._names: dict[tuple[str, str], str] = {}
+        self._token = token
+        self._added = [
+            t for name in ("think", "/think", "tool_response", "/tool_response") if (t := token(f"<{name}>"))
+        ]
+        bodies = [self._tool(form, tool) for tool in tools]
+        self.call = self._rule(f'{token("<tool_call>")} "\\n" ({" | ".join(bodies)}) {token("</tool_call>")}')
+
+    def text(self) -> str:
+        """The rule of text before the first call: anything that does not look like one."""
+        piece = self._terminal("/(?s:.*)/ & ~/(?s:.*)(<tool_call>|<function)(?s:.*)/")
+        return self._rule(f"({piece} ({' | '.join(self._added)}))* {piece}" if self._added else piece)
+
+    def _rule(self, body: str, head: str = "r", options: str = "") -> str:
+        name = self._names.get((options, body))
+        if name is None:
+            name = self._names[options, body] = f"{head}{len(self.rules)}"
+            self.rules.append(f"{name}{options}: {body}")
+            self._size += len(body)
+        return name
+
+    def _terminal(self, body: str) -> str:
+        return self._rule(body, "T")
+
+    @property
+    def _is_checking(self) -> bool:
+        return time.monotonic() < self._check_until
+
+    def _check(self, schema: Schema) -> None:
+        if self._is_checking:
+            check_schema(schema, COMPACT)
+
+    def _tool(self, form: CallForm, tool: Tool) -> str:
+        build = self._xml if form == "xml" else self._json
+        try:
+            return build(tool.name, clean(tool.parameters or {"type": "object", "properties": {}}))
+        except GrammarError as error:
+            if tool.strict:
+                raise GrammarError(tool.path + error.path, error.message) from None
+            return build(tool.name, {"type": "object"})
+
+    def _json(self, name: str, schema: Schema) -> str:
+        if isinstance(schema, bool) or schema.get("type", "object") != "object":
+            raise GrammarError(".type", "arguments are an object")
+        self._check(schema := schema | {"type": "object"})
+        arguments = self._rule(json_rule(schema, COMPACT))
+        return self._rule(f'{quoted(f"""{{"name": "{name}", "arguments": """)} {arguments} "}}\\n"')
+
+    def _xml(self, name: str, schema: Schema) -> str:
+        if isinstance(schema, bool) or schema.get("type", "object") != "object":
+            raise GrammarError(".type", "arguments are an object")
+        known = {"type", "properties", "required", "additionalProperties", *_DEFS}
+        if odd := schema.keys() - known:
+            raise GrammarError(f".{min(odd)}", "not supported for all arguments together")
+        properties: dict[str, Any] = schema.get("properties", {})
+        required = schema.get("required", [])
+        more = schema.get("additionalProperties", True)
+        named = dict.fromkeys([*properties, *required])
+        parts = []
+        if "properties" not in schema and not named and more is not False:
+            key = self._terminal(r"/[A-Za-z0-9_.\-]{1,64}/")
+            value = self._value(more, schema, ".additionalProperties")
+            parts.append(f'("<parameter=" {key} ">\\n" {value})*')
+        for key in named:
+            path = f".properties.{key}"
+            if not re.fullmatch(r"[^\s<>]([^<>\n]*[^\s<>])?", key):
+                raise GrammarError(path, "a parameter of that name cannot be written")
+            if key not in properties and more is not True:
+                raise GrammarError(".required", f"{key!r} is not among the properties")
+            value = self._value(properties.get(key, True), schema, path)
+            parts.append(
+                f"({quoted(f'<parameter={key}>' + chr(10))} {value}){'' if key in required else '?'}"
+            )
+        return self._rule(f'{quoted(f"<function={name}>" + chr(10))} {" ".join(parts)} "</function>\\n"')
+
+    def _value(self, schema: Schema, root: dict[str, Any], path: str) -> str:
+        """The rule of a parameter's text, its end included."""
+        if schema is not True and (self._size > MAX_GRAMMAR or time.monotonic() > self._deadline):
+            raise GrammarError(path, "too much to be made a grammar, with what it refers to")
+        types = value_types(schema, root)
+        if schema is False:
+            raise GrammarError(path, "nothing can match it")
+        try:
+            branches = list(itertools.islice(_branches(schema, root), MAX_BRANCHES + 1))
+            if len(branches) > MAX_BRANCHES:
+                raise GrammarError("", f"chooses from more than {MAX_BRANCHES} schemas")
+        except GrammarError as error:
+            if not types or "string" in types:
+                raise GrammarError(path + error.path, error.message) from None
+            return self._rule(f"{self._inner_json(schema, root, path)} {quoted(_END)}")
+        rules: list[str] = []
+        others = [regex for branch in branches for regex in _misread(branch)] if types - {"string"} else []
+        for branch in branches:
+            values = [branch["const"]] if "const" in branch else branch.get("enum")
+            declared = branch.get("type", [])
+            kinds = [declared] if isinstance(declared, str) else declared
+            if len(values or ()) > MAX_VALUES:
+                raise GrammarError(path, f"may list at most {MAX_VALUES} values")
+            if values is not None:
+                rules += [
+                    quoted(text + _END) for value in values for text in _texts(value, types, schema, root)
+                ]
+            elif not kinds and branch:
+                raise GrammarError(path, "needs a type")
+            for kind in [] if values is not None else kinds or [""]:
+                if kind in ("", "string"):
+                    rules.append(self._raw(branch, others, path))
+                elif kind in _NUMBERS and branch.keys() == {"type"}:
+                    rules.append(self._terminal(f"{_NUMBERS[kind]} {quoted(_END)}"))
+                elif kind in _SPELLED:
+                    rules += [quoted(text + _END) for text in _SPELLED[kind]]
+                else:
+                    rules.append(f"{self._inner_json(branch | {'type': kind}, root, path)} {quoted(_END)}")
+        if not rules:
+            raise GrammarError(path, "none of its values can be written as a parameter")
+        return rules[0] if len(rules) == 1 else self._rule(" | ".join(rules))
+
+    def _inner_json(self, schema: Schema, root: dict[str, Any], path: str) -> str:
+        """The rule of a value inside a call, with the definitions that it refers to."""
+        text = json.dumps(schema)
+        while isinstance(schema, dict):  # until no definition needs another one
+            wanted: dict[str, dict[str, Any]] = {}
+            for which, name in re.findall(r'"\$ref": "#/(\$defs|definitions)/([^"/]+)', text):
+                wanted.setdefault(which, {})[name] = root.get(which, {}).get(name, False)
+            whole = schema | wanted
+            if len(text) == len(text := json.dumps(whole)):
+                break
+        if re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', text):
+            raise GrammarError(path, "may refer to #/$defs only")
+        try:
+            self._check(whole if isinstance(schema, dict) else schema)
+        except GrammarError as error:
+            raise GrammarError(path + error.path, error.message) from None
+        return self._rule(json_rule(whole if isinstance(schema, dict) else schema, COMPACT))
+
+    def _raw(
+        self, schema: dict[str, Any] | None = None, others: list[str] | None = None, path: str = ""
+    ) -> str:
+        """The rule of a string's text, as it is. others: regular expressions of texts that are no string."""
+        schema, others = schema or {}, others or []
+        least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
+        body = "/(?s:.*)/"
+        if least or most is not None:
+            if most is not None and most < least:
+                raise GrammarError(path + ".maxLength", "is less than minLength")
+            body = f"/(?s:.){{{least},{'' if most is None else most}}}/"
+        name = self._terminal(body)
+        if said := _RAW_FORMATS.get(schema.get("format", "")):
+            name = self._terminal(f"{name} & /{said}/")
+        if pattern is not None:
+            regex = f"/{_searched(pattern, path)}/"
+            if self._is_checking and (message := error_of(f"start: {regex}")):
+                raise GrammarError(path + ".pattern", message)
+            name = self._terminal(f"{name} & {regex}")
+
+        def tail(*excluded: str) -> str:
+            """The rule of the text up to its end."""
+            kept = [
+                f"({name} {quoted(_END)})",
+                *(f"/{regex}/" for regex in (_TWO_ENDS, _FALSE_ENDS, *excluded)),
+            ]
+            return self._rule(self._terminal(" & ~".join(kept)), options="[lazy]")
+
+        whole = tail(_FALSE_START, *others)
+        if schema.keys() - {"type"} or not self._added:
+            return whole
+        # Added tokens of the vocabulary are no letters to the grammar: where anything may stand, they may, too.
+        added = f"({' | '.join([*self._added, self._token('<tool_call>')])})"
+        piece = f"/(?s:.*)/ & ~/(?s:.*){_ENDS}(?s:.*)/"
+        starts = [_FALSE_START, *(regex for regex in others if regex.endswith(_ANY))]
+        first = self._terminal(" & ~".join([piece, *(f"/{regex}/" for regex in starts)]))
+        return self._rule(f"{whole} | {first} {added} ({self._terminal(piece)} {added})* {tail()}")
+
+
+_END = "\n</parameter>\n"
+_ENDS = r"(<\/parameter>|\n<parameter=|\n<\/function>|\n<\/tool_call>)"
+_DAY = r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_RAW_FORMATS = {
+    "date": _DAY,
+    "time": _TIME,
+    "date-time": f"{_DAY}T{_TIME}",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
+}
+"""Formats of a string that stands for itself; the 29th of February is left out."""
+_TWO_ENDS = r"(?s:.*)<\/parameter>(?s:.*)<\/parameter>\n"
+_FALSE_ENDS = r"(?s:.*)\n(<parameter=|<\/function>|<\/tool_call>)(?s:.*)"
+_FALSE_START = r"(<parameter=|<\/function>|<\/tool_call>)(?s:.*)"
+_ANY = "(?s:.*)"
+_SPELLED = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
+"""Texts of scalars: as JSON, and as Python, which the templates write them as."""
+_NUMBERS = {
+    "integer": r"/-?(0|[1-9][0-9]{0,17})/",
+    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,2})?/",
+}
+"""Of as many digits as 64 bits hold."""
+
+
+def _misread(branch: dict[str, Any]) -> Iterator[str]:
+    """Regular expressions of the texts, their end included, that `arguments.convert` may take for a value of another type than
+    string; by their beginning where the value's own rule does not hold the end."""
+    kinds = value_types(branch, branch)
+    if kinds & {"integer", "number"}:
+        plain = branch.keys() == {"type"}
+        yield (
+            r"\s*-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?\s*<\/parameter>\n" if plain else r"\s*-?[0-9](?s:.*)"
+        )
+    if "boolean" in kinds:
+        yield r"\s*(?i:true|false)\s*<\/parameter>\n"
+    if "null" in kinds:
+        yield r"\s*(null|None)\s*<\/parameter>\n"
+    if kinds & {"object", "array"}:
+        yield r"\s*[\[{(#\\](?s:.*)"
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _texts(value: Any, types: set[str], schema: Schema, root: dict[str, Any]) -> Iterator[str]:
+    """How a value may be written as a parameter."""
+    kind = {bool: "boolean", type(None): "null"}.get(type(value))
+    written = (
+        [value]
+        if isinstance(value, str)
+        else _SPELLED[kind]
+        if kind
+        else [json.dumps(value, ensure_ascii=False)]
+    )
+    for text in written:
+        if isinstance(value, str) and types == {"string"} and not re.search(_ENDS, f"\n{text}"):
+            yield text
+            continue
+        back = convert(text, schema, root)
+        if type(back) is type(value) and back == value and not re.search(_ENDS, f"\n{text}"):
+            yield text
+
+
+def _branches(schema: Schema, root: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The schemas that together are the schema, without references and unions at their top. Raises GrammarError."""
+    if schema is True or schema is False:
+        yield {} if schema else {"enum": []}
+        return
+    unions = [key for key in ("$ref", "anyOf", "oneOf", "allOf") if key in schema]
+    if not unions:
+        yield schema
+        return
+    key = unions[0]
+    if len(schema.keys() - set(_DEFS)) > 1 or depth > 8:
+        raise GrammarError(f".{key}", "cannot be combined with other keywords where a string may stand")
+    if key == "$ref":
+        target = _resolve(schema[key], root)
+        yield from _branches(target, root, depth + 1)
+        return
+    parts: list[Schema] = schema[key]
+    if (key == "allOf" and len(parts) > 1) or (key == "oneOf" and not _disjoint(parts, root)):
+        raise GrammarError(f".{key}", "not supported where a string may stand; use anyOf")
+    for part in parts:
+        yield from _branches(part, root, depth + 1)
+
+
+def _resolve(reference: str, root: dict[str, Any]) -> Schema:
+    target: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        target = target.get(part) if isinstance(target, dict) else None
+    if not isinstance(target, dict | bool):
+        raise GrammarError(".$ref", f"{reference} is not there")
+    return target
+
+
+def _disjoint(parts: list[Schema], root: dict[str, Any]) -> bool:
+    """Whether no value fits two of the schemas, as far as their types or their listed values show."""
+    listed = [p.get("enum", [p["const"]] if "const" in p else None) for p in parts if isinstance(p, dict)]
+    if len(listed) == len(parts) and all(values is not None for values in listed):
+        texts = [json.dumps(value, sort_keys=True) for values in listed for value in values or ()]
+        return len(set(texts)) == len(texts)
+    seen: set[str] = set()
+    for part in parts:
+        types = {"number" if kind == "integer" else kind for kind in value_types(part, root)}
+        if not types or types & seen:
+            return False
+        seen |= types
+    return True
+
+
+def _searched(pattern: str, path: str) -> str:
+    """A schema's pattern, which is searched for, as a regular expression of the whole text."""
+    starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    inner = pattern[starts : len(pattern) - ends]
+    bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", inner)
+    while (less := re.sub(r"\([^()]*\)", "", bare)) != bare:
+        bare = less
+    if "|" in bare and (starts or ends):
+        raise GrammarError(path + ".pattern", "put parentheses around what is between ^ and $")
+    inner = llguidance.regex_to_lark(inner, "dw")
+    return f"{'' if starts else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"

@@ -1,0 +1,222 @@
+"""API keys by name, what each may take, and the ticket of every request: who asks, what it took, how long it may take.
+
+Two limits for each key. Requests at once: one more is refused. Tokens a minute, prompt and answer: a bucket that holds
+a minute's worth and fills evenly. A request is let in while there is anything in it, since nobody knows how long its answer
+will be; what it takes beyond that is a debt that is paid off before the next. So a long prompt is never
+impossible, and over time a key gets its rate and not more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from deltic.config import ConfigError, ServerConfig
+from deltic.metrics import KeyNumbers
+from deltic.server.answer import Usage
+from deltic.server.errors import ApiError
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+Limit = Annotated[int, Meta(ge=0)]
+
+
+class KeyEntry(Struct, forbid_unknown_fields=True):
+    """One table of `--api-key-file`, whose name is the key's. Limits: None is the default, 0 none."""
+
+    key: str
+    max_concurrent: Limit | None = None
+    tokens_per_minute: Limit | None = None
+
+
+class Account:
+    """What one name has taken. Keys of one name share it."""
+
+    def __init__(self, name: str, max_concurrent: int, tokens_per_minute: int) -> None:
+        """Limits of 0 are none."""
+        self.name = name
+        self.numbers = KeyNumbers(name)
+        self._max_concurrent = max_concurrent
+        self._tokens_per_minute = tokens_per_minute
+        self._level = float(tokens_per_minute)
+        self._filled_at_s = time.monotonic()
+
+    def enter(self) -> None:
+        """One more request runs. Raises ApiError (429)."""
+        numbers, most = self.numbers, self._max_concurrent
+        if most and numbers.n_open >= most:
+            raise self._refusal("requests", f"has {most} requests open, as many as it may", 1)
+        if self._tokens_per_minute and self._fill() <= 0:
+            wait_s = math.ceil((1 - self._level) * 60 / self._tokens_per_minute)
+            raise self._refusal(
+                "tokens", f"has used up its {self._tokens_per_minute} tokens a minute", wait_s
+            )
+        numbers.n_open += 1
+
+    def leave(self) -> None:
+        self.numbers.n_open -= 1
+
+    def take(self, n_tokens: int) -> None:
+        self._level -= n_tokens
+
+    def _fill(self) -> float:
+        now_s = time.monotonic()
+        gained = (now_s - self._filled_at_s) * self._tokens_per_minute / 60
+        self._level, self._filled_at_s = min(self._tokens_per_minute, self._level + gained), now_s
+        return self._level
+
+    def _refusal(self, limit: str, why: str, wait_s: int) -> ApiError:
+        self.numbers.limited[limit] += 1
+        said = f"key {self.name!r} {why}; try again in {wait_s} s"
+        return ApiError(429, said, code="rate_limit_exceeded", headers={"retry-after": str(wait_s)})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The limits and what is left of them, under OpenAI's names; "requests" are those at once."""
+        told: dict[str, object] = {}
+        if most := self._max_concurrent:
+            told |= {"limit-requests": most, "remaining-requests": max(0, most - self.numbers.n_open)}
+        if rate := self._tokens_per_minute:
+            level = self._fill()
+            told |= {"limit-tokens": rate, "remaining-tokens": max(0, int(level))}
+            told["reset-tokens"] = f"{(rate - level) * 60 / rate:.1f}s"
+        return [(f"x-ratelimit-{name}".encode(), str(value).encode()) for name, value in told.items()]
+
+
+RATE_HEADERS = [
+    f"x-ratelimit-{name}"
+    for name in ("limit-requests", "remaining-requests", "limit-tokens", "remaining-tokens", "reset-tokens")
+]
+
+
+class Ticket:
+    """One HTTP request on its way through the server. Made by the Envelope, under TICKET in the request's scope."""
+
+    __slots__ = ("_deadline_s", "_is_open", "account", "body", "first_s", "started_s", "usage")
+
+    def __init__(self, timeout_s: float = 0.0) -> None:
+        """timeout_s: 0 for none."""
+        self.started_s = time.monotonic()
+        self.account: Account | None = None
+        """Of the key that it came with; None without keys, and on routes that need none."""
+        self.usage: Usage | None = None
+        """Of its answer, once that has ended in whatever way."""
+        self.first_s: float | None = None
+        """time.monotonic() of its first token."""
+        self.body = bytearray()
+        """For the log, if that is to have it."""
+        self._deadline_s = self.started_s + timeout_s if timeout_s else None
+        self._is_open = False
+
+    @property
+    def owner(self) -> str:
+        """Between whose requests the engine's places are shared out."""
+        return self.account.name if self.account else ""
+
+    def left_s(self) -> float | None:
+        """Seconds until it must have ended; None for any number."""
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+
+    def enter(self) -> None:
+        """Its key's limits let it in. Raises ApiError (429)."""
+        if self.account:
+            self.account.enter()
+            self._is_open = True
+
+    def take(self, n_tokens: int) -> None:
+        """Tokens that were given to it, of the prompt or the answer."""
+        if self.account:
+            self.account.take(n_tokens)
+
+    def end(self, status: int) -> None:
+        """It was answered with `status`."""
+        if self.account:
+            if self._is_open:
+                self.account.leave()
+            numbers = self.account.numbers
+            numbers.responses[status] += 1
+            if self.usage:
+                numbers.n_prompt_tokens += self.usage.prompt_tokens
+                numbers.n_cached_tokens += self.usage.cached_tokens
+                numbers.n_generated_tokens += self.usage.completion_tokens
+
+
+TICKET = "deltic.ticket"
+
+
+class Accounts:
+    """All API keys. Of each only a digest is kept: looking one up takes the same time however much of it is right."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError for keys that cannot be meant, without printing any."""
+        # The file first: its limits hold for a name that is given in both.
+        entries = [*_in_file(config), *_given(config.api_key)]
+        if not entries and (config.max_concurrent_per_key or config.tokens_per_minute_per_key):
+            raise ConfigError(
+                "--max-concurrent-per-key and --tokens-per-minute-per-key need --api-key or --api-key-file"
+            )
+        self._accounts: dict[str, Account] = {}
+        self._of_digest: dict[bytes, Account] = {}
+        for name, entry in entries:
+            limits = (
+                config.max_concurrent_per_key if entry.max_concurrent is None else entry.max_concurrent,
+                config.tokens_per_minute_per_key
+                if entry.tokens_per_minute is None
+                else entry.tokens_per_minute,
+            )
+            account = self._accounts.setdefault(name, Account(name, *limits))
+            if self._of_digest.setdefault(_digest(entry.key.strip().encode()), account) is not account:
+                raise ConfigError(f"API key {name!r} is also the key of another name; give each its own")
+
+    def __bool__(self) -> bool:
+        return bool(self._accounts)
+
+    def find(self, key: bytes) -> Account | None:
+        return self._of_digest.get(_digest(key))
+
+    def numbers(self) -> list[KeyNumbers]:
+        return [account.numbers for account in self._accounts.values()]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _given(values: Iterable[str]) -> Iterable[tuple[str, KeyEntry]]:
+    """The entries of `--api-key`: NAME=KEY, or KEY, which is named by its place."""
+    for place, value in enumerate(values, 1):
+        name, separator, key = value.strip().partition("=")
+        if not separator:
+            yield f"key-{place}", KeyEntry(name)
+        elif NAME.fullmatch(name) and key.strip("="):
+            yield name, KeyEntry(key)
+        else:
+            raise ConfigError(
+                f"--api-key number {place} has a '=', and so is NAME=KEY, but not with a name of letters, digits, '_', '.' "
+                "and '-' and a key behind it; a key that has a '=' itself needs a name: NAME=KEY="
+            )
+
+
+def _in_file(config: ServerConfig) -> Iterable[tuple[str, KeyEntry]]:
+    path = config.api_key_file
+    if path is None:
+        return
+    name = ""
+    try:
+        for name, table in msgspec.toml.decode(path.read_bytes()).items():
+            entry = msgspec.convert(table, KeyEntry)
+            if not NAME.fullmatch(name) or not entry.key.strip():
+                raise ValueError("needs a name of letters, digits, '_', '.' and '-', and a key")
+            yield name, entry
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read ({error.strerror})") from None
+    except ValueError as error:  # what msgspec raises for no TOML, and for a table of another form
+        raise ConfigError(f"--api-key-file {path}: {f'{name!r}: ' * bool(name)}{error}") from None
+    if not name:
+        raise ConfigError(f"--api-key-file {path} has no keys; without any, leave it out")

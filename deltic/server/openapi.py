@@ -1,0 +1,91 @@
+"""The OpenAPI document of the routes, made from the structs that their bodies are parsed with.
+
+What a body may hold beyond its types (a field that is refused, one that excludes another) is a 400 that says so. Answers
+are described by their media type; their fields are those of the API that the route belongs to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from deltic import __version__
+
+FAILURES = {
+    400: "The request cannot be honoured; `param` names the field.",
+    401: "No valid API key.",
+    403: "The Host header names another machine.",
+    404: "No such model or object.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    429: "Too many requests, or a limit of the key; see Retry-After.",
+    500: "A fault of the server.",
+    501: "Not offered by this server.",
+    503: "The engine is loading, restarting, or stopping; see Retry-After.",
+    504: "The request took longer than it may.",
+    529: "Too many requests.",
+}
+
+_OF_OPEN_ROUTES = (403, 500)
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": ["message", "type"]}},
+}
+
+
+def document(routes: Sequence[Any]) -> dict[str, Any]:
+    """OpenAPI 3.1. routes: rows of http.ROUTES."""
+    bodies = {route.body for route in routes if route.body is not None}
+    schemas, components = msgspec.json.schema_components(
+        list(bodies), ref_template="#/components/schemas/{name}"
+    )
+    schema_of = dict(zip(bodies, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for route in routes:
+        path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
+        operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
+        if route.body is not None:
+            content = {"application/json": {"schema": schema_of[route.body]}}
+            required = bool(route.body.__struct_fields__)
+            operation["requestBody"] = {"required": required, "content": content}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Deltic", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Any, path: str) -> dict[str, Any]:
+    told = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
+    summary = told.removeprefix(f"{route.method} {route.path}").lstrip(".: ")
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    gives = (*route.gives, "text/event-stream") if route.generates else route.gives
+    responses: dict[str, Any] = {
+        "200": {"description": "The answer.", "content": {kind: {} for kind in gives}}
+    }
+    for status, text in FAILURES.items():
+        if not route.open_ or status in _OF_OPEN_ROUTES:
+            responses[str(status)] = {"description": text, "content": error}
+    if route.open_:
+        responses["503"] = {"description": "The engine is not ready.", "content": {"application/json": {}}}
+    operation: dict[str, Any] = {"summary": summary or path, "responses": responses}
+    names = re.findall(r"\{(\w+)\}", path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if not route.open_:
+        operation["security"] = [{"key": []}, {}]  # a server may be without keys
+    return operation

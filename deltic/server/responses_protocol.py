@@ -1,0 +1,491 @@
+"""What OpenAI's Responses API says on the wire, and how it becomes the ChatRequest that every door shares.
+
+As in protocol.py, a field is honoured or refused by name. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
+Accepted and ignored, since they ask for nothing that could show in an answer: `prompt_cache_retention`, `client_metadata`, and
+`reasoning.summary`: a thought is given whole, as the content of a reasoning item, and never summed up.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from deltic.server import protocol
+from deltic.server.errors import ApiError, bad_request
+
+THOUGHT = "deltic-thought-"
+"""Begins the `encrypted_content` that we give. It is the thought in base64: opaque to a client, not secret from it."""
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Summary = Literal["auto", "concise", "detailed", "none"]
+
+
+class Reasoning(Struct, forbid_unknown_fields=True):
+    effort: protocol.Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    """The older name of `summary`."""
+    context: Literal["auto", "all_turns"] | None = None
+    """all_turns: thoughts of earlier turns are shown to the model, where its template can."""
+    mode: Literal["standard"] | None = None
+
+
+class TextFormat(Struct, tag="text", forbid_unknown_fields=True):
+    """No constraint."""
+
+
+class JsonFormat(Struct, tag="json_object", forbid_unknown_fields=True):
+    """Any JSON object."""
+
+
+class SchemaFormat(Struct, tag="json_schema", kw_only=True, forbid_unknown_fields=True):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Text(Struct, forbid_unknown_fields=True):
+    format: TextFormat | JsonFormat | SchemaFormat | None = None
+    verbosity: Any = None
+
+
+class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
+    include_obfuscation: Literal[False] | None = None
+
+
+class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: protocol.ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Meta(min_length=1)] | None = None
+
+
+class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Functions under a name of their own, as agents send those of a tool server."""
+
+    type: Literal["namespace"]
+    name: protocol.ToolName
+    tools: list[dict[str, Any]]
+    description: str | None = None
+
+
+class ResponsesRequest(protocol.Sampling, kw_only=True):
+    """POST /v1/responses."""
+
+    input: str | list[Raw] | None = None
+    """Items stay as they were sent: see `parse_item`."""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: protocol.Positive | None = None
+    top_logprobs: protocol.Count | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    reasoning: Reasoning | None = None
+    text: Text | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    store: bool | None = None
+    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    thinking_budget: protocol.Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Carry no promise about the answer.
+    prompt_cache_retention: str | None = None
+    client_metadata: dict[str, Any] | None = None
+    # Known, and refused unless null.
+    conversation: Any = None
+    prompt: Any = None
+    max_tool_calls: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    background_options: Any = None
+
+
+_REFUSED = {
+    "conversation": "conversations are not kept here; send the items, or previous_response_id",
+    "prompt": "prompt templates are not kept here; send instructions and input",
+    "max_tool_calls": "limits built-in tools, and this server has none",
+    "context_management": "not supported by this server; leave it out",
+    "moderation": "not supported by this server; leave it out",
+    "prompt_cache_options": "the prefix cache needs none; leave it out",
+    "background_options": "not supported by this server; leave it out",
+    "max_tokens": "is called max_output_tokens here",
+    "response_format": "is called text.format here",
+    "prompt_logprobs": "not available here; use /v1/completions",
+}
+
+
+class MessageItem(Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class CallItem(Struct, kw_only=True, forbid_unknown_fields=True):
+    call_id: str
+    name: protocol.ToolName
+    arguments: str
+    namespace: str | None = None
+    type: Literal["function_call"] = "function_call"
+    id: str | None = None
+    status: Status | None = None
+
+
+class CallOutputItem(Struct, kw_only=True, forbid_unknown_fields=True):
+    output: str | list[dict[str, Any]]
+    call_id: str
+    type: Literal["function_call_output"] = "function_call_output"
+    id: str | None = None
+    status: Status | None = None
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ReasoningItem(Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["reasoning"] = "reasoning"
+    id: str | None = None
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+class Reference(Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    type: Literal["item_reference"] | None = None
+
+
+class _Kind(Struct):
+    type: str | None = None
+    role: str | None = None
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+ITEMS: dict[str, type[Item | Reference]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": Reference,
+}
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def check(asked: ResponsesRequest) -> None:
+    """Raises ApiError (400) for what a ChatRequest could not say."""
+    for field, why in _REFUSED.items():
+        if getattr(asked, field) is not None:
+            raise bad_request(field, why, "unsupported_field")
+    if asked.n not in (None, 1):
+        raise bad_request("n", "a response has one answer", "unsupported_field")
+    if asked.stream_options is not None and not asked.stream:
+        raise bad_request("stream_options", "only for a stream; set stream to true")
+    if asked.top_logprobs and not wants(asked, "message.output_text.logprobs"):
+        raise bad_request("top_logprobs", "needs include: ['message.output_text.logprobs']")
+
+
+def wants(asked: ResponsesRequest, what: str) -> bool:
+    return what in (asked.include or ())
+
+
+def given_items(asked: ResponsesRequest) -> list[bytes]:
+    """The JSON of the input's items."""
+    if isinstance(asked.input, str):
+        return [msgspec.json.encode({"type": "message", "role": "user", "content": asked.input})]
+    return [bytes(item) for item in asked.input or ()]
+
+
+def parse_item(item: bytes, place: str) -> Item | Reference:
+    """An input item from its JSON. Raises ApiError (400) naming the field, under `place`."""
+    try:
+        kind = protocol.parse(item, _Kind)
+        name = kind.type or ("message" if kind.role is not None else "item_reference")
+        if name not in ITEMS:
+            known = ", ".join(ITEMS)
+            raise bad_request("type", f"{name!r} is not supported; this server knows {known}")
+        return protocol.parse(item, ITEMS[name])
+    except ApiError as error:
+        raise _moved(error, lambda param: f"{place}.{param}" if param else place) from None
+
+
+def _moved(error: ApiError, name: Callable[[str], str]) -> ApiError:
+    """`error`, about the field that is called `name(param)` here."""
+    said = error.message.removeprefix(f"{error.param}: ")
+    param = name(error.param or "")
+    return ApiError(
+        error.status, f"{param}: {said}", param=param, code=error.code, kind=error.kind, headers=error.headers
+    )
+
+
+_RENAMED = (
+    (r"^messages", "input"),
+    (r"^response_format\.json_schema", "text.format"),
+    (r"^response_format", "text.format"),
+    (r"^verbosity", "text.verbosity"),
+    (r"^reasoning_effort", "reasoning.effort"),
+    (r"^max_(completion_)?tokens", "max_output_tokens"),
+    (r"^tool_choice\.(function|allowed_tools)", "tool_choice"),
+)
+"""Names of a ChatRequest's fields, and those of the same thing here."""
+
+
+def in_own_words(error: ApiError, asked: ResponsesRequest) -> ApiError:
+    """An error about a ChatRequest as one about the request that it was made from."""
+    if error.param is None:
+        return error
+
+    def name(param: str) -> str:
+        if found := re.match(r"tools\[(\d+)\]\.function", param):
+            places = [place for place, _, _ in flat_tools(asked.tools)]
+            return places[int(found[1])] + param[found.end() :]
+        for pattern, own in _RENAMED:
+            param, n_found = re.subn(pattern, own, param)
+            if n_found:
+                break
+        return param
+
+    return _moved(error, name)
+
+
+_SHARED = frozenset(protocol.ChatRequest.__struct_fields__) & frozenset(ResponsesRequest.__struct_fields__)
+_OWN = frozenset(
+    {"tools", "tool_choice", "stream_options", "store", "metadata", "response_format", "preserve_thinking"}
+)
+"""Fields of both requests whose values differ."""
+
+
+def chat_request(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> protocol.ChatRequest:
+    """The chat that a request asks for. items: (place, item), the whole history. Raises ApiError (400)."""
+    messages = Messages(asked.instructions)
+    for place, item in items:
+        messages.add(item, place)
+    logprobs = wants(asked, "message.output_text.logprobs")
+    all_turns = asked.reasoning is not None and asked.reasoning.context == "all_turns"
+    return protocol.ChatRequest(
+        **{name: getattr(asked, name) for name in _SHARED - _OWN},
+        preserve_thinking=True if all_turns else asked.preserve_thinking,
+        messages=messages.whole(),
+        max_completion_tokens=asked.max_output_tokens,
+        logprobs=logprobs or None,
+        tools=_chat_tools(asked.tools) or None,
+        tool_choice=chat_tool_choice(asked.tool_choice),
+        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
+        response_format=_response_format(asked.text.format if asked.text else None),
+        verbosity=asked.text.verbosity if asked.text else None,
+    )
+
+
+def flat_tools(
+    tools: list[dict[str, Any]] | None,
+) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool]]:
+    """(place, namespace, function) of all functions. Raises ApiError (400)."""
+    for i, tool in enumerate(tools or ()):
+        place = f"tools[{i}]"
+        if tool.get("type") != "namespace":
+            yield place, None, _function(tool, place)
+            continue
+        space: NamespaceTool = protocol.convert(tool, NamespaceTool, place)
+        for j, inner in enumerate(space.tools):
+            yield f"{place}.tools[{j}]", space, _function(inner, f"{place}.tools[{j}]")
+
+
+def _function(tool: dict[str, Any], place: str) -> FunctionTool:
+    kind = tool.get("type")
+    if kind != "function":
+        raise bad_request(
+            f"{place}.type",
+            f"{kind!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)",
+            "unsupported_tool",
+        )
+    checked: FunctionTool = protocol.convert(tool, FunctionTool, place)
+    return checked
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """What the model calls a function."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
+
+
+def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Tools in the form of chats. Raises ApiError (400)."""
+    plain, told = [], None
+    for place, space, tool in flat_tools(tools):
+        name = flat_name(tool.name, space.name if space else None)
+        function: dict[str, Any] = {"name": protocol.convert(name, protocol.ToolName, f"{place}.name")}
+        descriptions = [tool.description]
+        if space is not None and space is not told:  # once is enough
+            descriptions.insert(0, space.description)
+            told = space
+        if description := "\n\n".join(filter(None, descriptions)):
+            function["description"] = description
+        function["parameters"] = tool.parameters or {}
+        if tool.strict:
+            function["strict"] = True
+        plain.append({"type": "function", "function": function})
+    return plain
+
+
+def chat_tool_choice(choice: Any) -> Any:
+    """`tool_choice` in the form of chats, where functions are named one level deeper."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        rest = {key: value for key, value in choice.items() if key != "type"}
+        return {"type": "function", "function": rest}
+    if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
+        rest = {key: value for key, value in choice.items() if key not in ("type", "tools")}
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": rest | {"tools": [chat_tool_choice(tool) for tool in tools]},
+        }
+    return choice
+
+
+def _response_format(wanted: TextFormat | JsonFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    if wanted is None or isinstance(wanted, TextFormat):
+        return None
+    if isinstance(wanted, JsonFormat):
+        return {"type": "json_object"}
+    named = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
+    return {"type": "json_schema", "json_schema": named}
+
+
+_REASONING, _CONTENT, _CALLS = range(3)
+"""The order within a message of the assistant."""
+
+
+class Messages:
+    """Items put together to messages: what the assistant thought, said and called without a break is one.
+
+    Instructions and system messages before all others are one, since templates want it first and once; a later one (agents
+    tell of changed settings so) comes as a message of the user, in its place.
+    """
+
+    def __init__(self, instructions: str | None) -> None:
+        self._system = [] if instructions is None else [instructions]
+        self._messages: list[protocol.Message] = []
+        self._assistant: protocol.AssistantMessage | None = None
+        self._stage = _REASONING
+
+    def whole(self) -> list[protocol.Message]:
+        """Raises ApiError (400) if there is none."""
+        if not self._messages and not self._system:
+            raise bad_request("input", "is missing or empty")
+        if not self._system:
+            return self._messages
+        return [protocol.SystemMessage(content="\n\n".join(self._system)), *self._messages]
+
+    def add(self, item: Item, place: str) -> None:
+        """Raises ApiError (400) for what is not text, and for arguments that are not a JSON object."""
+        if isinstance(item, ReasoningItem):
+            thought = _thought(item, place)
+            if thought:
+                self._at(_REASONING).reasoning_content = thought
+        elif isinstance(item, CallItem):
+            message = self._at(_CALLS)
+            name = flat_name(item.name, item.namespace)
+            function = protocol.CalledFunction(name, _arguments(item, place))
+            message.tool_calls = message.tool_calls or []
+            message.tool_calls.append(protocol.ToolCall(function=function, id=item.call_id))
+        elif isinstance(item, CallOutputItem):
+            self._other(
+                protocol.ToolMessage(content=_text(item.output, f"{place}.output"), tool_call_id=item.call_id)
+            )
+        else:
+            text = _text(item.content, f"{place}.content")
+            if item.role == "assistant":
+                self._at(_CONTENT).content = text
+            elif item.role != "user" and not self._messages:
+                self._system.append(text)
+            else:
+                self._other(protocol.UserMessage(content=text))
+
+    def _other(self, message: protocol.Message) -> None:
+        self._assistant = None
+        self._messages.append(message)
+
+    def _at(self, stage: int) -> protocol.AssistantMessage:
+        """The message of the assistant that goes on with `stage`: a new one unless all before it comes earlier."""
+        message = self._assistant
+        if message is None or self._stage > stage or self._stage == stage != _CALLS:
+            message = protocol.AssistantMessage()
+            self._other(message)
+            self._assistant = message
+        self._stage = stage
+        return message
+
+
+def _arguments(item: CallItem, place: str) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(item.arguments) if item.arguments.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        cut = " (the call was cut short)" if item.status == "incomplete" else ""
+        raise bad_request(f"{place}.arguments", f"expected the text of a JSON object{cut}")
+    return arguments
+
+
+def _thought(item: ReasoningItem, place: str) -> str:
+    """The thought of an item, by whichever of its fields came back."""
+    if item.content:
+        return _text(item.content, f"{place}.content")
+    given = item.encrypted_content or ""
+    if given.startswith(THOUGHT):
+        try:
+            return base64.b64decode(given.removeprefix(THOUGHT), validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            raise bad_request(f"{place}.encrypted_content", "is damaged; send it as it was given") from None
+    return _text(item.summary, f"{place}.summary") if item.summary else ""
+
+
+def encrypted(thought: str) -> str:
+    """What `_thought` reads; for clients that give back nothing else."""
+    return THOUGHT + base64.b64encode(thought.encode()).decode()
+
+
+_TEXT_FIELDS = {
+    "input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "reasoning_text": "text",
+    "refusal": "refusal",
+}  # fmt: skip
+_PART_FIELDS = frozenset({"type", "annotations", "logprobs", "cache_control"})
+
+
+def _text(content: str | list[dict[str, Any]], place: str) -> str:
+    """Raises ApiError (400) for a part that is not text."""
+    return content if isinstance(content, str) else "".join(_texts(content, place))
+
+
+def _texts(parts: list[dict[str, Any]], place: str) -> Iterator[str]:
+    for i, part in enumerate(parts):
+        kind = part.get("type")
+        field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+        if field is None:
+            raise bad_request(f"{place}[{i}].type", f"{kind!r} is not supported; this server reads text only")
+        text = part.get(field)
+        if not isinstance(text, str):
+            raise bad_request(f"{place}[{i}].{field}", "expected a string")
+        if unknown := part.keys() - _PART_FIELDS - {field}:
+            raise bad_request(
+                f"{place}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
+            )
+        yield text

@@ -1,0 +1,510 @@
+"""The page in a browser: Debian's Chromium against `deltic serve` with the built-in model.
+
+PAGE_SCREENSHOTS=1 writes the pictures of the documents, docs/page-*.png; otherwise they go to a temporary directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deltic.remote import LocalServer
+from tests.golden import make
+
+webdriver = pytest.importorskip("selenium.webdriver")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="no chromium and chromedriver; on Debian: apt install chromium-driver"
+)
+
+STORY = "Write a 300-word story about a fox."
+SUM = "What is 19 plus 23?"
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    started = LocalServer(["--threads", "2", "--max-num-seqs", "8", "--n-pages", "256"])
+    try:
+        asyncio.run(started.wait_ready(timeout_s=60))
+        yield started
+    finally:
+        started.stop()
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield started
+    started.quit()
+
+
+class Page:
+    """The page as somebody new to it finds it, but for the key."""
+
+    def __init__(self, driver: Any, server: LocalServer) -> None:
+        self.driver, self.server = driver, server
+        self.size(1280, 800)
+        driver.get(f"{server.url}/version")
+        driver.execute_script("localStorage.clear(); sessionStorage.clear()")
+        driver.execute_script("sessionStorage['deltic.key'] = JSON.stringify(arguments[0])", server.api_key)
+        self.go("")
+        wait_for(lambda: self.one("#state").get_attribute("class") == "ready")
+        # What the page sends, and each length that its newest answer had.
+        self.run("""
+            window.sent = []; window.lengths = [];
+            const fetched = window.fetch;
+            window.fetch = (path, options) => { if (options.body) sent.push(JSON.parse(options.body)); return fetched(path, options); };
+            new MutationObserver(() => {
+              const length = document.querySelector(".turn:last-child .md")?.textContent.length;
+              if (length && lengths.at(-1) !== length) lengths.push(length);
+            }).observe(document.querySelector("#log"), { subtree: true, childList: true, characterData: true });
+        """)
+
+    def size(self, width: int, height: int) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def go(self, path: str) -> None:
+        self.driver.get(f"{self.server.url}/{path}")
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def all(self, selector: str) -> list[Any]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)  # type: ignore[no-any-return]
+
+    def one(self, selector: str) -> Any:
+        (found,) = self.all(selector)
+        return found
+
+    def set(self, **settings: str) -> None:
+        for name, text in settings.items():
+            field = self.one(f"[name={name}]")
+            if field.tag_name != "select":
+                field.send_keys(Keys.CONTROL, "a")
+                field.send_keys(Keys.DELETE)
+            field.send_keys(text)
+
+    def type(self, *keys: str) -> None:
+        """To whatever has the focus."""
+        self.driver.switch_to.active_element.send_keys(*keys)
+
+    def begin(self, text: str) -> None:
+        self.one("#prompt").send_keys(text, Keys.ENTER)
+
+    def ask(self, text: str) -> Any:
+        """The article of the answer, once it is whole."""
+        self.begin(text)
+        return self.answered()
+
+    def answered(self) -> Any:
+        wait_for(lambda: self.all(".turn:last-child[aria-busy=false]"))
+        return self.all(".turn")[-1]
+
+    def answer(self) -> str:
+        return self.all(".turn")[-1].find_element(By.CLASS_NAME, "md").text  # type: ignore[no-any-return]
+
+    def figures(self) -> str:
+        return self.all(".figures")[-1].text  # type: ignore[no-any-return]
+
+    def press(self, name: str) -> None:
+        """The last button of that name."""
+        [button for button in self.all("button") if button.text == name][-1].click()
+
+    def live(self) -> dict[str, Any]:
+        key = {"authorization": f"Bearer {self.server.api_key}"}
+        told: dict[str, Any] = httpx.get(f"{self.server.url}/live", headers=key).json()
+        return told
+
+    def width(self) -> tuple[int, int]:
+        """Of what is there, and of the window."""
+        widths = "return [Math.max(...[...document.querySelectorAll('html, main, #log, #side')].map(e => e.scrollWidth)), innerWidth]"
+        wide, window = self.run(widths)
+        return wide, window
+
+
+@pytest.fixture
+def page(driver: Any, server: LocalServer) -> Iterator[Page]:
+    opened = Page(driver, server)
+    yield opened
+    said = [entry["message"] for entry in driver.get_log("browser")]
+    errors = [text for text in said if "status of 40" not in text]
+    assert not errors, "the console, or the page's policy, complains"
+
+
+def test_an_answer_streams_with_its_thoughts_folded(page: Page) -> None:
+    page.set(thinking="on")
+    turn = page.ask(SUM)
+    assert "42" in page.answer()
+    thinking = turn.find_element(By.CLASS_NAME, "thinking")
+    assert thinking.get_attribute("open") is None and "Thought for" in thinking.text
+    order = page.run("return [...arguments[0].children].map(part => part.classList[0] ?? part.tagName)", turn)
+    assert order == ["H3", "thinking", "md", "calls", "foot"]
+    thinking.find_element(By.TAG_NAME, "summary").click()
+    assert "19" in thinking.find_element(By.TAG_NAME, "div").text
+    page.set(thinking="off")
+    page.ask(STORY)
+    assert len(page.run("return lengths")) > 3, "it came in one piece"
+    assert (
+        "finish: stop" in page.figures() and "tokens/s" in page.figures() and "first after" in page.figures()
+    )
+    page.ask(STORY)
+    page.ask(SUM)
+    prompt, cached = page.figures().split(" · prompt ")[1].removesuffix(" cached").split(", ")
+    n_prompt, n_cached = (int(told.replace(",", "")) for told in (prompt, cached))
+    assert n_prompt > 300 and n_cached > 200 and n_cached % 64 == 0
+
+
+def test_settings_are_sent_and_kept_and_the_key_is_not(page: Page) -> None:
+    page.set(
+        system="Be brief.",
+        temperature="0.5",
+        top_p="0.9",
+        top_k="30",
+        max_tokens="7",
+        seed="11",
+        more='{"min_p": 0.01}',
+    )
+    page.ask(STORY)
+    (body,) = page.run("return sent")
+    assert body.pop("messages") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": STORY},
+    ]
+    assert body == {
+        "model": "built-in", "temperature": 0.5, "top_p": 0.9, "top_k": 30, "max_tokens": 7, "seed": 11, "min_p": 0.01,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    assert "finish: length" in page.figures() and " 7 tokens" in page.figures()
+    first = page.answer()
+    page.press("Regenerate")
+    page.answered()
+    assert page.answer() == first and len(page.all(".turn")) == 2, "a seed repeats its answer"
+    page.set(thinking="low", max_tokens="9")
+    page.press("Regenerate")
+    page.answered()
+    assert page.run("return sent.at(-1).reasoning_effort") == "low"
+    page.driver.refresh()
+    wait_for(lambda: page.all(".turn"))
+    assert page.one("[name=seed]").get_attribute("value") == "11" and len(page.all(".turn")) == 2
+    kept = page.run("return JSON.stringify(localStorage)")
+    assert "Be brief." in kept and page.server.api_key not in kept
+
+
+def test_stop_ends_the_answer_here_and_there(page: Page) -> None:
+    page.set(more='{"ignore_eos": true, "max_tokens": 3000}')
+    for stop in (lambda: page.type(Keys.ESCAPE), lambda: page.one("#stop").click()):
+        page.begin(STORY)
+        wait_for(lambda: len(page.answer()) > 40)
+        assert page.live()["stats"]["n_running"] == 1
+        stop()
+        page.answered()
+        wait_for(lambda: page.live()["stats"]["n_running"] == 0, 2.0)
+        assert "finish: stopped" in page.figures() and len(page.answer()) > 40
+        assert page.one("#send").is_displayed() and not page.one("#stop").is_displayed()
+
+
+def test_the_servers_errors_are_shown(page: Page) -> None:
+    page.set(key="wrong")
+    page.begin(SUM)
+    wait_for(lambda: page.all(".error[role=alert]"))
+    assert "a valid API key is needed" in page.one(".turn .error").text
+    assert page.run("return document.activeElement.name") == "key"
+    page.set(key=page.server.api_key)
+    page.press("Try again")
+    page.answered()
+    assert "42" in page.answer() and not page.all(".turn .error")
+    page.set(more='{"no_such_field": 1}')
+    page.ask(SUM)
+    assert "no_such_field" in page.one(".turn .error").text
+    page.set(more="{")
+    page.press("Try again")
+    wait_for(lambda: "More fields" in page.one(".turn .error").text)
+
+
+def test_a_tool_is_called_and_its_result_goes_back(page: Page) -> None:
+    page.set(more=json.dumps({"tools": [make.WEATHER], "temperature": 0}))
+    turn = page.ask(make.QUESTION["content"])
+    assert turn.find_element(By.CSS_SELECTOR, ".call h4").text.endswith("get_weather")
+    assert json.loads(turn.find_element(By.CSS_SELECTOR, ".call pre").text) == {"city": "Rome"}
+    assert "finish: tool_calls" in page.figures()
+    turn.find_element(By.CSS_SELECTOR, ".call textarea").send_keys(make.RESULT["content"])
+    page.press("Send result")
+    page.answered()
+    assert "Rome" in page.answer() and page.one(".call .result").text == make.RESULT["content"]
+
+
+def test_the_last_message_is_edited_and_chats_are_kept(page: Page) -> None:
+    page.ask("What is 2 plus 2?")
+    page.ask("What is 3 plus 3?")
+    page.press("Edit")
+    page.type(Keys.CONTROL, "a")
+    page.type("What is 4 plus 4?", Keys.ENTER)
+    page.answered()
+    said = [turn.text for turn in page.all(".turn.user .said")]
+    assert said == ["What is 2 plus 2?", "What is 4 plus 4?"] and "8" in page.answer()
+    page.press("New chat")
+    assert not page.all(".turn")
+    page.ask(SUM)
+    titles = page.all(".open-chat")
+    assert [title.text for title in titles] == [SUM, "What is 2 plus 2?"]
+    titles[1].click()
+    assert len(page.all(".turn")) == 4
+    page.all("[aria-label^=Delete]")[1].click()
+    assert [title.text for title in page.all(".open-chat")] == [SUM] and not page.all(".turn")
+    page.run(
+        "for (let i = 0; i < 30; i++) save({ id: `n${i}`, title: `t${i}`, messages: [{ role: 'user', content: 'x'.repeat(90000) }] })"
+    )
+    kept = page.run(
+        "return [savedChats().length, localStorage['deltic.chats'].length, savedChats()[0].title]"
+    )
+    assert 10 < kept[0] <= 40 and kept[1] <= 2_000_000 and kept[2] == "t29"
+
+
+MARKDOWN = """## Head <img src=x onerror="document.title='no'">
+A *b* **c `d<i>`** snake_case_name 2 * 3 * 4 [no](javascript:alert(1)) [yes](https://example.org/a_(b)).
+
+- one
+  - below
+    1. deep
+- two
+
+  ```sh
+  # in a list
+  ```
+1. first
+2. second
+
+| a | b |
+|---|--:|
+| 1 | `2` |
+
+> said <script>document.title='no'</script>
+```python
+def f(x):  # <b>
+```
+~~~
+open **end**"""
+
+
+def test_a_models_text_is_drawn_and_never_markup(page: Page) -> None:
+    page.run(
+        "chat.messages = [{ role: 'user', content: '<b>x</b>' }, { role: 'assistant', content: arguments[0] }]; showChat()",
+        MARKDOWN,
+    )
+    assert page.one(".turn.user .said").text == "<b>x</b>"
+    text = page.all(".turn")[-1].find_element(By.CLASS_NAME, "md")
+
+    def texts(selector: str) -> list[str]:
+        return [found.text for found in text.find_elements(By.CSS_SELECTOR, selector)]
+
+    assert not text.find_elements(By.CSS_SELECTOR, "img, script, i, b") and page.driver.title == "Deltic"
+    assert texts("h3") == ["""Head <img src=x onerror="document.title='no'">"""]
+    assert texts("em") == ["b"] and texts("strong") == ["c d<i>"] and "snake_case_name 2 * 3 * 4" in text.text
+    assert [link.get_attribute("href") for link in text.find_elements(By.TAG_NAME, "a")] == [
+        "https://example.org/a_(b)"
+    ]
+    assert texts(":scope > ul > li > ul > li > ol > li") == ["deep"] and texts(":scope > ol > li") == [
+        "first",
+        "second",
+    ]
+    assert texts("th, td") == ["a", "b", "1", "2"]
+    assert texts("pre") == ["# in a list", "def f(x):  # <b>", "open **end**"]
+    assert texts("blockquote") == ["said <script>document.title='no'</script>"]
+    # However it is cut, it ends the same; and the strangest takes no time.
+    same = """
+        const whole = document.createElement("div"), grown = document.createElement("div");
+        markdown(whole, arguments[0]);
+        for (let i = 0; i <= arguments[0].length; i++) markdown(grown, arguments[0].slice(0, i));
+        return whole.isEqualNode(grown);"""
+    assert page.run(same, MARKDOWN), "streamed, it looks different"
+    started_s = time.monotonic()
+    for text in (
+        ">" * 9000,
+        "- " * 9000,
+        "**a " * 20_000,
+        "`" * 9000,
+        "[" * 9000,
+        "|-" * 9000,
+        "# " + " #" * 9000,
+        "_a" * 20_000,
+    ):
+        assert (
+            page.run("const e = el('div'); markdown(e, arguments[0]); return e.textContent.length", text) > 0
+            or text[0] in "-#"
+        )
+    assert time.monotonic() - started_s < 5
+
+
+def test_keys_are_enough(page: Page) -> None:
+    page.run("document.activeElement.blur()")
+    stops = []
+    for _ in range(40):
+        page.type(Keys.TAB)
+        stops.append(
+            page.run("const e = document.activeElement; return e.id || e.name || e.hash || e.textContent")
+        )
+        if stops[-1] == "prompt":
+            break
+        assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none", stops
+    assert stops[:3] == ["#prompt", "#chat", "#live"] and {"new", "system", "seed", "key", "log"} <= set(
+        stops
+    )
+    page.type("What is", Keys.SHIFT + Keys.ENTER + Keys.NULL, "19 plus 23?")
+    assert page.one("#prompt").get_attribute("value") == "What is\n19 plus 23?" and not page.all(".turn")
+    page.type(Keys.ENTER)
+    page.answered()
+    page.type(Keys.ARROW_UP)
+    assert page.one("#editing").is_displayed() and "19 plus" in page.one("#prompt").get_attribute("value")
+    page.type(Keys.ESCAPE)
+    assert not page.one("#editing").is_displayed() and page.one("#prompt").get_attribute("value") == ""
+    assert all(
+        page.run(
+            "return [...document.querySelectorAll('input, select, textarea')].map(e => e.labels.length > 0)"
+        )
+    )
+    assert page.one("#log").get_attribute("aria-live") == "polite"
+
+
+def test_a_phone(page: Page) -> None:
+    page.size(320, 640)
+    page.ask(STORY)
+    page.run(
+        "chat.messages.at(-1).content = arguments[0]; showChat()",
+        "```\n" + "long " * 60 + "\n```\n" + "x" * 300 + "\n\n|" + "cell|" * 30 + "\n|" + "-|" * 30,
+    )
+    assert page.width() == (320, 320)
+    page.one("#menu").click()
+    assert (
+        page.one("#side").is_displayed()
+        and not page.one("#talk").is_displayed()
+        and page.width() == (320, 320)
+    )
+    page.type(Keys.ESCAPE)
+    assert page.one("#talk").is_displayed()
+    page.driver.find_element(By.LINK_TEXT, "Live").click()
+    wait_for(lambda: page.all("#tree rect"))
+    assert page.width() == (320, 320)
+
+
+SYSTEM = """You tell short stories to children at bedtime. Every story has an animal who lives in a forest or near a river, a small
+worry, and a friend who helps. Use plain words and short sentences. Nobody is hurt, nobody is left alone, and the story ends with
+everybody at home. If a child asks for a sum, a fact or a joke, give it in one sentence. If you do not know something, say so."""
+
+
+def load(server: LocalServer) -> None:
+    """Some conversations that share a beginning, of several turns each, four at a time."""
+    client = httpx.Client(
+        base_url=server.url, headers={"authorization": f"Bearer {server.api_key}"}, timeout=60
+    )
+
+    def talk(animal: str) -> None:
+        messages = [{"role": "system", "content": SYSTEM}]
+        for question in (
+            f"Write a 150-word story about a {animal}.",
+            "What is 2 plus 3?",
+            f"Write a 100-word story about a {animal}.",
+        )[: 1 + len(animal) % 3]:
+            messages.append({"role": "user", "content": question})
+            body = {"messages": messages, "seed": len(animal)}
+            said = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+            messages.append({"role": "assistant", "content": said})
+
+    with client, ThreadPoolExecutor(4) as pool:
+        list(pool.map(talk, ("fox", "rabbit", "owl", "badger", "mouse", "hedgehog", "frog", "squirrel")))
+
+
+def test_live_shows_the_engine_while_it_is_looked_at(page: Page) -> None:
+    load(page.server)
+    page.driver.find_element(By.LINK_TEXT, "Live").click()
+    wait_for(lambda: len(page.all("#tree rect")) > 8)
+    shown = dict(
+        zip(
+            (name.text for name in page.all("#tiles dt")),
+            (value.text for value in page.all("#tiles dd")),
+            strict=True,
+        )
+    )
+    assert shown["Running"] == "0 of 8" and shown["Waiting"] == "0"
+    assert int(shown["From the cache"].split()[0]) > 20 and float(shown["Step, median"].split()[0]) > 0
+    assert [bar.get_attribute("aria-label") for bar in page.all("[role=meter]")] == [
+        "Pages",
+        "State slots",
+        "Host memory",
+    ]
+    assert all(path.get_attribute("d") for path in page.all("#steps path.prefill")[:2])
+    page.one("#tree-table summary").click()
+    wait_for(lambda: len(page.all("#tree-table tbody tr")) == len(page.all("#tree rect")))
+    deep = max(page.run("return tree.checkpoints.map(node => node.tokens)"))
+    assert f"{deep:,}" in page.one("#tree-table").text
+    polls = "return performance.getEntriesByType('resource').filter(e => e.name.endsWith('/live')).length"
+    before = page.run(polls)
+    wait_for(lambda: page.run(polls) > before, 5.0)
+    trees = page.run(polls.replace("/live", "/cache"))
+    assert trees <= 2, "the tree is asked for although nothing changed"
+    page.driver.find_element(By.LINK_TEXT, "Chat").click()
+    time.sleep(0.2)
+    before = page.run(polls)
+    time.sleep(1.5)
+    assert page.run(polls) == before, "it polls while nobody looks"
+    page.set(key="wrong")
+    page.driver.find_element(By.LINK_TEXT, "Live").click()
+    wait_for(lambda: "valid API key" in page.one("#live-error").text)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures(page: Page, scheme: str, tmp_path: Path) -> None:
+    wanted = bool(os.environ.get("PAGE_SCREENSHOTS"))
+    directory = DOCS if wanted and scheme == "light" else tmp_path
+    directory.mkdir(exist_ok=True)
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    ground = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(14, 21, 23)") == (scheme == "dark")
+    page.size(1280, 980)
+    page.set(
+        system=SYSTEM, thinking="on", temperature="0.6", seed="7", more=json.dumps({"tools": [make.WEATHER]})
+    )
+    page.ask("Write a 50-word story about a rabbit.")
+    page.ask(make.QUESTION["content"]).find_element(By.TAG_NAME, "textarea").send_keys(make.RESULT["content"])
+    page.press("Send result")
+    page.answered()
+    page.run("settings.system.scrollTop = settings.more.scrollTop = 0")
+    assert page.driver.save_screenshot(str(directory / "page-chat.png"))
+    with ThreadPoolExecutor(1) as pool:
+        page.driver.find_element(By.LINK_TEXT, "Live").click()
+        loading = [pool.submit(load, page.server) for _ in range(4 if wanted else 0)]
+        if wanted:
+            page.size(1280, 1120)
+            wait_for(lambda: page.run("return told && told.stats.n_steps > 2000 && told.stats.n_running > 2"))
+        assert page.driver.save_screenshot(str(directory / "page-live.png"))
+        for each in loading:
+            each.result()
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

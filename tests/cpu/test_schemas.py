@@ -1,0 +1,210 @@
+"""Constrained answers of the built-in model, over HTTP: whatever it would have said, what it says is valid.
+
+TEST_SCHEMAS=1000 is the soak: that many random schemas instead of 100.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from deltic.remote import LocalServer
+from tests.null.test_grammar import random_object, writable
+
+N_SCHEMAS = int(os.environ.get("TEST_SCHEMAS", "100"))
+N_AT_ONCE = 8
+ASK: Any = [{"role": "user", "content": "Tell me about a cat. Answer as JSON."}]
+CITY: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "enum": ["Rome", "Oslo"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 7},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Cat(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    age: int = pydantic.Field(ge=0, le=30)
+    colours: list[Literal["black", "white", "red"]] = pydantic.Field(max_length=3)
+    owner: str | None = pydantic.Field(max_length=8)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    running = LocalServer(["--threads", "2", "--max-num-seqs", str(N_AT_ONCE), "--n-pages", "200"])
+    try:
+        asyncio.run(running.wait_ready(timeout_s=60))
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: LocalServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def check(value: Any, schema: Any) -> None:
+    jsonschema.validate(value, schema, cls=jsonschema.Draft202012Validator)
+
+
+def answers(server: LocalServer, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The server's answers to chats, some at once."""
+
+    async def go() -> list[dict[str, Any]]:
+        headers = {"authorization": f"Bearer {server.api_key}"}
+        gate = asyncio.Semaphore(N_AT_ONCE)
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as http:
+
+            async def one(body: dict[str, Any]) -> dict[str, Any]:
+                async with gate:
+                    response = await http.post("/v1/chat/completions", json=body)
+                assert response.status_code == 200, (response.text, body)
+                answer: dict[str, Any] = response.json()
+                return answer
+
+            return list(await asyncio.gather(*map(one, bodies)))
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_every_answer_is_valid(server: LocalServer, thinking: bool, temperature: float) -> None:
+    rng = random.Random(7)
+    schemas = [random_object(rng, bounded=True) for _ in range(N_SCHEMAS // 2)]
+    bodies = [
+        {
+            "messages": ASK, "enable_thinking": thinking, "temperature": temperature, "seed": i, "max_tokens": 2000,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "cat", "schema": schema, "strict": True}},
+        } | ({"thinking_budget": 24} if thinking else {})
+        for i, schema in enumerate(schemas)
+    ]  # fmt: skip
+    for answer, schema in zip(answers(server, bodies), schemas, strict=True):
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop", (choice, schema)
+        check(json.loads(choice["message"]["content"]), schema)
+        if thinking:
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 24 + 3
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_every_forced_call_is_valid(server: LocalServer, thinking: bool) -> None:
+    rng = random.Random(8)
+    found = (random_object(rng, bounded=True) for _ in range(10 * N_SCHEMAS))
+    schemas = [schema for schema in found if writable(schema)][: N_SCHEMAS // 2]
+    bodies = [
+        {
+            "messages": ASK, "enable_thinking": thinking, "temperature": 1.2, "seed": i, "max_tokens": 2000,
+            "thinking_budget": 24, "tool_choice": "required", "parallel_tool_calls": False,
+            "tools": [CITY, {"type": "function", "function": {"name": "cat", "parameters": schema, "strict": True}}],
+        }
+        for i, schema in enumerate(schemas)
+    ]  # fmt: skip
+    for answer, schema in zip(answers(server, bodies), schemas, strict=True):
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "tool_calls", (choice, schema)
+        (call,) = choice["message"]["tool_calls"]
+        expected = {"cat": schema, "weather": CITY["function"]["parameters"]}[call["function"]["name"]]
+        check(json.loads(call["function"]["arguments"]), expected)
+
+
+def test_parse(client: openai.OpenAI, model: str) -> None:
+    for extra in ({}, {"enable_thinking": True, "thinking_budget": 10}):
+        answer = client.chat.completions.parse(
+            model=model, messages=ASK, response_format=Cat, temperature=1.0, seed=1, n=4, extra_body=extra
+        )
+        assert len(answer.choices) == 4
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Cat)
+
+
+def test_named_required_and_strict(client: openai.OpenAI, model: str) -> None:
+    schema = CITY["function"]["parameters"]
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+    for choice in choices:
+        answer = client.chat.completions.create(
+            model=model, messages=ASK, tools=[CITY], tool_choice=choice, temperature=1.3, seed=4, n=2, max_tokens=400,
+            parallel_tool_calls=False,
+        )  # fmt: skip
+        for got in answer.choices:
+            assert got.message.tool_calls and len(got.message.tool_calls) == 1 and not got.message.content
+            call = got.message.tool_calls[0]
+            assert call.type == "function" and call.function.name == "weather"
+            check(json.loads(call.function.arguments), schema)
+    ask: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+    chunks = client.chat.completions.create(
+        model=model, messages=ask, tools=[CITY], stream=True, temperature=0
+    )
+    pieces = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    arguments = "".join(piece.arguments or "" for piece in pieces if piece)
+    if pieces:
+        check(json.loads(arguments), schema)
+
+
+def test_stop_strings_and_length_end_an_answer_as_ever(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model, messages=ASK, temperature=0, stop=['"age"'], response_format={"type": "json_schema", "json_schema": {
+            "name": "cat", "schema": Cat.model_json_schema()}}, n=2,
+    )  # fmt: skip
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert choice.message.content and choice.message.content.strip().startswith("{")
+        assert '"age"' not in choice.message.content
+    cut = client.chat.completions.create(
+        model=model, messages=ASK, max_tokens=2, response_format={"type": "json_object"}, n=2
+    )
+    assert {choice.finish_reason for choice in cut.choices} == {"length"}
+
+
+def test_regex_choice_grammar_and_completions(client: openai.OpenAI, model: str) -> None:
+    for extra, allowed in (
+        ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),
+        ({"structured_outputs": {"regex": "[ab]{2}"}}, {"aa", "ab", "ba", "bb"}),
+        ({"guided_grammar": 'root ::= "x" ("1" | "2")'}, {"x1", "x2"}),
+    ):
+        answer = client.chat.completions.create(
+            model=model, messages=ASK, n=4, temperature=2.0, extra_body=extra
+        )
+        assert {choice.message.content for choice in answer.choices} <= allowed
+        text = client.completions.create(model=model, prompt=["a", "b"], temperature=2.0, extra_body=extra)
+        assert {choice.text for choice in text.choices} <= allowed
+
+
+def test_budget_of_a_thought(client: openai.OpenAI, model: str) -> None:
+    for budget in (0, 1, 5):
+        answer = client.chat.completions.create(
+            model=model, messages=ASK, temperature=1.0, max_tokens=60,
+            extra_body={"enable_thinking": True, "thinking_budget": budget},
+        )  # fmt: skip
+        assert answer.usage and answer.usage.completion_tokens_details
+        assert (answer.usage.completion_tokens_details.reasoning_tokens or 0) <= budget + 3
+        assert answer.choices[0].message.content

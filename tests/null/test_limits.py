@@ -1,0 +1,418 @@
+"""Keys by name and what each may take, the clock of a request, and what logs and metrics tell of both."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis.strategies as st
+import openai
+import pytest
+from hypothesis import given, settings
+
+from deltic import logs
+from deltic.config import ConfigError, ServerConfig
+from deltic.engine.cache import Cache
+from deltic.engine.request import Request, SamplingParams
+from deltic.engine.scheduler import Scheduler
+from deltic.metrics import MAX_KEYS, REST, KeyNumbers, Metrics, Stats
+from deltic.server.limits import Account, Accounts
+from tests.fake_engine import FakeEngineClient, make_app, served
+from tests.fakes import EOS, FakeRunner, expected_tokens
+from tests.null.test_scheduler import Bench
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+DOORS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": HELLO}),
+    ("/v1/completions", {"prompt": "hello"}),
+    ("/v1/messages", {"model": "fake", "messages": HELLO, "max_tokens": 100}),
+    ("/v1/responses", {"input": "hello"}),
+]
+
+
+@pytest.fixture
+def engine() -> FakeEngineClient:
+    return FakeEngineClient()
+
+
+def client_of(engine: FakeEngineClient, key: str = "", **config: Any) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    transport = httpx.ASGITransport(make_app(engine, **config))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=10, headers=headers)
+
+
+async def reached(engine: FakeEngineClient, n: int, tasks: list[asyncio.Task[httpx.Response]]) -> None:
+    """Waits until the engine has n requests."""
+    async with asyncio.timeout(5):
+        while len(engine.requests) < n:
+            assert not any(task.done() for task in tasks), [
+                task.result().text for task in tasks if task.done()
+            ]
+            await asyncio.sleep(0.002)
+
+
+# Keys.
+
+
+def names(*keys: str) -> list[str]:
+    return [numbers.name for numbers in Accounts(ServerConfig(api_key=keys)).numbers()]
+
+
+def test_a_key_may_have_a_name() -> None:
+    assert names("plain", "alice=secret", "other", "alice=second") == ["key-1", "alice", "key-3"]
+    accounts = Accounts(ServerConfig(api_key=("plain", "alice=c2VjcmV0Cg==")))
+    found = accounts.find(b"c2VjcmV0Cg==")
+    assert found and found.name == "alice"
+    assert accounts.find(b"alice=c2VjcmV0Cg==") is None and accounts.find(b"") is None
+
+
+@pytest.mark.parametrize("key", ["c2VjcmV0Cg==", "a b=secret", "=secret", "name="])
+def test_a_key_that_might_be_meant_otherwise_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match="--api-key number 2 has a '='") as raised:
+        names("fine", key)
+    assert "secret" not in str(raised.value) and "c2V" not in str(raised.value)
+
+
+def test_one_key_cannot_be_two_names() -> None:
+    with pytest.raises(ConfigError, match="'bob' is also the key of another name") as raised:
+        names("alice=secret", "bob=secret")
+    assert "secret" not in str(raised.value)
+
+
+def test_key_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        '[alice]\nkey = "a"\nmax_concurrent = 3\n[bob]\nkey = "b"\nmax_concurrent = 0\ntokens_per_minute = 9\n'
+    )
+    config = ServerConfig(
+        api_key=("carol=c",), api_key_file=path, max_concurrent_per_key=5, tokens_per_minute_per_key=60
+    )
+    told = {}
+    for key in (b"a", b"b", b"c"):
+        account = Accounts(config).find(key)
+        assert account
+        told[account.name] = {name.decode(): value.decode() for name, value in account.headers()}
+    limits = {
+        name: (h.get("x-ratelimit-limit-requests"), h["x-ratelimit-limit-tokens"]) for name, h in told.items()
+    }
+    assert limits == {"alice": ("3", "60"), "bob": (None, "9"), "carol": ("5", "60")}
+
+
+def test_a_name_in_the_file_and_on_the_command_line_has_the_files_limits(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[alice]\nkey = "new\\n"\nmax_concurrent = 3\n')
+    accounts = Accounts(ServerConfig(api_key=("alice=old",), api_key_file=path))
+    account = accounts.find(b"old")
+    assert account is not None and account is accounts.find(b"new")
+    assert dict(account.headers())[b"x-ratelimit-limit-requests"] == b"3"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "has no keys"),
+        ("[alice", "keys.toml"),
+        ("alice = 3", "alice"),
+        ('[alice]\nkey = ""', "'alice': needs a name"),
+        ('["a b"]\nkey = "x"', "'a b': needs a name"),
+        ('[alice]\nkey = "x"\nmax_tokens = 1', "unknown field `max_tokens`"),
+        ('[alice]\nkey = "x"\nmax_concurrent = -1', "max_concurrent"),
+        ("[alice]\nmax_concurrent = 1", "key"),
+        (b"\xff", "keys.toml"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_key_file_that_cannot_be_meant(tmp_path: Path, text: str | bytes | None, complaint: str) -> None:
+    path = tmp_path / "keys.toml"
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ConfigError, match=complaint):
+        Accounts(ServerConfig(api_key_file=path))
+
+
+def test_limits_of_keys_need_keys() -> None:
+    with pytest.raises(ConfigError, match="need --api-key"):
+        Accounts(ServerConfig(max_concurrent_per_key=1))
+
+
+# Limits.
+
+
+@pytest.mark.parametrize(("path", "body"), DOORS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_at_once(engine: FakeEngineClient, path: str, body: dict[str, Any], stream: bool) -> None:
+    engine.hold = True
+    keys = {"api_key": ("alice=a", "bob=b"), "max_concurrent_per_key": 2}
+
+    async def go() -> None:
+        async with client_of(engine, "a", **keys) as client:  # type: ignore[arg-type]
+            asked = body | {"stream": stream}
+            tasks = [asyncio.create_task(client.post(path, json=asked)) for _ in range(2)]
+            await reached(engine, 2, tasks)
+            assert [request.owner for request in engine.requests] == ["alice"] * 2
+            refused = await client.post(path, json=asked)
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert "'alice' has 2 requests open" in refused.json()["error"]["message"]
+            assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+            other = {"authorization": "Bearer b"}
+            third = asyncio.create_task(client.post(path, json=asked, headers=other))
+            assert (await client.get("/v1/models")).status_code == 200, "only what generates counts"
+            await reached(engine, 3, [third])
+            engine.hold = False
+            answers = [await task for task in (*tasks, third)]
+            assert [answer.status_code for answer in answers] == [200] * 3
+            assert (await client.post(path, json=body)).status_code == 200, "its places are free again"
+            assert (await client.post(path, content=b"{")).status_code == 400
+            assert (await client.post(path, content=b"{")).status_code == 400
+            assert (await client.post(path, json=body)).status_code == 200, "errors leave no place taken"
+            text = (await client.get("/metrics")).text
+        for line in (
+            'deltic_key_rate_limited_total{key="alice",limit="requests"} 1.0',
+            'deltic_key_requests_open{key="alice"} 0.0',
+            'deltic_key_responses_total{code="429",key="alice"} 1.0',
+            'deltic_key_tokens_total{key="bob",kind="generated"} 6.0',
+        ):
+            assert line in text, line
+
+    asyncio.run(go())
+
+
+def test_tokens_a_minute_are_a_bucket_with_debt(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    account = Account("alice", 0, 600)
+    account.enter()
+    account.take(600 + 50)  # more than there was
+    with pytest.raises(Exception, match="used up its 600 tokens a minute; try again in 6 s"):
+        account.enter()
+    now_s[0] += 4.9
+    with pytest.raises(Exception, match="try again in 1 s"):
+        account.enter()
+    now_s[0] += 0.2
+    account.enter()
+    now_s[0] += 1000
+    assert dict(account.headers()) == {
+        b"x-ratelimit-limit-tokens": b"600",
+        b"x-ratelimit-remaining-tokens": b"600",
+        b"x-ratelimit-reset-tokens": b"0.0s",
+    }
+
+
+@pytest.mark.parametrize(("path", "body"), DOORS)
+def test_tokens_a_minute_hold_on_every_door(
+    engine: FakeEngineClient, path: str, body: dict[str, Any]
+) -> None:
+    async def go() -> None:
+        async with client_of(engine, "a", api_key=("alice=a",), tokens_per_minute_per_key=60) as client:
+            answers = [await client.post(path, json=body) for _ in range(12)]
+            n_taken = sum(len(r.prompt_ids) + 6 for r in engine.requests)
+            statuses = [answer.status_code for answer in answers]
+            assert statuses == sorted(statuses) and set(statuses) == {200, 429}
+            assert n_taken >= 60 > n_taken - len(engine.requests[-1].prompt_ids) - 6
+            last = answers[-1]
+            assert abs(int(last.headers["retry-after"]) - (n_taken + 1 - 60)) <= 1
+            assert last.headers["x-ratelimit-remaining-tokens"] == "0"
+
+    asyncio.run(go())
+
+
+def test_the_openai_client_waits_as_long_as_it_is_told(engine: FakeEngineClient) -> None:
+    engine.answer = lambda request, index: [97] * 900
+    with served(make_app(engine, api_key=("alice=a",), tokens_per_minute_per_key=600)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="a", max_retries=1)
+        client.completions.create(model="fake", prompt="x" * 301, max_tokens=300)
+        with pytest.raises(openai.RateLimitError, match="600 tokens a minute"):
+            client.with_options(max_retries=0).completions.create(model="fake", prompt="x", max_tokens=1)
+        before_s = time.monotonic()
+        client.completions.create(model="fake", prompt="x", max_tokens=1)
+        assert 0.9 < time.monotonic() - before_s < 5
+
+
+@pytest.mark.parametrize(("path", "body"), DOORS)
+@pytest.mark.parametrize("tokens_first", [0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_ended(
+    engine: FakeEngineClient, path: str, body: dict[str, Any], tokens_first: int, stream: bool
+) -> None:
+    engine.token_s = 0.01
+    engine.answer = lambda request, index: [97] * 1000
+    engine.hold = tokens_first == 0
+
+    async def go() -> httpx.Response:
+        async with client_of(engine, request_timeout_s=0.15) as client:
+            limit = {} if "input" in body or "max_tokens" in body else {"max_tokens": 900}
+            return await client.post(path, json=body | limit | {"stream": stream})
+
+    response = asyncio.run(go())
+    assert engine.n_open == 0 and engine.aborts, "its memory is free"
+    assert "the longest that this server lets one take" in response.text
+    if not (stream and tokens_first):
+        # A door may have begun its stream before the first token.
+        assert response.status_code == 504 or stream
+    else:
+        assert response.status_code == 200
+    if response.status_code == 504:
+        assert response.headers["x-should-retry"] == "false"
+
+
+# Turns.
+
+
+def served_order(
+    requests: list[tuple[str, int]], n_places: int = 1, priorities: dict[int, int] | None = None
+) -> list[str]:
+    """The owners of requests (owner, n) in the order in which they got their place. priorities: of those that have another than 0."""
+    runner = FakeRunner(max_num_seqs=n_places)
+    cache = Cache(runner.n_pages, runner.n_slots, n_places=n_places)
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=n_places,
+        max_step_tokens=runner.max_step_tokens,
+        max_model_len=runner.max_model_len,
+        max_logit_rows=n_places + 64,
+        eos_token_ids=[EOS],
+    )
+    for i, (owner, n) in enumerate(requests):
+        params = SamplingParams(max_tokens=2, n=n, seed=1, ignore_eos=True)
+        priority = (priorities or {}).get(i, 0)
+        scheduler.add(
+            Request(id=str(i), prompt_ids=[50 + i] * 5, params=params, owner=owner, priority=priority)
+        )
+    order: list[str] = []
+    while step := scheduler.plan():
+        for output in scheduler.commit(step, runner.step(step)):
+            if output.id not in order:
+                order.append(output.id)
+    return [requests[int(i)][0] + i for i in order]
+
+
+def test_owners_take_turns() -> None:
+    asked = [("a", 1)] * 4 + [("b", 1)] * 2 + [("c", 1)]
+    assert served_order(asked) == ["a0", "b4", "c6", "a1", "b5", "a2", "a3"]
+
+
+def test_one_owner_is_served_in_the_order_of_arrival() -> None:
+    for owner in ("", "a"):
+        assert served_order([(owner, 1)] * 6) == [f"{owner}{i}" for i in range(6)]
+
+
+def test_a_request_of_n_counts_n() -> None:
+    asked = [("a", 3), ("a", 1), ("b", 1), ("b", 1), ("b", 1), ("b", 1)]
+    assert served_order(asked, n_places=3)[:4] == ["a0", "b2", "b3", "b4"]
+
+
+def test_what_waits_with_a_lower_priority_costs_its_owner_no_turn() -> None:
+    asked = [("a", 1)] * 4 + [("b", 1)] * 3
+    order = served_order(asked, priorities={0: 1, 1: 1, 2: 1})
+    assert order == ["a3", "b4", "b5", "b6", "a0", "a1", "a2"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(1, 300), st.integers(1, 90)),
+        max_size=12,
+    )
+)
+def test_everybody_is_served_with_the_same_tokens_when_memory_is_short(
+    asked: list[tuple[str, int, int, int]],
+) -> None:
+    bench = Bench(FakeRunner(max_num_seqs=3, n_pages=12))
+    prompts = {}
+    for i, (owner, n, n_prompt, max_tokens) in enumerate(asked):
+        params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, ignore_eos=True)
+        prompts[str(i)] = [20 + (i * 31 + 7 * j) % 900 for j in range(n_prompt)], params
+        bench.scheduler.add(Request(id=str(i), prompt_ids=prompts[str(i)][0], params=params, owner=owner))
+        if i % 3 == 0:
+            bench.step()
+    bench.run()
+    for id, (prompt, params) in prompts.items():
+        assert bench.tokens(id) == expected_tokens(prompt, params)
+
+
+# Logs.
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    written = io.StringIO()
+    destination = logging.StreamHandler(written)
+    destination.setFormatter(logs.JsonFormatter())
+    log = logging.getLogger("deltic.server")
+    log.addHandler(destination)
+    level = log.level
+    log.setLevel("INFO")
+    yield written
+    log.removeHandler(destination)
+    log.setLevel(level)
+
+
+@pytest.mark.parametrize(("path", "body"), DOORS)
+def test_a_line_of_json_for_each_request(
+    engine: FakeEngineClient, lines: io.StringIO, path: str, body: dict[str, Any]
+) -> None:
+    async def go() -> None:
+        async with client_of(engine, "topsecret", api_key=("alice=topsecret",)) as client:
+            await client.post(path, json=body, headers={"x-request-id": "mine"})
+
+    asyncio.run(go())
+    (line,) = lines.getvalue().splitlines()
+    assert "topsecret" not in line and "hello" not in line
+    told = json.loads(line)
+    assert {name: told[name] for name in ("level", "method", "route", "status", "key", "request_id")} == {
+        "level": "info", "method": "POST", "route": path, "status": 200, "key": "alice", "request_id": "mine",
+    }  # fmt: skip
+    assert told["generated_tokens"] == 6 and told["prompt_tokens"] == len(engine.requests[0].prompt_ids)
+    assert 0 <= told["first_token_seconds"] <= told["seconds"] < 5
+    assert engine.requests[0].id.startswith(told["answer_id"])
+
+
+def test_prompts_are_logged_only_if_that_is_asked_for(engine: FakeEngineClient, lines: io.StringIO) -> None:
+    async def go() -> None:
+        async with client_of(engine, log_prompts=True) as client:
+            await client.post("/v1/completions", json={"prompt": "a\x1b[2K\x9b7m\n\u2028b"})
+
+    asyncio.run(go())
+    (line,) = lines.getvalue().splitlines()
+    assert line.isascii() and line.isprintable()
+    assert json.loads(json.loads(line)["body"])["prompt"] == "a\x1b[2K\x9b7m\n\u2028b"
+
+
+def test_an_exception_is_a_field(lines: io.StringIO) -> None:
+    try:
+        1 / 0  # noqa: B018
+    except ZeroDivisionError:
+        logging.getLogger("deltic.server").exception("broken")
+    told = json.loads(lines.getvalue())
+    assert told["message"] == "broken" and "ZeroDivisionError" in told["exception"]
+
+
+# Metrics.
+
+
+def test_the_number_of_labels_is_bounded() -> None:
+    keys = [KeyNumbers(f"k{i}", n_prompt_tokens=1) for i in range(MAX_KEYS + 7)]
+    text = Metrics(Stats, lambda: 0, lambda: True, keys=keys).exposition().decode()
+    assert text.count('kind="prompt"') == MAX_KEYS + 1
+    assert f'deltic_key_tokens_total{{key="{REST}",kind="prompt"}} 7.0' in text
+
+
+def test_what_runs_here(engine: FakeEngineClient) -> None:
+    async def go() -> str:
+        async with client_of(engine) as client:
+            await client.post("/v1/completions", json={"prompt": "x"})
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(go())
+    assert 'deltic_build_info{device="none",model="fake",version="' in text
+    assert "process_resident_memory_bytes" in text and "deltic_pages_used_ratio 0.0" in text
+    assert "deltic_prefill_time_seconds_count 1.0" in text and "deltic_decode_time_seconds_count 1.0" in text
+    assert "deltic_key" not in text

@@ -1,0 +1,133 @@
+"""The document at /openapi.json: it has every route, and the server answers whatever fits it, and what does not, as it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+
+import httpx
+import jsonschema
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from deltic.server import protocol
+from deltic.server.errors import ApiError
+from deltic.server.http import ROUTES
+from deltic.server.openapi import document
+from tests.fake_engine import END, FakeEngineClient, make_app, served
+
+N_EXAMPLES = int(os.environ.get("DELTIC_TEST_EXAMPLES", "4"))
+"""For each operation; a run by hand takes more."""
+
+LONGEST_S = 5.0
+"""That a request may take here."""
+
+SCHEMA = schemathesis.openapi.from_dict(document(ROUTES))
+SCHEMA.config.generation.update(modes=list(schemathesis.GenerationMode))
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngineClient:
+    client = FakeEngineClient(lambda request, index: [*b"Hello", END])
+    client.batch = 10
+    return client
+
+
+@pytest.fixture(scope="module")
+def live(engine: FakeEngineClient) -> Iterator[str]:
+    with served(make_app(engine)) as url:
+        yield url
+
+
+def test_it_has_every_route_with_a_summary(live: str) -> None:
+    told = httpx.get(f"{live}/openapi.json").json()
+    assert told["openapi"] == "3.1.0"
+    operations = {(method.upper(), path) for path, row in told["paths"].items() for method in row}
+    assert operations == {(route.method, route.path.replace(":path", "")) for route in ROUTES}
+    for row in told["paths"].values():
+        for operation in row.values():
+            assert operation["summary"] and not operation["summary"].startswith("/")
+            assert {"200", "403", "500"} <= operation["responses"].keys()
+    assert len({str(route.body) for route in ROUTES if route.body}) >= 4
+    for schema in told["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_the_application_has_no_other_route(live: str) -> None:
+    app = make_app(FakeEngineClient())
+    assert {(r.path, *r.methods - {"HEAD"}) for r in app.routes} == {(r.path, r.method) for r in ROUTES}
+
+
+BODIES = sorted({route.body for route in ROUTES if route.body}, key=lambda body: body.__name__)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@settings(max_examples=40 * N_EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_any_json_is_parsed_or_refused(body: type[msgspec.Struct], data: st.DataObject) -> None:
+    names = st.sampled_from([*body.__struct_encode_fields__, "else"])
+    value = data.draw(st.dictionaries(names, VALUES, max_size=4) | VALUES)
+    text = data.draw(st.just(json.dumps(value).encode()) | st.binary(max_size=20))
+    try:
+        assert isinstance(protocol.parse(text, body), body)
+    except ApiError as error:
+        assert error.status == 400 and error.message and "msgspec" not in error.message
+        msgspec.json.decode(error.body())
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 500_000,
+        b'{"a":' * 500_000,
+        b'"' + b"x" * 5_000_000,
+        b"1" * 1_000_000,
+        b'{"model":"\xff"}',
+        b'{"model":"\\ud800"}',
+    ],
+    ids=range(6),
+)
+def test_hostile_json_is_refused_soon(body: type[msgspec.Struct], text: bytes) -> None:
+    before_s = time.monotonic()
+    with pytest.raises(ApiError):
+        protocol.parse(text, body)
+    assert time.monotonic() - before_s < 1
+
+
+@SCHEMA.parametrize()
+@settings(
+    max_examples=N_EXAMPLES,
+    deadline=None,
+    derandomize=N_EXAMPLES < 10,
+    suppress_health_check=list(HealthCheck),
+)
+def test_nothing_that_is_sent_breaks_the_server(case: schemathesis.Case, live: str) -> None:
+    case.call_and_validate(base_url=live, checks=CHECKS, timeout=LONGEST_S)
+
+
+def test_nothing_is_left_open(engine: FakeEngineClient, live: str) -> None:
+    """Behind all of the above."""
+    assert engine.n_open == 0
+    assert httpx.get(f"{live}/health").status_code == 200

@@ -1,0 +1,135 @@
+"""The page as bytes: what is sent, to whom, and what it may not contain. What it does is in tests/cpu/test_page_browser.py."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from deltic.config import EngineConfig, ServerConfig
+from deltic.engine.client import N_RECENT_STEPS, EngineClient
+from deltic.engine.request import CacheStats, Stats, StepOutputs
+from deltic.server import protocol
+from deltic.server.page import PAGE
+from tests.fake_engine import FakeEngineClient
+from tests.null.test_http import error_of, get
+
+TEXT = PAGE.decode()
+KEY = {"authorization": "Bearer secret"}
+
+
+def fetch(path: str, headers: dict[str, str] | None = None, **config: Any) -> httpx.Response:
+    return get(FakeEngineClient(), path, headers, **config)
+
+
+def test_the_page_is_open_and_what_it_asks_for_is_not() -> None:
+    response = fetch("/", api_key=("secret",))
+    assert response.status_code == 200 and response.content == PAGE
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert fetch("/live", api_key=("secret",)).status_code == 401
+    assert fetch("/live", KEY, api_key=("secret",)).status_code == 200
+
+
+def test_a_rebound_name_does_not_get_it() -> None:
+    refused = fetch("/", {"host": "rebound.example"})
+    assert refused.status_code == 403 and error_of(refused)["code"] == "host_not_allowed"
+
+
+def test_it_is_asked_for_again_and_sent_when_it_changed() -> None:
+    first = fetch("/")
+    assert first.headers["cache-control"] == "no-cache"
+    for tag in (first.headers["etag"], f"W/{first.headers['etag']}"):
+        again = fetch("/", {"if-none-match": tag})
+        assert (
+            again.status_code == 304 and not again.content and again.headers["etag"] == first.headers["etag"]
+        )
+    assert fetch("/", {"if-none-match": '"older"'}).content == PAGE
+
+
+def test_policy_allows_this_script_and_this_style_only() -> None:
+    policy = dict(
+        part.strip().split(" ", 1) for part in fetch("/").headers["content-security-policy"].split(";")
+    )
+    for tag in ("script", "style"):
+        (inline,) = re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'" and policy["require-trusted-types-for"] == "'script'"
+
+
+def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup() -> None:
+    assert set(re.findall(r"\w+://[\w./-]+", TEXT)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"\bsrc=|@import|url\(|<link(?! rel=\"icon\" href=\"data:)", TEXT)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", TEXT
+    )
+    assert not re.search(r"<[^>]*\s(?:on\w+|style)=", TEXT), "an attribute that the policy would block"
+
+
+def test_fields_of_its_settings_are_the_requests() -> None:
+    (names,) = re.findall(r"const NUMBERS = \[(.*?)\]", TEXT)
+    sent = {*re.findall(r'"(\w+)"', names), *re.findall(r"body\.(\w+) =", TEXT), "stream", "stream_options"}
+    assert sent > {"temperature", "seed", "messages", "reasoning_effort"}
+    assert sent <= set(protocol.ChatRequest.__struct_fields__)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read(scheme: str) -> None:
+    """WCAG AA: 4.5 to 1."""
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", rule))
+        for rule in re.findall(r":root \{(.*?)\}", TEXT, re.S)
+    )
+    colours = light if scheme == "light" else light | dark
+
+    def luminance(name: str) -> float:
+        digits = colours[name][1:]
+        digits = digits if len(digits) == 6 else "".join(2 * digit for digit in digits)
+        parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    def contrast(text: str, ground: str) -> float:
+        dim, bright = sorted((luminance(text), luminance(ground)))
+        return (bright + 0.05) / (dim + 0.05)
+
+    pairs = [
+        (text, ground) for text in ("ink", "soft", "accent") for ground in ("bg", "card", "tint", "code")
+    ]
+    for text, ground in [*pairs, ("on-accent", "accent"), ("bad", "card"), ("bad", "bg")]:
+        assert contrast(text, ground) >= 4.5, (text, ground, contrast(text, ground))
+
+
+def test_live_tells_what_the_server_knows() -> None:
+    engine = FakeEngineClient()
+    engine.stats = Stats(
+        n_running=2, n_pages=64, n_steps=9, cache=CacheStats(n_hits=3, read_bytes={"host": 5})
+    )
+    engine.recent_steps.append((time.monotonic() - 1.5, 7.5, 2, 10, 3))
+    response = get(engine, "/live")
+    told = response.json()
+    assert response.headers["cache-control"] == "no-store"
+    assert (told["model"], told["status"], told["engine"]["max_num_seqs"]) == ("fake", "ready", 16)
+    assert told["stats"]["n_running"] == 2 and told["stats"]["n_steps"] == 9
+    assert told["stats"]["cache"]["n_hits"] == 3 and told["stats"]["cache"]["read_bytes"] == {"host": 5}
+    ((ago_s, *rest),) = told["steps"]
+    assert 1.5 <= ago_s < 10 and rest == [7.5, 2, 10, 3]
+    engine.state, engine.info = "starting", None
+    told = get(engine, "/live").json()
+    assert told["status"] == "starting" and told["engine"] is None
+
+
+def test_client_keeps_the_last_steps() -> None:
+    client = EngineClient(EngineConfig(), ServerConfig().max_queue)
+    for n in range(1, N_RECENT_STEPS + 11):
+        said = Stats(n_running=1, n_steps=n, n_prompt_tokens=20 * n, n_generated_tokens=2 * n, last_step_ms=n)
+        client._take(StepOutputs([], said), [])
+        client._take(StepOutputs([], said), [])  # as before a cache report: no step
+    assert len(client.recent_steps) == N_RECENT_STEPS
+    assert [list(step[1:]) for step in client.recent_steps][-1] == [N_RECENT_STEPS + 10, 1, 20, 2]

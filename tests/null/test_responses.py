@@ -1,0 +1,600 @@
+"""The Responses API over a fake engine: what the answers and events look like, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from deltic.engine.request import Request
+from deltic.server import protocol, responses
+from deltic.server import responses_protocol as wire
+from deltic.server.errors import ApiError
+from deltic.server.responses_store import ResponseStore, Stored, Turn, turn_of
+from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, served
+
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+THINK = {"enable_thinking": True}
+
+
+def saying(text: str, end: bool = True) -> Callable[[Request, int], list[int]]:
+    return lambda request, index: byte_tokenizer().encode(text) + [END] * end
+
+
+class Door:
+    """A server over a fake engine, and a client of it."""
+
+    def __init__(self, url: str, engine: FakeEngineClient) -> None:
+        self.engine = engine
+        self.http = httpx.Client(base_url=url, timeout=10)
+
+    def post(self, status: int = 200, /, **body: Any) -> dict[str, Any]:
+        reply = self.http.post("/v1/responses", json={"input": "hello"} | body)
+        assert reply.status_code == status, reply.text
+        said: dict[str, Any] = reply.json()
+        return said if status == 200 else said["error"]
+
+    def stream(self, **body: Any) -> list[dict[str, Any]]:
+        """The events, which must be well-formed to the letter and counted."""
+        reply = self.http.post("/v1/responses", json={"input": "hello", "stream": True} | body)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        *chunks, rest = reply.text.split("\n\n")
+        assert rest == ""
+        events = []
+        for chunk in chunks:
+            name, data = chunk.split("\n")
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            events.append(event)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        return events
+
+    def prompt(self) -> str:
+        """The last prompt, special tokens as in the template."""
+        return byte_tokenizer().decode(self.engine.requests[-1].prompt_ids, False)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Door]:
+    engine = FakeEngineClient()
+    with served(make_app(engine)) as url:
+        yield Door(url, engine)
+
+
+@pytest.fixture
+def door(server: Door) -> Door:
+    """The same server for all, its engine as new."""
+    vars(server.engine).update(vars(FakeEngineClient()))
+    return server
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    """Names of the events, repeated ones once."""
+    names = [event["type"].removeprefix("response.") for event in events]
+    return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+
+
+def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in item.items() if key not in ("id", "call_id", "encrypted_content")}
+        for item in output
+    ]
+
+
+# Answers.
+
+
+def test_an_answer(door: Door) -> None:
+    door.engine.cached_tokens = 8
+    said = door.post(instructions="Be kind.", metadata={"a": "b"}, temperature=0.5)
+    assert said["object"] == "response" and said["status"] == "completed" and said["model"] == "fake"
+    assert said["id"].startswith("resp_") and said["completed_at"] >= said["created_at"]
+    (message,) = said["output"]
+    assert message["id"].startswith("msg_") and message["role"] == "assistant"
+    assert message["content"] == [{"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}]
+    assert (said["temperature"], said["instructions"], said["metadata"]) == (0.5, "Be kind.", {"a": "b"})
+    n_prompt = len(door.engine.requests[0].prompt_ids)
+    assert said["usage"] == {
+        "input_tokens": n_prompt,
+        "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0},
+        "output_tokens": 6,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": n_prompt + 6,
+        "timing": said["usage"]["timing"],
+    }
+    assert door.prompt().startswith(
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+    )
+
+
+def test_events_of_reasoning_text_and_a_call(door: Door) -> None:
+    door.engine.answer = saying(f"Hm.\n</think>\n\nI look.\n\n{CALL}")
+    events = door.stream(tools=[WEATHER], **THINK)
+    assert kinds(events) == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done",
+        "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    done = events[-1]["response"]
+    assert without_ids(done["output"]) == [
+        {"type": "reasoning", "status": "completed", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {
+            "type": "message", "status": "completed", "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "status": "completed", "name": "weather", "arguments": '{"city": "Paris"}'},
+    ]  # fmt: skip
+    assert done["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    assert events[0]["response"]["status"] == events[1]["response"]["status"] == "in_progress"
+    assert events[0]["response"]["output"] == []
+    for index, item in enumerate(done["output"]):
+        own = [
+            event
+            for event in events
+            if event.get("output_index") == index and event["type"] != "response.created"
+        ]
+        assert {event["item_id"] for event in own if "item_id" in event} == {item["id"]}
+        text = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        assert text == (item["arguments"] if index == 2 else item["content"][0]["text"])
+        assert own[0]["item"]["status"] == "in_progress" and own[-1]["item"] == item
+    prefixes = [item["id"].partition("_")[0] for item in done["output"]]
+    assert prefixes == ["rs", "msg", "fc"] and done["output"][2]["call_id"].startswith("call_")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 1000])
+def test_the_stream_and_the_whole_agree_however_tokens_come(door: Door, batch: int) -> None:
+    door.engine.answer, door.engine.batch = saying(f"Hm.\n</think>\n\nI look.\n\n{CALL}\n{CALL}"), batch
+    whole = door.post(tools=[WEATHER], **THINK)
+    streamed = door.stream(tools=[WEATHER], **THINK)[-1]["response"]
+    assert without_ids(whole["output"]) == without_ids(streamed["output"])
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message"] + 2 * ["function_call"]
+    assert len({item["id"] for item in whole["output"]}) == 4
+    assert whole.keys() == streamed.keys()
+
+
+def test_an_answer_that_was_cut_is_incomplete(door: Door) -> None:
+    door.engine.answer = saying(CALL)
+    n_tokens = byte_tokenizer().encode(CALL).index(ord("P")) + 2
+    events = door.stream(tools=[WEATHER], max_output_tokens=n_tokens)
+    assert events[-1]["type"] == "response.incomplete"
+    said = events[-1]["response"]
+    assert said["incomplete_details"] == {"reason": "max_output_tokens"} and said["completed_at"] is None
+    assert without_ids(said["output"]) == [
+        {"type": "function_call", "status": "incomplete", "name": "weather", "arguments": '{"city": "Pa'}
+    ]
+    stopped = door.post(tools=[WEATHER], stop="ris")
+    assert (stopped["status"], stopped["output"][0]["status"]) == ("completed", "incomplete")
+    error = door.post(400, previous_response_id=said["id"])
+    assert "the call was cut short" in error["message"] and said["output"][0]["id"] in error["param"]
+
+
+def test_a_model_that_says_nothing_has_an_empty_message(door: Door) -> None:
+    door.engine.answer = saying("Hm.\n</think>\n\n")
+    assert [item["type"] for item in door.post(**THINK)["output"]] == ["reasoning", "message"]
+
+
+def test_logprobs_are_those_of_the_message(door: Door) -> None:
+    include = ["message.output_text.logprobs"]
+    door.engine.answer = saying("Hm.\n</think>\n\nHey")
+    events = door.stream(include=include, top_logprobs=2, **THINK)
+    part = events[-1]["response"]["output"][1]["content"][0]
+    assert [entry["token"] for entry in part["logprobs"]] == ["H", "e", "y"]
+    assert [top["token"] for top in part["logprobs"][0]["top_logprobs"]] == ["H", "A"]
+    streamed = [
+        entry
+        for event in events
+        if event["type"] == "response.output_text.delta"
+        for entry in event["logprobs"]
+    ]
+    assert streamed == part["logprobs"]
+    door.engine.answer = saying("a<b")  # what could have been a tag is held back
+    part = door.post(include=include)["output"][0]["content"][0]
+    assert [entry["token"] for entry in part["logprobs"]] == ["a", "<", "b"]
+    assert door.post(400, top_logprobs=2)["param"] == "top_logprobs"
+
+
+def test_errors_before_and_after_the_first_event(door: Door) -> None:
+    door.engine.die_after = 0
+    reply = door.http.post("/v1/responses", json={"input": "hello", "stream": True})
+    assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_unavailable"
+    door.engine.state, door.engine.die_after = "ready", 3
+    events = door.stream()
+    assert [event["type"] for event in events[-3:]] == [
+        "response.output_item.done", "error", "response.failed",
+    ]  # fmt: skip
+    failed = events[-1]["response"]
+    assert failed["status"] == "failed" and failed["error"]["code"] == "server_error"
+    assert failed["output"][0]["status"] == "incomplete"
+    assert events[-2]["code"] == "engine_unavailable"
+    door.engine.state = "ready"
+    assert door.http.get(f"/v1/responses/{failed['id']}").status_code == 404
+
+
+def test_a_client_that_leaves_ends_its_response(door: Door) -> None:
+    door.engine.answer, door.engine.token_s = saying("x" * 500), 0.01
+    with door.http.stream("POST", "/v1/responses", json={"input": "hello", "stream": True}) as reply:
+        next(reply.iter_lines())
+    deadline = time.monotonic() + 5
+    while not door.engine.aborts:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# Input.
+
+
+def test_items_become_messages(door: Door) -> None:
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+        {"role": "user", "content": "Weather?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [
+            {"type": "output_text", "text": "I look.", "annotations": []}, {"type": "refusal", "refusal": " Or not."},
+        ]},
+        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call", "call_id": "call_2", "name": "weather", "arguments": ""},
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "rain"}]},
+        {"role": "developer", "content": "Now shout."},
+        {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+    asked = msgspec.json.decode(
+        msgspec.json.encode({"input": items, "instructions": "Be kind."}), type=wire.ResponsesRequest
+    )
+    parsed = [(f"input[{i}]", wire.parse_item(item, "")) for i, item in enumerate(wire.given_items(asked))]
+    chat = wire.chat_request(asked, parsed)  # type: ignore[arg-type]
+    assert protocol.template_messages(chat.messages) == [
+        {"role": "system", "content": "Be kind.\n\nBe short."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant", "content": "I look. Or not.", "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}},
+                {"id": "call_2", "type": "function", "function": {"name": "weather", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "rain", "tool_call_id": "call_2"},
+        {"role": "user", "content": "Now shout."},
+        {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+
+
+def test_reasoning_comes_back_in_any_of_its_forms(door: Door) -> None:
+    door.engine.answer = saying("Hm.\n</think>\n\nHey")
+    (item, _) = door.post(include=["reasoning.encrypted_content"], **THINK)["output"]
+
+    def thought(**fields: Any) -> str | None:
+        given = msgspec.json.encode({"type": "reasoning", "summary": []} | fields)
+        messages = wire.Messages(None)
+        messages.add(wire.parse_item(given, "x"), "x")  # type: ignore[arg-type]
+        messages.add(wire.MessageItem(role="assistant", content="Hey"), "x")
+        (message,) = messages.whole()
+        assert isinstance(message, protocol.AssistantMessage) and message.content == "Hey"
+        return message.reasoning_content
+
+    assert thought(content=item["content"]) == "Hm."
+    assert thought(encrypted_content=item["encrypted_content"]) == "Hm."
+    assert thought(summary=[{"type": "summary_text", "text": "Hm."}]) == "Hm."
+    assert thought(encrypted_content="gAAAAforeign") is None
+    with pytest.raises(ApiError) as caught:
+        thought(encrypted_content=wire.THOUGHT + "???")
+    assert caught.value.param == "x.encrypted_content"
+
+
+def test_the_request_reaches_the_engine(door: Door) -> None:
+    door.post(
+        top_k=7, seed=3, min_p=0.1, max_output_tokens=5, top_p=0.5, cache_salt="s", stop=["x"], priority=2
+    )
+    sent = door.engine.requests[-1]
+    params = sent.params
+    assert (params.top_k, params.seed, params.min_p, params.max_tokens, params.top_p) == (7, 3, 0.1, 5, 0.5)
+    assert (sent.cache_salt, sent.priority) == ("s", 2)
+    door.post(tools=[WEATHER | {"strict": False, "description": "d"}], tool_choice="auto", text={})
+    assert '"function": {"name": "weather", "description": "d", "parameters"' in door.prompt()
+    door.post(tools=[WEATHER], tool_choice="none")
+    assert "weather" not in door.prompt()
+    door.post(reasoning={"effort": "high", "summary": "auto"})
+    assert door.prompt().endswith("<think>\n")
+    door.post(reasoning={"effort": "none"})
+    assert door.prompt().endswith("</think>\n\n")
+
+
+def test_functions_of_a_namespace(door: Door) -> None:
+    """Agents send the functions of a tool server so, and know a call by its namespace."""
+    named = {"type": "namespace", "name": "mcp__sky", "description": "The sky.", "tools": [WEATHER]}
+    door.engine.answer = saying(CALL.replace("weather", "mcp__sky__weather"))
+    said = door.post(tools=[WEATHER, named])
+    assert '{"name": "mcp__sky__weather", "description": "The sky.", "parameters"' in door.prompt()
+    (call,) = said["output"]
+    assert (call["namespace"], call["name"]) == ("mcp__sky", "weather")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    door.post(tools=[WEATHER, named], previous_response_id=said["id"], input=[result])
+    assert "<function=mcp__sky__weather>" in door.prompt()
+    wrong = named | {"tools": [WEATHER | {"strict": True, "parameters": {"type": "x"}}]}
+    assert door.post(400, tools=[WEATHER, wrong])["param"] == "tools[1].tools[0].parameters.type"
+    assert door.post(400, tools=[WEATHER, named, named])["param"] == "tools[2].tools[0].name"
+
+
+def test_forms_of_chats() -> None:
+    assert wire.chat_tool_choice({"type": "function", "name": "f"}) == {
+        "type": "function",
+        "function": {"name": "f"},
+    }
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    assert wire.chat_tool_choice(allowed) == {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
+    }
+    text = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
+    body = {"input": "x", "text": text, "reasoning": {"context": "all_turns"}}
+    asked = msgspec.json.decode(msgspec.json.encode(body), type=wire.ResponsesRequest)
+    chat = wire.chat_request(asked, [("input[0]", wire.MessageItem(role="user", content="x"))])
+    assert chat.response_format == {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+    }
+    assert chat.preserve_thinking
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [3]}, "input[0]"),
+        ({"input": [{"type": "computer_call_output"}]}, "input[0].type"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0].colour"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": ["x"]}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "y": 1}]}]}, "input[0].content[0].y"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f g", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id"),
+        ({"input": [{"id": "msg_0"}]}, "input[0].id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEATHER, {"type": "custom", "name": "x"}]}, "tools[1].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [WEATHER | {"strict": True, "parameters": {"type": "x"}}]}, "tools[0].parameters.type"),
+        ({"tools": [{"type": "function", "name": "x y"}]}, "tools[0].name"),
+        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "none"}, "enable_thinking": True}, "reasoning.effort"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"max_tool_calls": 3}, "max_tool_calls"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"response_format": {"type": "text"}}, "response_format"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}}, "text.format.schema"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"n": 2}, "n"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"temperature": -1}, "temperature"),
+        ({"colour": 1}, "colour"),
+        ({"previous_response_id": "resp_0"}, "previous_response_id"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named(door: Door, body: dict[str, Any], param: str) -> None:
+    error = door.post(400, **body)
+    assert error["param"] == param and error["message"].startswith((f"{param}: ", "Previous response"))
+    assert not door.engine.requests
+
+
+def test_what_asks_for_nothing_is_accepted(door: Door) -> None:
+    door.post(
+        n=1, background=False, truncation="disabled", service_tier="auto", user="u", prompt_cache_key="k",
+        prompt_cache_retention="24h", client_metadata={"a": "b"}, safety_identifier="s", conversation=None, include=[],
+        text={"format": {"type": "text"}, "verbosity": "medium"}, max_tool_calls=None, tools=[], store=True,
+        reasoning={"effort": None, "summary": "detailed", "context": "auto"}, parallel_tool_calls=True,
+    )  # fmt: skip
+    assert door.post(404, model="gpt")["param"] == "model"
+    long = door.post(400, input="x" * 2000)
+    assert (long["param"], long["code"]) == ("input", "context_length_exceeded")
+
+
+def test_input_tokens(door: Door) -> None:
+    counted = door.http.post("/v1/responses/input_tokens", json={"input": "hello", "tools": [WEATHER]}).json()
+    used = door.post(tools=[WEATHER])["usage"]["input_tokens"]
+    assert counted == {"object": "response.input_tokens", "input_tokens": used}
+
+
+# What is kept.
+
+
+def test_a_response_is_continued(door: Door) -> None:
+    door.engine.answer = saying(f"I look.\n\n{CALL}")
+    first = door.post(
+        tools=[WEATHER], instructions="Be kind.", input=[{"role": "user", "content": "Weather?"}]
+    )
+    told = door.engine.requests[-1].prompt_ids + byte_tokenizer().encode(f"I look.\n\n{CALL}")
+    door.engine.answer = saying("Sunny.")
+    output = {
+        "type": "function_call_output",
+        "call_id": first["output"][1]["call_id"],
+        "output": "sunny",
+    }
+    second = door.stream(
+        tools=[WEATHER], instructions="Be brief.", previous_response_id=first["id"], input=[output]
+    )[-1]["response"]
+    assert second["previous_response_id"] == first["id"]
+    prompt = door.prompt()
+    assert "Be brief." in prompt and "Be kind." not in prompt  # instructions are each request's own
+    assert prompt.index("Weather?") < prompt.index("I look.") < prompt.index("sunny")
+    third = door.post(previous_response_id=second["id"], input="Thanks", store=False)
+    assert door.prompt().count("<|im_start|>") == 6 and "Sunny." in door.prompt()
+    assert not third["store"] and door.http.get(f"/v1/responses/{third['id']}").status_code == 404
+    # Sending it all gives the same prompt.
+    shown = door.http.get(f"/v1/responses/{second['id']}/input_items", params={"order": "asc"}).json()
+    continued = door.prompt()
+    door.post(input=[*shown["data"], *second["output"], {"role": "user", "content": "Thanks"}])
+    assert door.prompt() == continued and told
+
+
+def test_responses_are_shown_and_deleted(door: Door) -> None:
+    said = door.post(input=[{"role": "user", "content": str(i)} for i in range(5)])
+    path = f"/v1/responses/{said['id']}"
+    assert door.http.get(path).json() == said
+    assert door.http.get(path, params={"stream": "true"}).status_code == 400
+    listed = door.http.get(f"{path}/input_items", params={"limit": 2}).json()
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["4", "3"] and listed["has_more"]
+    assert listed["data"][0]["id"] == listed["first_id"] and listed["data"][0]["type"] == "message"
+    after = {"after": listed["last_id"], "order": "desc"}
+    rest = door.http.get(f"{path}/input_items", params=after).json()
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "1", "0"] and not rest["has_more"]
+    for wrong in ({"limit": "0"}, {"limit": "9" * 5000}, {"limit": "x"}, {"order": "up"}, {"after": "msg_0"}):
+        reply = door.http.get(f"{path}/input_items", params=wrong)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == next(iter(wrong))
+    cancelled = door.http.post(f"{path}/cancel", headers={"content-type": "application/json"})
+    assert cancelled.status_code == 400 and "background" in cancelled.json()["error"]["message"]
+    reference = [{"type": "item_reference", "id": said["output"][0]["id"]}, {"role": "user", "content": "?"}]
+    door.post(input=reference, store=False)
+    assert "<|im_start|>assistant\nHello<|im_end|>" in door.prompt()
+    assert door.http.delete(path).json() == {"id": said["id"], "object": "response", "deleted": True}
+    gone = door.http.get(path)
+    assert gone.status_code == 404 and gone.json()["error"]["type"] == "invalid_request_error"
+    assert door.http.delete(path).status_code == 404
+    assert door.post(400, input=reference)["code"] == "item_not_found"
+    error = door.post(400, previous_response_id=said["id"])
+    assert error["code"] == "previous_response_not_found"
+
+
+def test_a_server_that_keeps_nothing() -> None:
+    engine = FakeEngineClient()
+    with served(make_app(engine, max_stored_responses=0)) as url:
+        door = Door(url, engine)
+        said = door.post()
+        assert not said["store"] and door.http.get(f"/v1/responses/{said['id']}").status_code == 404
+        assert door.post(400, store=True)["param"] == "store"
+
+
+def test_keys_do_not_see_each_other() -> None:
+    engine = FakeEngineClient()
+    with served(make_app(engine, api_key=("a=one", "b=two"))) as url:
+        door = Door(url, engine)
+        door.http.headers["authorization"] = "Bearer one"
+        said = door.post()
+        path = f"/v1/responses/{said['id']}"
+        assert door.http.get(path).status_code == 200
+        door.http.headers["authorization"] = "Bearer two"
+        assert door.http.get(path).status_code == 404 and door.http.delete(path).status_code == 404
+        door.post(400, previous_response_id=said["id"])
+        door.post(400, input=[{"id": said["output"][0]["id"]}])
+
+
+def stored(name: str, *turns: Turn, size: int = 100) -> Stored:
+    return Stored("", b"x" * size, turns, Turn([(f"out_{name}", b"y" * size)]))
+
+
+def test_the_store_is_bounded_and_counts_right() -> None:
+    store = ResponseStore(3)
+    turns: tuple[Turn, ...] = ()
+    for name in "abcde":
+        entry = stored(name, *turns, Turn([(f"in_{name}", b"z" * 50)]))
+        store.add(name, entry)
+        turns = entry.history
+    assert len(store) == 3 and store.get("b", "") is None
+    # What later ones continue stays, and can be referred to.
+    assert store.item("in_a", "") == b"z" * 50 and store.item("out_a", "") is not None
+    found = store.get("c", "")
+    assert found is not None and len(found.history) == 6
+    store.add("f", stored("f"))  # "d" has not been used for longest
+    assert store.get("d", "") is None and store.get("c", "") is not None
+    for name in ("c", "e", "f"):
+        store.remove(name)
+    assert (len(store), store.n_bytes, store.item("in_a", "")) == (0, 0, None)
+    small = ResponseStore(10, max_bytes=2500)
+    for name in "abcd":
+        small.add(name, stored(name))
+    assert small.n_bytes <= 2500 and small.get("a", "") is None and small.get("d", "") is not None
+    small.add("huge", stored("huge", size=5000))
+    assert len(small) == 0 == small.n_bytes
+
+
+def test_many_items_take_no_time() -> None:
+    n = 60_000
+    store = ResponseStore(3)
+    store.add("a", stored("a", Turn([(str(i), b"{}") for i in range(n)])))
+    messages = wire.Messages(None)
+    before_s = time.monotonic()
+    for i in range(n):
+        assert store.item(str(i), "") == b"{}"
+        messages.add(wire.CallItem(call_id="1", name="weather", arguments="{}"), "")
+    assert time.monotonic() - before_s < 3
+    (message,) = messages.whole()
+    assert isinstance(message, protocol.AssistantMessage) and len(message.tool_calls or ()) == n
+
+
+def test_references_do_not_make_a_body_larger_than_allowed() -> None:
+    engine = FakeEngineClient(max_model_len=100_000, n_pages=2000)
+    with served(make_app(engine, max_body_mb=0.02)) as url:
+        door = Door(url, engine)
+        said = door.post(input=[{"role": "user", "id": "msg_a", "content": "x" * 9000}])
+        door.post(input=[{"id": "msg_a"}] * 2)
+        refused = door.post(413, input=[{"id": "msg_a"}] * 3)
+        assert refused["code"] == "body_too_large"
+        door.post(413, input=[{"id": "msg_a"}] * 2, previous_response_id=said["id"])
+
+
+def test_a_long_input_is_made_ready_to_be_kept_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noted(items: list[bytes]) -> Turn:
+        threads.append(threading.current_thread().name)
+        return turn_of(items)
+
+    monkeypatch.setattr(responses, "turn_of", noted)
+    engine = FakeEngineClient(max_model_len=100_000, n_pages=2000)
+    with served(make_app(engine)) as url:
+        door = Door(url, engine)
+        door.post(input=[{"role": "user", "id": "msg_a", "content": "x" * 10_000}])
+        door.post(input=[{"id": "msg_a"}])
+    assert len(threads) == 2 and all(name.startswith("prepare") for name in threads)
+
+
+# Other doors.
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["embeddings", "audio/speech", "audio/transcriptions", "images/generations", "moderations", "files", "assistants",
+     "threads/x/runs", "batches", "responses/compact"],
+)  # fmt: skip
+def test_doors_that_are_not_there_say_so(door: Door, path: str) -> None:
+    reply = door.http.post(f"/v1/{path}", json={})
+    assert reply.status_code == 404
+    assert "this server generates text with one model" in reply.json()["error"]["message"]
