@@ -375,6 +375,7 @@ class EngineClient:
             # The first restart is at once; then ever longer, since whatever kills it may go on doing so.
             await asyncio.sleep(min(BACK_OFF_S * (2 ** (len(deaths) - 1) - 1), MAX_BACK_OFF_S))
             self.n_restarts += 1
+            log.info("starting the engine process again")
             try:
                 await self._spawn()
             except OSError as error:
@@ -470,6 +471,8 @@ class EngineClient:
             self.info, self.loading = event.info, None
             self._n_early_deaths = 0
             self._set_state("ready")
+            if self.n_restarts:
+                log.info("the engine is ready again")
 
     def _note_ended(self, stream: Stream, n: int) -> None:
         """`n` sequences of `stream` had their last output."""

@@ -29,6 +29,8 @@ LONGEST_WAIT_S = 0.001
 """How long a step waits, at most, for the masks of those that would have to sit it out."""
 LONGEST_CLOSE_S = 1.0
 """How long the end waits for the threads: Python crashes if it ends while one of them is in the library."""
+STACK_BYTES = 16_000_000
+"""Of a worker, as of the server's thread that has compiled the grammar before."""
 N_KEPT = 32
 """Compiled grammars that are kept: an agent sends the same schema with every request."""
 
@@ -176,6 +178,8 @@ class Guides:
             self._give([guide], token)
 
     def _give(self, guides: list[Guide], token: int | None) -> None:
+        if not self._threads:  # the compiler recurses along chains of rules
+            threading.stack_size(max(threading.stack_size(), STACK_BYTES))
         while len(self._threads) < N_WORKERS:
             self._threads.append(threading.Thread(target=self._work, name="grammar", daemon=True))
             self._threads[-1].start()
@@ -237,7 +241,7 @@ class Guides:
             try:
                 if any(guide.sequence.finish_reason is None for guide in guides):  # else nobody waits for it
                     self._do(guides, token)
-            except BaseException as error:  # a fault of ours or of the library (a panic is no Exception) costs these only
+            except BaseException as error:  # panics of the library, too: they cost these sequences only
                 for guide in guides:
                     guide.error = guide.error or f"the grammar could not be followed ({error})"
             self._done.put(guides)

@@ -89,7 +89,7 @@ class Places:
         self._owner[place] = sequence
         self._put_mask_row(place, -1)
         p, n_prompt = sequence.request.params, sequence.n_prompt
-        self._banned_until[place] = banned_until = n_prompt + p.min_tokens
+        self._banned_until[place] = banned_until = _bans_end_until(sequence)
         ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
         banned = (
             [token for token in ends if token < self._n_real]
@@ -132,7 +132,7 @@ class Places:
             place, guide, row = sequence.place, sequence.guide, -1
             assert place is not None
             self.take(place, sequence)
-            until = _NEVER if guide.bans_end else sequence.n_prompt + sequence.request.params.min_tokens
+            until = _bans_end_until(sequence)
             if self._banned_until[place] != until:
                 self._write("banned_until", place, until)
                 self._banned_until[place] = until
@@ -194,6 +194,13 @@ class Places:
             self._arrived[: 3 * n].copy_(buffer[: 3 * n], non_blocking=True)
             self._ring.used()
             self._table.index_copy_(0, self._arrived[: 2 * n].view(torch.int64), self._arrived[2 * n : 3 * n])
+
+
+def _bans_end_until(sequence: Sequence) -> int:
+    """The position below which nothing may be drawn that would end the sequence."""
+    if sequence.guide is not None and sequence.guide.bans_end:
+        return _NEVER
+    return min(_NEVER, sequence.n_prompt + sequence.request.params.min_tokens)
 
 
 def _counts_history(sequence: Sequence) -> bool:

@@ -66,6 +66,8 @@ Progress = Callable[[str, float], None]
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of the recorded decodes."""
+LARGE_BYTES = 5_000_000_000
+"""Weights that are read in about a millisecond, as long as the host works for a step of many sequences."""
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Blocks of the recorded prefills."""
 LENGTHS = (512, 4096)
@@ -314,7 +316,7 @@ class GpuRunner:
                 if ahead.n_preempted != sequence.n_preempted:  # it may be elsewhere now
                     results[sequence] = ahead.pending.only(sequence)
                     token = int(results[sequence].tokens[0])
-                    self._feed(sequence, token, chunk.start + 1, done=_ends_thought(sequence, token))
+                    self._feed(sequence, token, chunk.start + 1, token < 0 or _ends_thought(sequence, token))
         if fresh:
             pending = self._decode(fresh, max(s.n_computed for s in fresh) + 1)
             results |= dict.fromkeys(fresh, pending)
@@ -373,15 +375,13 @@ class GpuRunner:
     def _run_ahead(self, step: Step) -> None:
         """Starts the next decode of every sequence that draws in this step, where it has a page for one token more.
 
-        A sequence in its grammar cannot be started before its token is known. Beside one, nobody is: the weights would be read
-        for two decodes then, and not for one.
+        A sequence in its grammar cannot be started before its token is known. Beside one, nobody is where the weights are large:
+        they would be read for two decodes then, and not for one, which costs more than the overlap saves.
         """
         sequences = []
         n_keys = 0
-        guides = [draw.sequence.guide for draw in step.draws]
-        is_held = any(guide is not None and not guide.next_is_free for guide in guides)
-        for draw in [] if is_held else step.draws:
-            sequence = draw.sequence
+        free = [d.sequence for d in step.draws if d.sequence.guide is None or d.sequence.guide.next_is_free]
+        for sequence in free if len(free) == len(step.draws) or self.plan.weight_bytes <= LARGE_BYTES else []:
             position, params = len(sequence.tokens), sequence.request.params
             is_last = position + 1 - sequence.n_prompt >= params.max_tokens
             if is_last or position >= len(sequence.pages) * PAGE_SIZE:

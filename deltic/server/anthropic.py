@@ -19,6 +19,7 @@ from deltic.engine.request import EngineInfo
 from deltic.server import protocol
 from deltic.server.answer import Piece, Usage
 from deltic.server.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
+from deltic.server.arguments import given_arguments
 from deltic.server.chat import render
 from deltic.server.completions import Prepared, chat_generation, prepare_chat
 from deltic.server.errors import ApiError
@@ -246,8 +247,7 @@ class MessageAnswer:
         if kind == "text":
             return start | {"text": text}
         # Of a call that was cut off, what can be read; the stop reason tells of it.
-        closed = next((text + end for end in ("", '"}', "}") if _is_json(text + end)), "{}")
-        return start | {"input": msgspec.Raw(closed.encode())}
+        return start | {"input": given_arguments(text) or {}}
 
 
 def _is_json(text: str) -> bool:

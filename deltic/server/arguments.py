@@ -8,13 +8,32 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import pydantic_core
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 """Names that a tool may have."""
+
+
+def given_arguments(text: str) -> dict[str, Any] | None:
+    """Arguments that a client gives back in the history; of a call that was cut short, as far as they go. None: no JSON object."""
+    if not text.strip():
+        return {}
+    try:
+        # The same decoder as the body's: no lone surrogate gets through.
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        try:
+            value = pydantic_core.from_json(text)
+        except ValueError as error:
+            if not str(error).startswith("EOF"):
+                return None
+            value = pydantic_core.from_json(text, allow_partial="trailing-strings")
+    return value if isinstance(value, dict) else None
 
 
 def read_calls(body: str, name: str | None, complete: bool) -> list[tuple[str, str]] | None:
@@ -49,7 +68,23 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-_LENIENT = json.JSONDecoder(strict=False, parse_constant=_refuse)
+_LARGEST = sys.float_info.max
+_MOST_DIGITS = 300
+"""Of a whole number that is read as it is."""
+
+
+def _finite(text: str) -> float:
+    return min(max(float(text), -_LARGEST), _LARGEST)
+
+
+def _whole(text: str) -> float:
+    return int(text) if len(text) <= _MOST_DIGITS else _finite(text)
+
+
+_NUMBERS: dict[str, Any] = {"parse_float": _finite, "parse_int": _whole, "parse_constant": _refuse}
+"""A number that is too large for any client (`8E47366`) is the largest there is."""
+_LENIENT = json.JSONDecoder(strict=False, **_NUMBERS)
+_STRICT = json.JSONDecoder(**_NUMBERS)
 _BETWEEN_OBJECTS = re.compile(r"[\s,\[\]}]*")
 
 
@@ -148,7 +183,9 @@ def convert(raw: str, schema: Any, root: Mapping[str, Any]) -> Any:
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, ValueError):
-        value = _python(text) if types & {"object", "array"} and text.startswith(("{", "[")) else raw
+        value = _large(text)
+        if value is None:
+            value = _python(text) if types & {"object", "array"} and text.startswith(("{", "[")) else raw
     if isinstance(value, str):
         inner = convert(value, schema, root) if types and "string" not in types and value != raw else value
         return raw if isinstance(inner, str) else inner
@@ -156,6 +193,18 @@ def convert(raw: str, schema: Any, root: Mapping[str, Any]) -> Any:
         return raw
     if isinstance(value, float) and "integer" in types and value.is_integer():
         return int(value)
+    return value
+
+
+def _large(text: str) -> Any:
+    """The value of JSON that has a number too large for most decoders; None for what is no number, object or array."""
+    if not text.startswith(tuple("-0123456789[{")):
+        return None
+    try:
+        value = _STRICT.decode(text)
+        to_json(value).encode()
+    except (ValueError, RecursionError):
+        return None
     return value
 
 

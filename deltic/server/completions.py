@@ -129,14 +129,22 @@ class Echo:
     """The prompts of a completion that is to repeat them, as the first piece of each choice."""
 
     def __init__(
-        self, texts: list[str], ids: list[list[int]], n: int, scores: bool, tokenizer: Tokenizer, n_top: int
+        self,
+        asked: protocol.CompletionRequest,
+        prompts: list[str | list[int]],
+        requests: list[engine.Request],
+        tokenizer: Tokenizer,
     ) -> None:
-        self.texts = texts
-        self._ids = ids
-        self._n = n
-        self._scores = scores
+        """requests: those of `prompts`."""
+        self._scores = asked.logprobs is not None
+        self._ids = [sent.prompt_ids for sent in requests]
+        self.texts = [
+            prompt if isinstance(prompt, str) and not self._scores else tokenizer.decode(ids, False)
+            for prompt, ids in zip(prompts, self._ids, strict=True)
+        ]
+        self._n = requests[0].params.n
         self._tokenizer = tokenizer
-        self._waiting = set(range(len(texts) * n))
+        self._waiting = set(range(len(requests) * self._n))
 
     def add(self, pieces: list[answer.Piece], generation: Generation) -> list[answer.Piece]:
         """`pieces`, with the prompt before the first of each choice."""
@@ -161,26 +169,16 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     info = service.admit()
     body = await read_body(request, service.config.max_body_mb)
 
-    def prepare() -> tuple[protocol.CompletionRequest, list[str | list[int]], list[engine.Request]]:
+    def prepare() -> tuple[protocol.CompletionRequest, list[engine.Request], Echo | None]:
         asked = protocol.parse(body, protocol.CompletionRequest)
         check(service, asked)
         prompts = protocol.prompts(asked, info)
-        return asked, prompts, requests_of(service, asked, prompts, info)
+        requests = requests_of(service, asked, prompts, info)
+        return asked, requests, Echo(asked, prompts, requests, service.tokenizer) if asked.echo else None
 
-    asked, prompts, requests = await service.prepare(len(body), prepare, request.receive)
+    asked, requests, echo = await service.prepare(len(body), prepare, request.receive)
     n = requests[0].params.n
-    n_top = asked.logprobs or 0
     tokenizer = service.tokenizer
-    echo = None
-    if asked.echo:
-        texts = [
-            prompt
-            if isinstance(prompt, str) and asked.logprobs is None
-            else tokenizer.decode(sent.prompt_ids, False)
-            for prompt, sent in zip(prompts, requests, strict=True)
-        ]
-        ids = [sent.prompt_ids for sent in requests]
-        echo = Echo(texts, ids, n, asked.logprobs is not None, tokenizer, n_top)
     choices = [
         answer.Choice(
             index,
@@ -196,7 +194,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     generation = Generation(service.client, service.metrics, requests, choices, request.scope[TICKET])
     usage = wants_usage(asked)
     request_id = request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0]
-    said = answer.CompletionAnswer(request_id, service.model_name, tokenizer, usage, n_top)
+    said = answer.CompletionAnswer(request_id, service.model_name, tokenizer, usage, asked.logprobs or 0)
     if asked.stream:
         return AnswerStream(generation, said, echo, b"", usage)
     messages = await unless_disconnected(request.receive, collect(generation, echo))

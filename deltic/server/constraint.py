@@ -9,7 +9,9 @@ that is not strict are any, and a strict one is refused.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -22,7 +24,8 @@ from msgspec import Struct
 from deltic.engine.request import Constraint
 from deltic.server import grammar, protocol
 from deltic.server.errors import bad_request
-from deltic.server.grammar import CallForm, GrammarError
+from deltic.server.grammar import CallForm
+from deltic.server.schema import MAX_PATTERN, GrammarError, clean
 from deltic.text import Tokenizer
 
 ANY = {"type": "object"}
@@ -35,6 +38,8 @@ _NAME = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
 _NOT_OURS = re.compile(r"(?m)<\[[\d^*]|^\w+\[[^\]\n]*(temperature|max_tokens|stop)\b")
 """Token ids, and options of a rule that ask for more than a mask."""
 
+MAX_ASKED = 1_000_000
+"""Bytes of tools and format from which a grammar is made."""
 N_KEPT = 64
 """Grammars that are kept: an agent sends the same tools with every request."""
 
@@ -174,7 +179,8 @@ class Constrainer:
         """form: of tool calls, in the model's chat template; None: it shows none that is known."""
         self._tokenizer = tokenizer
         self._form = form
-        self._kept: OrderedDict[bytes, str] = OrderedDict()
+        self._kept: OrderedDict[bytes, str] = OrderedDict()  # by the hash of what was asked
+        threading.stack_size(max(threading.stack_size(), grammar.STACK_BYTES))  # of threads begun from now on
 
     def chat(self, chat: protocol.ChatRequest, thinking: bool) -> Constraint | None:
         """thinking: the prompt opened a thought. Raises ApiError (400), NotInline."""
@@ -217,7 +223,11 @@ class Constrainer:
             return ""
         if asked and calls and asked.kind != "json":
             raise bad_request(asked.path, "cannot be combined with tools; set tool_choice to 'none'")
-        key = msgspec.json.encode((asked, calls))
+        written = msgspec.json.encode((asked, calls))
+        path = asked.path if asked else "tools"
+        if len(written) > MAX_ASKED:
+            raise bad_request(path, f"too large: has {len(written)} bytes, and may have {MAX_ASKED}")
+        key = hashlib.sha256(written).digest()
         text = self._kept.get(key)
         if text is None:
             if _in_event_loop():
@@ -227,7 +237,7 @@ class Constrainer:
             except GrammarError as error:
                 raise bad_request(error.path or "tools", error.message) from None
             except RecursionError:
-                raise bad_request(asked.path if asked else "tools", "nested too deeply") from None
+                raise bad_request(path, "nested too deeply") from None
             self._kept[key] = text
             if len(self._kept) > N_KEPT:
                 self._kept.popitem(last=False)
@@ -322,7 +332,7 @@ def _format(asked: Format, checked: bool) -> str:
     """The body of the rule. checked: compiled by itself. Raises GrammarError."""
     try:
         if asked.kind == "json":
-            schema = grammar.clean(asked.value)
+            schema = clean(asked.value)
             if checked:
                 grammar.check_schema(schema, grammar.PRETTY)
             return grammar.json_rule(schema, grammar.PRETTY)
@@ -330,8 +340,8 @@ def _format(asked: Format, checked: bool) -> str:
             if not asked.value or not all(asked.value):
                 raise GrammarError("", "expected texts to choose from, none of them empty")
             return " | ".join(map(grammar.quoted, asked.value))
-        if len(asked.value) > grammar.MAX_PATTERN:
-            raise GrammarError("", f"may have at most {grammar.MAX_PATTERN} characters")
+        if len(asked.value) > MAX_PATTERN:
+            raise GrammarError("", f"may have at most {MAX_PATTERN} characters")
         if not asked.value:
             raise GrammarError("", "is empty")
         body = f"/{llguidance.regex_to_lark(asked.value, 'd')}/"
@@ -366,15 +376,13 @@ def _check_size(path: str, text: str) -> None:
     def size(name: str) -> int:
         if name not in known:
             body = bodies.get(name, "")
-            known[name] = grammar.MAX_PATTERN + 1  # of one that holds itself
+            known[name] = MAX_PATTERN + 1  # of one that holds itself
             known[name] = len(body) + sum(map(size, _NAME.findall(body)))
         return known[name]
 
     for name in bodies:
-        if size(name) > grammar.MAX_PATTERN:
-            raise GrammarError(
-                path, f"{name}, written out, may have at most {grammar.MAX_PATTERN} characters"
-            )
+        if size(name) > MAX_PATTERN:
+            raise GrammarError(path, f"{name}, written out, may have at most {MAX_PATTERN} characters")
     if sum(known.values()) > MAX_OWN_GRAMMAR:
         raise GrammarError(path, f"its terminals, written out, may have at most {MAX_OWN_GRAMMAR} characters")
 

@@ -1,8 +1,6 @@
 r"""JSON schemas, regular expressions and the forms of a tool call, as grammars of llguidance (Lark with inline `%json`).
 
-What a grammar admits is what is valid; order of properties is the schema's. A schema is rebuilt from the keywords that the
-engine enforces. Annotations are dropped, and a `format` that it does not know is one, as in JSON Schema; any other keyword is an
-error, so that none is passed over in silence.
+What a grammar admits is what is valid; order of properties is the schema's (see schema.py for what one may have).
 
 Where the model writes calls as XML, a parameter is its text: a string as it is, anything else as JSON. Such a text must come back
 from `arguments.convert` as the value that was meant, so it may not hold what ends a parameter, and where a string or a number is
@@ -22,26 +20,22 @@ from typing import Any, Literal
 import llguidance
 
 from deltic.server.arguments import convert, value_types
+from deltic.server.markup import PARAMETER, unquoted
+from deltic.server.schema import DEFS, GrammarError, Schema, children, clean, target_of
 
-Schema = dict[str, Any] | bool
 CallForm = Literal["xml", "json"]
 
-MAX_GRAMMAR = 500_000
-"""Characters of a grammar: compiling one of that size takes some tenths of a second."""
-MAX_DEPTH = 40
-"""Of schemas in schemas."""
-MAX_LEAST = 65_536
-"""The most that minLength and minItems may ask for: an answer has no room for more."""
-MAX_OPTIONAL = 400
-"""Optional properties of one object; the engine follows all that may come next side by side."""
-MAX_PATTERN = 4096
-"""Characters of a pattern."""
+MAX_GRAMMAR = 300_000
+"""Characters of a grammar: compiling one of that size takes half a second, and one of twice that four times as long."""
+STACK_BYTES = 16_000_000
+"""Of a thread that compiles: the library ends the process if that is too little."""
 MAX_BRANCHES = 256
 """Schemas that one parameter may choose from."""
 MAX_VALUES = 2000
 """Values that one parameter may choose from."""
-BUILDING_S = 2.0
-"""How long the rules of calls may take to write: definitions that refer to each other may be much to look through."""
+BUILDING_S = 1.0
+"""How much of its thread's time writing the rules of calls may take: there may be much to look through in definitions that refer
+to each other."""
 LOCATING_S = 0.3
 """How long an error's place in a schema is looked for."""
 
@@ -62,94 +56,7 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 """JSON on one line, as the templates write arguments."""
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_ANNOTATIONS = _words(
-    "title description default examples example deprecated readOnly writeOnly $comment $schema $id discriminator "
-    "contentEncoding contentMediaType contentSchema externalDocs markdownDescription enumDescriptions"
-)
-_FORMATS = _words("date-time time date duration email hostname ipv4 ipv6 uuid uri")
-_SCHEMA = _words("items additionalProperties additionalItems")
-_SCHEMA_LISTS = _words("anyOf oneOf allOf prefixItems")
-_SCHEMA_MAPS = _words("properties patternProperties $defs definitions")
-_LEAVES = _words(
-    "type const enum required pattern format $ref minimum maximum exclusiveMinimum exclusiveMaximum multipleOf "
-    "minLength maxLength minItems maxItems minProperties maxProperties"
-)
-_DEFS = ("$defs", "definitions")
-
-
-class GrammarError(ValueError):
-    """What cannot be a grammar. path: where in the request, below the field that holds it (".properties.x")."""
-
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(message)
-        self.path = path
-        self.message = message
-
-
 # Schemas.
-
-
-def clean(schema: Any, path: str = "", depth: int = 0) -> Schema:
-    """The schema with nothing in it but what is enforced. Raises GrammarError."""
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, dict):
-        raise GrammarError(path, "expected a schema: an object, true or false")
-    if depth > MAX_DEPTH:
-        raise GrammarError(path, f"schemas may be nested at most {MAX_DEPTH} deep")
-    kept: dict[str, Any] = {}
-    for key, value in schema.items():
-        at = f"{path}.{key}"
-        if (key in _SCHEMA_LISTS or key == "items") and isinstance(value, list) and value:
-            kept[key] = [clean(part, f"{at}[{i}]", depth + 1) for i, part in enumerate(value)]
-        elif key in _SCHEMA:
-            kept[key] = clean(value, at, depth + 1)
-        elif key in _SCHEMA_MAPS:
-            if not isinstance(value, dict):
-                raise GrammarError(at, "expected an object")
-            kept[key] = {name: clean(part, f"{at}.{name}", depth + 1) for name, part in value.items()}
-        elif key in _LEAVES:
-            _check_leaf(key, value, at)
-            if key != "format" or value in _FORMATS:
-                kept[key] = value
-        elif key in _SCHEMA_LISTS:
-            raise GrammarError(at, "expected a list of schemas that is not empty")
-        elif key not in _ANNOTATIONS and not key.startswith("x-"):
-            raise GrammarError(at, "this keyword is not supported; leave it out")
-        elif key == "$id" and depth:
-            raise GrammarError(at, "only a whole schema may have an $id")
-    required, properties = kept.get("required", []), kept.get("properties", {})
-    if len(properties.keys() - set(required)) > MAX_OPTIONAL:
-        raise GrammarError(f"{path}.properties", f"may have at most {MAX_OPTIONAL} that are not required")
-    return kept
-
-
-def _check_leaf(key: str, value: Any, at: str) -> None:
-    if key == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-        raise GrammarError(at, "expected a list of names")
-    if key == "type" and not (
-        isinstance(value, str) or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
-    ):
-        raise GrammarError(at, "expected the name of a type, or a list of them")
-    if key == "enum" and not (isinstance(value, list) and value):
-        raise GrammarError(at, "expected a list of values that is not empty")
-    if key in ("pattern", "format", "$ref") and not isinstance(value, str):
-        raise GrammarError(at, "expected a string")
-    if key == "pattern" and len(value) > MAX_PATTERN:
-        raise GrammarError(at, f"may have at most {MAX_PATTERN} characters")
-    if key == "$ref" and not value.startswith("#"):
-        raise GrammarError(at, "only references inside the schema are followed (#/$defs/NAME)")
-    if key[:3] in ("min", "max") and key not in ("minimum", "maximum"):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise GrammarError(at, "expected a whole number from 0 on")
-        if key.startswith("min") and value > MAX_LEAST:
-            raise GrammarError(at, f"may be at most {MAX_LEAST}")
-        if key == "minProperties" and value > 1:
-            raise GrammarError(at, "may be at most 1; name what must be there in required")
 
 
 def json_rule(schema: Schema, options: dict[str, Any]) -> str:
@@ -161,26 +68,15 @@ def json_rule(schema: Schema, options: dict[str, Any]) -> str:
         raise GrammarError("", "has a value that is nested too deeply") from None
 
 
-def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Schemas inside a schema, with their paths below it: definitions first, since others fail with them."""
-    for key, value in sorted(schema.items(), key=lambda item: item[0] not in _DEFS):
-        if key in _SCHEMA_MAPS:
-            yield from ((f".{key}.{name}", part) for name, part in value.items())
-        elif (key in _SCHEMA_LISTS or key == "items") and isinstance(value, list):
-            yield from ((f".{key}[{i}]", part) for i, part in enumerate(value))
-        elif key in _SCHEMA:
-            yield f".{key}", value
-
-
 def check_schema(schema: Schema, options: dict[str, Any]) -> None:
     """Raises GrammarError, with the innermost schema that cannot be compiled, for one that `clean` gave."""
     message = error_of(f"start: {json_rule(schema, options)}")
     if not message:
         return
-    definitions = {key: schema[key] for key in _DEFS if key in schema} if isinstance(schema, dict) else {}
+    definitions = {key: schema[key] for key in DEFS if key in schema} if isinstance(schema, dict) else {}
     path, deadline, inner = "", time.monotonic() + LOCATING_S, schema
     while isinstance(inner, dict):
-        for below, part in _children(inner):
+        for below, part in children(inner):
             if time.monotonic() > deadline or isinstance(part, bool):
                 continue
             if found := error_of(f"start: {json_rule(definitions | part, options)}"):
@@ -243,7 +139,7 @@ class Calls:
     ) -> None:
         """token: the Lark of an added token of the vocabulary, or "" if it has none such. checked: each part is compiled by
         itself, to find the one that cannot be; it takes a millisecond for each. Raises GrammarError."""
-        self._deadline = time.monotonic() + BUILDING_S
+        self._deadline = time.thread_time() + BUILDING_S
         self._check_until = time.monotonic() + LOCATING_S if checked else 0.0
         self._size = 0
         self.rules: list[str] = []
@@ -257,7 +153,7 @@ class Calls:
 
     def text(self) -> str:
         """The rule of text before the first call: anything that does not look like one."""
-        piece = self._terminal("/(?s:.*)/ & ~/(?s:.*)(<tool_call>|<function)(?s:.*)/")
+        piece = self._terminal(f"/(?s:.*)/ & ~/(?s:.*)(<tool_call>|<function)(?s:.*)/ & ~/{_BARE_CALL}/")
         return self._rule(f"({piece} ({' | '.join(self._added)}))* {piece}" if self._added else piece)
 
     def _rule(self, body: str, head: str = "r", options: str = "") -> str:
@@ -274,6 +170,11 @@ class Calls:
     @property
     def _is_checking(self) -> bool:
         return time.monotonic() < self._check_until
+
+    def _go_on(self) -> None:
+        """Raises GrammarError when it takes too long, or becomes too large."""
+        if self._size > MAX_GRAMMAR or time.thread_time() > self._deadline:
+            raise GrammarError("", "too much to be made a grammar, with what it refers to")
 
     def _check(self, schema: Schema) -> None:
         if self._is_checking:
@@ -298,7 +199,7 @@ class Calls:
     def _xml(self, name: str, schema: Schema) -> str:
         if isinstance(schema, bool) or schema.get("type", "object") != "object":
             raise GrammarError(".type", "arguments are an object")
-        known = {"type", "properties", "required", "additionalProperties", *_DEFS}
+        known = {"type", "properties", "required", "additionalProperties", *DEFS}
         if odd := schema.keys() - known:
             raise GrammarError(f".{min(odd)}", "not supported for all arguments together")
         properties: dict[str, Any] = schema.get("properties", {})
@@ -312,7 +213,8 @@ class Calls:
             parts.append(f'("<parameter=" {key} ">\\n" {value})*')
         for key in named:
             path = f".properties.{key}"
-            if not re.fullmatch(r"[^\s<>]([^<>\n]*[^\s<>])?", key):
+            head = PARAMETER.fullmatch(f"<parameter={key}>")
+            if not head or unquoted(head[1]) != key or not re.fullmatch(r"[^\s<>]([^<>]*[^\s<>])?", key):
                 raise GrammarError(path, "a parameter of that name cannot be written")
             if key not in properties and more is not True:
                 raise GrammarError(".required", f"{key!r} is not among the properties")
@@ -324,82 +226,88 @@ class Calls:
 
     def _value(self, schema: Schema, root: dict[str, Any], path: str) -> str:
         """The rule of a parameter's text, its end included."""
-        if schema is not True and (self._size > MAX_GRAMMAR or time.monotonic() > self._deadline):
-            raise GrammarError(path, "too much to be made a grammar, with what it refers to")
+        if schema is True:
+            return self._raw()
+        try:
+            return self._declared(schema, root)
+        except GrammarError as error:
+            raise GrammarError(path + error.path, error.message) from None
+
+    def _declared(self, schema: Schema, root: dict[str, Any]) -> str:
+        self._go_on()
         types = value_types(schema, root)
         if schema is False:
-            raise GrammarError(path, "nothing can match it")
+            raise GrammarError("", "nothing can match it")
         try:
-            branches = list(itertools.islice(_branches(schema, root), MAX_BRANCHES + 1))
+            branches = list(itertools.islice(_branches(schema, root, self._go_on), MAX_BRANCHES + 1))
             if len(branches) > MAX_BRANCHES:
                 raise GrammarError("", f"chooses from more than {MAX_BRANCHES} schemas")
-        except GrammarError as error:
+        except GrammarError:
             if not types or "string" in types:
-                raise GrammarError(path + error.path, error.message) from None
-            return self._rule(f"{self._inner_json(schema, root, path)} {quoted(_END)}")
+                raise
+            return self._rule(f"{self._inner_json(schema, root)} {quoted(_END)}")
         rules: list[str] = []
         others = [regex for branch in branches for regex in _misread(branch)] if types - {"string"} else []
+        n_values = 0
         for branch in branches:
+            self._go_on()
             values = [branch["const"]] if "const" in branch else branch.get("enum")
             declared = branch.get("type", [])
             kinds = [declared] if isinstance(declared, str) else declared
-            if len(values or ()) > MAX_VALUES:
-                raise GrammarError(path, f"may list at most {MAX_VALUES} values")
+            if (n_values := n_values + len(values or ())) > MAX_VALUES:
+                raise GrammarError("", f"may list at most {MAX_VALUES} values")
             if values is not None:
-                rules += [
-                    quoted(text + _END) for value in values for text in _texts(value, types, schema, root)
-                ]
+                for value in values:
+                    self._go_on()
+                    rules += [quoted(text + _END) for text in _texts(value, types, schema, root)]
             elif not kinds and branch:
-                raise GrammarError(path, "needs a type")
+                raise GrammarError("", "needs a type")
             for kind in [] if values is not None else kinds or [""]:
                 if kind in ("", "string"):
-                    rules.append(self._raw(branch, others, path))
+                    rules.append(self._raw(branch, others))
                 elif kind in _NUMBERS and branch.keys() == {"type"}:
                     rules.append(self._terminal(f"{_NUMBERS[kind]} {quoted(_END)}"))
                 elif kind in _SPELLED:
                     rules += [quoted(text + _END) for text in _SPELLED[kind]]
                 else:
-                    rules.append(f"{self._inner_json(branch | {'type': kind}, root, path)} {quoted(_END)}")
+                    rules.append(f"{self._inner_json(branch | {'type': kind}, root)} {quoted(_END)}")
         if not rules:
-            raise GrammarError(path, "none of its values can be written as a parameter")
+            raise GrammarError("", "none of its values can be written as a parameter")
         return rules[0] if len(rules) == 1 else self._rule(" | ".join(rules))
 
-    def _inner_json(self, schema: Schema, root: dict[str, Any], path: str) -> str:
+    def _inner_json(self, schema: Schema, root: dict[str, Any]) -> str:
         """The rule of a value inside a call, with the definitions that it refers to."""
-        text = json.dumps(schema)
-        while isinstance(schema, dict):  # until no definition needs another one
-            wanted: dict[str, dict[str, Any]] = {}
+        wanted: dict[str, dict[str, Any]] = {}
+        waiting = [schema]
+        while waiting:
+            self._go_on()
+            text = json.dumps(waiting.pop())
             for which, name in re.findall(r'"\$ref": "#/(\$defs|definitions)/([^"/]+)', text):
-                wanted.setdefault(which, {})[name] = root.get(which, {}).get(name, False)
-            whole = schema | wanted
-            if len(text) == len(text := json.dumps(whole)):
-                break
-        if re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', text):
-            raise GrammarError(path, "may refer to #/$defs only")
-        try:
-            self._check(whole if isinstance(schema, dict) else schema)
-        except GrammarError as error:
-            raise GrammarError(path + error.path, error.message) from None
-        return self._rule(json_rule(whole if isinstance(schema, dict) else schema, COMPACT))
+                if name not in wanted.setdefault(which, {}):
+                    wanted[which][name] = root.get(which, {}).get(name, False)
+                    waiting.append(wanted[which][name])
+            if re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', text):
+                raise GrammarError("", "may refer to #/$defs only")
+        whole = schema if isinstance(schema, bool) else schema | wanted
+        self._check(whole)
+        return self._rule(json_rule(whole, COMPACT))
 
-    def _raw(
-        self, schema: dict[str, Any] | None = None, others: list[str] | None = None, path: str = ""
-    ) -> str:
+    def _raw(self, schema: dict[str, Any] | None = None, others: list[str] | None = None) -> str:
         """The rule of a string's text, as it is. others: regular expressions of texts that are no string."""
         schema, others = schema or {}, others or []
         least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
         body = "/(?s:.*)/"
         if least or most is not None:
             if most is not None and most < least:
-                raise GrammarError(path + ".maxLength", "is less than minLength")
+                raise GrammarError(".maxLength", "is less than minLength")
             body = f"/(?s:.){{{least},{'' if most is None else most}}}/"
         name = self._terminal(body)
         if said := _RAW_FORMATS.get(schema.get("format", "")):
             name = self._terminal(f"{name} & /{said}/")
         if pattern is not None:
-            regex = f"/{_searched(pattern, path)}/"
+            regex = f"/{_searched(pattern)}/"
             if self._is_checking and (message := error_of(f"start: {regex}")):
-                raise GrammarError(path + ".pattern", message)
+                raise GrammarError(".pattern", message)
             name = self._terminal(f"{name} & {regex}")
 
         def tail(*excluded: str) -> str:
@@ -421,6 +329,7 @@ class Calls:
         return self._rule(f"{whole} | {first} {added} ({self._terminal(piece)} {added})* {tail()}")
 
 
+_BARE_CALL = r'\s*\{"name": "[A-Za-z0-9_.\-]+",\s*"(arguments|parameters)":(?s:.*)'
 _END = "\n</parameter>\n"
 _ENDS = r"(<\/parameter>|\n<parameter=|\n<\/function>|\n<\/tool_call>)"
 _DAY = r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
@@ -487,8 +396,11 @@ def _texts(value: Any, types: set[str], schema: Schema, root: dict[str, Any]) ->
             yield text
 
 
-def _branches(schema: Schema, root: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+def _branches(
+    schema: Schema, root: dict[str, Any], go_on: Callable[[], None], depth: int = 0
+) -> Iterator[dict[str, Any]]:
     """The schemas that together are the schema, without references and unions at their top. Raises GrammarError."""
+    go_on()
     if schema is True or schema is False:
         yield {} if schema else {"enum": []}
         return
@@ -497,29 +409,22 @@ def _branches(schema: Schema, root: dict[str, Any], depth: int = 0) -> Iterator[
         yield schema
         return
     key = unions[0]
-    if len(schema.keys() - set(_DEFS)) > 1 or depth > 8:
+    if len(schema.keys() - set(DEFS)) > 1 or depth > 8:
         raise GrammarError(f".{key}", "cannot be combined with other keywords where a string may stand")
     if key == "$ref":
-        target = _resolve(schema[key], root)
-        yield from _branches(target, root, depth + 1)
+        target = target_of(schema[key], root)
+        if target is None:
+            raise GrammarError(".$ref", f"{schema[key]} is not there")
+        yield from _branches(target, root, go_on, depth + 1)
         return
     parts: list[Schema] = schema[key]
-    if (key == "allOf" and len(parts) > 1) or (key == "oneOf" and not _disjoint(parts, root)):
+    if (key == "allOf" and len(parts) > 1) or (key == "oneOf" and not _disjoint(parts, root, go_on)):
         raise GrammarError(f".{key}", "not supported where a string may stand; use anyOf")
     for part in parts:
-        yield from _branches(part, root, depth + 1)
+        yield from _branches(part, root, go_on, depth + 1)
 
 
-def _resolve(reference: str, root: dict[str, Any]) -> Schema:
-    target: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        target = target.get(part) if isinstance(target, dict) else None
-    if not isinstance(target, dict | bool):
-        raise GrammarError(".$ref", f"{reference} is not there")
-    return target
-
-
-def _disjoint(parts: list[Schema], root: dict[str, Any]) -> bool:
+def _disjoint(parts: list[Schema], root: dict[str, Any], go_on: Callable[[], None]) -> bool:
     """Whether no value fits two of the schemas, as far as their types or their listed values show."""
     listed = [p.get("enum", [p["const"]] if "const" in p else None) for p in parts if isinstance(p, dict)]
     if len(listed) == len(parts) and all(values is not None for values in listed):
@@ -527,6 +432,7 @@ def _disjoint(parts: list[Schema], root: dict[str, Any]) -> bool:
         return len(set(texts)) == len(texts)
     seen: set[str] = set()
     for part in parts:
+        go_on()
         types = {"number" if kind == "integer" else kind for kind in value_types(part, root)}
         if not types or types & seen:
             return False
@@ -534,7 +440,7 @@ def _disjoint(parts: list[Schema], root: dict[str, Any]) -> bool:
     return True
 
 
-def _searched(pattern: str, path: str) -> str:
+def _searched(pattern: str) -> str:
     """A schema's pattern, which is searched for, as a regular expression of the whole text."""
     starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     inner = pattern[starts : len(pattern) - ends]
@@ -542,6 +448,6 @@ def _searched(pattern: str, path: str) -> str:
     while (less := re.sub(r"\([^()]*\)", "", bare)) != bare:
         bare = less
     if "|" in bare and (starts or ends):
-        raise GrammarError(path + ".pattern", "put parentheses around what is between ^ and $")
+        raise GrammarError(".pattern", "put parentheses around what is between ^ and $")
     inner = llguidance.regex_to_lark(inner, "dw")
     return f"{'' if starts else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"

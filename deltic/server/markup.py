@@ -17,6 +17,8 @@ BARE = '{"name": "'
 BARE_NAME = re.compile(rf'{{"name": "({NAME.pattern})"')
 BARE_CALL = re.compile(rf'{{"name": "{NAME.pattern}",\s{{0,8}}"(?:arguments|parameters)":')
 OUTSIDE_STRING = re.compile(r'[^"<\\]*')
+JSON_VALUE = re.compile(r"\s*[\[{]")
+QUOTE = re.compile(r'\\.|"', re.DOTALL)
 IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 VALUE_EVENT = re.compile(r"\n?</parameter>|\n</(?:function|tool_call)>|\n?<parameter(?:=| name=)")
 CLOSER = re.compile(r"\s{0,64}</(parameter|function|tool_call)>")

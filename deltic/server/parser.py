@@ -88,7 +88,7 @@ class OutputParser:
         self._call_id = call_id
         self._is_trial = trial
         self._text = ""
-        self._final = False
+        self._is_ended = self._final = False  # final: and there is no more text behind `_text`
         self._truncated = False
         self._advance: Callable[[], bool] = (
             self._content if trial else self._reasoning_start if thinking else self._opening
@@ -102,6 +102,7 @@ class OutputParser:
         self._has_reasoned = thinking
         self._has_thought = False  # reasoning is not empty
         self._trial: OutputParser | None = None
+        self._unread: list[str] = []  # text behind `_text`, the next piece last
         self._draft_text: list[str] = []  # what the trial got
         self._draft_deltas: list[Delta] = []  # what it made of it
         self._n_after_draft = 0  # characters of that which are no call
@@ -114,12 +115,18 @@ class OutputParser:
         self._n_arguments = 0
         self._value_schema: Any = None
         self._streams_value = False
+        self._is_json, self._n_quoted = (
+            False,
+            0,
+        )  # an object or array may be it; characters whose quotes were seen
         self._value_begun = False
         self._n_nested = 0  # `<parameter` tags in a value that nothing closed yet
 
     def push(self, text: str) -> Delta:
-        for at in range(0, len(text) or 1, _MAX_PUSH):
-            self._text += text[at : at + _MAX_PUSH]
+        self._read_on(text)
+        while self._unread:
+            self._text += self._unread.pop()
+            self._final = self._is_ended and not self._unread
             while self._advance():
                 pass
         delta, self._delta = self._delta, Delta()
@@ -127,9 +134,14 @@ class OutputParser:
 
     def finish(self, truncated: bool = False) -> Delta:
         """truncated: something else than the model ended the answer, so an open call stays open."""
-        self._final = True
+        self._is_ended = True
         self._truncated = truncated
         return self.push("")
+
+    def _read_on(self, text: str) -> None:
+        """Puts `text` before what is not read yet."""
+        starts = range(0, len(text) or 1, _MAX_PUSH)
+        self._unread += [text[at : at + _MAX_PUSH] for at in reversed(starts)]
 
     # Each state consumes from `_text` and returns whether to go on (True: another state, or more of the same).
 
@@ -259,9 +271,9 @@ class OutputParser:
         n = max(opener.end(), len(self._trial._gap)) if self._trial.rejected else len(text)
         n = len(text[:n].rstrip("\n"))
         self._think(self._gap + text[:n])
-        self._text = text[n:] + rest
-        self._advance = self._reasoning
-        return True
+        self._text, self._advance = "", self._reasoning
+        self._read_on(text[n:] + rest)
+        return False
 
     def _keep_draft(self, final: bool = False) -> None:
         """The draft is a part of the thought."""
@@ -467,9 +479,11 @@ class OutputParser:
 
     def _open_value(self, key: str, consumed: int) -> bool:
         self._value_schema = schema_of(key, self._schema)
-        self._streams_value = value_types(self._value_schema, self._schema) == {"string"}
+        types = value_types(self._value_schema, self._schema)
+        self._streams_value, self._is_json = types == {"string"}, bool(types & {"object", "array"})
         self._value_begun = False
-        self._scanned = self._n_nested = 0
+        self._scanned = self._n_nested = self._n_quoted = 0
+        self._in_string = False
         prefix = ", " if self._n_arguments else "{"
         self._argue(f"{prefix}{to_json(key)}: " + ('"' if self._streams_value else ""))
         self._n_arguments += 1
@@ -478,20 +492,17 @@ class OutputParser:
     def _value(self) -> bool:
         text, at = self._text, self._scanned
         while event := markup.VALUE_EVENT.search(text, at):
-            ends = self._ends_value(text, event)
+            ends = not self._is_quoted(event) and self._ends_value(text, event)
             if ends or (ends is None and self._final):
                 self._end_value(text[: event.start()], closed=True)
                 return self._to(self._function, event.start())
             if ends is None:
                 break
             at = event.end()
-            if "parameter" in event[0]:
+            if "parameter" in event[0] and not self._in_string:
                 self._n_nested = max(0, self._n_nested + (-1 if "/" in event[0] else 1))
-        n_sure = (
-            event.start()
-            if event
-            else max(at, len(text) - markup.n_held(text, markup.VALUE_TAGS, markup.LINE_TAGS))
-        )
+        n_held = markup.n_held(text, markup.VALUE_TAGS, markup.LINE_TAGS)
+        n_sure = event.start() if event else max(at, len(text) - n_held)
         if self._final:
             self._end_value(text[:n_sure], closed=not self._truncated)
             self._end_call()
@@ -502,6 +513,16 @@ class OutputParser:
         else:
             self._scanned = n_sure
         return False
+
+    def _is_quoted(self, event: re.Match[str]) -> bool:
+        """Whether the tag is in a string of an object or an array, which has no newline in it."""
+        if not self._is_json or not markup.JSON_VALUE.match(self._text):
+            return False
+        for mark in markup.QUOTE.finditer(self._text, self._n_quoted, event.start()):
+            self._in_string ^= mark[0] == '"'
+        self._n_quoted = event.start()
+        self._in_string &= not event[0].startswith("\n")
+        return self._in_string
 
     def _ends_value(self, text: str, event: re.Match[str]) -> bool | None:
         """Whether the tag at `event` ends the value, or is a part of it; None: what follows has to tell."""

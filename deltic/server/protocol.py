@@ -11,6 +11,7 @@ A tool's own description (all of `tools`) goes to the template as it was sent.
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,6 +21,7 @@ from msgspec import Meta, Struct
 
 from deltic.config import ServerConfig
 from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, PAGE_SIZE, EngineInfo, SamplingParams
+from deltic.server.arguments import given_arguments
 from deltic.server.errors import ApiError, bad_request
 from deltic.text import TokenizerError, read_json
 
@@ -117,7 +119,7 @@ class ToolMessage(SystemMessage, tag="tool", tag_field="role", kw_only=True):
     tool_call_id: str | None = None
 
 
-ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
@@ -227,9 +229,11 @@ _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 def parse(body: bytes, kind: type[T]) -> T:
     """The JSON in a request's body as `kind`. Raises ApiError (400) naming the field at fault."""
     try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from None
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            kept: T = _without_null_fields(msgspec.json.decode(body), kind, "", error)
+            return kept
     except msgspec.DecodeError as error:
         raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
     except UnicodeDecodeError as error:
@@ -243,7 +247,41 @@ def convert(value: Any, kind: Any, path: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), path) from None
+        return _without_null_fields(copy.deepcopy(value), kind, path, error)
+
+
+MAX_NULL_FIELDS = 32
+
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
+
+
+def _without_null_fields(value: Any, kind: Any, root: str, error: msgspec.ValidationError) -> Any:
+    """`value` as `kind`, less fields that `kind` does not know and that are null: a client library's own structs have such, and
+    they ask for nothing. `value` is changed. error: what was wrong so far. Raises ApiError (400)."""
+    for _ in range(MAX_NULL_FIELDS):
+        match = _PLACE.match(str(error))
+        unknown = _UNKNOWN.fullmatch(match.group(1)) if match else None
+        steps = _STEP.findall(match.group(2) or "") if match else []
+        if unknown is None or not _drop_nulls(value, steps, unknown.group(1)):
+            break
+        try:
+            return msgspec.json.decode(msgspec.json.encode(value), type=kind)
+        except msgspec.ValidationError as another:
+            error = another
+    raise _refusal(str(error), root)
+
+
+def _drop_nulls(value: Any, steps: list[str], field: str) -> bool:
+    """Deletes `field` where it is null: at this place, and at those that differ from it in an index only. Whether there was one."""
+    if not steps:
+        if not isinstance(value, dict) or value.get(field, 0) is not None:
+            return False
+        del value[field]
+        return True
+    if steps[0].startswith("["):
+        items = value if isinstance(value, list) else []
+        return any([_drop_nulls(item, steps[1:], field) for item in items])
+    return isinstance(value, dict) and _drop_nulls(value.get(steps[0]), steps[1:], field)
 
 
 def _refusal(text: str, root: str = "") -> Exception:
@@ -508,12 +546,8 @@ def _template_message(message: Message, path: str) -> dict[str, Any]:
 def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
-        try:
-            # The same decoder as the body's: no lone surrogate gets through.
-            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-        except (msgspec.DecodeError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = given_arguments(arguments)
+        if arguments is None:
             raise bad_request(f"{path}.function.arguments", "expected the text of a JSON object")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -245,9 +245,10 @@ class ResponseAnswer:
             "model": service.model_name,
             "store": self.is_stored,
         }
+        spaces = [tool for tool in asked.tools or () if tool.get("type") == "namespace"]
         self._namespaces = {
             wire.flat_name(tool.name, space.name): (space.name, tool.name)
-            for _, space, tool in wire.flat_tools(asked.tools)
+            for _, space, tool in wire.flat_tools(spaces)
             if space
         }
         self._n_events = 0

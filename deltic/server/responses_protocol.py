@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from deltic.server import protocol
+from deltic.server.arguments import given_arguments
 from deltic.server.errors import ApiError, bad_request
 
 THOUGHT = "deltic-thought-"
@@ -435,13 +436,9 @@ class Messages:
 
 
 def _arguments(item: CallItem, place: str) -> dict[str, Any]:
-    try:
-        arguments = msgspec.json.decode(item.arguments) if item.arguments.strip() else {}
-    except (msgspec.DecodeError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        cut = " (the call was cut short)" if item.status == "incomplete" else ""
-        raise bad_request(f"{place}.arguments", f"expected the text of a JSON object{cut}")
+    arguments = given_arguments(item.arguments)
+    if arguments is None:
+        raise bad_request(f"{place}.arguments", "expected the text of a JSON object")
     return arguments
 
 

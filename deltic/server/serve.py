@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -88,6 +89,9 @@ async def _serve(client: EngineClient, server_config: ServerConfig, listener: so
     signals = StopSignals()
     try:
         server, service = _build(client, server_config)
+        # What there is now stays: the collector need not walk it again, which holds up everybody's tokens.
+        gc.collect()
+        gc.freeze()
         http = asyncio.create_task(server.serve([listener]))
         try:
             return await _until_stopped(client, service, server_config, signals, listener, started_s)

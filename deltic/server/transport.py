@@ -106,6 +106,8 @@ class EventStream:
         if error is not None and not self._started:
             await error_response(error, scope)(scope, receive, send)
             return
+        if error is not None:
+            log_failure(error, scope)
         await send({"type": "http.response.body", "body": self.last(error), "more_body": False})
 
     def last(self, error: ApiError | None) -> bytes:
@@ -155,8 +157,15 @@ def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:
     )
 
 
+def log_failure(error: ApiError, scope: Scope) -> None:
+    """A line for an error that the client is not to blame for: the request's own line has no room for the reason."""
+    if error.status >= 500:
+        log.error("%s: %s %s", error.message, scope["deltic.request_id"], scope.get("deltic.answer_id", "-"))
+
+
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """An error in the form of the API that was asked."""
+    """An error in the form of the API that was asked; one of ours is noted in the log."""
+    log_failure(error, scope)
     body, status = error.body(), error.status
     if scope["path"].startswith(ANTHROPIC):
         body, status = error.anthropic_body(scope["deltic.request_id"]), error.anthropic_status

@@ -237,8 +237,10 @@ def test_stop_tokens_end_on_the_device() -> None:
 
 
 @needs_gpu
-def test_constrained() -> None:
+@pytest.mark.parametrize("large", [0, 1 << 60])
+def test_constrained(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thought that runs ahead, its forced end, and a grammar: the ids that may be drawn, and nobody's bits follow from it."""
+    monkeypatch.setattr("deltic.engine.gpu_runner.LARGE_BYTES", large)
     grammar = llguidance.LLMatcher.grammar_from_lark("start: /[ab][0-9]/")
     constraint = Constraint(
         grammar=grammar, think_end_id=N_REAL_VOCAB - 1, think_budget=2, close_ids=(N_REAL_VOCAB - 1,)
@@ -282,7 +284,10 @@ def test_constrained_and_preempted() -> None:
     end = N_REAL_VOCAB - 1
     forced = Constraint(think_end_id=end, think_budget=1, close_ids=(end, 9), begin_ids=(7, 8))
     params = {"constraint": forced, "frequency_penalty": 2.0, "temperature": 1.0, "seed": 3}
-    assert run(6, False, **params) == run(None, False, **params)
+    expected = run(None, False, **params)
+    assert run(6, False, **params) == expected
+    history = runner("dense").workspace.parameters.history[:, : len(ids) + 8].tolist()
+    assert ids + [entry[0] for entry in expected] in history, "what penalties count"
 
 
 @needs_gpu

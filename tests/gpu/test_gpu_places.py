@@ -88,6 +88,8 @@ def test_bans_stops_and_history() -> None:
     table.places.remember(2, one, 42, 3)  # drawn by a decode that ran ahead
     assert table.row("history", 2)[:4] == [7, 8, 9, 42]
     assert table.row("bias", 2, torch.float32)[0] == 1
+    table.places.take(0, sequence([7], 1, min_tokens=1 << 40))
+    assert table.row("banned_until", 0) == 1 << 30
     other = sequence([5], 1)
     table.places.remember(1, other, 42, 3)
     assert table.row("history", 1) == [0] * 16 and table.row("uses_history", 2) == 1

@@ -443,7 +443,7 @@ def test_the_events_of_any_text_add_up_to_the_whole_answer(
 
 
 @pytest.mark.parametrize(
-    ("text", "read"), [('{"a": "x', {"a": "x"}), ('{"a": 1', {"a": 1}), ('{"a": [1', {}), ("", {})]
+    ("text", "read"), [('{"a": "x', {"a": "x"}), ('{"a": 1', {"a": 1}), ('{"a": [1', {"a": [1]}), ("", {})]
 )
 def test_input_of_a_call_without_an_end(text: str, read: Any) -> None:
     assert pieces_of(Delta(calls=[CallDelta(0, "call_1", "f", text)]))[1][0]["input"] == read

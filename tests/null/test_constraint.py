@@ -282,9 +282,12 @@ def test_an_abort_frees_everything(engine: Engine) -> None:
 
 def test_nothing_is_done_for_who_is_gone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, original = [], Guides._compile
-    monkeypatch.setattr(
-        Guides, "_compile", lambda guides, grammar: (compiled.append(1), original(guides, grammar))[1]
-    )
+
+    def compile(guides: Guides, grammar: str) -> Any:
+        compiled.append(grammar)
+        return original(guides, grammar)
+
+    monkeypatch.setattr(Guides, "_compile", compile)
     with engine.guides._lock:  # the workers stand still
         for i in range(12):
             engine.add(request(f"{i}", constraint=Constraint(grammar=GRAMMAR + " " * i)))

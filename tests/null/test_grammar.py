@@ -19,6 +19,7 @@ from hypothesis_jsonschema import from_schema
 
 from deltic.engine.request import Constraint
 from deltic.server import grammar
+from deltic.server import schema as schemas
 from deltic.server.arguments import convert
 from deltic.server.parser import OutputParser
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer
@@ -297,6 +298,12 @@ def deep(n: int) -> Any:
     return schema
 
 
+def chained(link: Callable[[Any], Any], n: int) -> Any:
+    """Definitions each of which refers to the next."""
+    defs = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(n)}
+    return {"$ref": "#/$defs/d0", "$defs": defs | {f"d{n}": {"type": "string"}}}
+
+
 HOSTILE: dict[str, Any] = {
     "deep": deep(200),
     "deep value": {"const": json.loads("[" * 400 + "]" * 400)},
@@ -309,6 +316,15 @@ HOSTILE: dict[str, Any] = {
     "mutual": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}},
     "product": {"allOf": [{"anyOf": [{"properties": {f"k{i}": {"const": j}}} for j in range(12)]} for i in range(12)]},
     "many bad": {"properties": {f"p{i}": {"anyOf": [{"type": "string"}] * 50 + [{"type": "x"}]} for i in range(300)}},
+    "chain": chained(lambda next: {"type": "object", "properties": {"a": next}}, 5000),
+    "plain chain": chained(lambda next: next, 3000),
+    "pointers": {"properties": {f"p{i}": {"$ref": f"#/properties/p{i + 1}"} for i in range(3000)}},
+    "listed": {"anyOf": [{"enum": list(range(1000 * i, 1000 * i + 1000))} for i in range(100)]},
+    "listed texts": {"anyOf": [{"enum": [str(1000 * i + j) for j in range(1000)]} for i in range(100)] + [{"type": "integer"}]},
+    "oneOf": {"oneOf": [{"$ref": "#/$defs/u"}] * 3000, "$defs": {"u": {"anyOf": [{"title": f"{i}"} for i in range(3000)]}}},
+    "remainders": {"multipleOf": 999_983},
+    "many remainders": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]},
+    "large": {"properties": {f"p{i}": {"type": "string"} for i in range(100_000)}, "required": [f"p{i}" for i in range(100_000)]},
 }  # fmt: skip
 
 
@@ -372,6 +388,61 @@ def test_a_grammar_is_compiled_beside_the_event_loop_and_once(monkeypatch: pytes
             assert counts[0] > 0 and counts == counts[:1] * 3
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("where", ["format", "tool"])
+def test_chains_of_references(where: str) -> None:
+    """The longest that are taken are compiled, and one that would end the process is not."""
+    for link, n in (
+        (lambda next: next, 900),
+        (lambda next: {"type": "object", "properties": {"a": next}}, 450),
+        (lambda next: {"type": "array", "items": next}, 450),
+        (lambda next: {"anyOf": [next, {"type": "integer"}]}, 450),
+        (lambda next: {"allOf": [next]}, 450),
+    ):  # fmt: skip
+        for more, status in ((0, 200), (200, 400)):
+            schema = chained(link, n + more)
+            fields: dict[str, Any] = {"response_format": json_format(schema)}
+            if where == "tool":
+                root = {
+                    "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/d0"}}},
+                    "$defs": schema["$defs"],
+                }
+                fields = {"tools": [tool("f", root, strict=True)]}
+            engine = FakeEngineClient(max_model_len=10**7, n_pages=200_000)
+            response = post(engine, "/v1/chat/completions", {"messages": HELLO} | fields)
+            assert response.status_code == status, response.text[:300]
+
+
+def test_multiples() -> None:
+    for good in (
+        {"multipleOf": 1e-9},
+        {"multipleOf": 0.25},
+        {"allOf": [{"multipleOf": 12}, {"multipleOf": 0.5}]},
+    ):
+        format_grammar(good)
+    for bad in ("2", 0, -1, True, 20_001, 0.20001):
+        with pytest.raises(schemas.GrammarError):
+            schemas.clean({"multipleOf": bad})
+
+
+@pytest.mark.parametrize("key", ['"a"', "'a'", "k" * 257, " a", "a>b"])
+def test_names_that_cannot_be_written(key: str) -> None:
+    with pytest.raises(schemas.GrammarError):
+        calls_grammar({"properties": {key: {"type": "string"}}})
+
+
+def test_a_call_without_tags_is_no_text() -> None:
+    """It would be read as a call, whose arguments nothing had held to the schema."""
+    text = grammar_of(tools=[tool("f", strict=True)])
+    bare = '{"name": "f", "arguments": {"y": 1}}'
+    assert parsed(bare, {"f": POINT}) and not accepts(text, bare) and not accepts(text, f"\n{bare}")
+    assert accepts(text, f"So: {bare}") and accepts(text, '{"name": "f"}')
+
+
+def test_names_of_tools_are_one_line() -> None:
+    response = post(FakeEngineClient(), "/v1/chat/completions", {"messages": HELLO, "tools": [tool("f\n")]})
+    assert response.status_code == 400
 
 
 # What the grammars admit.
@@ -450,7 +521,7 @@ def valid_value(data: st.DataObject, schema: dict[str, Any]) -> Any:
 
 
 def format_grammar(schema: Any) -> str:
-    cleaned = grammar.clean(schema)
+    cleaned = schemas.clean(schema)
     grammar.check_schema(cleaned, grammar.PRETTY)
     return f"start: {grammar.json_rule(cleaned, grammar.PRETTY)}"
 
@@ -522,7 +593,7 @@ def writable(schema: Any) -> bool:
     """Whether a strict tool may have the schema."""
     try:
         calls_grammar(schema)
-    except grammar.GrammarError:
+    except schemas.GrammarError:
         return False
     return True
 
@@ -547,7 +618,8 @@ def test_admitted_calls_are_read_back_as_valid(form: grammar.CallForm) -> None:
 MARKUP = st.lists(
     st.sampled_from(
         ["</parameter>", "\n</parameter>", "<parameter=s>", "\n<parameter=t>", "</function>", "\n</function>", "</tool_call>", "\n",
-         "<tool_call>", "<think>", "</think>", " ", "a", "é", "<", "\n</tool_call>", "5", "null", "True", "{", '"', "[1]", "#"]
+         "<tool_call>", "<think>", "</think>", " ", "a", "é", "<", "\n</tool_call>", "5", "null", "True", "{", '"', "[1]", "#",
+         '["', '"]', "[8E47366]", '["</parameter></function>"]', '["</parameter><parameter=t>"]']
     ),
     max_size=7,
 ).map("".join)  # fmt: skip

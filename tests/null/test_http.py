@@ -122,7 +122,9 @@ def test_openai_client_chat(engine: FakeEngineClient, live: str) -> None:
     usage = chunks[-1].usage
     assert chunks[-1].choices == [] and usage and usage.completion_tokens == 6
     assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens == 8
-    assert [set(u.timing) for u in (answer.usage, usage)] == [{"queue_ms", "prefill_ms", "decode_ms", "total_ms"}] * 2
+    assert [set(u.timing) for u in (answer.usage, usage)] == [
+        {"queue_ms", "prefill_ms", "decode_ms", "total_ms"}
+    ] * 2
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -291,6 +293,22 @@ def test_completion_logprobs_and_echo(engine: FakeEngineClient) -> None:
     )
     streamed = events(post(engine, "/v1/completions", body | {"stream": True}))
     assert [t for c in streamed for t in c["choices"][0]["logprobs"]["tokens"]] == ["a", "b", "H", "e"]
+
+
+def test_long_prompts_are_decoded_for_their_echo_beside_the_event_loop(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    decode = Tokenizer.decode
+
+    def noted(self: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> str:
+        threads.append(threading.current_thread().name)
+        return decode(self, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", noted)
+    body = {"prompt": [[97] * 1000] * 4, "echo": True, "max_tokens": 0}
+    assert post(engine, "/v1/completions", body).json()["choices"][3]["text"] == "a" * 1000
+    assert len(threads) == 4 and all(name.startswith("prepare") for name in threads)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 100])

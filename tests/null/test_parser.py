@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,6 +157,30 @@ def test_a_draft_is_held_until_it_shows_what_it_is() -> None:
     assert parser.finish().calls[0].name == "weather" and not parser.in_reasoning
 
 
+def test_numbers_too_large_for_clients_are_the_largest() -> None:
+    for number in ("8E47366", "9" * 5000):
+        text = HERMES.replace("3}", f"{number}}}")
+        delta, _ = parse([text])
+        assert json.loads(delta.calls[0].arguments)["days"] == sys.float_info.max
+        assert isinstance(msgspec.json.decode(delta.calls[0].arguments), dict)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [["</parameter></function>"], {"a": ["</parameter><parameter=x>", 1]}, ["\\</parameter></tool_call>"]],
+)
+def test_markup_in_strings_of_json(value: Any) -> None:
+    tools = {"weather": {"properties": {"at": {"type": ["object", "array"]}, "city": {"type": "string"}}}}
+    text = XML.format(f"<parameter=at>\n{json.dumps(value)}\n</parameter>\n{CITY}")
+    whole = parse([text], tools=tools)
+    assert json.loads(whole[0].calls[0].arguments) == {"at": value, "city": "Paris"}
+    assert parse(list(text), tools=tools) == whole
+    broken = text.replace('"', "", 1)  # then the next tag in a line of its own ends it
+    assert parse([broken], tools=tools)[0].calls and parse(list(broken), tools=tools) == parse(
+        [broken], tools=tools
+    )
+
+
 def test_only_a_call_that_was_cut_is_open() -> None:
     head = "<tool_call>\n<function=weather>\n"
     for text, is_open in (
@@ -236,7 +263,11 @@ def test_malformed_json_is_read_a_bounded_number_of_times(
         ("{1, 2}", {"type": "array"}, "{1, 2}"),
         ("[" * 5000, {"type": "array"}, "[" * 5000),
         ("(1, 2)", {"type": "array"}, "(1, 2)"),
-        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ("9" * 5000, {"type": "integer"}, int(sys.float_info.max)),
+        ("9" * 250, {"type": "integer"}, int("9" * 250)),
+        ("[8E47366, -1e999]", {"type": "array"}, [sys.float_info.max, -sys.float_info.max]),
+        ("[NaN]", {"type": "array"}, "[NaN]"),
+        ("1e999", {"type": "string"}, "1e999"),
         ("x y", None, "x y"),
         ("7", None, 7),
         ('"7"', None, '"7"'),
@@ -244,7 +275,7 @@ def test_malformed_json_is_read_a_bounded_number_of_times(
         ('"7"', {"type": "string"}, '"7"'),
         ("7", {"const": "7"}, "7"),
         (" 7 ", {"type": ["integer", "string"]}, 7),
-        ("1e999", {"type": "number"}, "1e999"),
+        ("1e999", {"type": "number"}, sys.float_info.max),
     ],
 )
 def test_values_are_typed_by_the_schema(raw: str, schema: Any, value: Any) -> None:
@@ -273,11 +304,13 @@ def test_reading_takes_linear_time() -> None:
         ("<tool_call>", "", False), ("<tool_call> a ", "", True), ("<tool_call>\n", "", True), ("</parameter>", head + "<parameter=city>", False),
         ("\n</parameter>\n", head + "<parameter=city>", False), ("\n", head + "<parameter=city>\na</parameter>", False), ("<think>", "", True), (" ", "a", False), ("\n", "a", True), ("\n ", "", False),
         ("\n<parameter=city", head + "<parameter=days>", False), ("</think ", "", True), (XML.format(CITY), "", True), ("{\"", "<tool_call>", True),
+        ("<tool_call> a ", '<tool_call>\n{"', True),
+        ('"</parameter>', head + "<parameter=at>[", False),
     ):  # fmt: skip
-        took = []
-        for n in (2_000, 8_000):
-            parts = list(before + unit * (n // len(unit)))
+        took = [math.inf, math.inf]
+        for i in (0, 1, 0, 1):  # the better of two, since others have the processor, too
+            parts = list(before + unit * ((2_000, 8_000)[i] // len(unit)))
             start = time.process_time()
             parse(parts, thinking)
-            took.append(time.process_time() - start)
+            took[i] = min(took[i], time.process_time() - start)
         assert took[1] < 10 * took[0], (unit, took)

@@ -11,6 +11,7 @@ import pytest
 from deltic.config import ServerConfig
 from deltic.engine.request import EngineInfo, SamplingParams
 from deltic.server import constraint, protocol
+from deltic.server.arguments import given_arguments
 from deltic.server.errors import ApiError
 from deltic.text import TokenizerError
 
@@ -324,3 +325,37 @@ def test_thinking_switches(kind: Any) -> None:
     assert of(preserve_thinking=True) == of(chat_template_kwargs={"preserve_thinking": True})
     error = refused(of, preserve_thinking=True, chat_template_kwargs={"preserve_thinking": False})
     assert error.param == "preserve_thinking" and "chat_template_kwargs.preserve_thinking" in error.message
+
+
+def test_a_null_field_that_is_not_known_asks_for_nothing() -> None:
+    """Client libraries write their structs with every field they have."""
+    call = {
+        "id": "1",
+        "type": "function",
+        "async": None,
+        "function": {"name": "f", "arguments": "{}", "x": None},
+    }
+    said = {"role": "assistant", "content": "a", "parsed": None, "tool_calls": [call, call]}
+    request = protocol.parse(
+        json.dumps({"messages": [*HELLO, said, said], "foo": None, "bar": None}).encode(),
+        protocol.ChatRequest,
+    )
+    assert len(request.messages) == 3
+    assert refused(chat, messages=[HELLO[0] | {"foo": 1}]).param == "messages[0].foo"
+
+
+@pytest.mark.parametrize(
+    "text, read",
+    [
+        ("", {}),
+        ('{"a": "b', {"a": "b"}),
+        ('{"a": [1, 2', {"a": [1, 2]}),
+        ('{"a":', {}),
+        ('{"a": 1} x', None),
+        ("[1", None),
+    ],
+)
+def test_arguments_that_were_cut_short_come_back_as_far_as_they_go(
+    text: str, read: dict[str, Any] | None
+) -> None:
+    assert given_arguments(text) == read

@@ -180,8 +180,9 @@ def test_an_answer_that_was_cut_is_incomplete(door: Door) -> None:
     ]
     stopped = door.post(tools=[WEATHER], stop="ris")
     assert (stopped["status"], stopped["output"][0]["status"]) == ("completed", "incomplete")
-    error = door.post(400, previous_response_id=said["id"])
-    assert "the call was cut short" in error["message"] and said["output"][0]["id"] in error["param"]
+    # what there is of the call is what the next turn's prompt has
+    door.post(previous_response_id=said["id"])
+    assert '"city": "Pa"' in door.prompt() or ">\nPa\n<" in door.prompt()
 
 
 def test_a_model_that_says_nothing_has_an_empty_message(door: Door) -> None:
@@ -369,7 +370,7 @@ def test_forms_of_chats() -> None:
         ({"input": [{"role": "user", "content": [{"type": ["x"]}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "y": 1}]}]}, "input[0].content[0].y"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{]"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f g", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
