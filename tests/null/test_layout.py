@@ -16,7 +16,9 @@ PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 105  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 23; the server 24
+MAX_SOURCE_FILES = (
+    105  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 23; the server 24
+)
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_LINES = 30_500
