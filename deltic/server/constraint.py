@@ -294,9 +294,8 @@ def _response_format(value: Any) -> Iterator[Format]:
         return
     asked = protocol.convert(value, ResponseFormat, "response_format")
     if (asked.type == "json_schema") != (asked.json_schema is not None):
-        raise bad_request(
-            "response_format.json_schema", "belongs to the type json_schema, and only to that one"
-        )
+        said = "is missing" if asked.json_schema is None else "belongs to the type json_schema only"
+        raise bad_request("response_format.json_schema", said)
     if asked.schema is not None and asked.type != "json_object":
         raise bad_request("response_format.schema", "belongs to the type json_object")
     if asked.json_schema is not None:
@@ -339,7 +338,11 @@ def _format(asked: Format, checked: bool) -> str:
         if asked.kind == "choice":
             if not asked.value or not all(asked.value):
                 raise GrammarError("", "expected texts to choose from, none of them empty")
-            return " | ".join(map(grammar.quoted, asked.value))
+            # A regular expression: the parser has a limit for rules side by side.
+            pattern = llguidance.regex_to_lark("|".join(map(re.escape, asked.value)), "d")
+            if checked and (message := grammar.error_of(f"start: /{pattern}/")):
+                raise GrammarError("", message)
+            return f"/{pattern}/"
         if len(asked.value) > MAX_PATTERN:
             raise GrammarError("", f"may have at most {MAX_PATTERN} characters")
         if not asked.value:

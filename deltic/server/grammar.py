@@ -101,6 +101,11 @@ _EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _POSITION = re.compile(r"^at (\d+)\((\d+)\): ")
 
 
+N_WALKED = 8
+"""Bytes of a text that are tried: the last of those that may come, so a letter or a bracket before white space."""
+ASCII = (1 << 128) - 1
+
+
 def error_of(grammar: str, own: bool = True) -> str:
     """What is wrong with a grammar, "" for nothing. own: of ours, not the user's text."""
     if len(grammar) > MAX_GRAMMAR:
@@ -108,9 +113,13 @@ def error_of(grammar: str, own: bool = True) -> str:
     if own:  # the tokens of the model's vocabulary stand for themselves
         grammar = _SPECIAL.sub("<[258]>", grammar)
     matcher = llguidance.LLMatcher(_bytes_only(), grammar, log_level=0, limits=LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    message: str = matcher.get_error()
+    for _ in range(N_WALKED):  # some limits show only when something is taken
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little") & ASCII
+        if not allowed or matcher.is_error() or not matcher.consume_token(allowed.bit_length() - 1):
+            break
+    message: str = matcher.get_error().removesuffix("\n<non-verbose/>")
     if not message and matcher.is_stopped() and not matcher.is_accepting():
         message = "nothing can match it"
     if own:

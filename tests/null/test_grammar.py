@@ -150,6 +150,19 @@ def test_thoughts() -> None:
     assert error_of(response)["param"] == "thinking_budget"
 
 
+def test_limits_that_show_only_in_a_text() -> None:
+    """They are found before the engine is asked."""
+    assert grammar_of(structured_outputs={"choice": [f"choice number {i}" for i in range(3000)]})
+    one = {"type": "object", "additionalProperties": False}
+    names = [one | {"properties": {f"p{i}": {"type": "integer"}}, "required": [f"p{i}"]} for i in range(2100)]
+    for fields, said in (
+        ({"structured_outputs": {"regex": "((a{1000}){1000}){1000}"}}, "too many expressions constructed"),
+        ({"response_format": json_format({"anyOf": names})}, "2000"),
+    ):
+        response = post(FakeEngineClient(), "/v1/chat/completions", {"messages": HELLO} | fields)
+        assert response.status_code == 400 and said in error_of(response)["message"]
+
+
 def test_tool_choice() -> None:
     tools = [
         tool("f"),
