@@ -329,7 +329,7 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
         {"logit_bias": {"99999999": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": [1]}, {"stream": "perhaps"},
         {"no_such_field": 1}, {"tools": "hammer"}, {"tools": [{"type": "x"}]}, {"tool_choice": "required"},
         {"top_logprobs": 3}, {"top_logprobs": 10**4, "logprobs": True}, {"stop": [1]}, {"stop": {"a": 1}},
-        {"response_format": {"type": "json_schema", "json_schema": {}}}, {"model": "no-such-model"},
+        {"response_format": {"type": "json_schema"}}, {"model": "no-such-model"},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"chat_template_kwargs": 3}, {"priority": "high"}, {"presence_penalty": 99},
     ]  # fmt: skip
