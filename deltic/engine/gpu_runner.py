@@ -66,10 +66,10 @@ Progress = Callable[[str, float], None]
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of the recorded decodes."""
-LARGE_BYTES = 5_000_000_000
-"""Weights that are read in about a millisecond, as long as the host works for a step of many sequences."""
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Blocks of the recorded prefills."""
+LARGE_BYTES = 5_000_000_000
+"""Weights that are read in about a millisecond, as long as the host works for a step of many sequences."""
 LENGTHS = (512, 4096)
 """Keys up to which decodes have recordings of their own: with fewer splits of attention to skip."""
 INTERPRETED_BYTES = 2 << 30

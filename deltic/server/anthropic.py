@@ -19,7 +19,7 @@ from deltic.engine.request import EngineInfo
 from deltic.server import protocol
 from deltic.server.answer import Piece, Usage
 from deltic.server.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
-from deltic.server.arguments import given_arguments
+from deltic.server.arguments import given_arguments, is_whole
 from deltic.server.chat import render
 from deltic.server.completions import Prepared, chat_generation, prepare_chat
 from deltic.server.errors import ApiError
@@ -200,7 +200,7 @@ class MessageAnswer:
 
     def _say(self, kind: str, text: str) -> bytes:
         """Adds text, in a block of its own if need be."""
-        if self._open == "tool_use" and (self._late or not _is_json("".join(self._blocks[-1][1]))):
+        if self._open == "tool_use" and (self._late or not is_whole("".join(self._blocks[-1][1]))):
             self._late.append((kind, text))
             return b""
         if self._open == kind:
@@ -248,14 +248,6 @@ class MessageAnswer:
             return start | {"text": text}
         # Of a call that was cut off, what can be read; the stop reason tells of it.
         return start | {"input": given_arguments(text) or {}}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
 
 
 class MessageStream(EventStream):

@@ -19,6 +19,15 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 """Names that a tool may have."""
 
 
+def is_whole(text: str) -> bool:
+    """Whether the JSON text of a call's arguments has its end: a stop string or a limit may cut it."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
 def given_arguments(text: str) -> dict[str, Any] | None:
     """Arguments that a client gives back in the history; of a call that was cut short, as far as they go. None: no JSON object."""
     if not text.strip():

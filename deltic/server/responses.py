@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from deltic.server import answer, protocol
 from deltic.server import responses_protocol as wire
+from deltic.server.arguments import is_whole
 from deltic.server.chat import render
 from deltic.server.completions import chat_generation, check, prepare_chat
 from deltic.server.errors import ApiError, bad_request
@@ -391,7 +392,7 @@ class ResponseAnswer:
         if item is None:
             return b""
         kind, text = item["type"], "".join(self._text)
-        item["status"] = status if kind != "function_call" or _is_json(text) else "incomplete"
+        item["status"] = status if kind != "function_call" or is_whole(text) else "incomplete"
         name = f"{_DELTAS[kind]}.done"
         if kind == "function_call":
             item["arguments"] = text
@@ -456,15 +457,6 @@ def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
         "usage": None,
         "user": asked.user,
     }
-
-
-def _is_json(text: str) -> bool:
-    """Whether a call's arguments are whole: a stop string may cut them, too."""
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
 
 
 def _plain_usage(usage: answer.Usage) -> dict[str, Any]:
