@@ -35,7 +35,7 @@ def build_for_device(config: EngineConfig, progress: Callable[[str, float], None
             raise ConfigError(
                 "--device cuda needs Triton, which torch with CUDA brings; install it, or leave it out"
             )
-        from deltic.engine.gpu_runner import build_gpu_runner  # imports Triton
+        from deltic.engine.gpu_build import build_gpu_runner  # imports Triton
 
         return build_gpu_runner(config, progress)
     if config.lever:

@@ -1,15 +1,18 @@
 """What the next token of a constrained sequence may be: a thought, then ids that are forced, then a grammar.
 
-The grammar engine is llguidance. What takes time (compiling a grammar, taking a drawn token, the mask of the next) is done by a
-few threads, which it lets run beside the step; two queues are all that they share with the engine's thread. A sequence whose mask
-is not there when a step is planned sits that step out, and the others go on. Only while it makes its tokenizer, once, nothing else
-runs: so that is done before the first grammar comes, if there is a quiet moment.
+The grammar engine is llguidance. What takes time (compiling a grammar, taking drawn tokens, the masks of the next) is done by a
+few threads, which it lets run beside the step; two queues are all that they share with the engine's thread. What one step drew is
+one job: the library spreads it over threads of its own, so Python's lock changes hands twice, and not for each sequence. A sequence
+whose mask is not there when a step is planned sits that step out, and the others go on. Only while it makes its tokenizer, once,
+nothing else runs: so that is done before the first grammar comes, if there is a quiet moment.
 
 A guide follows the tokens that were drawn, and nothing else: a sequence that is preempted, or computed again, finds it as it was.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -24,10 +27,22 @@ import numpy as np
 from deltic.engine.request import Constraint, Sequence
 
 N_WORKERS = 4
-"""Masks that are made side by side: a slow one holds up those behind it only when there are as many."""
+"""Jobs that are done side by side: a slow one holds up those behind it only when there are as many."""
+N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""Of the library's, for the masks of a job."""
+SLOW_S, SLOW_EACH_S = 0.005, 0.0005
+"""A job that takes longer, by so much for each of its guides, has a slow one: each has its next job to itself."""
+N_ALONE = 100
+"""Jobs that one has to itself from the one that was slow on."""
+HERE_S = 0.001
+"""How long the engine's thread makes masks itself, in a step, while the device computes ahead: to wake another costs more than a few."""
+SWITCH_S = 0.0002
+"""How long Python lets a thread keep the lock that another waits for, once there are workers: five milliseconds otherwise."""
 LONGEST_WAIT_S = 0.001
 """How long a step waits, at most, for the masks of those that would have to sit it out."""
-LONGEST_CLOSE_S = 1.0
+POLL_S = 0.0001
+"""How often a step that waits looks whether the device has come to its end."""
+LONGEST_CLOSE_S = 3.0
 """How long the end waits for the threads: Python crashes if it ends while one of them is in the library."""
 STACK_BYTES = 16_000_000
 """Of a worker, as of the server's thread that has compiled the grammar before."""
@@ -43,7 +58,7 @@ class Guide:
 
     __slots__ = (
         "_forced", "_mask", "_n_ids", "_n_thought", "_thinks", "constraint", "error", "is_busy", "is_late",
-        "is_satisfied", "matcher", "sequence", "words",
+        "is_satisfied", "matcher", "n_alone", "sequence", "words",
     )  # fmt: skip
 
     def __init__(self, sequence: Sequence, constraint: Constraint, n_ids: int) -> None:
@@ -55,6 +70,8 @@ class Guide:
         """Whether a step has waited for its mask, and in vain."""
         self.is_satisfied = False
         """Whether nothing but the end may follow in the grammar."""
+        self.n_alone = 0
+        """Jobs that it is to have to itself: it is slow, or suspected to be."""
         self.matcher: Any = None
         self.words: Words | None = None
         self._mask: Words | None = None
@@ -130,24 +147,34 @@ class Guides:
     """The guides of an engine, and the threads that work for them."""
 
     def __init__(
-        self, n_ids: int, eos_token_ids: Iterable[int], tokenizer_file: Callable[[], Path] | None
+        self,
+        n_ids: int,
+        eos_token_ids: Iterable[int],
+        tokenizer_file: Callable[[], Path] | None,
+        is_busy: Callable[[], bool] | None = None,
     ) -> None:
-        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is none."""
+        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is none. is_busy: whether the
+        device computes ahead, so that waiting costs nothing."""
         self.n_ids = n_ids
         self.n_busy = 0
         """Guides that workers have, or have done with and that were not collected."""
         self.has_tokenizer = tokenizer_file is not None
         self._tokenizer_file = tokenizer_file
+        self._is_busy = is_busy or (lambda: False)
         self._eos = sorted(id for id in eos_token_ids if id < n_ids)
         self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)
-        self._todo: SimpleQueue[tuple[list[Guide], int | None] | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[list[Guide], list[int]] | None] = SimpleQueue()
         self._done: SimpleQueue[list[Guide]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._drew: tuple[list[Guide], list[int]] = ([], [])
+        """Guides whose sequences drew in this step, and what; those that are slow have a job each."""
+        self._drew_slow: list[tuple[list[Guide], list[int]]] = []
         self._is_prepared = False
         self._lock = threading.Lock()  # of what is below
         self._tokenizer: Any = None
+        self._executor: Any = None
         self._foreign_end: int | None = None
         """Random weights borrow a tokenizer whose end has another id than theirs."""
         self._kept: OrderedDict[str, tuple[Any, Words, bool]] = OrderedDict()
@@ -170,40 +197,76 @@ class Guides:
         for sequence, guide in zip(sequences, guides, strict=True):
             sequence.guide = guide
         if constraint.grammar:
-            self._give(guides, None)
+            self._give(guides, [])
 
     def advance(self, guide: Guide, token: int) -> None:
-        """Has a guide take the token that its sequence drew."""
+        """Has a guide take the token that its sequence drew; its mask is made behind the next `give`."""
         if guide.advance(token):
-            self._give([guide], token)
+            guide.is_busy = True
+            if guide.n_alone:
+                self._drew_slow.append(([guide], [token]))
+            else:
+                self._drew[0].append(guide)
+                self._drew[1].append(token)
 
-    def _give(self, guides: list[Guide], token: int | None) -> None:
+    def give(self) -> None:
+        """Has the masks made that follow what a step drew: by the workers, or at once, while the device is busy anyway."""
+        guides, tokens = self._drew
+        if guides and self._is_busy():
+            deadline, words = time.perf_counter() + HERE_S, self._empty(len(guides))
+            n = 0
+            while n < len(guides) and time.perf_counter() < deadline:
+                self.n_busy += 1
+                guides[n].is_late = False
+                self._do_timed(guides[n : n + 1], tokens[n : n + 1], words[n : n + 1])
+                n += 1
+            guides, tokens = guides[n:], tokens[n:]
+        for job in ((guides, tokens), *self._drew_slow):
+            if job[0]:
+                self._give(*job)
+        self._drew, self._drew_slow = ([], []), []
+
+    def _empty(self, n: int) -> Words:
+        return np.empty((n, -(-self.n_ids // 32)), np.int32)
+
+    def _give(self, guides: list[Guide], tokens: list[int]) -> None:
+        """tokens: one each; none where their grammar begins."""
         if not self._threads:  # the compiler recurses along chains of rules
             threading.stack_size(max(threading.stack_size(), STACK_BYTES))
+            sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         while len(self._threads) < N_WORKERS:
             self._threads.append(threading.Thread(target=self._work, name="grammar", daemon=True))
             self._threads[-1].start()
         for guide in guides:
             guide.is_busy, guide.is_late = True, False
         self.n_busy += len(guides)
-        self._todo.put((guides, token))
+        self._todo.put((guides, tokens))
 
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
         """Takes back what is done; gives the guides that failed, or whose answer is over.
 
-        Waits for the masks of `decodes`, once for each: at most LONGEST_WAIT_S, and the longer the larger the part of them that
-        would sit out a step of step_s, since that is what is lost.
+        Waits for the masks of `decodes`, once for each: while the device computes ahead, and then at most LONGEST_WAIT_S, the longer
+        the larger the part of them that would sit out a step of step_s, since that is what is lost.
         """
         if not self.n_busy:
             return []
-        late = [s.guide for s in decodes if s.guide is not None and not (s.guide.is_ready or s.guide.is_late)]
+        late = [
+            g for s in decodes if (g := s.guide) is not None and not (g.is_ready or g.is_late or g.n_alone)
+        ]
         ended: list[Guide] = []
-        deadline = time.monotonic() + min(LONGEST_WAIT_S, step_s * len(late) / max(1, len(decodes)))
+        longest = min(LONGEST_WAIT_S, step_s * len(late) / max(1, len(decodes)))
+        deadline = time.monotonic() + longest
         while self.n_busy:
-            left = deadline - time.monotonic() if any(g.is_busy for g in late) else 0.0
+            left = 0.0
+            if any(guide.is_busy for guide in late):
+                left = deadline - time.monotonic()
+                if left < POLL_S and self._is_busy():
+                    left, deadline = POLL_S, time.monotonic() + longest
             try:
                 guides = self._done.get(timeout=left) if left > 0 else self._done.get_nowait()
             except Empty:
+                if left > 0:
+                    continue
                 break
             self.n_busy -= len(guides)
             for guide in guides:
@@ -237,29 +300,43 @@ class Guides:
 
     def _work(self) -> None:
         while (job := self._todo.get()) is not None:
-            guides, token = job
-            try:
-                if any(guide.sequence.finish_reason is None for guide in guides):  # else nobody waits for it
-                    self._do(guides, token)
-            except BaseException as error:  # panics of the library, too: they cost these sequences only
-                for guide in guides:
-                    guide.error = guide.error or f"the grammar could not be followed ({error})"
-            self._done.put(guides)
-            del job, guides  # it may be long until the next
+            self._do_timed(*job)
+            del job  # it may be long until the next
 
-    def _do(self, guides: list[Guide], token: int | None) -> None:
-        """token: that the only guide's sequence drew; None: the grammar begins."""
-        if token is None:
+    def _do_timed(self, guides: list[Guide], tokens: list[int], words: Words | None = None) -> None:
+        """Does a job, and notes who was slow. words: where the masks go."""
+        start = time.perf_counter()
+        try:
+            if any(guide.sequence.finish_reason is None for guide in guides):  # else nobody waits for it
+                self._do(guides, tokens, words)
+        except BaseException as error:  # panics of the library, too: they cost these sequences only
+            for guide in guides:
+                guide.error = guide.error or f"the grammar could not be followed ({error})"
+        is_slow = bool(tokens) and time.perf_counter() - start > SLOW_S + SLOW_EACH_S * len(guides)
+        for guide in guides:
+            guide.n_alone = (N_ALONE if len(guides) == 1 else 1) if is_slow else max(0, guide.n_alone - 1)
+        self._done.put(guides)
+
+    def _do(self, guides: list[Guide], tokens: list[int], words: Words | None = None) -> None:
+        """tokens: that the guides' sequences drew; none: the grammar of all of them begins."""
+        if not tokens:
             self._begin(guides)
             return
-        (guide,) = guides
-        assert guide.words is not None
-        is_end = self._foreign_end is not None and token in self._eos
-        if not guide.matcher.consume_token(self._foreign_end if is_end else token):
-            guide.error = f"the grammar could not take token {token}; {_error_of(guide.matcher)}"
-            return
-        guide.is_satisfied = self._fill(guide.matcher, guide.words)
-        guide.error = _error_of(guide.matcher)
+        end = self._foreign_end
+        if end is not None:
+            tokens = [end if token in self._eos else token for token in tokens]
+        matchers = [guide.matcher for guide in guides]
+        if len(guides) == 1:
+            taken = [matchers[0].consume_token(tokens[0])]
+        else:
+            taken = self._executor.consume_token_par(list(zip(matchers, tokens, strict=True)))
+        words = self._empty(len(guides)) if words is None else words
+        satisfied = self._fill(matchers, words)
+        for i, (guide, token) in enumerate(zip(guides, tokens, strict=True)):
+            guide.words, guide.is_satisfied = words[i], satisfied[i]
+            guide.error = _error_of(guide.matcher)
+            if not taken[i]:
+                guide.error = f"the grammar could not take token {token}; {guide.error}"
 
     def _begin(self, guides: list[Guide]) -> None:
         grammar = guides[0].constraint.grammar
@@ -274,7 +351,7 @@ class Guides:
         matcher, words, is_satisfied = kept
         for guide in guides:
             guide.error = _error_of(matcher)
-            guide.matcher, guide.words, guide.is_satisfied = matcher.deep_copy(), words.copy(), is_satisfied
+            guide.matcher, guide.words, guide.is_satisfied = matcher.deep_copy(), words, is_satisfied
 
     def _compile(self, grammar: str) -> tuple[Any, Words, bool]:
         """A matcher that nothing is done with but to copy it, its first mask, and whether only the end may follow."""
@@ -282,21 +359,28 @@ class Guides:
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=limits)
-        words = np.zeros(-(-self.n_ids // 32), np.int32)
-        return matcher, words, self._fill(matcher, words)
+        words = self._empty(1)
+        return matcher, words[0], self._fill([matcher], words)[0]
 
-    def _fill(self, matcher: Any, words: Words) -> bool:
-        """Writes the mask; whether only the end may follow."""
-        if matcher.is_error():
-            return False
-        if matcher.is_stopped():
-            return True
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        end = self._foreign_end
-        if end is not None and words[end // 32] >> end % 32 & 1:
-            words[end // 32] ^= np.uint32(1 << end % 32).view(np.int32)
-            words |= self._only_eos.view(np.int32)
-        return matcher.is_accepting() and np.array_equal(words.view(np.uint32), self._only_eos)
+    def _fill(self, matchers: list[Any], words: Words) -> list[bool]:
+        """Writes their masks, int32 [matchers, words]; whether only the end may follow, of each."""
+        satisfied = [bool(m.is_stopped()) and not m.is_error() for m in matchers]
+        live = [(m, i) for i, m in enumerate(matchers) if not m.is_stopped()]  # what failed is stopped, too
+        if len(live) == 1 == len(matchers):
+            live[0][0].unsafe_compute_mask_ptr(words.ctypes.data, words[0].nbytes)
+        elif live:
+            self._executor.unsafe_compute_mask_ptr(live, words.ctypes.data, words[0].nbytes, len(words))
+        end, eos = self._foreign_end, self._only_eos.view(np.int32)
+        for matcher, i in live:
+            if not matcher.is_accepting():
+                continue
+            row = words[i]
+            if end is not None and row[end // 32] >> end % 32 & 1:
+                row[end // 32] ^= np.uint32(1 << end % 32).view(np.int32)
+                row |= eos
+            # The first ids are the bytes: nearly whatever may follow, one of them may.
+            satisfied[i] = np.array_equal(row[:64], eos[:64]) and np.array_equal(row, eos)
+        return satisfied
 
     def _get_tokenizer(self) -> Any:
         import llguidance
@@ -304,6 +388,7 @@ class Guides:
         assert self._tokenizer_file is not None
         with self._lock:
             if self._tokenizer is None:
+                self._executor = llguidance.LLExecutor(N_MASK_THREADS)
                 file = self._tokenizer_file()
                 try:
                     text = file.read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 import triton
@@ -37,15 +37,13 @@ from triton.runtime.jit import KernelInterface
 
 from deltic.config import ConfigError, EngineConfig, n_usable_cpus
 from deltic.engine.gpu_plan import make_gpu_plan
+from deltic.engine.gpu_runner import GpuRunner
 from deltic.engine.plan import Plan
 from deltic.engine.request import MAX_LOGPROBS, PAGE_SIZE
 from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.weights import Weights, empty_weights
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches, parse_levers
 from deltic.ops.gpu.sample import prompt_logprobs
-
-if TYPE_CHECKING:
-    from deltic.engine.gpu_runner import GpuRunner
 
 Progress = Callable[[str, float], None]
 
@@ -89,12 +87,10 @@ def collect(plan: Plan, levers: Levers) -> list[Job]:
 
     The target and the chip's sizes are those of the current device. Not to be called beside launches of other threads.
     """
-    from deltic.engine.gpu_runner import GpuRunner  # which imports this module
-
     weights = empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta")
     runner = GpuRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
-    with _collecting() as jobs:
-        for recording in [*runner._decodes.values(), *runner._prefills.values()]:
+    with collecting() as jobs:
+        for recording in runner.recordings():
             recording.run()
         _score_prompts(runner)
     return list(jobs)
@@ -117,7 +113,7 @@ def _different_layers(weights: Weights) -> list[Any]:
 
 
 @contextmanager
-def _collecting() -> Iterator[dict[Job, None]]:
+def collecting() -> Iterator[dict[Job, None]]:
     """Launches start nothing; the kernels that Triton would compile for them are noted."""
     jobs: dict[Job, None] = {}
     warmup, hook = KernelInterface.warmup, triton.knobs.runtime.jit_cache_hook

@@ -7,6 +7,8 @@ decodes move their own tokens and positions on (ops/gpu/sample.py).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,6 +50,25 @@ class Ring:
         self._next = (self._next + 1) % len(self._buffers)
 
 
+class SideStream:
+    """For what the next draw needs and nothing before it reads: it arrives while a forward still runs. As a context; the stream
+    that is current outside waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._context: AbstractContextManager[object] = nullcontext()
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._context.__exit__(None, None, None)
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
 class Places:
     """The table of places, from the host's side."""
 
@@ -65,6 +86,7 @@ class Places:
         self._arrived = torch.empty(3 * MAX_CHANGES, dtype=torch.int32, device=device)
         self._masks = workspace.parameters.masks
         self._mask_ring = Ring(self._masks.numel(), 3, device)
+        self.beside = SideStream(device)
         self._mask_rows, self._banned_until = [-1] * n_places, [0] * n_places
         self._table.zero_()
         self._write("mask_row", 0, self._mask_rows, contiguous=True)
@@ -126,8 +148,8 @@ class Places:
         self._pages[place] = (sequence, sequence.pages_version, n_pages)
 
     def put_guides(self, sequences: list[Sequence]) -> None:
-        """Says what these, which have guides, may draw next, and puts the masks on the current stream."""
-        buffer, n = None, 0
+        """Says what these, which have guides, may draw next, and sends the masks. What drew with the last ones has been read."""
+        masks: list[Words] = []
         for sequence in sequences:
             place, guide, row = sequence.place, sequence.guide, -1
             assert place is not None
@@ -137,13 +159,15 @@ class Places:
                 self._write("banned_until", place, until)
                 self._banned_until[place] = until
             if guide.mask is not None:
-                buffer = self._mask_ring.take().view(self._masks.shape) if buffer is None else buffer
-                buffer.numpy()[n] = guide.mask
-                row, n = n, n + 1
+                row = len(masks)
+                masks.append(guide.mask)
             self._put_mask_row(place, row)
-        if buffer is not None:
-            self._masks[:n].copy_(buffer[:n], non_blocking=True)
-            self._mask_ring.used()
+        if masks:
+            buffer = self._mask_ring.take().view(self._masks.shape)[: len(masks)]
+            np.stack(masks, out=buffer.numpy())
+            with self.beside:
+                self._masks[: len(masks)].copy_(buffer, non_blocking=True)
+                self._mask_ring.used()
 
     def _put_mask_row(self, place: int, row: int) -> None:
         if self._mask_rows[place] != row:

@@ -1,11 +1,8 @@
 """A GPU's memory and its recorded steps.
 
-Built once: weights, the two memories and every buffer are allocated, and the steps are recorded as CUDA graphs: a decode for
-each number of rows, a prefill for each number of blocks. A step is then: send what changed, replay, copy the drawn tokens to
-pinned memory, and wait for an event.
-
-**Masks.** A sequence that follows a grammar draws with a mask, which the host has sent before the step. Its next one needs the
-token drawn, so it does not run ahead. In its thought it does, but not behind the token that ends it.
+Built once: weights, the two memories and every buffer are allocated, and the steps are recorded as CUDA graphs: a decode's forward
+and its draws for each number of rows, a prefill for each number of blocks. A step is then: send what changed, replay, copy the drawn
+tokens to pinned memory, and wait for an event.
 
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host. It is started for
 all sequences that drew a token before that token was read; the host works on one step while the device runs the next. Its
@@ -14,30 +11,30 @@ sequence that ended on the device takes no part; one that was ended by the host 
 and comes before whatever its memory is given to, since all of it is one stream. A preempted one leaves with its state one token
 further than the scheduler knows; that token waits here until it is back.
 
+**Masks.** A sequence that follows a grammar draws with a mask, which the host makes from the token before. So where one decodes, only
+the forward runs ahead, of all of them: masks are made meanwhile, and the next step begins by drawing. One whose mask is late
+keeps its logits for a later step. In a thought nothing is masked, but nothing runs ahead behind the token that ends it.
+
 Prefills and decodes of one step are different recordings, so a long prompt beside them does not touch the decodes' bits.
 """
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
-from triton.errors import TritonError
 
-from deltic.config import EngineConfig
 from deltic.engine.device_copy import DeviceCopies
+from deltic.engine.gpu_ahead import Ahead, Pending, Undrawn
 from deltic.engine.gpu_batch import PrefillBatch
-from deltic.engine.gpu_compile import begin_compiling
 from deltic.engine.gpu_places import Places
-from deltic.engine.gpu_plan import MAX_SEGMENTS, GpuWorkspace, gpu_workspace, make_gpu_plan
+from deltic.engine.gpu_plan import MAX_SEGMENTS, GpuWorkspace, gpu_workspace
 from deltic.engine.plan import Plan
 from deltic.engine.request import (
     MAX_LOGPROBS,
@@ -52,15 +49,10 @@ from deltic.engine.request import (
 )
 from deltic.engine.runner import even_context
 from deltic.engine.tiers import Tiers
-from deltic.models.checkpoint import locate, model_name, n_real_ids
-from deltic.models.fingerprint import fingerprint
-from deltic.models.packed import PACKED
 from deltic.models.qwen_gpu import GpuMemory, QwenGpu
-from deltic.models.shapes import CheckpointError
-from deltic.models.weights import Weights, dummy_weights, load_weights
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launches, parse_levers
+from deltic.models.weights import Weights
+from deltic.ops.gpu.launch import Levers, launches
 from deltic.ops.gpu.sample import prompt_logprobs, sample, sample_decode
-from deltic.ops.table import KernelError
 
 Progress = Callable[[str, float], None]
 
@@ -68,55 +60,10 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of the recorded decodes."""
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Blocks of the recorded prefills."""
-LARGE_BYTES = 5_000_000_000
-"""Weights that are read in about a millisecond, as long as the host works for a step of many sequences."""
 LENGTHS = (512, 4096)
 """Keys up to which decodes have recordings of their own: with fewer splits of attention to skip."""
-INTERPRETED_BYTES = 2 << 30
-"""What is planned with where there is no GPU."""
-N_PENDING = 6
-"""Results on their way to the host, at most: of this step's decode, its prefill, and the decode that runs ahead, twice."""
-
-
-@dataclass(eq=False)
-class Pending:
-    """Tokens on their way to the host: of the sequences in `rows`, in that order."""
-
-    rows: dict[Sequence, int]
-    tokens: Tensor  # int32, pinned
-    logprobs: tuple[Tensor, Tensor, Tensor] | None  # pinned: where somebody asked for them
-    event: torch.cuda.Event | None
-    is_own: bool = False
-    """Whether the memory is its own, not a pinned buffer that is soon used again."""
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def only(self, sequence: Sequence) -> Pending:
-        """What it holds of one sequence, in memory of its own."""
-        if self.is_own:
-            return self
-        self.wait()
-        row = slice(self.rows[sequence], self.rows[sequence] + 1)
-        logprobs = (
-            None
-            if self.logprobs is None
-            else (self.logprobs[0][row].clone(), self.logprobs[1][row].clone(), self.logprobs[2][row].clone())
-        )
-        return Pending({sequence: 0}, self.tokens[row].clone(), logprobs, None, is_own=True)
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A decode that ran ahead of the scheduler. It is used by the chunk of its sequence that asks for just this, and dropped when any
-    other chunk of it comes, or its end."""
-
-    position: int
-    """Of the token that was fed."""
-    pending: Pending
-    n_preempted: int
-    """How often its sequence had lost its place by then."""
+N_PENDING = 8
+"""Results on their way to the host, at most: of this step's two kinds of draws, its prefill, and the decode that runs ahead, twice."""
 
 
 @dataclass(eq=False)
@@ -170,11 +117,16 @@ class GpuRunner:
         self._prefill_batch = PrefillBatch(
             self.places, self._block_sizes, plan.max_num_seqs, plan.n_pages, device
         )
-        self._decodes: dict[tuple[int, int], Recording] = {}
+        n_rows = plan.max_num_seqs
+        self._undrawn = Undrawn(self.workspace.decode.logits.view(-1, shape.vocab_size), n_rows)
+        self._forwards: dict[tuple[int, int], Recording] = {}
+        self._draws: dict[int, Recording] = {}  # behind a forward
+        self._late_draws: dict[int, Recording] = {}  # of what is in `_undrawn`
         self._prefills: dict[int, Recording] = {}
         self._free: list[tuple[Tensor, ...]] = [self._pinned() for _ in range(N_PENDING)]
         self._turn = 0
         self._ahead: dict[Sequence, Ahead] = {}
+        self._ran_ahead: torch.cuda.Event | None = None
         self._pool = torch.cuda.graph_pool_handle() if self.is_gpu else None
         if self.is_gpu:
             torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
@@ -230,7 +182,10 @@ class GpuRunner:
         jobs: list[tuple[Callable[[], None], Callable[[Recording], None]]] = []
         for length in reversed(self._lengths):
             for n in reversed(self._row_sizes):
-                jobs.append((self._decode_body(n, length), _setter(self._decodes, (n, length))))
+                jobs.append((self._forward_body(n, length), _setter(self._forwards, (n, length))))
+        for n in reversed(self._row_sizes):
+            jobs.append((self._draw_body(n), _setter(self._draws, n)))
+            jobs.append((self._late_draw_body(n), _setter(self._late_draws, n)))
         for n in reversed(self._block_sizes):
             jobs.append((self._prefill_body(n), _setter(self._prefills, n)))
         self.places.flush()
@@ -255,15 +210,35 @@ class GpuRunner:
         graph.instantiate()
         return Recording(graph.replay, n_launches, graph)
 
-    def _decode_body(self, n: int, max_len: int) -> Callable[[], None]:
+    def _forward_body(self, n: int, max_len: int) -> Callable[[], None]:
+        def body() -> None:
+            w = self.workspace
+            self.model.decode(n, w.places, w.decode, self.memory, max_len)
+
+        return body
+
+    def _draw_body(self, n: int) -> Callable[[], None]:
         def body() -> None:
             w, b = self.workspace, self.workspace.decode
-            logits = self.model.decode(n, w.places, b, self.memory, max_len)
             tokens, logprobs, top_ids, top = w.out["decode"]
             sample_decode(
-                logits, self.plan.n_real, b.row_place[:n], b.row_slot[:n], b.row_position[:n], places=w.parameters,
-                scratch=w.sample, out_token=tokens[:n], out_logprob=logprobs[:n], top_ids=top_ids[:n], top_logprobs=top[:n],
-                levers=self.levers,
+                self._undrawn.logits[:n], self.plan.n_real, b.row_place[:n], b.row_slot[:n], b.row_position[:n],
+                places=w.parameters, scratch=w.sample, out_token=tokens[:n], out_logprob=logprobs[:n], top_ids=top_ids[:n],
+                top_logprobs=top[:n], levers=self.levers,
+            )  # fmt: skip
+
+        return body
+
+    def _late_draw_body(self, n: int) -> Callable[[], None]:
+        draw_row, draw_place, draw_position = self._undrawn.draws[:, :n]
+
+        def body() -> None:
+            w = self.workspace
+            tokens, logprobs, top_ids, top = w.out["decode"]
+            sample(
+                self._undrawn.logits, self.plan.n_real, draw_row=draw_row, draw_place=draw_place, draw_position=draw_position,
+                places=w.parameters, scratch=w.sample, out_token=tokens, out_logprob=logprobs, top_ids=top_ids,
+                top_logprobs=top, levers=self.levers,
             )  # fmt: skip
 
         return body
@@ -301,22 +276,35 @@ class GpuRunner:
     def _step(self, step: Step) -> StepResult:
         results: dict[Sequence, Pending] = {}
         fresh: list[Sequence] = []
+        late: dict[Sequence, int] = {}
         prefills: list[int] = []
         self.places.put_guides([draw.sequence for draw in step.draws if draw.sequence.guide is not None])
+        following, n_next_keys = self._following(
+            step
+        )  # now, so that the device need not wait for it between two replays
         for i, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
-            ahead = self._ahead.pop(sequence, None)
+            ahead, row = self._ahead.pop(sequence, None), self._undrawn.take(sequence)
             if not chunk.is_decode:
                 prefills.append(i)
             elif ahead is None or ahead.position != chunk.start:
                 self._feed(sequence, sequence.tokens[chunk.start], chunk.start)
                 fresh.append(sequence)
             else:
-                results[sequence] = ahead.pending
-                if ahead.n_preempted != sequence.n_preempted:  # it may be elsewhere now
-                    results[sequence] = ahead.pending.only(sequence)
-                    token = int(results[sequence].tokens[0])
-                    self._feed(sequence, token, chunk.start + 1, token < 0 or _ends_thought(sequence, token))
+                is_elsewhere = ahead.n_preempted != sequence.n_preempted
+                if row is not None:
+                    late[sequence] = row
+                    if is_elsewhere:
+                        self._move_in(sequence)
+                elif ahead.pending is not None:
+                    results[sequence] = ahead.pending.only(sequence) if is_elsewhere else ahead.pending
+                    if is_elsewhere:
+                        token = int(results[sequence].tokens[0])
+                        self._feed(
+                            sequence, token, chunk.start + 1, token < 0 or _ends_thought(sequence, token)
+                        )
+        if late:
+            results |= dict.fromkeys(late, self._draw_late(late))
         if fresh:
             pending = self._decode(fresh, max(s.n_computed for s in fresh) + 1)
             results |= dict.fromkeys(fresh, pending)
@@ -329,11 +317,18 @@ class GpuRunner:
                 if step.chunks[i].prompt_logprobs:
                     logprobs[i] = self._prompt_logprobs(step, prefills, i)
         self._copy(step)
-        if self.levers.run_ahead:
-            self._run_ahead(step)
+        self._run_ahead(following, n_next_keys)
         if prefilled is not None:
             prefilled.wait()  # also where nothing was drawn: a step takes as long as what it runs
         return self._read(step, results, logprobs)
+
+    def _move_in(self, sequence: Sequence) -> None:
+        """The sequence has another place and another slot than when its logits were computed."""
+        place, slot = sequence.place, sequence.slot
+        assert place is not None and slot is not None and sequence.start_slot is None
+        self.places.take(place, sequence)
+        self.places.put_pages(place, sequence)
+        self.places.begin(place, slot)
 
     def _feed(self, sequence: Sequence, token: int, position: int, done: bool = False) -> None:
         """Has the sequence's next decode read this token; done: has the next leave the sequence out."""
@@ -345,14 +340,32 @@ class GpuRunner:
         # Where what was lost comes back, a decode without its mask has left another token there.
         self.places.remember(place, sequence, token, position)
 
-    def _decode(self, sequences: list[Sequence], n_keys: int) -> Pending:
-        """Starts a decode of these sequences, none of which has more than n_keys keys in it."""
-        n = next(size for size in self._row_sizes if size >= len(sequences))
+    def _size(self, n: int) -> int:
+        """Rows of the smallest recordings for n of them."""
+        return next(size for size in self._row_sizes if size >= n)
+
+    def _forward(self, sequences: list[Sequence], n_keys: int) -> None:
+        """Starts the forward of these sequences, none of which has more than n_keys keys in it; what is undrawn is kept."""
+        n = self._size(len(sequences))
         self.places.rows([s.place for s in sequences if s.place is not None], n)
         self.places.flush()
-        length = next(length for length in self._lengths if length >= n_keys)
-        self._decodes[n, length].run()
+        self._undrawn.keep()
+        self._forwards[n, next(length for length in self._lengths if length >= n_keys)].run()
+
+    def _decode(self, sequences: list[Sequence], n_keys: int) -> Pending:
+        """A forward, and the draws behind it."""
+        self._forward(sequences, n_keys)
+        self._draws[self._size(len(sequences))].run()
         return self._send(sequences, "decode")
+
+    def _draw_late(self, rows: dict[Sequence, int]) -> Pending:
+        """Starts the draws of sequences whose forwards ran ahead, from these rows of logits."""
+        self.places.flush()
+        places = [s.place for s in rows if s.place is not None]
+        with self.places.beside:
+            self._undrawn.send([*rows.values()], places, [len(s.tokens) for s in rows])
+        self._late_draws[self._size(len(rows))].run()
+        return self._send([*rows], "decode")
 
     def _send(self, sequences: list[Sequence], kind: str) -> Pending:
         """Starts the way of the drawn tokens to the host."""
@@ -372,16 +385,12 @@ class GpuRunner:
             event.record()
         return Pending({s: i for i, s in enumerate(sequences)}, tokens, logprobs, event)
 
-    def _run_ahead(self, step: Step) -> None:
-        """Starts the next decode of every sequence that draws in this step, where it has a page for one token more.
-
-        A sequence in its grammar cannot be started before its token is known. Beside one, nobody is where the weights are large:
-        they would be read for two decodes then, and not for one, which costs more than the overlap saves.
-        """
-        sequences = []
-        n_keys = 0
-        free = [d.sequence for d in step.draws if d.sequence.guide is None or d.sequence.guide.next_is_free]
-        for sequence in free if len(free) == len(step.draws) or self.plan.weight_bytes <= LARGE_BYTES else []:
+    def _following(self, step: Step) -> tuple[list[Sequence], int]:
+        """Those that draw in this step and whose next decode can be started: they have a page for one token more. And the most keys
+        of one of them."""
+        sequences, n_keys = [], 0
+        for draw in step.draws if self.levers.run_ahead else []:
+            sequence = draw.sequence
             position, params = len(sequence.tokens), sequence.request.params
             is_last = position + 1 - sequence.n_prompt >= params.max_tokens
             if is_last or position >= len(sequence.pages) * PAGE_SIZE:
@@ -390,15 +399,31 @@ class GpuRunner:
             self.places.put_pages(sequence.place, sequence)
             sequences.append(sequence)
             n_keys = max(n_keys, position + 1)
+        return sequences, n_keys
+
+    def _run_ahead(self, sequences: list[Sequence], n_keys: int) -> None:
+        """Starts their next decode; only its forward, where one of them draws with a mask that is not known yet."""
         # What nobody asked for is of sequences that have ended, or that have no chunk in this step: preempted ones, mostly.
-        self._ahead = {
-            s: replace(ahead, pending=ahead.pending.only(s))
-            for s, ahead in self._ahead.items()
-            if s.finish_reason is None
-        }
-        if sequences:
+        for sequence in [s for s in self._ahead if s.finish_reason is not None]:
+            self._drop(sequence)
+        self._ahead = {s: ahead.only(s) for s, ahead in self._ahead.items()}
+        pending = None
+        if not all(s.guide is None or s.guide.next_is_free for s in sequences):
+            sequences = sequences[: self._undrawn.n_free]
+            if sequences:
+                self._forward(sequences, n_keys)
+                self._undrawn.put(sequences)
+                if self.is_gpu:
+                    self._ran_ahead = torch.cuda.Event()
+                    self._ran_ahead.record()
+        elif sequences:
             pending = self._decode(sequences, n_keys)
-            self._ahead |= {s: Ahead(len(s.tokens), pending, s.n_preempted) for s in sequences}
+        self._ahead |= {s: Ahead(len(s.tokens), pending, s.n_preempted) for s in sequences}
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forgets what ran ahead of it."""
+        self._ahead.pop(sequence, None)
+        self._undrawn.take(sequence)
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         """Starts a prefill of these chunks and the draws behind them."""
@@ -472,7 +497,7 @@ class GpuRunner:
             token, k = int(arrays[id(pending)][row]), draw.sequence.request.params.logprobs
             result.token_ids.append(token)
             if _ends_thought(draw.sequence, token):
-                self._ahead.pop(draw.sequence, None)  # the device left it out
+                self._drop(draw.sequence)  # the device left it out
             entry = None
             if k is not None and pending.logprobs is not None:
                 logprob, ids, values = (t[row] for t in pending.logprobs)
@@ -481,6 +506,10 @@ class GpuRunner:
                 )
             result.logprobs.append(entry)
         return result
+
+    def is_busy(self) -> bool:
+        """Whether the forward that runs ahead is not over."""
+        return self._ran_ahead is not None and not self._ran_ahead.query()
 
     # For tests and benches.
 
@@ -503,25 +532,35 @@ class GpuRunner:
             self.places.take(i, sequence)
             self.places.put_pages(i, sequence)
             self.places.feed(i, 1, n_keys - 1, i)
-        n = next(size for size in self._row_sizes if size >= n_rows)
+        n = self._size(n_rows)
         self.places.rows(list(range(n_rows)), n)
         self.places.flush()
-        run = self._decodes[n, next(m for m in self._lengths if m >= n_keys + n_replays * n_rounds)].run
+        forward = self._forwards[n, next(m for m in self._lengths if m >= n_keys + n_replays * n_rounds)].run
+        draw = self._draws[n].run
         times = []
         for _ in range(n_rounds):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(n_replays):
-                run()
+                forward()
+                draw()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / n_replays)
         return float(sorted(times)[n_rounds // 2])
 
+    def recordings(self) -> list[Recording]:
+        """All of them: what serving will replay."""
+        return [
+            r
+            for kind in (self._forwards, self._draws, self._late_draws, self._prefills)
+            for r in kind.values()
+        ]
+
     def n_launches(self, n_rows: int) -> int:
         """Kernels in the recorded decode of n_rows rows."""
-        n = next(size for size in self._row_sizes if size >= n_rows)
-        return self._decodes[n, self._lengths[0]].n_launches
+        n = self._size(n_rows)
+        return self._forwards[n, self._lengths[0]].n_launches + self._draws[n].n_launches
 
 
 def _ends_thought(sequence: Sequence, token: int) -> bool:
@@ -535,65 +574,3 @@ def _setter(where: dict, key: object) -> Callable[[Recording], None]:  # type: i
         where[key] = recording
 
     return put
-
-
-def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
-    """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit, no GPU)."""
-    clock = time.perf_counter()
-    spent: dict[str, float] = {}
-
-    def lap(stage: str) -> None:
-        nonlocal clock
-        spent[stage] = round(time.perf_counter() - clock, 3)
-        clock = time.perf_counter()
-
-    levers = parse_levers(config.lever)
-    device = "cpu" if INTERPRETED else "cuda"
-    progress("plan", 0.0)
-    directory, shape = locate(config)
-    if config.dummy is None and (directory / PACKED).exists():
-        raise CheckpointError(
-            f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
-        )
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else INTERPRETED_BYTES
-    n_real = n_real_ids(config, directory, shape)
-    plan = make_gpu_plan(config, shape, n_real, free, levers)
-    lap("plan")
-    compiling = begin_compiling(plan, levers)  # beside reading the weights
-
-    def on_bytes(done: int, total: int) -> None:
-        progress("weights", done / max(1, total))
-
-    notices: list[str] = []
-    if config.dummy is not None:
-        weights = dummy_weights(shape, config.seed, on_bytes, quantize="rows", device=device)
-    else:
-        weights, notices = load_weights(directory, shape, on_bytes, quantize="rows", device=device)
-    if (
-        weights.n_bytes > plan.weight_bytes
-    ):  # a head that the configuration ties to the embedding, and is stored all the same
-        plan = make_gpu_plan(config, replace(shape, tie_word_embeddings=False), n_real, free, levers)
-    lap("weights")
-    compiling.wait(progress)
-    lap("compile")
-    try:
-        runner = GpuRunner(plan, weights, levers, progress)
-    except TritonError as error:
-        raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
-    lap("record")
-    runner.info.model_name = model_name(config)
-    runner.info.notices = notices
-    runner.info.prefix_cache = config.prefix_cache
-    if config.prefix_cache and config.cache_dir is not None:
-        kernels = f"{runner.info.device} torch {torch.__version__} triton {triton.__version__} {levers}"
-        model = fingerprint(
-            config, directory, kernels, lambda done, total: progress("cache", done / max(1, total))
-        )
-        runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), model)
-    elif plan.n_host_units:
-        runner.open_tiers(None, 0, "")
-    if runner.tiers is not None:  # the default is meant for preempted sequences
-        runner.tiers.takes_evicted = config.cache_host_gb is not None
-    lap("cache")
-    runner.info.start_s = spent
-    return runner

@@ -96,7 +96,8 @@ class StepRunner(Protocol):
     else that step holds, and then does not run the chunk. A chunk of that sequence with another start, and its end, drop what
     was kept; nothing else does: a preempted sequence may come back, elsewhere, with pages and state as the run ahead left them.
     All that the engine takes from a sequence it hands to later work of the same stream, or to copies through `tiers`, which wait
-    for it. So a run ahead whose sequence has ended does no harm.
+    for it. So a run ahead whose sequence has ended does no harm. While `is_busy()`, what it runs ahead is not over: so long a step
+    that waits for masks costs nothing.
     """
 
     @property
@@ -182,7 +183,8 @@ class Engine:
         """tokenizer_file: says where the tokenizer.json is, for grammars; asked when the first one comes."""
         self.runner = runner
         self.info = info = runner.info
-        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file)
+        is_busy: Callable[[], bool] | None = getattr(runner, "is_busy", None)
+        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file, is_busy)
         self.cache = Cache(
             info.n_pages,
             info.n_slots,
@@ -256,6 +258,7 @@ class Engine:
             return self._traced(ended + failed)
         ran = time.perf_counter()
         outputs = ended + self.scheduler.commit(step, result)
+        self.guides.give()
         self.n_failures = 0
         self.n_steps += 1
         end = time.perf_counter()

@@ -83,7 +83,7 @@ class DecodeBuffers:
     partial: Tensor  # float32, flat: what is to be added to the residual
     attention: AttentionScratch
     moe: MoeScratch | None
-    logits: Tensor  # float32, flat
+    logits: Tensor  # float32, flat, of twice as many rows: those behind keep what a later draw needs
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def decode_buffers(
         partial=allocate("partial sums", (max(n_partials) * n_rows * h,), f32),
         attention=attention_scratch(heads, n_rows, max_len, allocate),
         moe=moe,
-        logits=allocate("logits", (n_rows * shape.vocab_size,), f32),
+        logits=allocate("logits", (2 * n_rows * shape.vocab_size,), f32),
     )
 
 

@@ -127,12 +127,12 @@ def test_stop_strings_and_the_end(llm: LLM) -> None:
 def test_a_slow_mask_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     original, n_others = Guides._do, 0
 
-    def slow(guides: Guides, job: list[Any], token: int | None) -> None:
-        if job[0].sequence.request.id == "slow":
+    def slow(guides: Guides, job: list[Any], tokens: list[int], words: Any) -> None:
+        if any(guide.sequence.request.id == "slow" for guide in job):
             until, deadline = n_others + 10, time.monotonic() + 20
             while n_others < until and time.monotonic() < deadline:
                 time.sleep(0.001)
-        original(guides, job, token)
+        original(guides, job, tokens, words)
 
     monkeypatch.setattr(Guides, "_do", slow)
     engine, n_before = llm._engine, []

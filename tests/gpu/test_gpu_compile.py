@@ -169,7 +169,7 @@ def _compiled() -> dict[str, Any]:
     # the steps themselves, in which all others are passed over
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-    with gpu_compile._collecting():
+    with gpu_compile.collecting():
         note = triton.knobs.runtime.jit_cache_hook
         triton.knobs.runtime.jit_cache_hook = lambda **given: given["fn"].name not in FEW and note(**given)
         runner = _walk(plan, levers)
@@ -203,7 +203,7 @@ def _walk(plan: Any, levers: Any) -> Any:
     runner = GpuRunner(
         plan, empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta"), levers
     )
-    for recording in [*runner._decodes.values(), *runner._prefills.values()]:
+    for recording in runner.recordings():
         recording.run()
     return runner
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import re
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,14 +21,16 @@ import pytest
 import torch
 
 from deltic.config import EngineConfig
+from deltic.engine.constraint import Guide, Guides
 from deltic.engine.loop import Engine
-from deltic.engine.request import Constraint, Output, Request, SamplingParams
+from deltic.engine.request import Constraint, Output, Request, SamplingParams, Sequence
 from deltic.reference.model import forward
 from tests.plain import plain
 from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
 pytest.importorskip("triton")
-from deltic.engine.gpu_runner import GpuRunner, build_gpu_runner
+from deltic.engine.gpu_build import build_gpu_runner
+from deltic.engine.gpu_runner import GpuRunner
 
 HAS_GPU = torch.cuda.is_available()
 KINDS = ("dense", "moe", "next")
@@ -236,34 +240,106 @@ def test_stop_tokens_end_on_the_device() -> None:
     assert found["b/0"] == expected
 
 
-@needs_gpu
-@pytest.mark.parametrize("large", [0, 1 << 60])
-def test_constrained(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thought that runs ahead, its forced end, and a grammar: the ids that may be drawn, and nobody's bits follow from it."""
-    monkeypatch.setattr("deltic.engine.gpu_runner.LARGE_BYTES", large)
-    grammar = llguidance.LLMatcher.grammar_from_lark("start: /[ab][0-9]/")
-    constraint = Constraint(
-        grammar=grammar, think_end_id=N_REAL_VOCAB - 1, think_budget=2, close_ids=(N_REAL_VOCAB - 1,)
-    )  # fmt: skip
+GRAMMAR = llguidance.LLMatcher.grammar_from_lark("start: /[ab]([0-9][ab])*!/")
+LETTERS = {byte_tokenizer().token_to_id(letter): letter for letter in "ab0123456789!"}
+
+
+def guided_request(name: str, ids: list[int], n_tokens: int = N_TOKENS, **params: Any) -> Request:
+    """One that thinks for two tokens, and then follows GRAMMAR."""
+    end = N_REAL_VOCAB - 1
+    constraint = Constraint(grammar=GRAMMAR, think_end_id=end, think_budget=2, close_ids=(end,))
+    return request(name, ids, n_tokens, constraint=constraint, temperature=1.0, **params)
+
+
+def run(
+    *requests: Request, preempt: dict[int, str] | None = None, keeps: bool = True
+) -> dict[str, list[Entry]]:
+    """Their answers, all at once. keeps: there is host memory for a preempted one's state."""
     file = Path(tiny_checkpoint("dense")) / "tokenizer.json"
-    letters = {byte_tokenizer().token_to_id(letter): letter for letter in "ab0123456789"}
+    engine = Engine(runner("dense"), tokenizer_file=lambda: file)
+    if not keeps:
+        engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
+    for r in requests:
+        engine.add(r)
+    found = answers(engine, preempt)
+    undrawn = engine.runner._undrawn  # type: ignore[attr-defined]
+    for ended in [*engine.runner._ahead]:  # type: ignore[attr-defined]
+        assert ended.finish_reason is not None
+        engine.runner._drop(ended)  # type: ignore[attr-defined]
+    assert undrawn.n_free == engine.info.max_num_seqs
+    engine.close(0)
+    return found
 
-    def run(*requests: Request) -> dict[str, list[Entry]]:
-        engine = Engine(runner("dense"), tokenizer_file=lambda: file)
-        for r in requests:
-            engine.add(r)
-        found = answers(engine)
-        engine.close(0)
-        return found
 
-    guided = request("a", prompt(40, 5), n_tokens=12, constraint=constraint, temperature=1.0, seed=3)
-    free = request("b", prompt(41, 9), n_tokens=4)
-    both = run(guided, free)
-    tokens = [entry[0] for entry in both["a/0"]]
-    assert tokens[2] == N_REAL_VOCAB - 1 and len(tokens) == 5 and len(both["b/0"]) == 4
-    first, second = (letters[token] for token in tokens[3:])
-    assert first in "ab" and second.isdigit()
-    assert run(guided) | run(free) == both
+def follows(entries: list[Entry]) -> bool:
+    """Whether the forced end of the thought and what the grammar admits are there."""
+    tokens = [entry[0] for entry in entries]
+    text = "".join(LETTERS[token] for token in tokens[3:])
+    return tokens[2] == N_REAL_VOCAB - 1 and re.fullmatch(r"[ab]([0-9][ab])*([0-9]|!)?", text) is not None
+
+
+def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of the forwards that are started from now on."""
+    n_rows: list[int] = []
+    forward = GpuRunner._forward
+
+    def counting(self: GpuRunner, sequences: list[Sequence], n_keys: int) -> None:
+        n_rows.append(len(sequences))
+        forward(self, sequences, n_keys)
+
+    monkeypatch.setattr(GpuRunner, "_forward", counting)
+    return n_rows
+
+
+@needs_gpu
+def test_constrained_beside_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thoughts that run ahead, their forced ends, grammars: nobody's bits follow from the others, and all decode in one forward."""
+    n = 8 if HAS_GPU else 1
+    guided = [guided_request(f"g{i}", prompt(40 + i, 5 + i), seed=i) for i in range(n)]
+    free = [request(f"f{i}", prompt(60 + i, 9 + i), temperature=1.0, seed=i) for i in range(n)]
+    expected = {k: v for r in guided + free for k, v in run(r).items()}
+    rows = count_forwards(monkeypatch)
+    monkeypatch.setattr("deltic.engine.constraint.LONGEST_WAIT_S", 1.0)  # nobody sits out a step
+    monkeypatch.setattr("deltic.engine.constraint.SLOW_S", 1.0)
+    monkeypatch.setattr(Guides, "collect", lambda self, decodes, step_s: _collect(self, decodes, 1e9))
+    assert run(*guided, *free) == expected
+    assert all(follows(expected[f"g{i}/0"]) for i in range(n))
+    assert len(rows) <= N_TOKENS + 6 and sum(rows) >= 2 * n * (N_TOKENS - 1) * 0.6
+
+
+_collect = Guides.collect
+
+
+@needs_gpu
+def test_late_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence whose mask takes longer than steps do sits them out; what it had computed ahead is drawn from when the mask is there."""
+    slow, quick = (
+        guided_request("slow", prompt(50, 70), seed=1),
+        guided_request("quick", prompt(51, 6), seed=2),
+    )
+    free = request("free", prompt(52, 64), n_tokens=3 * N_TOKENS)
+    expected = run(slow) | run(quick) | run(free)
+    do = Guides._do
+
+    def dawdle(self: Guides, guides: list[Guide], tokens: list[int], words: Any = None) -> None:
+        if any(guide.sequence.request.id == "slow" for guide in guides):
+            time.sleep(0.004 if HAS_GPU else 0.5)
+        do(self, guides, tokens, words)
+
+    monkeypatch.setattr(Guides, "_do", dawdle)
+    assert run(slow, quick, free) == expected
+
+
+@needs_gpu
+@pytest.mark.parametrize("keeps", (True, False))
+def test_preempted_in_its_grammar(keeps: bool) -> None:
+    """P4: with logits computed ahead from which nothing was drawn, and its place and slot somebody else's meanwhile."""
+    guided = guided_request("a", prompt(53, 70), seed=3, frequency_penalty=0.5)
+    other = guided_request("b", prompt(54, 40), seed=4)
+    late = request("c", prompt(55, 66))
+    expected = run(guided) | run(other) | run(late)
+    preempt = {4: "a", 6: "b", 9: "a"} if HAS_GPU else {4: "a"}
+    assert run(guided, other, late, preempt=preempt, keeps=keeps) == expected
 
 
 @needs_gpu
@@ -271,7 +347,7 @@ def test_constrained_and_preempted() -> None:
     """P4: before the step that finds the end of the thought drawn ahead; and where forced tokens, which penalties count, come back."""
     ids = prompt(9, 5)
 
-    def run(step: int | None, keeps: bool, **params: Any) -> list[Entry]:
+    def answer(step: int | None, keeps: bool, **params: Any) -> list[Entry]:
         engine = Engine(runner("dense"))
         if not keeps:
             engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
@@ -280,12 +356,12 @@ def test_constrained_and_preempted() -> None:
 
     end = alone("dense", ids, n_tokens=3)[2][0]
     own = {"constraint": Constraint(think_end_id=end, begin_ids=(7, 8))}
-    assert run(2, True, **own) == run(None, True, **own)
+    assert answer(2, True, **own) == answer(None, True, **own)
     end = N_REAL_VOCAB - 1
     forced = Constraint(think_end_id=end, think_budget=1, close_ids=(end, 9), begin_ids=(7, 8))
     params = {"constraint": forced, "frequency_penalty": 2.0, "temperature": 1.0, "seed": 3}
-    expected = run(None, False, **params)
-    assert run(6, False, **params) == expected
+    expected = answer(None, False, **params)
+    assert answer(6, False, **params) == expected
     history = runner("dense").workspace.parameters.history[:, : len(ids) + 8].tolist()
     assert ids + [entry[0] for entry in expected] in history, "what penalties count"
 
@@ -354,7 +430,8 @@ def test_launches_of_a_decode(kind: str) -> None:
     for n in (1, 128):
         n_most = 9 if kind != "dense" and n > 4 else 8
         assert inner.n_launches(n) <= n_most * n_layers + 8
-        assert n_nodes(inner._decodes[n, inner._lengths[0]].graph) <= inner.n_launches(n) + 2
+        graphs = inner._forwards[n, inner._lengths[0]].graph, inner._draws[n].graph
+        assert sum(n_nodes(graph) for graph in graphs if graph) <= inner.n_launches(n) + 2
 
 
 def n_nodes(graph: torch.cuda.CUDAGraph) -> int:
