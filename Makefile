@@ -8,7 +8,7 @@ ARGS ?=
 
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 
-.PHONY: install serve test bench soak lint wheel clean
+.PHONY: install serve test bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -39,6 +39,20 @@ bench: $(VENV)/.test-installed
 
 soak: $(VENV)/.test-installed
 	$(BIN)/python -m deltic.bench.soak --minutes 30 $(ARGS)
+
+# Of a tiny random model that speaks.
+soak-speech: $(VENV)/.test-installed
+	rm -rf build/tiny-speech
+	$(BIN)/python -c 'from pathlib import Path; from tests import tiny_speech; tiny_speech.write_speech(Path("build/tiny-speech"), "custom_voice")'
+	$(BIN)/python -m deltic.bench.soak build/tiny-speech --speech --minutes 20 --clients 16 $(ARGS)
+
+# Writes tests/golden/speech again, from the published package, which wants another transformers than the tests. --no-deps: it asks
+# for an onnxruntime, a sox and a torchaudio that its 12.5 Hz models do not need, and for gradio.
+oracle:
+	$(PYTHON) -m venv build/oracle
+	build/oracle/bin/python -m pip install --quiet '$(TORCH)' transformers==4.57.3 accelerate einops librosa soundfile
+	build/oracle/bin/python -m pip install --quiet --no-deps qwen-tts==0.1.1
+	build/oracle/bin/python tests/golden/make_speech.py
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -16,12 +16,10 @@ PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = (
-    105  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 23; the server 24
-)
+MAX_SOURCE_FILES = 145  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 31; the server 31; speech is 30 of all
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 30_500
+MAX_PACKAGE_LINES = 43_000
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
 LEAVES = {"config", "metrics", "engine.request"}
@@ -30,6 +28,7 @@ WITHOUT_TORCH = [
     "engine.scheduler",
     "engine.cache",
     "engine.cost",
+    "engine.speech",
     "engine.trace",
     "engine.pool",
     "engine.residency",
