@@ -101,6 +101,9 @@ class EngineConfig:
         None, "keep the prefix cache in this directory, too: it survives a restart", metavar="DIR"
     )
     cache_disk_gb: float = knob(16.0, "most that is kept in --cache-dir", metavar="GB")
+    voices_dir: Path | None = knob(
+        None, "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)", metavar="DIR"
+    )  # fmt: skip
     lever: tuple[str, ...] = knob(
         (), "set an optimisation of the GPU, to measure it, e.g. pdl=off (deltic bench ablate lists them); may be given several "
         "times", metavar="NAME=VALUE",
@@ -134,9 +137,21 @@ class ServerConfig:
     request_timeout_s: float = knob(
         0.0, "a request that has not ended after this many seconds is ended, 504; 0: never"
     )
+    queue_timeout_s: float = knob(
+        0.0, "a request that still waits for its place after this many seconds is ended, 503; 0: never"
+    )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
     served_model_name: str | None = knob(None, "name in /v1/models and answers (default: the model's own)")
     chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
+    allow_audio_host: tuple[str, ...] = knob(
+        (), "fetch a request's ref_audio from this host if it is an http(s) URL; may be given several times (default: from nowhere)",
+        metavar="HOST",
+    )  # fmt: skip
+    allow_audio_dir: Path | None = knob(
+        None,
+        "read a request's ref_audio from this directory if it is a file: URL (default: read no files)",
+        metavar="DIR",
+    )
     max_queue: int = knob(256, "sequences that may wait (n of a request counts n); more are answered 429")
     max_body_mb: float = knob(16.0, "largest request body", metavar="MB")
     max_n: int = knob(16, "largest n of a request")
@@ -145,6 +160,10 @@ class ServerConfig:
     max_stored_responses: int = knob(
         1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none"
     )
+    skip_hosted_tools: bool = knob(
+        False, "leave tools that OpenAI's servers run (web_search, image_generation, ...) out of requests to /v1/responses instead "
+        "of refusing them",
+    )  # fmt: skip
     default_max_tokens: int | None = knob(
         None, "answer length when a request names none (default: whatever the context leaves)"
     )
@@ -242,7 +261,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cache_disk_gb": (0.0, math.inf), "port": (0, 65535), "max_queue": (0, math.inf), "max_body_mb": (0.001, math.inf),
     "max_n": (1, math.inf), "max_logprobs": (0, math.inf), "drain_s": (0.0, math.inf), "default_max_tokens": (1, math.inf),
     "max_concurrent_per_key": (0, math.inf), "tokens_per_minute_per_key": (0, math.inf), "request_timeout_s": (0.0, math.inf),
-    "max_stored_responses": (0, math.inf),
+    "max_stored_responses": (0, math.inf), "queue_timeout_s": (0.0, math.inf),
 }  # fmt: skip
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
 

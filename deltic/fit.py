@@ -17,9 +17,12 @@ from deltic.engine.build import is_for_gpu
 from deltic.engine.cache import pages_for
 from deltic.engine.plan import Plan, make_plan
 from deltic.engine.request import PAGE_SIZE
-from deltic.models.checkpoint import locate, model_name, n_real_ids
+from deltic.engine.speech_plan import SpeechPlan, make_speech_plan
+from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.packed import PACKED, resolve_quantize
 from deltic.models.shapes import CheckpointError, ModelShape
+from deltic.models.speech_shapes import N_CODES, SAMPLE_RATE, SpeechShape
+from deltic.models.tts_weights import frame_bytes
 from deltic.models.weights import Moe, empty_weights
 from deltic.roofs import multiply_peak, read_bandwidth
 
@@ -30,9 +33,12 @@ def report(config: EngineConfig) -> str:
 
     Raises ConfigError or another ValueError when the model cannot be served with these settings.
     """
-    directory, shape = locate(config)
     out = StringIO()
     console = Console(file=out, width=100)
+    if speaks(config):
+        _report_speech(console, config)
+        return out.getvalue()
+    directory, shape = locate(config)
     sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
     console.print(
         f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
@@ -60,6 +66,101 @@ def _report_cpu(console: Console, config: EngineConfig, directory: Path, shape: 
             plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
         )
     )
+
+
+def _report_speech(console: Console, config: EngineConfig) -> None:
+    _, shape = locate_speech(config)
+    free, wanted = free_memory_bytes(), int((config.memory_gb or 0) * 1e9)
+    on_gpu = is_for_gpu(config)
+    if on_gpu:
+        free, plan = _gpu_speech_plan(config, shape, wanted)
+    else:
+        plan = make_speech_plan(config, shape, max(free, wanted))
+    console.print(
+        f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters, talker of {shape.talker.n_layers} layers and predictor of "
+        f"{shape.predictor.n_layers}, {N_CODES} codes a frame of 80 ms, {SAMPLE_RATE} Hz"
+    )
+    if wanted > free:
+        console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB are free[/]")
+    streams = plan.workspace["vocoder states"]
+    table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
+    for name, n_bytes, what in (
+        (
+            "weights",
+            plan.weight_bytes,
+            f"talker, predictor: {plan.quantize or 'bfloat16'} matrices, bfloat16 tables",
+        ),
+        ("vocoder", plan.vocoder_bytes, "float32"),
+        ("workspace", plan.workspace_bytes - streams, f"a step of up to {plan.n_rows} rows"),
+        ("streams", streams, f"states of {plan.n_streams} streams of audio"),
+        (
+            "pages",
+            plan.pages_bytes,
+            f"{plan.n_pages} of {PAGE_SIZE} rows or frames, {plan.page_bytes / 1e6:.2f} MB each",
+        ),
+        ("host tier", plan.host_bytes, "for preempted sequences"),
+        ("total", plan.total_bytes, f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less"),
+    ):
+        table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
+    console.print(table)
+    console.print("Python, torch and the HTTP process take about 0.6 GB more.")
+    console.print(_speech_fit_table(plan))
+    if not on_gpu:
+        console.print(_speech_speed_table(plan))
+
+
+def _gpu_speech_plan(config: EngineConfig, shape: SpeechShape, wanted: int) -> tuple[int, SpeechPlan]:
+    """What is free on the GPU, 0 where there is none, and the plan."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "a plan for a GPU needs Triton, which comes with torch's CUDA build; or give --device cpu"
+        )
+    from deltic.engine.gpu_plan import RESERVE_BYTES
+    from deltic.engine.gpu_speech_plan import make_gpu_speech_plan  # imports Triton
+    from deltic.ops.gpu.launch import parse_levers
+
+    is_here = torch.cuda.is_available()
+    if not is_here and not wanted:
+        raise ConfigError(
+            "--device cuda: torch sees no GPU here; to plan for one elsewhere, say with --memory-gb how much of its memory may be used"
+        )
+    free = torch.cuda.mem_get_info()[0] if is_here else 0
+    most = max(free, wanted + RESERVE_BYTES // 2 if wanted else 0)
+    return free, make_gpu_speech_plan(config, shape, most, parse_levers(config.lever))
+
+
+def _speech_fit_table(plan: SpeechPlan) -> Table:
+    title = (
+        f"Utterances of a length that run at once (longest: {plan.max_model_len} rows of prompt and frames)"
+    )
+    table = Table("seconds of audio", "utterances", "limited by", title=title, title_justify="left")
+    for seconds in (10, 30, 120, 300):
+        n_rows = 64 + int(seconds * 12.5)
+        if n_rows <= plan.max_model_len:
+            by_pages = plan.n_pages // pages_for(n_rows)
+            limit = "--max-num-seqs" if by_pages >= plan.max_num_seqs else "pages"
+            table.add_row(f"{seconds}", f"{min(by_pages, plan.max_num_seqs)}", limit)
+    return table
+
+
+def _speech_speed_table(plan: SpeechPlan) -> Table:
+    """Roofs, not forecasts, without the vocoder: the larger of bytes over bandwidth and operations over the multiply rate."""
+    bandwidth = read_bandwidth(plan.n_threads)
+    peak = multiply_peak(plan.n_threads, plan.quantize or "bf16")
+    talker, predictor = frame_bytes(plan.shape, plan.quantize)
+    shape = plan.shape
+    n_heads = N_CODES * shape.n_codebook * shape.predictor.hidden_size
+    work = 2 * (shape.talker.layer_params + N_CODES * shape.predictor.layer_params + n_heads)
+    title = (
+        f"Codes of a frame (80 ms of audio): talker {talker / 1e9:.2f} GB, predictor {predictor / 1e9:.2f} GB, "
+        f"{work / 1e9:.1f} Gop; at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} Gop/s (measured now)"
+    )
+    table = Table("streams", "ms a frame at least", "bound by", title=title, title_justify="left")
+    for n in (n for n in (1, 2, 4, 8, 16) if n <= plan.max_num_seqs):
+        memory_s, compute_s = (talker + predictor) / bandwidth, n * work / peak
+        bound = "memory" if memory_s >= compute_s else "arithmetic"
+        table.add_row(f"{n}", f"{1000 * max(memory_s, compute_s):.0f}", bound)
+    return table
 
 
 def _report_gpu(console: Console, config: EngineConfig, directory: Path, shape: ModelShape) -> None:

@@ -1,7 +1,7 @@
-// attn_prepare and attention: gated full attention over 64-token pages.
+// attn_prepare and attention: full attention, gated or not, over 64-token pages.
 //
 // attn_prepare: q, k = rope(zero-centred RMSNorm per head); q rounded to bfloat16 for the scores, k and v into the pages.
-// attention: softmax(q k^T / sqrt(d)) v * sigmoid(gate), one pass with a running maximum over pages in order (Milakov and
+// attention: softmax(q k^T / sqrt(d)) v (* sigmoid(gate)), one pass with a running maximum over pages in order (Milakov and
 // Gimelshein, "Online normalizer calculation for softmax", 2018). The keys are cut into splits at fixed positions: each split
 // is summed by itself, and a row's splits are merged in order of position, whoever computed them. Pages and splits are at
 // absolute positions and a row never looks at its neighbours, so a token's output does not depend on how the prompt was cut,
@@ -33,10 +33,11 @@ constexpr int SCORE_VECTORS = LANES == 16 ? 2 : 1;
 #endif
 constexpr int VALUE_VECTORS = LANES == 16 ? 4 : 1;
 
-// proj f32 [T, row]: q [nq, d] | gate [nq, d] | k [nk, d] | v [nk, d]
+// proj f32 [T, row]: q [nq, d] | gate [nq, d], if gated | k [nk, d] | v [nk, d]
 struct Heads {
-    int64_t n_q, n_k, dim;
-    int64_t row() const { return 2 * (n_q + n_k) * dim; }
+    int64_t n_q, n_k, dim, gated;
+    int64_t k_at() const { return (gated ? 2 : 1) * n_q * dim; }
+    int64_t row() const { return k_at() + 2 * n_k * dim; }
     int64_t group() const { return n_q / n_k; }
 };
 
@@ -222,6 +223,7 @@ struct Attention {
     template <int MR, bool FETCH>
     static void score_page(const Pair* rows, const bf16* k, const bf16* v, int64_t n_keys, int64_t dim, float scale, float* scores) {
         constexpr int NR = SCORE_VECTORS;
+        if (n_keys <= 16) return score_tile<MR, 1, false>(rows, k, v, dim, scale, scores);  // as in a frame of speech
         for (int64_t i = 0; i < n_keys; i += 16 * NR) {
             if (i == 0) score_tile<MR, NR, FETCH>(rows, k, v, dim, scale, scores);
             else score_tile<MR, NR, false>(rows, k + 2 * i, v, dim, scale, scores + i);
@@ -253,9 +255,12 @@ struct Attention {
     void finish(const Block& b, int64_t r, const Record& row) const {
         int64_t t = b.t0 + r / heads.group(), head = b.h * heads.group() + r % heads.group(), dim = heads.dim;
         const float* gate = proj + t * heads.row() + (heads.n_q + head) * dim;
+        bf16* to = out + (t * heads.n_q + head) * dim;
         v16 inverse = splat(1.0f / row.total());
-        for (int64_t i = 0; i < dim; i += 16)
-            store_bf16(out + (t * heads.n_q + head) * dim + i, load(row.sums + i) * inverse * sigmoid(load(gate + i)));
+        for (int64_t i = 0; i < dim; i += 16) {
+            v16 y = load(row.sums + i) * inverse;
+            store_bf16(to + i, heads.gated ? y * sigmoid(load(gate + i)) : y);
+        }
     }
 
     // All splits of a block by one thread.
@@ -327,12 +332,12 @@ struct Wave {
 
 }  // namespace
 
-// proj, n_q, n_k, d, T (counted), positions i32 [T], token_place i32 [T], page_table i32 [places, stride], stride,
+// proj, n_q, n_k, d, gated, T (counted), positions i32 [T], token_place i32 [T], page_table i32 [places, stride], stride,
 // q_norm f32 [d], k_norm f32 [d], eps, cos f32 [max_len, rotary / 2], sin, rotary, q out bf16, pages bf16, page_stride
 KERNEL(deltic_attn_prepare) {
     Arguments a{arguments};
     auto proj = a.pointer<const float>();
-    Heads heads{a.integer(), a.integer(), a.integer()};
+    Heads heads{a.integer(), a.integer(), a.integer(), a.integer()};
     int64_t n_tokens = a.count();
     auto positions = a.pointer<const int32_t>();
     auto token_place = a.pointer<const int32_t>();
@@ -353,7 +358,7 @@ KERNEL(deltic_attn_prepare) {
         for (int64_t h = 0; h < heads.n_q; h++)
             norm_rope(x + h * dim, q_norm, eps, c, s, dim, rotary, q_out + (t * heads.n_q + h) * dim);
         bf16* page = pages + (int64_t)page_table[token_place[t] * table_stride + position / PAGE] * page_stride;
-        x += 2 * heads.n_q * dim;
+        x += heads.k_at();
         for (int64_t h = 0; h < heads.n_k; h++) {
             bf16 k[MAX_DIM], *words = page + h * PAGE * dim, *v = page + ((heads.n_k + h) * PAGE + position % PAGE) * dim;
             norm_rope(x + h * dim, k_norm, eps, c, s, dim, rotary, k);
@@ -363,14 +368,14 @@ KERNEL(deltic_attn_prepare) {
     });
 }
 
-// q bf16 [T, nq, d], proj, n_q, n_k, d, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], place i32 [S],
+// q bf16 [T, nq, d], proj, n_q, n_k, d, gated, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], place i32 [S],
 // page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records
 KERNEL(deltic_attention) {
     Arguments a{arguments};
     Attention x;
     x.q = a.pointer<const bf16>();
     x.proj = a.pointer<const float>();
-    x.heads = Heads{a.integer(), a.integer(), a.integer()};
+    x.heads = Heads{a.integer(), a.integer(), a.integer(), a.integer()};
     x.pages = a.pointer<const bf16>();
     x.page_stride = a.integer();
     int64_t n_seqs = a.count();

@@ -10,6 +10,7 @@ import torch
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.loop import StepRunner
+from deltic.models.checkpoint import speaks
 from deltic.models.packed import PACKED
 
 
@@ -18,7 +19,8 @@ def is_for_gpu(config: EngineConfig) -> bool:
     if config.device is not None:
         return config.device == "cuda"
     cpu_only = config.quantize is not None or (Path(config.model) / PACKED).exists()
-    return not cpu_only and torch.cuda.is_available() and find_spec("triton") is not None
+    has_gpu = torch.cuda.is_available() and find_spec("triton") is not None
+    return has_gpu and not cpu_only and not speaks(config)
 
 
 def build_for_device(config: EngineConfig, progress: Callable[[str, float], None]) -> StepRunner:
@@ -35,13 +37,21 @@ def build_for_device(config: EngineConfig, progress: Callable[[str, float], None
             raise ConfigError(
                 "--device cuda needs Triton, which torch with CUDA brings; install it, or leave it out"
             )
-        from deltic.engine.gpu_build import build_gpu_runner  # imports Triton
+        if speaks(config):
+            from deltic.engine.gpu_speech_build import build_gpu_speech_runner  # imports Triton
+
+            return build_gpu_speech_runner(config, progress)
+        from deltic.engine.gpu_build import build_gpu_runner
 
         return build_gpu_runner(config, progress)
     if config.lever:
         raise ConfigError(
             f"--lever {config.lever[0]}: levers are the GPU's, and this model runs on the CPU; leave it out"
         )
+    if speaks(config):
+        from deltic.engine.speech_runner import build_speech_runner
+
+        return build_speech_runner(config, progress)
     from deltic.engine.runner import build_runner
 
     return build_runner(config, progress)

@@ -86,16 +86,19 @@ class Cache:
     def __init__(
         self, n_pages: int, n_slots: int, *, n_places: int | None = None, geometry: Geometry | None = None,
         tiers: Tiers | None = None, enabled: bool = True, canonical_decode: bool = True, n_lookahead: int = 0,
+        has_state: bool = True,
     ) -> None:  # fmt: skip
         """n_places: sequences that may run at once. enabled: else nothing is kept for other requests, and host memory is for
         preempted sequences alone. canonical_decode: whether what decode writes may be found by others; n_lookahead: tokens that
-        the device may have computed beyond a decode's n_computed (both as in EngineInfo)."""
+        the device may have computed beyond a decode's n_computed; has_state: else any page will do to start behind, and there are
+        no checkpoints (all as in EngineInfo)."""
         self.store = Residency(n_pages, n_slots, geometry or Geometry(), tiers, enabled)
         self.pages, self.slots = self.store.pages, self.store.slots
         self.places = Pool("place", n_slots if n_places is None else n_places)
         self.enabled = enabled
         self.canonical_decode = canonical_decode
         self.n_lookahead = n_lookahead
+        self.has_state = has_state
         self.stats = self.store.stats
         self._tree = self.store.tree
         self._parked: dict[Sequence, Parked] = {}
@@ -149,7 +152,7 @@ class Cache:
                 return known[: parked.n_shared]
             self._forget_parked(sequence)  # what it continues is gone
         n_most = min(n_most, (self._n_canonical(sequence) - 1) // PAGE_SIZE)
-        while n_most and not _within(known[n_most - 1].state, tier):
+        while self.has_state and n_most and not _within(known[n_most - 1].state, tier):
             n_most -= 1
         return known[:n_most]
 
@@ -162,7 +165,7 @@ class Cache:
         prefix = sequence.prefix
         if prefix is None or not path or prefix.n_loads == MAX_LOADS:
             return False
-        prefix.load = self.store.load(path, with_state=sequence not in self._parked)
+        prefix.load = self.store.load(path, with_state=self.has_state and sequence not in self._parked)
         prefix.n_loads += prefix.load is not None
         return prefix.load is not None
 
@@ -193,7 +196,7 @@ class Cache:
         group = [sequence, *sequence.siblings]
         parked = self._parked.get(sequence)
         pages = [node.page[DEVICE] for node in path]
-        start = [path[-1].state[DEVICE]] if path and parked is None else []
+        start = [path[-1].state[DEVICE]] if path and parked is None and self.has_state else []
         self.pages.share(pages)
         self.slots.share(start)
         slots: list[int] | None = None
@@ -224,6 +227,8 @@ class Cache:
             self._unpark(sequence, parked)
         elif start:
             self._tree.touch(path[-1])
+        if path and not self.has_state:
+            self.store.device.renew(path[-1])
         return True
 
     def note_lookup(self, sequence: Sequence) -> None:
@@ -242,7 +247,7 @@ class Cache:
         one that comes this way shall not compute the stretch again.
         """
         prefix, n_tokens = sequence.prefix, self._n_canonical(sequence)
-        if prefix is None:
+        if prefix is None or not self.has_state:
             return
         wanted: dict[int, str] = {}
         begin = 0
@@ -293,7 +298,7 @@ class Cache:
     def want_junction(self, sequence: Sequence, other: Sequence) -> None:
         """`other` waits, and begins as this one does, which prefills: it will start from where they part."""
         depth = self.n_common(other, sequence)
-        if depth > sequence.n_computed:
+        if depth > sequence.n_computed and self.has_state:
             prefix: Prefix = sequence.prefix
             prefix.wanted = dict(sorted(({depth: "junction"} | prefix.wanted).items()))
 
@@ -415,7 +420,9 @@ class Cache:
         if slot is not None:
             node = prefix.node if prefix is not None else None
             here = node is not None and node.depth == sequence.n_computed > 0 and node.state[DEVICE] is None
-            keep_state &= self.canonical_decode or sequence.n_computed < sequence.n_prompt
+            keep_state &= self.has_state and (
+                self.canonical_decode or sequence.n_computed < sequence.n_prompt
+            )
             if node is not None and here and keep_state and self._tree.nodes.get(node.key) is node:
                 self._keep(node, slot, "tail")
             else:

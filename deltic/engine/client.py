@@ -34,6 +34,8 @@ from deltic.engine.request import (
     CacheReport,
     CacheStats,
     Command,
+    DropVoice,
+    EncodeVoice,
     EngineInfo,
     Event,
     FinishReason,
@@ -45,7 +47,9 @@ from deltic.engine.request import (
     StartFailed,
     Stats,
     StepOutputs,
+    VoiceEncoded,
 )
+from deltic.logs import counted
 
 log = logging.getLogger("deltic.engine.client")
 
@@ -91,7 +95,8 @@ class QueueFull(RuntimeError):
     """As many sequences wait as may. `retry_after_s`: seconds after which a place is likely."""
 
     def __init__(self, n_waiting: int, retry_after_s: int) -> None:
-        super().__init__(f"the queue is full ({n_waiting} sequences wait); try again in {retry_after_s} s")
+        waiting = counted(n_waiting, "sequence")
+        super().__init__(f"the queue is full ({waiting} waiting); try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 
@@ -180,6 +185,7 @@ class EngineClient:
         self._program = program
         self._streams: dict[str, Stream] = {}
         self._inspections: deque[asyncio.Future[CacheReport]] = deque()  # in the order of their questions
+        self._encodings: dict[str, deque[asyncio.Future[VoiceEncoded]]] = {}  # by key, in that order, too
         self._mean_request_s = 1.0
         self._counted = Stats()  # the counters of the processes that died
         self._state_changed = asyncio.Event()
@@ -248,10 +254,11 @@ class EngineClient:
             raise QueueFull(n_waiting, self._retry_after_s(n_waiting))
         return self.info
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one of its sequences, within a step; its last outputs are delivered."""
+    def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> None:
+        """Ends a request, or one of its sequences, within a step; its last outputs are delivered. if_waiting: unless it ever had
+        a place."""
         if request_id in self._streams:
-            self._send(Abort(request_id, index))
+            self._send(Abort(request_id, index, if_waiting))
 
     async def inspect_cache(self, reset: bool = False) -> CacheReport:
         """What the engine's prefix cache holds; reset: after it was emptied. It answers between two steps.
@@ -264,6 +271,23 @@ class EngineClient:
         self._send(InspectCache(reset))
         self._inspections.append(answer)
         return await answer
+
+    async def encode_voice(self, command: EncodeVoice) -> VoiceEncoded:
+        """What became of a voice; its error says why there is none. Beside the steps it takes seconds.
+
+        Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
+        """
+        if self.state != "ready":
+            raise EngineUnavailable(self.why_unavailable())
+        answer: asyncio.Future[VoiceEncoded] = asyncio.get_running_loop().create_future()
+        self._send(command)
+        self._encodings.setdefault(command.key, deque()).append(answer)
+        return await answer
+
+    def drop_voice(self, key: str) -> None:
+        """Has the engine forget a voice, on disk as well; without an engine, nothing."""
+        if self.state == "ready":
+            self._send(DropVoice(key))
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Takes no more requests, gives those that run `drain_s` seconds, ends the rest and the process."""
@@ -461,6 +485,12 @@ class EngineClient:
             answer = self._inspections.popleft() if self._inspections else None
             if answer is not None and not answer.done():
                 answer.set_result(event)
+        elif isinstance(event, VoiceEncoded):
+            encodings = self._encodings.get(event.key)
+            if encodings and not (encoding := encodings.popleft()).done():
+                encoding.set_result(event)
+            if not encodings:
+                self._encodings.pop(event.key, None)
         elif isinstance(event, Loading):
             self.loading = event
         elif isinstance(event, StartFailed):
@@ -490,6 +520,10 @@ class EngineClient:
             answer = self._inspections.popleft()
             if not answer.done():
                 answer.set_exception(EngineUnavailable(message))
+        for encoding in [answer for answers in self._encodings.values() for answer in answers]:
+            if not encoding.done():
+                encoding.set_exception(EngineUnavailable(message))
+        self._encodings.clear()
 
     def _count(self, stats: Stats) -> None:
         """Takes the gauges as they are, and the counters on top of those of the processes that died."""

@@ -59,19 +59,21 @@ class GpuWorkspace:
     [P, MAX_LOGPROBS]."""
 
 
-def gpu_workspace(plan: Plan, levers: Levers, allocate: Allocate) -> GpuWorkspace:
-    """Allocates the buffers of a step; used to count them as well as to have them."""
-    n, i32, f32 = plan.max_num_seqs, torch.int32, torch.float32
-    shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
+def place_table(
+    n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None
+) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
+    """The table of n places, where each part begins and the words of its rows, and the parts by name. more: words of further parts,
+    those aligned to 8 bytes first."""
     parts = {
-        "seed": 2, **dict.fromkeys(("last_token", "position", "slot", "done", "top_k", "n_prompt", "uses_history"), 1),
+        "seed": 2, **(more or {}),
+        **dict.fromkeys(("last_token", "position", "slot", "done", "top_k", "n_prompt", "uses_history"), 1),
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), 1),
         **dict.fromkeys(("n_bias", "n_banned", "banned_until", "n_stop", "max_position", "n_logprobs", "mask_row"), 1),
         **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
-        "page_table": pages_for(plan.max_model_len) + 1, "history": plan.max_model_len + 1, "rows_place": 1,
+        "page_table": pages_for(max_model_len) + 1, "history": max_model_len + 1, "rows_place": 1,
     }  # fmt: skip
     n_words = sum(width * n for width in parts.values())
-    table = allocate("places", (n_words,), i32)
+    table = allocate("places", (n_words,), torch.int32)
     offsets, views, at = {}, {}, 0
     for name, width in parts.items():
         offsets[name] = (at, width)
@@ -80,7 +82,15 @@ def gpu_workspace(plan: Plan, levers: Levers, allocate: Allocate) -> GpuWorkspac
         at += width * n
     views["seed"] = views["seed"].view(torch.int64)
     for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence", "bias"):
-        views[name] = views[name].view(f32)
+        views[name] = views[name].view(torch.float32)
+    return table, offsets, views
+
+
+def gpu_workspace(plan: Plan, levers: Levers, allocate: Allocate) -> GpuWorkspace:
+    """Allocates the buffers of a step; used to count them as well as to have them."""
+    n, i32, f32 = plan.max_num_seqs, torch.int32, torch.float32
+    shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
+    table, offsets, views = place_table(n, plan.max_model_len, allocate)
     state = {name: views[name] for name in ("last_token", "position", "done")}
     decode = decode_buffers(shape, levers, n, plan.max_model_len, allocate)
     return GpuWorkspace(

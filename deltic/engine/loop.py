@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import zmq
@@ -37,6 +37,8 @@ from deltic.engine.request import (
     CacheReport,
     Command,
     Constraint,
+    DropVoice,
+    EncodeVoice,
     EngineInfo,
     Event,
     InspectCache,
@@ -50,8 +52,10 @@ from deltic.engine.request import (
     Step,
     StepOutputs,
     StepResult,
+    VoiceEncoded,
 )
 from deltic.engine.scheduler import RequestError, Scheduler
+from deltic.engine.speech import SpeechStage
 from deltic.engine.tiers import Tiers
 from deltic.engine.trace import Trace
 from deltic.engine.tree import Geometry
@@ -113,6 +117,23 @@ class StepRunner(Protocol):
     def step(self, step: Step) -> StepResult: ...
 
 
+@runtime_checkable
+class SpeechStepRunner(StepRunner, Protocol):
+    """A runner of a speech model: its steps bring codes, and a vocoder makes audio of them."""
+
+    vocoder: Any
+    """A `speech.StreamVocoder`."""
+    voices: Any
+    """A `voices.Voices`; None where the model has its own voices."""
+
+    @property
+    def n_streams(self) -> int:
+        """Slots of the vocoder, from 0 on, that are the stage's."""
+
+    def check_speech(self, request: Request) -> Any:
+        """The encoded voice that the request names, None without one. Raises RequestError for what the model cannot speak."""
+
+
 Build = Callable[[EngineConfig, Progress], StepRunner]
 
 
@@ -157,8 +178,10 @@ def check_request(request: Request, info: EngineInfo) -> None:
         if not least <= value <= most:  # false for NaN too
             raise RequestError(f"{name} = {value}: must be from {least} to {most}")
     c = p.constraint or Constraint()
+    n_prompt_ids = info.n_prompt_ids or vocab_size
+    if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < n_prompt_ids:
+        raise RequestError(f"prompt has a token id outside the vocabulary (0 to {n_prompt_ids - 1})")
     for name, ids in (
-        ("prompt", request.prompt_ids),
         ("stop_token_ids", p.stop_token_ids),
         ("logit_bias", p.logit_bias),
         ("constraint", (*c.close_ids, *c.begin_ids, *(() if c.think_end_id is None else (c.think_end_id,)))),
@@ -194,6 +217,7 @@ class Engine:
             enabled=info.prefix_cache,
             canonical_decode=info.canonical_decode,
             n_lookahead=info.n_lookahead,
+            has_state=info.has_state,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -208,6 +232,9 @@ class Engine:
             max_prefill_seqs=info.max_prefill_seqs,
             guides=self.guides,
         )
+        self._speaker = speaker = runner if isinstance(runner, SpeechStepRunner) else None
+        self.voices = speaker.voices if speaker else None
+        self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
         self.n_steps = 0
         self.n_failures = 0
         """Steps that failed since the last one that did not."""
@@ -225,39 +252,78 @@ class Engine:
         constraint = request.params.constraint
         if constraint is not None and constraint.grammar and not self.guides.has_tokenizer:
             raise RequestError("this engine has no tokenizer, and a grammar needs one")
-        self.scheduler.add(request)
+        if request.speech is not None and not self.info.is_speech:
+            raise RequestError("this model does not speak")
+        if self.stage is not None and self.stage.has_request(request.id):
+            raise RequestError(f"request id {request.id!r} is in use; give each request its own")
+        voice = self._speaker.check_speech(request) if self._speaker else None
+        self.scheduler.add(request, voice)
         if self.trace is not None:
             self.trace.arrived(request)
 
-    def abort(self, request_id: str, index: int | None = None) -> list[Output]:
-        """Ends a request or one of its sequences at once: their last Outputs. Unknown ids are ignored."""
-        return self._traced(self.scheduler.abort(request_id, index))
+    def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
+        """Ends a request or one of its sequences at once: their last Outputs. Unknown ids are ignored. if_waiting: unless they
+        ever had a place."""
+        ended = self.scheduler.abort(request_id, index, if_waiting)
+        if self.stage is not None:
+            ended = self.stage.hold(ended) + ([] if if_waiting else self.stage.abort(request_id, index))
+        return self._traced(ended)
+
+    def encode_voice(self, command: EncodeVoice) -> VoiceEncoded | None:
+        """Has a voice encoded; None: `voices.poll` answers. An answer at once is a refusal."""
+        if self.voices is not None:
+            self.voices.encode(command)
+            return None
+        why = "has voices of its own; a Base model clones others" if self.info.is_speech else "does not speak"
+        return VoiceEncoded(command.key, error=f"this model {why}")
 
     def has_work(self) -> bool:
-        return self.scheduler.n_open > 0
+        return self.scheduler.n_open > 0 or (self.stage is not None and self.stage.has_work())
 
     def step(self) -> list[Output]:
-        """Runs one step. A step that fails ends its sequences with an error; the others go on."""
+        """Runs one step, and of a speech model the vocoder beside it or instead. A step that fails ends its sequences with an
+        error; the others go on."""
+        stage = self.stage
+        if stage is None:
+            return self._step()
+        if stage.comes_first() or not self.scheduler.n_open:
+            return self._vocode(stage)
+        stage.step_begins()
+        return self._step() + self._vocode(stage)
+
+    def _vocode(self, stage: SpeechStage) -> list[Output]:
+        """Audio that is done, and the next that the vocoder makes. Where it fails, the sequence ends, too."""
+        outputs = stage.vocode(self.scheduler.n_open)
+        for output in outputs:
+            if output.finish_reason == "error":
+                log.error("%s", output.error)
+                self.scheduler.abort(output.id, output.index)
+        return self._traced(outputs)
+
+    def _step(self) -> list[Output]:
         ended = self.scheduler.take_masks(self.last_step_s)
         start = time.perf_counter()
         step = self.scheduler.plan()
         if step is None:
-            if self.has_work() and not ended:  # all that is open waits for a mask, or for the tiers
+            if self.scheduler.n_open and not ended:  # all that is open waits for a mask, or for the tiers
                 (self.guides if self.guides.n_busy else self.cache.store).wait(MOVE_WAIT_S)
             return self._traced(ended)
         planned = time.perf_counter()
         try:
             result = self.runner.step(step)
         except Exception as error:
-            log.exception("a step of %d sequences failed", len(step.chunks))
+            log.exception("a step of %s failed", logs.counted(len(step.chunks), "sequence"))
             self.n_failures += 1
             failed = self.scheduler.fail(
                 step,
                 f"the engine could not run this step ({type(error).__name__}: {error}); send the request again",
             )
-            return self._traced(ended + failed)
+            ended += failed
+            return self._traced(ended if self.stage is None else self.stage.hold(ended))
         ran = time.perf_counter()
         outputs = ended + self.scheduler.commit(step, result)
+        if self.stage is not None:
+            outputs = self.stage.take(step, result, outputs)
         self.guides.give()
         self.n_failures = 0
         self.n_steps += 1
@@ -291,6 +357,7 @@ class Engine:
             n_preemptions=scheduler.n_preemptions,
             last_step_ms=self.last_step_s * 1000,
             cache=cache.store.count(),
+            speech=None if self.stage is None else self.stage.stats(),
         )
 
     def cache_summary(self) -> dict[str, Any]:
@@ -306,12 +373,16 @@ class Engine:
         begin = time.monotonic()
         self.guides.close()
         self.cache.store.close(max(0.0, timeout_s - (time.monotonic() - begin)))
+        if self.voices is not None:
+            self.voices.close(max(0.0, timeout_s - (time.monotonic() - begin)))
         if self.trace is not None:
             self.trace.close()
 
     def check(self) -> None:
         """Raises IntegrityError unless pages and slots add up."""
         self.scheduler.check()
+        if self.stage is not None:
+            self.stage.check()
 
 
 def _wake_gpu() -> None:
@@ -404,6 +475,9 @@ class EngineProcess:
             if not self._obey(engine, outputs):
                 engine.close(CLOSE_S)
                 return 0
+            if engine.voices is not None:
+                for encoded in engine.voices.poll():
+                    self.send(encoded)
             busy = engine.has_work()
             if busy:
                 outputs += engine.step()
@@ -419,9 +493,11 @@ class EngineProcess:
                     checked_s = time.monotonic()
                 was_idle = True
                 engine.cache.store.poll()
-                saving = engine.cache.store.n_moving > 0
-                came = self._commands.poll(int((MOVE_WAIT_S if saving else IDLE_POLL_S) * 1000))
-                if not came and not saving:
+                wait_s = MOVE_WAIT_S if engine.cache.store.n_moving else IDLE_POLL_S
+                if engine.voices is not None and engine.voices.is_waiting:
+                    wait_s = 0.0 if engine.voices.has_work else MOVE_WAIT_S
+                came = self._commands.poll(int(wait_s * 1000))
+                if not came and wait_s == IDLE_POLL_S:
                     engine.guides.prepare()
         return 0
 
@@ -435,7 +511,7 @@ class EngineProcess:
                 outputs += _refusals(message, str(error))
                 continue
             if isinstance(command, Abort):
-                outputs += engine.abort(command.id, command.index)
+                outputs += engine.abort(command.id, command.index, command.if_waiting)
             elif isinstance(command, Shutdown):
                 return False
             elif isinstance(command, InspectCache):
@@ -443,6 +519,13 @@ class EngineProcess:
                     engine.reset_cache()
                 self.send(StepOutputs([], engine.stats()))
                 self.send(CacheReport(engine.cache_summary()))
+            elif isinstance(command, EncodeVoice):
+                refusal = engine.encode_voice(command)
+                if refusal is not None:
+                    self.send(refusal)
+            elif isinstance(command, DropVoice):
+                if engine.voices is not None:
+                    engine.voices.drop(command.key)
             else:
                 try:
                     engine.add(command)

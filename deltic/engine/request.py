@@ -68,6 +68,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     constraint: Constraint | None = None
 
 
+class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request to a speech model has beside its prompt, whose ids are rows then (`models/speech_shapes.py`)."""
+
+    trailing_ids: tuple[int, ...] = ()
+    """Text ids still to be said: one is fed with each frame, then the pad row."""
+    voice: str = ""
+    """Key of the encoded voice whose speaker vector and reference frames the prompt's rows name; "": none."""
+    is_primed: bool = False
+    """The vocoder starts behind the voice's reference codes."""
+    temperature: float = 0.9
+    """Of the predictor's draws; 0: greedy. So the next two."""
+    top_k: int = 50
+    top_p: float = 1.0
+    is_streamed: bool = True
+    """Audio is played as it comes; otherwise it may come whole, at the end."""
+    first_chunk_frames: int = 0
+    """Frames of the first chunk of audio; 0: the engine's choice."""
+
+
 class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """One prompt with its parameters, as the server sends it to the engine."""
 
@@ -84,6 +103,29 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """Prefixes are shared only between requests of the same salt."""
     use_cache: bool = True
     """Whether the prefix cache is looked up for this request, and keeps what it computes."""
+    speech: Speech | None = None
+
+
+class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):
+    """Asks a speech model for a VoiceEncoded: makes what `Speech.voice` names, and keeps it, on disk where there is a place for it.
+    With neither samples nor a speaker vector: whether the key is known."""
+
+    key: str
+    """Of the content: the same audio and mode have the same key."""
+    samples: bytes = b""
+    """float32, mono, at the model's rate, within [-1, 1]."""
+    speaker: bytes = b""
+    """float32 [h]: given instead of samples."""
+    needs_codes: bool = False
+    """In-context cloning: reference codes and the vocoder's state behind them, too."""
+    is_kept: bool = False
+    """Stored on disk; otherwise it lives with the process, as long as there is room."""
+
+
+class DropVoice(msgspec.Struct, tag="drop_voice"):
+    """Forgets an encoded voice, on disk as well; requests that run keep theirs."""
+
+    key: str
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -91,6 +133,8 @@ class Abort(msgspec.Struct, tag="abort"):
 
     id: str
     index: int | None = None
+    if_waiting: bool = False
+    """Only a request that never had a place."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
@@ -103,7 +147,7 @@ class InspectCache(msgspec.Struct, tag="inspect_cache"):
     reset: bool = False
 
 
-Command = Request | Abort | InspectCache | Shutdown
+Command = Request | Abort | InspectCache | EncodeVoice | DropVoice | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -132,6 +176,8 @@ class Output(msgspec.Struct, array_like=True):
     error: str | None = None
     queued_s: float = 0.0
     """Seconds the sequence waited for its place; with its first Output."""
+    audio: bytes = b""
+    """New samples of a speech model: 16-bit signed little-endian mono, at its rate."""
 
 
 class CacheStats(msgspec.Struct, array_like=True):
@@ -160,6 +206,19 @@ class CacheStats(msgspec.Struct, array_like=True):
     """State slots that are checkpoints."""
 
 
+class SpeechStats(msgspec.Struct, array_like=True):
+    """The vocoder's streams: gauges, then monotonic counters."""
+
+    n_streams_used: int = 0
+    """Stream slots in use: sequences whose first chunk has been begun and whose last has not left."""
+    n_streams: int = 0
+    n_frames: int = 0
+    """Frames that became audio."""
+    n_underruns: int = 0
+    """Chunks that came more than 0.1 s too late for a client that plays as it receives."""
+    vocoder_s: float = 0.0
+
+
 class Stats(msgspec.Struct, array_like=True):
     """The engine's gauges and monotonic counters, sent when it is ready and with every step's outputs."""
 
@@ -175,6 +234,7 @@ class Stats(msgspec.Struct, array_like=True):
     n_preemptions: int = 0
     last_step_ms: float = 0.0
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
+    speech: SpeechStats | None = None
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -208,6 +268,11 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     operators: dict[str, str] = {}
     """Operator name -> implementation chosen."""
     notices: list[str] = []
+    n_prompt_ids: int = 0
+    """Ids that a prompt may have, where these are not those that can be drawn (speech: rows); 0: vocab_size."""
+    is_speech: bool = False
+    has_state: bool = True
+    """Whether a sequence has a recurrent state, so that it can start only behind a checkpoint; else behind any page."""
     start_s: dict[str, float] = {}
     """Seconds spent in each stage of the start."""
 
@@ -236,13 +301,23 @@ class CacheReport(msgspec.Struct, tag="cache_report"):
     summary: dict[str, Any]
 
 
+class VoiceEncoded(msgspec.Struct, tag="voice_encoded"):
+    """The answer to EncodeVoice."""
+
+    key: str
+    n_frames: int = 0
+    """Reference frames; 0 without codes."""
+    error: str | None = None
+    """Why there is no such voice now."""
+
+
 class StartFailed(msgspec.Struct, tag="start_failed"):
     """The engine cannot serve (bad checkpoint, plan that does not fit); it exits. The message says what to do."""
 
     message: str
 
 
-Event = Loading | Ready | StepOutputs | CacheReport | StartFailed
+Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | StartFailed
 
 
 @dataclass(slots=True, eq=False)
@@ -287,6 +362,8 @@ class Sequence:
     """Prompt tokens that it found there."""
     waits_for: tuple[Sequence, int] | None = None
     """Another, whose prefill is to reach that many tokens before this one is admitted: they begin with the same."""
+    voice: Any = None
+    """What the prompt's rows of a voice are (voices.Voice), kept as long as the sequence; None: it has none."""
     guide: Any = None
     """What says which ids its next token may be (constraint.Guide); None: all."""
     finish_reason: FinishReason | None = None
@@ -361,3 +438,5 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: dict[int, list[TokenLogprob]]
+    codes: Any = None
+    """Of a speech model: int32 [n_decodes, 16], the frame of chunk i, a decode, in row i (decodes come first)."""

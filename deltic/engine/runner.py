@@ -30,9 +30,9 @@ from deltic.engine.request import (
 from deltic.engine.tiers import Bytes, Tiers
 from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.fingerprint import fingerprint
-from deltic.models.packed import PACKED, cache_file, map_packed, resolve_quantize, save_packed
+from deltic.models.packed import PACKED, map_packed, resolve_quantize, through_cache
 from deltic.models.qwen import Memory, Qwen
-from deltic.models.shapes import CheckpointError, ModelShape
+from deltic.models.shapes import ModelShape
 from deltic.models.weights import Weights, dummy_weights, load_weights
 from deltic.ops.table import Program, chosen, load_library
 
@@ -183,38 +183,22 @@ def build_runner(config: EngineConfig, progress: Progress) -> Runner:
 def _get_weights(
     config: EngineConfig, directory: Path, plan: Plan, progress: Progress
 ) -> tuple[Weights, list[str]]:
-    """From a packed model, from the cache, or from the checkpoint (and then into the cache).
-
-    Whatever is wrong with the cache is a notice: it costs a load, not the start.
-    """
+    """From a packed model, from the cache, or from the checkpoint (and then into the cache)."""
 
     def on_bytes(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: progress(stage, done / max(1, total))
 
-    shape, n_threads, quantize, cached = plan.shape, plan.n_threads, config.quantize, None
+    shape, n_threads, quantize = plan.shape, plan.n_threads, config.quantize
+
+    def map_file(file: Path) -> tuple[Weights, list[str]]:
+        return map_packed(file, shape, n_threads, on_bytes("weights"))
+
+    def load() -> tuple[Weights, list[str]]:
+        on_weights = on_bytes("weights")
+        if config.dummy is not None:
+            return dummy_weights(shape, config.seed, on_weights, quantize=quantize, n_threads=n_threads), []
+        return load_weights(directory, shape, on_weights, quantize=quantize, n_threads=n_threads)
+
     if config.dummy is None and (directory / PACKED).exists():
-        return map_packed(directory / PACKED, shape, n_threads, on_bytes("weights"))
-    cache_notices: list[str] = []
-    if config.weights_cache is not None:
-        cached = cache_file(config, directory)
-        try:
-            if cached.exists():
-                return map_packed(cached, shape, n_threads, on_bytes("weights"))
-        except (CheckpointError, OSError) as error:
-            cache_notices.append(f"--weights-cache: {error}")
-    notices: list[str] = []
-    if config.dummy is not None:
-        weights = dummy_weights(
-            shape, config.seed, on_bytes("weights"), quantize=quantize, n_threads=n_threads
-        )
-    else:
-        weights, notices = load_weights(
-            directory, shape, on_bytes("weights"), quantize=quantize, n_threads=n_threads
-        )
-    if cached is not None:
-        try:
-            save_packed(weights, cached, quantize, notices, on_bytes("weights cache"))
-            cache_notices += [f"--weights-cache: packed again as {cached}"] if cache_notices else []
-        except OSError as error:
-            cache_notices.append(f"--weights-cache: {error}; the next start loads again")
-    return weights, notices + cache_notices
+        return map_file(directory / PACKED)
+    return through_cache(config, directory, map_file, load, on_bytes("weights cache"))

@@ -30,11 +30,13 @@ class Sampler:
 
     def __init__(
         self, n_places: int, max_model_len: int, n_logit_rows: int, n_vocab: int, n_real: int,
-        eos_token_ids: tuple[int, ...], n_threads: int, allocate: Allocate,
+        eos_token_ids: tuple[int, ...], n_threads: int, allocate: Allocate, penalises_prompt: bool = True,
     ) -> None:  # fmt: skip
+        """penalises_prompt: repetition_penalty sees prompt tokens too; they must be ids that can be drawn."""
         i32, f32 = torch.int32, torch.float32
         self.n_real = n_real
         self.eos_token_ids = eos_token_ids
+        self.penalises_prompt = penalises_prompt
         self.slots = SlotParameters(
             **{name: allocate(name, (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
             **{name: allocate(name, (n_places,), f32) for name in ("repetition", "frequency", "presence")},
@@ -111,7 +113,7 @@ class Sampler:
         d["slot"][:n] = places
         d["position"][:n] = positions
         d["n_history"][:n] = n_history
-        d["n_prompt"][:n] = [draw.sequence.n_prompt for draw in step.draws]
+        d["n_prompt"][:n] = [draw.sequence.n_prompt if self.penalises_prompt else 0 for draw in step.draws]
         self._n_draws.fill_(n)
         if lists or self._has_lists:
             self._fill_lists(n, lists)
@@ -170,8 +172,9 @@ class Sampler:
         a["seed"][place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
 
     def _extend_history(self, place: int, sequence: Sequence) -> int:
-        known, n_tokens = self._n_history[place], len(sequence.tokens)
-        self._arrays["history"][place, known:n_tokens] = sequence.tokens[known:]
+        first = 0 if self.penalises_prompt else sequence.n_prompt
+        known, n_tokens = self._n_history[place], len(sequence.tokens) - first
+        self._arrays["history"][place, known:n_tokens] = sequence.tokens[first + known :]
         self._n_history[place] = n_tokens
         return n_tokens
 

@@ -27,6 +27,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -175,8 +176,8 @@ class Scheduler:
 
     # Requests come and go.
 
-    def add(self, request: Request) -> None:
-        """Queues the request's n sequences. `max_tokens` is clipped to what max_model_len leaves.
+    def add(self, request: Request, voice: Any = None) -> None:
+        """Queues the request's n sequences, which keep `voice`. `max_tokens` is clipped to what max_model_len leaves.
 
         Raises RequestError when it could not run even alone, or its id is in use.
         """
@@ -215,6 +216,7 @@ class Scheduler:
                 arrival=self._n_arrived,
                 turn=turn,
                 arrived_at=now,
+                voice=voice,
             )
             for index in range(params.n)
         ]
@@ -241,12 +243,12 @@ class Scheduler:
         own = (s.turn + s.request.params.n for s in waiting if s.request.owner == request.owner)
         return max(self._turn, max(own, default=0))
 
-    def abort(self, request_id: str, index: int | None = None) -> list[Output]:
-        """Ends a request or one of its sequences; what it owned is free on return. Unknown ones are ignored."""
+    def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
+        """Ends a request or one of its sequences, unless, if_waiting, it ever had a place; what it owned is free on return."""
         group = self._open.get(request_id, {})
         # Siblings first, so that none is made the new first one only to be ended next.
         indices = sorted(group, reverse=True) if index is None else [index] if index in group else []
-        return [self._end(group[i], "abort") for i in indices]
+        return [self._end(group[i], "abort") for i in indices if not (if_waiting and group[i].queued_s)]
 
     def fail(self, step: Step, message: str) -> list[Output]:
         """Ends every sequence of a step that could not be run, with an error."""

@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from deltic.config import ConfigError
 from deltic.engine.request import PAGE_SIZE
+from deltic.logs import counted
 
 log = logging.getLogger("deltic.engine.tiers")
 
@@ -438,12 +439,10 @@ class Tiers:
             self.entries.append(entry)
             self._files[entry.kind, entry.key] = path
         if self.n_damaged:
-            self.notices.append(
-                f"--cache-dir {directory}: {self.n_damaged} files were damaged and have been deleted"
-            )
+            self.notices.append(f"--cache-dir {directory}: {counted(self.n_damaged, 'damaged file')} deleted")
         if odd:
             self.notices.append(
-                f"--cache-dir {directory}: {len(odd)} files there are not Deltic's and are left alone, {odd[0]} for one"
+                f"--cache-dir {directory}: {counted(len(odd), 'file')} there left alone, not being Deltic's: {odd[0]}"
             )
         others = [d for d in os.listdir(directory) if _MODEL.fullmatch(d) and d != self._directory.name]
         if others:

@@ -50,7 +50,7 @@ class Trace:
         if not self._n_bytes:
             self._put(b"[\n")
         for kind, name in (("process_name", f"deltic engine {self._pid}"), ("thread_name", "steps")):
-            self._event("M", kind, 0.0, args={"name": name})
+            self._event("M", kind, time.perf_counter(), args={"name": name})
         self.flush()
 
     def arrived(self, request: Request) -> None:

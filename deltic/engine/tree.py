@@ -159,6 +159,11 @@ class Tier:
         self._settle(node.parent)
         return where
 
+    def renew(self, node: Node) -> None:
+        """Where there are no states, what was used last is the last to go."""
+        if node in self._loose:
+            self._loose[node] = self._loose.pop(node)
+
     def put_state(self, node: Node, where: Any) -> None:
         node.state[self.index] = where
         self.states[node] = None

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from deltic.config import BUILT_IN, EngineConfig
-from deltic.models.shapes import CheckpointError, ModelShape, published_shape
+from deltic.models.shapes import CheckpointError, ModelShape, UnsupportedModelError, published_shape
+from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape, is_speech
 
 DEMO = Path(__file__).parent.parent / "demo"
 """The built-in model; random weights borrow its tokenizer and template."""
@@ -19,7 +20,7 @@ DEMO = Path(__file__).parent.parent / "demo"
 
 TEXT_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json",
+    "chat_template.jinja", "chat_template.json", "speech_tokenizer/config.json",
 )  # fmt: skip
 """The files of a checkpoint that the HTTP process reads."""
 
@@ -112,6 +113,25 @@ def locate(config: EngineConfig) -> tuple[Path, ModelShape]:
     Raises CheckpointError or UnsupportedModelError.
     """
     if config.dummy is not None:
-        return DEMO, published_shape(config.dummy)
+        try:
+            return DEMO, published_shape(config.dummy)
+        except UnsupportedModelError as error:
+            known = f"{error.supported}, {', '.join(PUBLISHED_SPEECH)}"
+            raise UnsupportedModelError(error.field, error.found, known) from None
     directory = DEMO if config.model == BUILT_IN else resolve_model(config.model)
     return directory, ModelShape.from_directory(directory)
+
+
+def speaks(config: EngineConfig) -> bool:
+    """Whether the configured model is a speech model. Raises CheckpointError."""
+    if config.dummy is not None:
+        return config.dummy.lower() in PUBLISHED_SPEECH
+    return config.model != BUILT_IN and is_speech(resolve_model(config.model, TEXT_FILES))
+
+
+def locate_speech(config: EngineConfig) -> tuple[Path, SpeechShape]:
+    """As `locate`, of a model that speaks."""
+    if config.dummy is not None:
+        return DEMO, PUBLISHED_SPEECH[config.dummy.lower()]
+    directory = resolve_model(config.model)
+    return directory, SpeechShape.from_directory(directory)

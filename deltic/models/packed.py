@@ -17,15 +17,16 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
-from deltic.models.checkpoint import locate, model_name
+from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.shapes import CheckpointError, ModelShape
 from deltic.models.weights import (
     Progress,
@@ -49,8 +50,19 @@ _ABANDONED_S = 3600.0
 """A part file that nobody has written to for this long was left by a writer that was killed."""
 
 
+class Parts(Protocol):
+    """Weights of any model."""
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def replace(self, memory: dict[str, Tensor]) -> None: ...
+
+
+P = TypeVar("P", bound=Parts)
+
+
 def save_packed(
-    weights: Weights, file: Path, quantize: str | None, notices: list[str], progress: Progress | None = None
+    weights: Parts, file: Path, quantize: str | None, notices: list[str], progress: Progress | None = None
 ) -> None:
     """Writes the file beside its name and moves it there when it is complete. Several may write it at once: the last
     wins, and all wrote the same. Raises OSError."""
@@ -117,6 +129,11 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
         raise ConfigError(
             f"--out {target}: exists and is not an empty directory; give another, or remove it first"
         )
+    if speaks(config):
+        raise ConfigError(
+            f"{config.model}: speech models are not packed into a model; `deltic serve` can keep their packed weights with "
+            "--weights-cache"
+        )
     source, shape = locate(config)
     if (source / PACKED).exists():
         raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
@@ -182,11 +199,22 @@ def map_packed(
 
     Raises CheckpointError for a file that is damaged, of another version or of another model.
     """
+
+    def empty(quantize: str | None, names: set[str]) -> Weights:
+        tied = shape.tie_word_embeddings and "lm_head" not in names
+        return empty_weights(shape, quantize, tied, device="meta")
+
+    return map_parts(file, empty, n_threads, progress)
+
+
+def map_parts(
+    file: Path, empty: Callable[[str | None, set[str]], P], n_threads: int, progress: Progress | None = None
+) -> tuple[P, list[str]]:
+    """As map_packed, of any model: `empty` gives its weights without memory, from the format and the names in the file."""
     quantize, notices = _metadata(file)
     with safe_open(str(file), framework="pt") as handle:
         names = set(handle.keys())
-        tied = shape.tie_word_embeddings and "lm_head" not in names
-        weights = empty_weights(shape, quantize, tied, device="meta")
+        weights = empty(quantize, names)
         sizes = {name: tensor.nbytes for name, tensor in weights.named_tensors()}
         if names != set(sizes):
             odd = sorted(names.symmetric_difference(sizes))[0]
@@ -232,6 +260,32 @@ def cache_file(config: EngineConfig, directory: Path) -> Path:
         config.weights_cache
         / f"{Path(model_name(config)).name}-{config.quantize or 'bf16'}-{key}.safetensors"
     )
+
+
+def through_cache(
+    config: EngineConfig,
+    directory: Path,
+    map_file: Callable[[Path], tuple[P, list[str]]],
+    load: Callable[[], tuple[P, list[str]]],
+    progress: Progress | None = None,
+) -> tuple[P, list[str]]:
+    """What `load` gives, or the cache has of an earlier start, with notices. Whatever is wrong with the cache is one of them: it
+    costs a load, not the start. progress: of the writing."""
+    if config.weights_cache is None:
+        return load()
+    cached, cache_notices = cache_file(config, directory), list[str]()
+    try:
+        if cached.exists():
+            return map_file(cached)
+    except (CheckpointError, OSError) as error:
+        cache_notices.append(f"--weights-cache: {error}")
+    weights, notices = load()
+    try:
+        save_packed(weights, cached, config.quantize, notices, progress)
+        cache_notices += [f"--weights-cache: packed again as {cached}"] if cache_notices else []
+    except OSError as error:
+        cache_notices.append(f"--weights-cache: {error}; the next start loads again")
+    return weights, notices + cache_notices
 
 
 def _copy_model_files(source: Path, target: Path) -> None:

@@ -114,32 +114,32 @@ class ModelShape:
         text: Mapping[str, Any] = config if nested is None else nested
         _refuse_variants(text)
 
-        head_dim = _positive_int(text, "head_dim")
+        head_dim = positive_int(text, "head_dim")
         rope = _rope_fields(text)
-        rotary_dim = int(head_dim * _positive_float(rope, "partial_rotary_factor", 0.25))
-        max_positions = _positive_int(text, "max_position_embeddings")
+        rotary_dim = int(head_dim * positive_float(rope, "partial_rotary_factor", 0.25))
+        max_positions = positive_int(text, "max_position_embeddings")
         yarn = _yarn(rope, max_positions)
         if yarn is not None:
             max_positions = max(max_positions, int(yarn.factor * yarn.original_max_position_embeddings))
         shape = cls(
             family=family,
-            vocab_size=_positive_int(text, "vocab_size"),
-            hidden_size=_positive_int(text, "hidden_size"),
+            vocab_size=positive_int(text, "vocab_size"),
+            hidden_size=positive_int(text, "hidden_size"),
             layer_types=_layer_types(text),
-            rms_norm_eps=_positive_float(text, "rms_norm_eps", 1e-6),
-            n_q_heads=_positive_int(text, "num_attention_heads"),
-            n_kv_heads=_positive_int(text, "num_key_value_heads"),
+            rms_norm_eps=positive_float(text, "rms_norm_eps", 1e-6),
+            n_q_heads=positive_int(text, "num_attention_heads"),
+            n_kv_heads=positive_int(text, "num_key_value_heads"),
             head_dim=head_dim,
             rotary_dim=rotary_dim,
-            rope_theta=_positive_float(rope, "rope_theta"),
+            rope_theta=positive_float(rope, "rope_theta"),
             yarn=yarn,
             mrope_section=_mrope_section(rope, rotary_dim),
-            gdn_n_k_heads=_positive_int(text, "linear_num_key_heads"),
-            gdn_n_v_heads=_positive_int(text, "linear_num_value_heads"),
-            gdn_k_dim=_positive_int(text, "linear_key_head_dim"),
-            gdn_v_dim=_positive_int(text, "linear_value_head_dim"),
-            conv_width=_positive_int(text, "linear_conv_kernel_dim", 4),
-            tie_word_embeddings=any([_flag(fields, "tie_word_embeddings") for fields in (config, text)]),
+            gdn_n_k_heads=positive_int(text, "linear_num_key_heads"),
+            gdn_n_v_heads=positive_int(text, "linear_num_value_heads"),
+            gdn_k_dim=positive_int(text, "linear_key_head_dim"),
+            gdn_v_dim=positive_int(text, "linear_value_head_dim"),
+            conv_width=positive_int(text, "linear_conv_kernel_dim", 4),
+            tie_word_embeddings=any([read_flag(fields, "tie_word_embeddings") for fields in (config, text)]),
             max_position_embeddings=max_positions,
             eos_token_ids=_eos_token_ids(generation_config, text, config),
             **_feed_forward(family, text),
@@ -327,21 +327,21 @@ def _refuse_variants(text: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(field, value, " or ".join(repr(a) for a in allowed))
 
 
-def _positive_int(fields: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def positive_int(fields: Mapping[str, Any], field: str, default: int | None = None) -> int:
     value = default if fields.get(field) is None else fields[field]
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MAX_SIZE:
         raise UnsupportedModelError(field, value, f"an integer of at least 1, below {MAX_SIZE}")
     return value
 
 
-def _positive_float(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
+def positive_float(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
     value = default if fields.get(field) is None else fields[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
         raise UnsupportedModelError(field, value, f"a number above 0, below {MAX_NUMBER:g}")
     return float(value)
 
 
-def _flag(fields: Mapping[str, Any], field: str, default: bool = False) -> bool:
+def read_flag(fields: Mapping[str, Any], field: str, default: bool = False) -> bool:
     value = fields.get(field)
     if value is None:
         return default
@@ -351,12 +351,12 @@ def _flag(fields: Mapping[str, Any], field: str, default: bool = False) -> bool:
 
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
-    n_layers = _positive_int(text, "num_hidden_layers")
+    n_layers = positive_int(text, "num_hidden_layers")
     if n_layers > MAX_LAYERS:
         raise UnsupportedModelError("num_hidden_layers", n_layers, f"at most {MAX_LAYERS}")
     types = text.get("layer_types")
     if types is None:
-        interval = _positive_int(text, "full_attention_interval", 4)
+        interval = positive_int(text, "full_attention_interval", 4)
         types = [FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(n_layers)]
     known = (LINEAR_ATTENTION, FULL_ATTENTION)
     if not isinstance(types, list | tuple) or any(t not in known for t in types):
@@ -393,24 +393,24 @@ def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
         return None
     if kind != "yarn":
         raise UnsupportedModelError("rope_type", kind, "default or yarn")
-    factor = _positive_float(rope, "factor")
+    factor = positive_float(rope, "factor")
 
     def attention_scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     default = attention_scale(1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        default = attention_scale(_positive_float(rope, "mscale"))
-        default /= attention_scale(_positive_float(rope, "mscale_all_dim"))
+        default = attention_scale(positive_float(rope, "mscale"))
+        default /= attention_scale(positive_float(rope, "mscale_all_dim"))
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=_positive_int(
+        original_max_position_embeddings=positive_int(
             rope, "original_max_position_embeddings", max_positions
         ),
-        attention_factor=_positive_float(rope, "attention_factor", default),
-        beta_fast=_positive_float(rope, "beta_fast", 32.0),
-        beta_slow=_positive_float(rope, "beta_slow", 1.0),
-        truncate=_flag(rope, "truncate", True),
+        attention_factor=positive_float(rope, "attention_factor", default),
+        beta_fast=positive_float(rope, "beta_fast", 32.0),
+        beta_slow=positive_float(rope, "beta_slow", 1.0),
+        truncate=read_flag(rope, "truncate", True),
     )
 
 
@@ -422,7 +422,7 @@ def _mrope_section(rope: Mapping[str, Any], rotary_dim: int) -> tuple[int, ...] 
     if not are_ints or len(section) != 3 or sum(section) != rotary_dim // 2:
         supported = f"three integers that add up to {rotary_dim // 2}"
         raise UnsupportedModelError("mrope_section", section, supported)
-    if not _flag(rope, "mrope_interleaved", True):
+    if not read_flag(rope, "mrope_interleaved", True):
         raise UnsupportedModelError("mrope_interleaved", False, "true")
     return tuple(section)
 
@@ -431,18 +431,18 @@ def _feed_forward(family: str, text: Mapping[str, Any]) -> dict[str, Any]:
     if family == "qwen3_5" or (family == "qwen3_next" and text.get("num_experts") == 0):
         if text.get("num_experts"):
             raise UnsupportedModelError("num_experts", text["num_experts"], "absent in a dense architecture")
-        return {"intermediate_size": _positive_int(text, "intermediate_size")}
-    n_experts = _positive_int(text, "num_experts")
-    n_used = _positive_int(text, "num_experts_per_tok")
+        return {"intermediate_size": positive_int(text, "intermediate_size")}
+    n_experts = positive_int(text, "num_experts")
+    n_used = positive_int(text, "num_experts_per_tok")
     if n_used > n_experts:
         raise UnsupportedModelError("num_experts_per_tok", n_used, f"at most num_experts = {n_experts}")
     return {
         "n_experts": n_experts,
         "n_experts_per_tok": n_used,
-        "moe_intermediate_size": _positive_int(text, "moe_intermediate_size"),
-        "shared_intermediate_size": _positive_int(text, "shared_expert_intermediate_size"),
+        "moe_intermediate_size": positive_int(text, "moe_intermediate_size"),
+        "shared_intermediate_size": positive_int(text, "shared_expert_intermediate_size"),
         # Qwen3.5 has no such field and always renormalises.
-        "norm_topk_prob": family != "qwen3_next" or _flag(text, "norm_topk_prob", True),
+        "norm_topk_prob": family != "qwen3_next" or read_flag(text, "norm_topk_prob", True),
     }
 
 

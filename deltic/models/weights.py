@@ -37,7 +37,7 @@ _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.k_scale|\.v_scale)$")
 _STORED_DTYPES = ("BF16", "F16", "F32")
 # A mapped file counts as resident as far as it was read: map it afresh after this much.
 _REMAP_BYTES = 1 << 28
-_DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
+DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
 
 
 @dataclass
@@ -116,24 +116,32 @@ class Weights:
 
     def replace(self, memory: dict[str, Tensor]) -> None:
         """Puts other memory, as bytes by the names of `named_tensors`, in the place of every part's."""
-        for name, part in list(self.named_parts()):
-            flat, tied = memory[name], self.lm_head is self.embed
-            new = (
-                dataclasses.replace(part, data=flat.view(part.data.shape))
-                if isinstance(part, Matrix)
-                else flat.view(part.dtype).view(part.shape)
-            )
-            owner: Any = self
-            *path, last = name.split(".")
-            for step in path:
-                owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
-            setattr(owner, last, new)
-            if name == "embed" and tied:
-                self.lm_head = self.embed
+        tied = self.lm_head is self.embed
+        replace_parts(self, dict(self.named_parts()), memory)
+        if tied:
+            self.lm_head = self.embed
 
     @property
     def n_bytes(self) -> int:
         return sum(t.nbytes for _, t in self.named_tensors())
+
+
+def replace_parts(weights: Any, parts: dict[str, Tensor | Matrix], memory: dict[str, Tensor]) -> None:
+    """Puts other memory, as bytes, in the place of the parts', which are found in `weights` by the steps of their names."""
+    for name, part in parts.items():
+        flat, owner = memory[name], weights
+        new = (
+            dataclasses.replace(part, data=flat.view(part.data.shape))
+            if isinstance(part, Matrix)
+            else flat.view(part.dtype).view(part.shape)
+        )
+        *path, last = name.split(".")
+        for step in path:
+            owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
+        if last.isdigit():
+            owner[int(last)] = new
+        else:
+            setattr(owner, last, new)
 
 
 def weight_bytes(shape: ModelShape, quantize: str | None) -> int:
@@ -142,7 +150,7 @@ def weight_bytes(shape: ModelShape, quantize: str | None) -> int:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """One checkpoint tensor, the part of the internal layout that it belongs to, and where its rows go there.
 
     The rows are `n_groups` equal groups, each holding a share of every range of rows, one after another:
@@ -155,6 +163,8 @@ class _Stored:
     target: Tensor | Matrix
     ranges: tuple[tuple[int, int], ...] = ()
     n_groups: int = 1
+    first: int = 0
+    """The first row of a group that is wanted."""
 
     def place(self, source: Tensor, rows: Tensor) -> None:
         """Copies the stored tensor into its rows of the target as [N, K], or as it is when it has no ranges."""
@@ -162,7 +172,7 @@ class _Stored:
             rows.view(-1).copy_(source.reshape(-1))
             return
         source = source.reshape(self.n_groups, -1, rows.shape[1])
-        start = 0
+        start = self.first
         for first, n in self.ranges:
             target = rows[first : first + n].view(self.n_groups, -1, rows.shape[1])
             target.copy_(source[:, start : start + target.shape[1]])
@@ -170,7 +180,7 @@ class _Stored:
 
 
 @dataclass(frozen=True)
-class _Header:
+class Header:
     """What a file says about one tensor, known without reading it."""
 
     file: Path
@@ -178,8 +188,8 @@ class _Header:
     dtype: str
 
 
-def _read_headers(path: Path) -> dict[str, _Header]:
-    headers: dict[str, _Header] = {}
+def read_headers(path: Path) -> dict[str, Header]:
+    headers: dict[str, Header] = {}
     for file, promised in checkpoint_files(path).items():
         with _opened(file) as handle:
             stored = set(handle.keys())
@@ -191,15 +201,15 @@ def _read_headers(path: Path) -> dict[str, _Header]:
                     other = headers[name].file
                     raise CheckpointError(f"tensor {name!r} is stored twice: in {other} and in {file}")
                 view = handle.get_slice(name)
-                headers[name] = _Header(file, tuple(view.get_shape()), str(view.get_dtype()))
+                headers[name] = Header(file, tuple(view.get_shape()), str(view.get_dtype()))
     return headers
 
 
 @dataclass
-class _Files:
+class Files:
     """The memory-mapped files, kept open while tensors are read from them."""
 
-    headers: dict[str, _Header]
+    headers: dict[str, Header]
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _handles: dict[Path, Any] = field(default_factory=dict)
     _n_read: int = 0
@@ -223,7 +233,7 @@ class _Files:
         self._n_read = 0
 
 
-def _copy(plan: list[_Stored], files: _Files, progress: Progress | None, n_threads: int) -> None:
+def copy_parts(plan: list[Stored], files: Files, progress: Progress | None, n_threads: int) -> None:
     """Puts every part together in rows of bfloat16, and packs it."""
     sizes = {
         id(s.target): s.target.nbytes if isinstance(s.target, Tensor) else s.target.n_bytes for s in plan
@@ -263,14 +273,14 @@ def load_weights(
     misshapen or quantised tensor and for a damaged or missing file.
     """
     path = Path(path)
-    _refuse_quantised(path if path.is_dir() else path.parent)
-    headers = _read_headers(path)
+    refuse_quantised(path if path.is_dir() else path.parent)
+    headers = read_headers(path)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in headers) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in headers
     weights = empty_weights(shape, quantize, tied, device)
     plan = list(_plan(weights, shape, prefix, headers))
-    notices = _check_plan(plan, headers, path)
-    _copy(plan, _Files(headers), progress, n_threads)
+    notices = check_plan(plan, headers, path)
+    copy_parts(plan, Files(headers), progress, n_threads)
     if shape.tie_word_embeddings and not tied:
         if torch.equal(weights.embed.data, weights.lm_head.data):
             weights.lm_head = weights.embed
@@ -294,7 +304,7 @@ def dummy_weights(
     million normals, since drawing each would take minutes at the large sizes.
     """
     generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(_DUMMY_BLOCK, generator=generator)
+    block = torch.randn(DUMMY_BLOCK, generator=generator)
     scaled: dict[float, Tensor] = {}
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device)
     total, done, offset = weights.n_bytes, 0, 0
@@ -308,9 +318,9 @@ def dummy_weights(
             scale = 0.1 if name == "embed" else part.k**-0.5
             if scale not in scaled:
                 scaled[scale] = (block * scale).to(device or "cpu", torch.bfloat16)
-            offset = (offset + 7919 * 131) % _DUMMY_BLOCK
+            offset = (offset + 7919 * 131) % DUMMY_BLOCK
             rows = torch.empty(part.data.shape[0] * part.n, part.k, dtype=torch.bfloat16, device=device)
-            _tile(rows.view(-1), scaled[scale], offset)
+            tile(rows.view(-1), scaled[scale], offset)
             part.pack(rows, n_threads)
             done += part.n_bytes
         if progress is not None:
@@ -332,7 +342,7 @@ def _fill_dummy_vector(field: str, tensor: Tensor, in_layer: bool, generator: to
         tensor.normal_(1.0 if plain else 0.0, 0.1, generator=generator)
 
 
-def _tile(flat: Tensor, block: Tensor, offset: int) -> None:
+def tile(flat: Tensor, block: Tensor, offset: int) -> None:
     n = min(flat.numel(), block.numel() - offset)
     flat[:n].copy_(block[offset : offset + n])
     for rest in torch.split(flat[n:], block.numel()):
@@ -407,19 +417,19 @@ def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: s
     )
 
 
-def _plan(weights: Weights, shape: ModelShape, prefix: str, names: Collection[str]) -> Iterator[_Stored]:
+def _plan(weights: Weights, shape: ModelShape, prefix: str, names: Collection[str]) -> Iterator[Stored]:
     """Every tensor the checkpoint must hold, those of one part together. `names` decides between the layouts that
     exporters use."""
 
     h, v = shape.hidden_size, shape.vocab_size
-    yield _Stored(f"{prefix}embed_tokens.weight", (v, h), weights.embed)
-    yield _Stored(f"{prefix}norm.weight", (h,), weights.norm)
+    yield Stored(f"{prefix}embed_tokens.weight", (v, h), weights.embed)
+    yield Stored(f"{prefix}norm.weight", (h,), weights.norm)
     if weights.lm_head is not weights.embed:
-        yield _Stored("lm_head.weight", (v, h), weights.lm_head)
+        yield Stored("lm_head.weight", (v, h), weights.lm_head)
     for i, layer in enumerate(weights.layers):
         p = f"{prefix}layers.{i}."
-        yield _Stored(f"{p}input_layernorm.weight", (h,), layer.input_norm)
-        yield _Stored(f"{p}post_attention_layernorm.weight", (h,), layer.post_norm)
+        yield Stored(f"{p}input_layernorm.weight", (h,), layer.input_norm)
+        yield Stored(f"{p}post_attention_layernorm.weight", (h,), layer.post_norm)
         if isinstance(layer, GdnLayer):
             yield from _plan_gdn(layer, shape, f"{p}linear_attn.")
         else:
@@ -427,70 +437,70 @@ def _plan(weights: Weights, shape: ModelShape, prefix: str, names: Collection[st
         if isinstance(layer.mlp, Moe):
             yield from _plan_moe(layer.mlp, shape, f"{p}mlp.", names)
         else:
-            yield from _plan_swiglu(layer.mlp.gate_up, layer.mlp.down, f"{p}mlp.")
+            yield from plan_swiglu(layer.mlp.gate_up, layer.mlp.down, f"{p}mlp.")
 
 
-def _in_order(*sizes: int) -> list[tuple[int, int]]:
+def in_order(*sizes: int) -> list[tuple[int, int]]:
     """Ranges (first row, rows) that follow one another."""
     return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def _plan_gdn(layer: GdnLayer, shape: ModelShape, p: str) -> Iterator[_Stored]:
+def _plan_gdn(layer: GdnLayer, shape: ModelShape, p: str) -> Iterator[Stored]:
     h, hk, hv = shape.hidden_size, shape.gdn_n_k_heads, shape.gdn_n_v_heads
     kd, vd, c, w = shape.gdn_key_size, shape.gdn_value_size, shape.conv_channels, layer.in_proj
-    q, k, v, z, b, a = _in_order(kd, kd, vd, vd, hv, hv)
+    q, k, v, z, b, a = in_order(kd, kd, vd, vd, hv, hv)
     if shape.family == "qwen3_next":
-        yield _Stored(f"{p}in_proj_qkvz.weight", (c + vd, h), w, (q, k, v, z), n_groups=hk)
-        yield _Stored(f"{p}in_proj_ba.weight", (2 * hv, h), w, (b, a), n_groups=hk)
+        yield Stored(f"{p}in_proj_qkvz.weight", (c + vd, h), w, (q, k, v, z), n_groups=hk)
+        yield Stored(f"{p}in_proj_ba.weight", (2 * hv, h), w, (b, a), n_groups=hk)
     else:
-        yield _Stored(f"{p}in_proj_qkv.weight", (c, h), w, ((0, c),))
-        yield _Stored(f"{p}in_proj_z.weight", (vd, h), w, (z,))
-        yield _Stored(f"{p}in_proj_b.weight", (hv, h), w, (b,))
-        yield _Stored(f"{p}in_proj_a.weight", (hv, h), w, (a,))
-    yield _Stored(f"{p}conv1d.weight", (c, 1, shape.conv_width), layer.conv)
-    yield _Stored(f"{p}A_log", (hv,), layer.a_log)
-    yield _Stored(f"{p}dt_bias", (hv,), layer.dt_bias)
-    yield _Stored(f"{p}norm.weight", (shape.gdn_v_dim,), layer.norm)
-    yield _Stored(f"{p}out_proj.weight", (h, vd), layer.out_proj)
+        yield Stored(f"{p}in_proj_qkv.weight", (c, h), w, ((0, c),))
+        yield Stored(f"{p}in_proj_z.weight", (vd, h), w, (z,))
+        yield Stored(f"{p}in_proj_b.weight", (hv, h), w, (b,))
+        yield Stored(f"{p}in_proj_a.weight", (hv, h), w, (a,))
+    yield Stored(f"{p}conv1d.weight", (c, 1, shape.conv_width), layer.conv)
+    yield Stored(f"{p}A_log", (hv,), layer.a_log)
+    yield Stored(f"{p}dt_bias", (hv,), layer.dt_bias)
+    yield Stored(f"{p}norm.weight", (shape.gdn_v_dim,), layer.norm)
+    yield Stored(f"{p}out_proj.weight", (h, vd), layer.out_proj)
 
 
-def _plan_attention(layer: AttnLayer, shape: ModelShape, p: str) -> Iterator[_Stored]:
+def _plan_attention(layer: AttnLayer, shape: ModelShape, p: str) -> Iterator[Stored]:
     h, d, w = shape.hidden_size, shape.head_dim, layer.qkv
     q_rows, kv_rows = shape.n_q_heads * d, shape.n_kv_heads * d
-    q, gate, k, v = _in_order(q_rows, q_rows, kv_rows, kv_rows)
-    yield _Stored(f"{p}q_proj.weight", (2 * q_rows, h), w, (q, gate), n_groups=shape.n_q_heads)
-    yield _Stored(f"{p}k_proj.weight", (kv_rows, h), w, (k,))
-    yield _Stored(f"{p}v_proj.weight", (kv_rows, h), w, (v,))
-    yield _Stored(f"{p}q_norm.weight", (d,), layer.q_norm)
-    yield _Stored(f"{p}k_norm.weight", (d,), layer.k_norm)
-    yield _Stored(f"{p}o_proj.weight", (h, q_rows), layer.o_proj)
+    q, gate, k, v = in_order(q_rows, q_rows, kv_rows, kv_rows)
+    yield Stored(f"{p}q_proj.weight", (2 * q_rows, h), w, (q, gate), n_groups=shape.n_q_heads)
+    yield Stored(f"{p}k_proj.weight", (kv_rows, h), w, (k,))
+    yield Stored(f"{p}v_proj.weight", (kv_rows, h), w, (v,))
+    yield Stored(f"{p}q_norm.weight", (d,), layer.q_norm)
+    yield Stored(f"{p}k_norm.weight", (d,), layer.k_norm)
+    yield Stored(f"{p}o_proj.weight", (h, q_rows), layer.o_proj)
 
 
-def _plan_swiglu(gate_up: Matrix, down: Matrix, p: str) -> Iterator[_Stored]:
+def plan_swiglu(gate_up: Matrix, down: Matrix, p: str) -> Iterator[Stored]:
     width, h = down.k, down.n
-    gate, up = _in_order(width, width)
-    yield _Stored(f"{p}gate_proj.weight", (width, h), gate_up, (gate,))
-    yield _Stored(f"{p}up_proj.weight", (width, h), gate_up, (up,))
-    yield _Stored(f"{p}down_proj.weight", (h, width), down)
+    gate, up = in_order(width, width)
+    yield Stored(f"{p}gate_proj.weight", (width, h), gate_up, (gate,))
+    yield Stored(f"{p}up_proj.weight", (width, h), gate_up, (up,))
+    yield Stored(f"{p}down_proj.weight", (h, width), down)
 
 
-def _plan_moe(moe: Moe, shape: ModelShape, p: str, names: Collection[str]) -> Iterator[_Stored]:
+def _plan_moe(moe: Moe, shape: ModelShape, p: str, names: Collection[str]) -> Iterator[Stored]:
     h, e, m = shape.hidden_size, shape.n_experts, shape.moe_intermediate_size
-    yield _Stored(f"{p}gate.weight", (e, h), moe.router, ((0, e),))
-    yield _Stored(f"{p}shared_expert_gate.weight", (1, h), moe.router, ((e, 1),))
-    yield from _plan_swiglu(moe.shared_gate_up, moe.shared_down, f"{p}shared_expert.")
+    yield Stored(f"{p}gate.weight", (e, h), moe.router, ((0, e),))
+    yield Stored(f"{p}shared_expert_gate.weight", (1, h), moe.router, ((e, 1),))
+    yield from plan_swiglu(moe.shared_gate_up, moe.shared_down, f"{p}shared_expert.")
     if f"{p}experts.0.gate_proj.weight" in names:
         for i in range(e):
             for name, first in (("gate", 2 * i * m), ("up", (2 * i + 1) * m)):
-                yield _Stored(f"{p}experts.{i}.{name}_proj.weight", (m, h), moe.gate_up, ((first, m),))
+                yield Stored(f"{p}experts.{i}.{name}_proj.weight", (m, h), moe.gate_up, ((first, m),))
         for i in range(e):
-            yield _Stored(f"{p}experts.{i}.down_proj.weight", (h, m), moe.down, ((i * h, h),))
+            yield Stored(f"{p}experts.{i}.down_proj.weight", (h, m), moe.down, ((i * h, h),))
     else:
-        yield _Stored(f"{p}experts.gate_up_proj", (e, 2 * m, h), moe.gate_up)
-        yield _Stored(f"{p}experts.down_proj", (e, h, m), moe.down)
+        yield Stored(f"{p}experts.gate_up_proj", (e, 2 * m, h), moe.gate_up)
+        yield Stored(f"{p}experts.down_proj", (e, h, m), moe.down)
 
 
-def _check_plan(plan: list[_Stored], headers: dict[str, _Header], path: Path) -> list[str]:
+def check_plan(plan: list[Stored], headers: dict[str, Header], path: Path) -> list[str]:
     """Compare what is stored with what is needed, before anything is read; returns notices for the user."""
     converted: Counter[str] = Counter()
     for stored in plan:
@@ -572,7 +582,7 @@ def _damaged(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file}: damaged or unreadable ({error}); download it again")
 
 
-def _refuse_quantised(directory: Path) -> None:
+def refuse_quantised(directory: Path) -> None:
     config_file = directory / "config.json"
     if not config_file.exists():
         return

@@ -1,4 +1,4 @@
-"""attn_prepare and attention: gated full attention over 64-token pages (csrc/attention.cpp).
+"""attn_prepare and attention: full attention, gated or not, over 64-token pages (csrc/attention.cpp).
 
 A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the scores of
 neighbouring keys are neighbouring lanes, and v as [nk, 64, d]. The pages of the sequence in place i are
@@ -23,15 +23,16 @@ MAX_RECORDS = 16384
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Geometry: query and key/value heads and their width. A projection row is q | gate | k | v."""
+    """Geometry: query and key/value heads and their width. A projection row is q | gate | k | v, without gates q | k | v."""
 
     n_q: int
     n_kv: int
     dim: int
+    is_gated: bool = True
 
     @property
     def row(self) -> int:
-        return 2 * (self.n_q + self.n_kv) * self.dim
+        return ((2 if self.is_gated else 1) * self.n_q + 2 * self.n_kv) * self.dim
 
     def records_size(self, max_len: int) -> tuple[int, int]:
         """Size of the `records` of `attention`, float32: enough to give every split of a sequence of max_len tokens to
@@ -79,7 +80,7 @@ def attn_prepare(
         f"rotary dims a multiple of 32, found {rotary}",
     )
     program.call(
-        "deltic_attn_prepare", proj, heads.n_q, heads.n_kv, heads.dim, n_tokens, positions, token_place,
+        "deltic_attn_prepare", proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, n_tokens, positions, token_place,
         page_table, page_table.stride(0), q_norm, k_norm, eps, cos, sin, rotary, q_out, pages, pages.stride(0),
     )  # fmt: skip
 
@@ -99,9 +100,9 @@ def attention(
     records: Tensor,
     out: Tensor,
 ) -> None:
-    """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), causal; query head j reads key head j // (nq/nk).
+    """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), or without a gate, causal; query head j reads key head j // (nq/nk).
 
-    q: bfloat16 [T, nq, d]; proj: float32 [T, row] for the gates; out: bfloat16 [T, nq d]; the rest as in attn_prepare
+    q: bfloat16 [T, nq, d]; proj: float32 [T, row], read for the gates only; out: bfloat16 [T, nq d]; the rest as in attn_prepare
     and gdn. The keys of the tokens themselves must be in the pages already. records: float32 scratch of
     heads.records_size(), for the splits of blocks of rows that are given to several threads; any number of them will do.
     """
@@ -118,7 +119,7 @@ def attention(
         "float32 records [n, d + 16]",
     )
     program.call(
-        "deltic_attention", q, proj, heads.n_q, heads.n_kv, heads.dim, pages, pages.stride(0), n_seqs,
+        "deltic_attention", q, proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, pages, pages.stride(0), n_seqs,
         seq_start, seq_context, place, page_table, page_table.stride(0), out,
         records, records.shape[0],
     )  # fmt: skip

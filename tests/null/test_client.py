@@ -30,12 +30,14 @@ from deltic.engine.client import EngineClient, EngineFailed, EngineUnavailable, 
 from deltic.engine.request import (
     CacheReport,
     CacheStats,
+    EncodeVoice,
     Event,
     Loading,
     Output,
     Ready,
     Request,
     SamplingParams,
+    SpeechStats,
     Stats,
     StepOutputs,
 )
@@ -184,7 +186,7 @@ async def test_queue_full_is_refused_at_once_and_opens_again() -> None:
         streams = [submit(client, request(str(i), max_tokens=20)) for i in range(5)]
         with pytest.raises(QueueFull) as refusal:
             submit(client, request("full"))
-        assert 1 <= refusal.value.retry_after_s <= 60 and "3 sequences wait" in str(refusal.value)
+        assert 1 <= refusal.value.retry_after_s <= 60 and "3 sequences waiting" in str(refusal.value)
         await collect(streams[0])
         await collect(submit(client, request("now", max_tokens=2)))
         for stream in streams[1:]:
@@ -211,6 +213,21 @@ async def test_abort_of_a_request_and_of_one_sequence() -> None:
         await until(lambda: client.stats.n_slots_used == 0 and client.stats.n_pages_used == 0)
         client.abort("all")
         client.abort("unknown")
+
+
+@in_loop
+async def test_abort_of_what_waits_spares_what_has_begun() -> None:
+    async with engine(step_ms=2.0, max_num_seqs=2) as client:
+        running, waiting = (
+            submit(client, request("runs", max_tokens=60, n=2)),
+            submit(client, request("waits", n=2)),
+        )
+        await anext(running)
+        for id in ("runs", "waits", "runs"):
+            client.abort(id, if_waiting=True)
+        assert reasons(await collect(waiting)) == ["abort", "abort"]
+        assert reasons(await collect(running)) == ["length", "length"]
+        assert client.n_open == 0
 
 
 @in_loop
@@ -317,6 +334,25 @@ async def test_an_answer_about_the_cache_that_comes_while_it_stops() -> None:
         assert any(isinstance(event, CacheReport) for event in events)
 
 
+@in_loop
+async def test_questions_about_voices_are_answered_or_end_with_the_process() -> None:
+    async with engine() as client:
+        assert client.pid is not None
+        client.drop_voice("a")
+        answers = await asyncio.gather(*(client.encode_voice(EncodeVoice(key=key)) for key in "aba"))
+        assert [answer.key for answer in answers] == ["a", "b", "a"]
+        assert all(answer.error == "this model does not speak" for answer in answers)
+        os.kill(client.pid, signal.SIGSTOP)
+        asked = [asyncio.create_task(client.encode_voice(EncodeVoice(key="a"))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        os.kill(client.pid, signal.SIGKILL)
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(error, EngineUnavailable) and "SIGKILL" in str(error)
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await client.encode_voice(EncodeVoice(key="a"))
+        client.drop_voice("a")
+
+
 def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() -> None:
     client = EngineClient(EngineConfig(), 1)
 
@@ -326,7 +362,10 @@ def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() ->
             n_pages_evicted=4, n_checkpoints_evicted=1, read_bytes={"disk": 10}, written_bytes={"host": 5}, n_damaged=1,
             n_pages=9, n_checkpoints=8,
         )  # fmt: skip
-        return Stats(n_running=2, n_steps=5, n_prompt_tokens=300, last_step_ms=4.0, cache=cache)
+        speech = SpeechStats(n_streams_used=1, n_streams=4, n_frames=10, n_underruns=1, vocoder_s=0.5)
+        return Stats(
+            n_running=2, n_steps=5, n_prompt_tokens=300, last_step_ms=4.0, cache=cache, speech=speech
+        )
 
     client._count(stats())
     assert client.stats == stats()
@@ -341,6 +380,7 @@ def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() ->
         for _ in range(2):  # every message tells all since the start of its process
             client._count(msgspec.msgpack.decode(msgspec.msgpack.encode(last), type=Stats))
     assert (client.stats.n_steps, client.stats.n_running, client.stats.n_prompt_tokens) == (15, 2, 900)
+    assert client.stats.speech == SpeechStats(1, 4, 30, 3, 1.5)
     assert client.stats.cache == CacheStats(
         n_lookups=9, n_hits=6, n_lookup_tokens=900, n_hit_tokens=384,
         checkpoints_taken={"end": 6, "tail": 1, "ladder": 2}, n_pages_evicted=12, n_checkpoints_evicted=3,

@@ -32,7 +32,7 @@ def commands() -> dict[str, set[str]]:
 
 
 COMMANDS = commands()
-SCRIPTS = [*ROOT.glob("bench/*.py"), *ROOT.glob("training/*.py"), ROOT / "deltic/bench/soak.py"]
+SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py"), ROOT / "deltic/bench/soak.py"]
 FLAGS = set().union(
     *COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS)
 )
@@ -45,7 +45,9 @@ def test_document(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name}: broken link {target}"
-    for command in re.findall(r"`deltic ([a-z]+(?: (?:serve|ops|start|gpu|ablate|quality))?)", text):
+    for command in re.findall(
+        r"`deltic ([a-z]+(?: (?:serve|speech|stalls|ops|start|gpu|ablate|quality))?)", text
+    ):
         assert command in COMMANDS, f"{path.name}: no command deltic {command}"
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
         assert flag in FLAGS, f"{path.name}: no flag {flag}"

@@ -248,7 +248,7 @@ def test_what_is_in_the_directory_at_start(opened: Open, tmp_path: Path) -> None
     assert len(again.entries) == 2 and again.n_damaged == 1
     assert not short.exists() and not old.exists() and new.exists()
     damaged, strange = again.notices
-    assert "1 files were damaged" in damaged and "4 files" in strange
+    assert "1 damaged file deleted" in damaged and "4 files" in strange
     again.clear()
     assert all(file.exists() for file in odd) and new.exists()
 

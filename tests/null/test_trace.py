@@ -75,6 +75,9 @@ def test_steps_and_requests_are_in_the_file(tmp_path: Path) -> None:
     assert spans(events, "bb:1") == ["queue", "decode"], "it had no prefill of its own"
     assert spans(events, "dddd:0") == ["queue"]
     assert {e["args"]["running"] for e in events if e["name"] == "sequences"} >= {0, 3}
+    assert all(0 <= steps[0]["ts"] - e["ts"] < 60e6 for e in events if e["ph"] == "M"), (
+        "they began just before"
+    )
 
 
 def test_preemptions_and_failures_are_shown(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""attention_decode: gated full attention of one new token a row over 64-key pages, in one launch.
+"""attention_decode: full attention, gated or not, of one new token a row over 64-key pages, in one launch.
 
 The keys of a row are cut into splits, by the row's own length alone: a split is one piece of work, and how many programs share
 them does not touch the bits. It norms and rotates the query heads of one key head, goes through its tiles of 64 keys from the
@@ -199,8 +199,12 @@ def _merged(p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: t
 
 
 @triton.jit
-def _gate(p_gate, stride_s, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, S: tl.constexpr):
-    """sigmoid(gate) of the group, [R, D]."""
+def _gate(
+    p_gate, stride_s, GATED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, S: tl.constexpr
+):
+    """sigmoid(gate) of the group, [R, D]; without gates 1."""
+    if not GATED:
+        return tl.full((R, D), 1.0, tl.float32)
     o_g = tl.arange(0, R)
     return tl.sigmoid(
         _summed(p_gate, o_g[:, None] * D + tl.arange(0, D)[None, :], (o_g < G)[:, None], stride_s, S)
@@ -223,7 +227,7 @@ def _attention_decode_kernel(
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
-    FAN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = NQ // NK
     i_row = tl.program_id(0) // NK
@@ -285,7 +289,7 @@ def _attention_decode_kernel(
         if i_split == n_splits - 1:
             # the new token: into its page, and as the first key of the running sums, rounded as in the page
             # (k is computed in every row of a tile like that of q, which it meets element by element)
-            o_k = (2 * NQ + i_kv) * D
+            o_k = ((2 if GATED else 1) * NQ + i_kv) * D
             b_turn, b_turn_other = _turn(
                 p_k_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF
             )
@@ -310,7 +314,7 @@ def _attention_decode_kernel(
             b_max, b_sum, b_o = _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale)
 
         if n_splits == 1:
-            b_gate = _gate(p_gate, stride_s, G, GROUP, D, S)
+            b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
             _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
         else:
             tl.store(
@@ -327,7 +331,7 @@ def _attention_decode_kernel(
                 tl.store(p_arrived + 1 + i_merge, 0)
                 o_m = tl.arange(0, GP)
                 o_md = o_m[:, None] * D + o_d[None, :]
-                b_merged_gate = _gate(p_gate, stride_s, G, GP, D, S)
+                b_merged_gate = _gate(p_gate, stride_s, GATED, G, GP, D, S)
                 b_part, b_part_max, b_part_sum = _merged(
                     p_output, p_weight, i_merge * FAN, n_mine, 1, i_merge * FAN, G, GP, D, FAN
                 )
@@ -371,7 +375,7 @@ def attention_decode(
 ) -> None:
     """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. row_position[r] of the row's place.
 
-    proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads. q_norm, k_norm: float32 [d],
+    proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads, or without gates (heads.is_gated). q_norm, k_norm: float32 [d],
     zero-centred. row_slot, row_place, row_position: int32 [N]; a row with slot -1 is left alone. page_table: int32 [places,
     max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d], this layer's part, any page
     stride; the token's own k and v are written there. out: bfloat16 [N, nq d]. max_len: no row has more keys. Query head j reads
@@ -424,5 +428,5 @@ def attention_decode(
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
-        AHEAD=splits.ahead, num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
+        AHEAD=splits.ahead, GATED=heads.is_gated, num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
     )  # fmt: skip

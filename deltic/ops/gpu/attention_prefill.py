@@ -1,4 +1,4 @@
-"""attention_prefill: gated full attention of a prefill over 64-token pages.
+"""attention_prefill: full attention, gated or not, of a prefill over 64-token pages.
 
 Two kernels. The first (prepare) norms and rotates q and k and writes k and v to their pages; the second (flash) attends. A tile
 is the 64 tokens of a block times one or two query heads of the same key head; it walks the pages of its sequence from the first
@@ -49,7 +49,8 @@ class FlashTile:
 @triton.jit
 def _prepare_kernel(
     proj, q_norm, k_norm, eps, n_tokens, position, page, cos, sin, stride_cos, query, pages, stride_page,
-    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, PDL: tl.constexpr,
+    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the tokens of a block times one head of q | k | v."""
     if PDL:
@@ -60,14 +61,15 @@ def _prepare_kernel(
     n = tl.load(n_tokens + i_b)
     if n == 0:
         return
-    ROW: tl.constexpr = 2 * (NQ + NK) * D
+    ROW: tl.constexpr = ((2 if GATED else 1) * NQ + 2 * NK) * D
     o_t = tl.arange(0, 64)
     o_d = tl.arange(0, D)
     o_out = o_t[:, None] * D + o_d[None, :]
     used = (o_t < n)[:, None]
     is_q = i_h < NQ
-    # the columns of head i_h: k and v come behind the gates
-    p_in = proj + i_b.to(tl.int64) * (64 * ROW) + tl.where(is_q, i_h, i_h + NQ) * D + o_t[:, None] * ROW
+    # the columns of head i_h: k and v come behind the gates, if there are any
+    GATES: tl.constexpr = NQ if GATED else 0
+    p_in = proj + i_b.to(tl.int64) * (64 * ROW) + tl.where(is_q, i_h, i_h + GATES) * D + o_t[:, None] * ROW
     # padding is read as zero, so that whatever it holds stays finite below
     b_in = tl.load(p_in + o_d[None, :], mask=used, other=0.0)
     p_kv = pages + tl.load(page + i_b).to(tl.int64) * stride_page + (i_h - NQ) * (64 * D)
@@ -111,6 +113,7 @@ def _prepare_kernel(
 def _flash_kernel(
     queries, tiles, proj, out, n_tokens, position, place, page_table, stride_table, rows_page, scale,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SPECIALISED: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """One program: the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0).
 
@@ -156,7 +159,7 @@ def _flash_kernel(
         b_v = tiles.load([row + NK * 64, 0])  # here, so that the scores do not wait for it
         b_acc = tl.dot(b_p.to(tl.bfloat16), b_v, b_acc)
         b_max = b_new
-    ROW: tl.constexpr = 2 * (NQ + NK) * D
+    ROW: tl.constexpr = ((2 if GATED else 1) * NQ + 2 * NK) * D
     p_gate = proj + i_b.to(tl.int64) * (64 * ROW) + (NQ + i_h) * D
     p_out = out + i_b.to(tl.int64) * (64 * NQ * D) + i_h * D
     o_gate = (o_t * ROW + o_m // 64 * D)[:, None]
@@ -164,16 +167,20 @@ def _flash_kernel(
     b_weight = (1.0 / b_sum)[:, None]
     if SPECIALISED:
         o_d = tl.arange(0, D)[None, :]
-        b_gate = tl.load(p_gate + o_gate + o_d, mask=(o_t < n)[:, None], other=0.0).to(tl.float32)
-        b_out = b_acc * b_weight / (1.0 + tl.exp2(b_gate * -LOG2_E))
+        b_out = b_acc * b_weight
+        if GATED:
+            b_gate = tl.load(p_gate + o_gate + o_d, mask=(o_t < n)[:, None], other=0.0).to(tl.float32)
+            b_out = b_out / (1.0 + tl.exp2(b_gate * -LOG2_E))
         tl.store(p_out + o_out + o_d, b_out.to(tl.bfloat16), mask=(o_t < n * 64)[:, None])
     else:
         # one half of the columns after the other: the gate does not fit in the registers beside the whole of b_acc
         b_halves = tl.split(tl.permute(tl.reshape(b_acc, [ROWS, 2, D // 2]), (0, 2, 1)))
         for half in tl.static_range(2):
             o_d = half * (D // 2) + tl.arange(0, D // 2)[None, :]
-            b_gate = tl.load(p_gate + o_gate + o_d, mask=(o_t < n)[:, None], other=0.0).to(tl.float32)
-            b_out = b_halves[half] * b_weight / (1.0 + tl.exp2(b_gate * -LOG2_E))
+            b_out = b_halves[half] * b_weight
+            if GATED:
+                b_gate = tl.load(p_gate + o_gate + o_d, mask=(o_t < n)[:, None], other=0.0).to(tl.float32)
+                b_out = b_out / (1.0 + tl.exp2(b_gate * -LOG2_E))
             tl.store(p_out + o_out + o_d, b_out.to(tl.bfloat16))
 
 
@@ -216,7 +223,7 @@ def prepare(
     launch(
         _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
         cos, sin, cos.stride(0), query, pages, pages.stride(0),
-        NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, HALF_P2=next_power_of_2(half), num_warps=PREPARE_WARPS, pdl=levers.pdl,
+        NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, HALF_P2=next_power_of_2(half), GATED=heads.is_gated, num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )  # fmt: skip
 
 
@@ -247,7 +254,7 @@ def flash(
         d**-0.5 * LOG2_E.value,
     )  # fmt: skip
     meta: dict[str, Any] = {
-        "NQ": heads.n_q, "NK": heads.n_kv, "D": d, "HEADS": tile.heads, "SPECIALISED": tile.specialised,
+        "NQ": heads.n_q, "NK": heads.n_kv, "D": d, "HEADS": tile.heads, "SPECIALISED": tile.specialised, "GATED": heads.is_gated,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     if tile.specialised and not INTERPRETED:
@@ -276,7 +283,7 @@ def attention_prefill(
 ) -> None:
     """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes theirs. Two launches.
 
-    proj: bfloat16 [T, 2 (nq + nk) d], T = 64 blocks, a row q heads | gates | k heads | v heads; q_norm, k_norm: float32 [d],
+    proj: bfloat16 [T, heads.row], T = 64 blocks, a row q heads | gates (if heads.is_gated) | k heads | v heads; q_norm, k_norm: float32 [d],
     zero-centred; page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2], the first `rotary` dims rotate in
     pairs (i, i + rotary/2); pages: bfloat16 [n, 2, nk, 64, d], this layer's part with any page stride (keys, then values);
     query: bfloat16, T nq d elements of workspace; out: bfloat16 [T, nq d].

@@ -1,0 +1,142 @@
+"""The published package (qwen-tts, torch) on this CPU: ms a frame and RTF of a random checkpoint of a published size.
+
+    python -m venv /tmp/qwen-tts && /tmp/qwen-tts/bin/pip install qwen-tts
+    /tmp/qwen-tts/bin/python bench/speech/qwen_tts_cpu.py --shape 0.6b --threads 2
+
+Run in an environment of its own, where Deltic is not installed. A frame is 80 ms of audio. Codes (prompt, talker and predictor;
+everything the package does from text to codes) and waveform are timed apart; beside it, from Deltic's environment:
+`deltic bench speech --dummy qwen3-tts-0.6b --threads 2 --n 1 --max-new-tokens 49`. The text vocabulary of the checkpoint is small:
+its table is only read by a prompt. Ends with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests import tiny_speech
+
+REAL: dict[str, Any] = {
+    "N_CODES": 2048, "CODEC_VOCAB": 3072, "PREDICTOR_WIDTH": 1024, "TEXT_WIDTH": 2048,
+    "PREDICTOR": {"layers": 5, "ffn": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128},
+    "VOCODER": {
+        "latent_dim": 1024, "codebook_dim": 512, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 8, "sliding_window": 72, "decoder_dim": 1536,
+    },
+}  # fmt: skip
+"""The published sizes of what tiny_speech.py writes; the encoder, which nothing here runs, stays tiny."""
+FFN = {"0.6b": 3072, "1.7b": 6144}
+FRAME = 1920
+
+
+def package() -> Any:
+    """qwen_tts. What its 25 Hz tokenizer needs, which is imported with it and not run, may be missing."""
+    for name in ("sox", "onnxruntime", "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+        if name not in sys.modules:
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__spec__ = ModuleSpec(name, None)
+    return importlib.import_module("qwen_tts")
+
+
+def write(path: Path, shape: str) -> None:
+    """A CustomVoice checkpoint of a published size, random: 1.9 or 3.9 GB."""
+    vars(tiny_speech).update(REAL)
+    tiny_speech.TALKER = {"layers": 28, "ffn": FFN[shape], "heads": 16, "kv_heads": 8, "head_dim": 128}
+    tiny_speech.write_speech(path, "custom_voice", wide=shape == "1.7b")
+    config = json.loads((path / "config.json").read_text())
+    config["talker_config"]["rope_scaling"]["mrope_section"] = [24, 20, 20]
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def measure(model: Any, n_frames: int, seed: int) -> dict[str, float]:
+    """One utterance, drawn as the package does by default: seconds of codes and of waveform, and the frames it has."""
+    decode, spent = model.model.speech_tokenizer.decode, [0.0]
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return decode(*args, **kwargs)
+        finally:
+            spent[0] += time.perf_counter() - begin
+
+    torch.manual_seed(seed)
+    model.model.speech_tokenizer.decode = timed
+    begin, cpu = time.perf_counter(), time.process_time()
+    try:
+        (wave,), _ = model.generate_custom_voice(
+            text="A small engine, oddly shaped.",
+            language="English",
+            speaker="vivian",
+            max_new_tokens=n_frames + 1,
+        )
+    finally:
+        model.model.speech_tokenizer.decode = decode
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    return {"frames": len(wave) / FRAME, "codes_s": seconds - spent[0], "wave_s": spent[0], "cpu_s": cpu}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=sorted(FFN), default="0.6b")
+    parser.add_argument("--checkpoint", type=Path, help="a CustomVoice directory, instead of a random one")
+    parser.add_argument("--frames", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = arguments.checkpoint or Path(scratch) / "checkpoint"
+        if not arguments.checkpoint:
+            write(path, arguments.shape)
+        model = package().Qwen3TTSModel.from_pretrained(
+            str(path), device_map="cpu", dtype=getattr(torch, arguments.dtype)
+        )
+    measure(model, 4, 0)
+    rounds = []
+    for seed in range(1, arguments.rounds + 1):
+        got = measure(model, arguments.frames, seed)
+        rounds.append(got)
+        rtf = (got["codes_s"] + got["wave_s"]) / (0.08 * got["frames"])
+        said = ", ".join(f"{name} {got[name]:.2f} s" for name in ("codes_s", "wave_s", "cpu_s"))
+        print(f"{got['frames']:.0f} frames: {said}, RTF {rtf:.2f}", flush=True)
+    result = {
+        "codes_ms_a_frame": statistics.median(1e3 * r["codes_s"] / r["frames"] for r in rounds),
+        "wave_ms_a_frame": statistics.median(1e3 * r["wave_s"] / r["frames"] for r in rounds),
+        "cpu_ms_a_frame": statistics.median(1e3 * r["cpu_s"] / r["frames"] for r in rounds),
+        "rtf": statistics.median((r["codes_s"] + r["wave_s"]) / (0.08 * r["frames"]) for r in rounds),
+    }
+    told = {name: round(value, 3) for name, value in result.items()}
+    about = {
+        "shape": arguments.shape,
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "torch": torch.__version__,
+    }
+    print(
+        json.dumps(
+            {"bench": "qwen_tts_cpu", **about, "machine": platform.machine(), **told, "rounds": rounds}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

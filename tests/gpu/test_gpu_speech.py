@@ -1,0 +1,269 @@
+"""A speech model on a GPU, or on its kernels interpreted: the oracle's codes, and the same bits in any company.
+
+What is said and how it is compared is `tests/cpu/test_speech_engine.py`'s. Interpreted, products are computed in float64 and the
+vocoder is silent (`test_gpu_codec.py` has that).
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+pytest.importorskip("triton")
+from deltic.config import ConfigError, EngineConfig
+from deltic.engine.gpu_speech_build import build_gpu_speech_runner
+from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
+from deltic.engine.loop import Engine
+from deltic.engine.request import Chunk, Request, SamplingParams, Sequence, Step, StepResult
+from deltic.engine.speech_plan import SpeechPlan
+from deltic.models.codec import Vocoded
+from deltic.models.speech_shapes import PUBLISHED_SPEECH
+from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
+from deltic.ops.gpu.launch import Levers
+from deltic.reference.sample import sample as oracle_sample
+from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
+from tests.gpu.test_gpu_codec import exact_products  # noqa: F401
+from tests.tiny_speech import tiny_speech
+
+HAS_GPU = torch.cuda.is_available()
+IS_LONG = HAS_GPU or "DELTIC_TEST_LONG" in os.environ
+long = pytest.mark.skipif(not IS_LONG, reason="needs a GPU, or DELTIC_TEST_LONG: minutes in the interpreter")
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+N_FRAMES = 12 if HAS_GPU else 2 if IS_LONG else 1
+
+
+class Silent:
+    """A vocoder of silence."""
+
+    def open(self, slot: int, state: Tensor | None = None) -> None:
+        pass
+
+    def begin(self, chunks: Items[tuple[int, NDArray[np.int32]]]) -> Vocoded:
+        return Vocoded([np.zeros(1920 * len(codes), np.float32) for _, codes in chunks])
+
+
+class SpeakingGpu(Speaking):
+    def __init__(self, variant: str = "custom_voice", wide: bool = False, **settings: Any) -> None:
+        self.path = tiny_speech(variant, wide=wide)
+        small = {"max_num_seqs": 16, "max_step_tokens": 512} if HAS_GPU else {"max_num_seqs": 3, "max_step_tokens": 64}  # fmt: skip
+        config = EngineConfig(
+            model=str(self.path), **{"max_model_len": 256, "n_pages": 64, "cache_host_gb": 0.0} | small | settings
+        )  # fmt: skip
+        runner = build_gpu_speech_runner(config, lambda stage, done: None)
+        runner.vocoder = Silent()
+        self.runner, self.shape = runner, runner.plan.shape
+        self.engine = Engine(runner)
+        self.codes, self.past, self.audio, self.n_prefill_tokens = {}, {}, {}, 0
+        self._step = runner.step
+        runner.step = self._watched  # type: ignore[method-assign]
+        if runner.voices is not None:
+            runner.voices.close(1.0)
+        self.voices = runner.voices = {}
+
+    def _watched(self, step: Step) -> StepResult:
+        result = self._step(step)
+        for i, chunk in enumerate(step.chunks):
+            if not chunk.is_decode:
+                self.n_prefill_tokens += chunk.length
+                continue
+            sequence = chunk.sequence
+            frames = self.codes.setdefault((sequence.request.id, sequence.index), [])
+            t, frame = chunk.start - sequence.n_prompt, result.codes[i].tolist()
+            if t < len(frames):
+                assert frames[t] == frame  # computed again, to the same bits
+            else:
+                frames.append(frame)
+        return result
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+
+@cache
+def said(variant: str, wide: bool) -> tuple[SpeakingGpu, list[dict[str, Any]], list[Request], dict[Any, Any]]:
+    """Greedy cases, run together: the engine, the cases, their requests and the last Outputs."""
+    speaking = SpeakingGpu(variant, wide)
+    cases = [case for case in CASES if case["variant"] == variant and case["wide"] == wide]
+    cases = cases if HAS_GPU else cases[-1:]
+    requests = [request_of(speaking, case, str(i), max_tokens=N_FRAMES + 1) for i, case in enumerate(cases)]
+    return speaking, cases, requests, speaking.run(*requests)
+
+
+@pytest.mark.parametrize(
+    ("variant", "wide"),
+    [(v, w) for v in ("custom_voice", "voice_design", "base") for w in (False, True)]
+    if IS_LONG
+    else [("base", True)],
+)
+def test_greedy_codes_are_the_oracles(variant: str, wide: bool) -> None:
+    """Every code is the oracle's choice behind the same codes, or one that bfloat16 cannot tell from it."""
+    speaking, cases, _, last = said(variant, wide)
+    n_same = n_all = 0
+    for i, case in enumerate(cases):
+        frames, ended = speaking.codes[str(i), 0], last[str(i), 0].finish_reason == "stop"
+        assert ended or len(frames) == N_FRAMES
+        found = regrets(speaking, case, frames[:7], ended=ended and len(frames) <= 7)
+        assert found.max() < 0.1
+        n_same, n_all = n_same + int((found[: len(frames)] == 0).sum()), n_all + 16 * min(7, len(frames))
+    assert n_same > 0.95 * n_all
+
+
+def test_what_was_lost_is_computed_again() -> None:
+    """A prompt without a draw behind it, then a frame without one: what a preempted sequence without host memory goes through."""
+    speaking, _, requests, _ = said("base", True)
+    request = requests[-1]
+    frame = speaking.codes[request.id, 0][0]
+    n = len(request.prompt_ids)
+    sequence = Sequence(
+        request, 0, 1, array("i", [*request.prompt_ids, frame[0]]), n, pages=[1, 0], place=1, slot=2
+    )
+    assert request.speech is not None
+    sequence.voice = speaking.voices[request.speech.voice]
+    for chunk in (Chunk(sequence, 0, n), Chunk(sequence, n, 1)):
+        result = speaking._step(Step(chunks=[chunk]))
+        sequence.n_computed += chunk.length
+    assert result.codes[0].tolist() == frame
+
+
+def drawn(speaking: Speaking, n: int) -> list[Request]:
+    """Requests with other texts, seeds and lengths, drawn with the published parameters."""
+    cases = [
+        case
+        for case in CASES
+        if case["variant"] == "custom_voice" and case["wide"] == speaking.shape.has_projection
+    ]
+    return [
+        request_of(
+            speaking, case, f"drawn {i}", 0.9, seed=i, max_tokens=N_FRAMES + 1 + i % 2, top_p=1.0 if i else 0.8
+        )
+        for i, case in enumerate(cases[:n])
+    ]  # fmt: skip
+
+
+@long
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_batch_changes_nothing(wide: bool) -> None:
+    speaking = SpeakingGpu(wide=wide)
+    requests = drawn(speaking, 4 if HAS_GPU else 2)
+    alone = [speaking.frames(request) for request in requests]
+    speaking.run(*requests)
+    assert [speaking.codes[request.id, 0] for request in requests] == alone
+    params = msgspec.structs.replace(requests[0].params, seed=99)
+    assert speaking.frames(msgspec.structs.replace(requests[0], id="other", params=params)) != alone[0]
+
+
+@long
+def test_cuts_and_the_cache_change_nothing() -> None:
+    whole = SpeakingGpu(prefix_cache=False, max_step_tokens=192)
+    request = long_request(whole, 130)
+    params = msgspec.structs.replace(request.params, max_tokens=N_FRAMES + 1)
+    request = msgspec.structs.replace(request, params=params)
+    expected = whole.frames(request)
+    cut = SpeakingGpu(max_step_tokens=64)
+    assert cut.frames(request) == expected and cut.n_prefill_tokens == 130
+    cut.run(request)
+    assert cut.codes["long", 0] == expected and cut.n_prefill_tokens == 132
+
+
+@needs_gpu
+@pytest.mark.parametrize("host_gb", [0.0, 0.01])
+def test_preemption_changes_nothing(host_gb: float) -> None:
+    whole = SpeakingGpu()
+    cramped = SpeakingGpu(n_pages=6, cache_host_gb=host_gb, prefix_cache=False)
+    requests = []
+    for i in range(3):
+        request = long_request(whole, 100 + i, f"{i}")
+        params = msgspec.structs.replace(request.params, max_tokens=60, seed=i, min_tokens=60)
+        requests.append(msgspec.structs.replace(request, params=params))
+    expected = [whole.frames(request) for request in requests]
+    cramped.run(*requests)
+    assert cramped.engine.stats().n_preemptions > 0
+    assert [cramped.codes[request.id, 0] for request in requests] == expected
+
+
+@needs_gpu
+def test_not_running_ahead_changes_nothing() -> None:
+    ahead, behind = SpeakingGpu(), SpeakingGpu(lever=("run_ahead=off",))
+    for request in drawn(ahead, 3):
+        assert ahead.frames(request) == behind.frames(request)
+
+
+def test_memory_is_planned_and_refused() -> None:
+    shape = PUBLISHED_SPEECH["qwen3-tts-1.7b"]
+
+    def plan(free_gb: float, **settings: Any) -> SpeechPlan:
+        return make_gpu_speech_plan(EngineConfig(model="", **settings), shape, int(free_gb * 1e9), Levers())
+
+    roomy = plan(140)
+    assert roomy.max_num_seqs == 64 and roomy.n_pages >= 64 * 64
+    assert roomy.total_bytes - roomy.host_bytes <= roomy.budget_bytes
+    assert 1 <= plan(9).max_num_seqs < 64
+    for free_gb, settings, message in (
+        (6, {}, "0 pages fit"), (140, {"n_pages": 10**6}, "1000000 are needed"), (140, {"n_pages": 3}, "at least 64"),
+        (140, {"quantize": "int8"}, "--quantize"), (140, {"max_step_tokens": 100}, "multiple of 64"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            plan(free_gb, **settings)
+
+
+def test_a_code_is_drawn_by_the_rule(device: str) -> None:
+    """Against reference/sample.py: greedy, filters, parts of the logits; the sum and the next row; what is not finite."""
+    n, n_codes, h = 6, 2048, 64
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, n, n_codes, generator=generator) * 2
+    logits[:, 5, 7] = torch.nan
+    settings = [(0.0, 0, 1.0), (0.9, 50, 1.0), (0.7, 0, 0.8), (1.3, 20, 0.5), (1.0, 0, 1.0), (0.9, 50, 1.0)]
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    seeds = torch.tensor([3, 1 << 40, 7, 8, 9, 10], dtype=torch.int64)
+    parameters = FrameParameters(
+        temperature=torch.tensor([s[0] for s in settings]).to(device), top_k=torch.tensor([s[1] for s in settings], **integers),
+        top_p=torch.tensor([s[2] for s in settings]).to(device), seed=seeds.to(device), n_prompt=torch.zeros(n, **integers),
+        n_trailing=torch.tensor([2] * n, **integers), trailing=torch.tensor([[4, 5, 0]] * n, **integers),
+    )  # fmt: skip
+    frames = torch.tensor([0, 1, 2, 3, 1, 5], **integers)
+    table = torch.randn(n_codes, h, generator=generator).bfloat16().to(device)
+    texts = torch.randn(6, h, generator=generator).to(device)
+    for step in (2, 15):
+        rows = FrameRows(
+            torch.arange(n, **integers), torch.zeros(n, **integers), frames, frames, torch.full((n, 16), -9, **integers),
+            torch.ones(n, h, device=device),
+        )  # fmt: skip
+        rows.slot[4] = -1
+        residual = torch.full((n, h), -1.0, device=device)
+        inner = table if step < 15 else None
+        draw_code(
+            logits.to(device), step, parameters, rows, table, inner, residual, texts, 3, levers=Levers()
+        )
+        codes = rows.codes.cpu()
+        for i in range(4):
+            temperature, top_k, top_p = settings[i]
+            expected = oracle_sample(
+                logits[0, i] + logits[1, i], SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p), int(seeds[i]),
+                int(frames[i]) * 16 + step,
+            )  # fmt: skip
+            code = int(codes[i, step])
+            assert code == expected
+            total = 1 + table[code].float().cpu()
+            if step == 15:
+                total += texts[[4, 5, 3, 3][i]].cpu()
+            else:
+                assert torch.equal(residual[i].cpu(), table[code].float().cpu())
+            assert torch.equal(rows.sums[i].cpu(), total)
+        assert codes[4].eq(-9).all() and rows.sums[4].eq(1).all()
+        assert rows.sums[5].isnan().all() and 0 <= codes[5, step] < n_codes
