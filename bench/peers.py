@@ -32,7 +32,7 @@ from bench import peers_busy as busy
 from bench import peers_report as report
 from bench.peers_report import LANES, MOST_OTHERS, OURS, Cost, Lane, Workload
 from deltic.bench.machine import code, machine, machine_name, now, runs_directory
-from deltic.bench.serve import numbers
+from deltic.bench.sweep import numbers
 from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
 from deltic.models.shapes import ModelShape, published_shape
 

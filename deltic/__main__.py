@@ -1,4 +1,4 @@
-"""The command line: `deltic serve | chat | run | pack | plan | warmup | doctor | bench WHAT | version`.
+"""The command line: `deltic serve | chat | run | say | pack | plan | warmup | doctor | bench WHAT | version`.
 
 Each subcommand imports what it needs when it runs, so `deltic --help` answers at once.
 """
@@ -72,6 +72,17 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(run, EngineConfig, skip=("model",))
 
+    say = add("say", _say, "speak a text: into a sound file, or through a pipe into a player")
+    say.add_argument("text", metavar="TEXT", help="what to say; - reads it from the input")
+    say.add_argument(
+        "-o", "--out", metavar="FILE", default="speech.wav",
+        help="wav, pcm, flac, mp3 or opus, by its name; - writes a wav into a pipe as it comes (default: speech.wav)",
+    )  # fmt: skip
+    say.add_argument("--format", choices=("wav", "pcm", "flac", "mp3", "opus"), help="default: by --out")
+    _add_remote(say, positional=False)
+    _add_speech(say)
+    add_flags(say, EngineConfig, skip=("model",))
+
     pack = add("pack", _pack, "write a model directory of packed weights, quantised if asked: fast starts")
     _add_model(pack)
     pack.add_argument("--out", metavar="DIR", required=True, help="directory to make")
@@ -113,10 +124,32 @@ def _add_remote(sub: argparse.ArgumentParser, positional: bool = True) -> None:
     sub.add_argument("--api-key", metavar="KEY", help="key of the server at --url")
 
 
+def _add_speech(sub: argparse.ArgumentParser) -> None:
+    """What a request for speech may say, beside its text."""
+    speech = sub.add_argument_group("speech")
+    speech.add_argument("--voice", metavar="NAME", help="default: the first that the server lists, if any")
+    speech.add_argument("--language", metavar="NAME", help="default: the server's, Auto")
+    speech.add_argument(
+        "--instructions", metavar="TEXT", help="how to say it; what a VoiceDesign model needs"
+    )
+    speech.add_argument("--ref-audio", metavar="FILE", help="a voice to clone (Base models): a file or a URL")
+    speech.add_argument(
+        "--ref-text", metavar="TEXT", help="what is said there; without it only the speaker's vector is taken"
+    )
+    speech.add_argument("--max-new-tokens", type=int, metavar="N", help="most frames, of 80 ms each")
+    speech.add_argument(
+        "--extra", default="{}", metavar="JSON", help="more fields of the request, or @FILE that has them"
+    )
+
+
 def _add_benches(add: Any, benches: Any) -> None:
     """What can be measured; add: makes a subcommand of the last argument."""
     serving = add("serve", _bench_serve, "measure any OpenAI endpoint, or a server started for it", benches)
     _add_bench_serve(serving)
+    speech = add(
+        "speech", _bench_speech, "measure any endpoint for speech, or a server started for it", benches
+    )
+    _add_bench_speech(speech)
     start = add("start", _bench_start, "time a server's way from the command to ready", benches)
     _add_model(start)
     start.set_defaults(url=None)
@@ -155,6 +188,41 @@ def _add_benches(add: Any, benches: Any) -> None:
 def _add_bench_serve(sub: argparse.ArgumentParser) -> None:
     """The load generator's flags. Without --url, `MODEL` and the engine flags say what server to start."""
     _add_remote(sub)
+    load = _add_load(sub)
+    load.add_argument("--prompt-tokens", type=int, default=128, metavar="T", help="default: 128")
+    load.add_argument("--output-tokens", type=int, default=128, metavar="T", help="default: 128")
+    load.add_argument(
+        "--shared-prefix-tokens",
+        type=int,
+        default=0,
+        metavar="T",
+        help="start all prompts alike (default: 0)",
+    )
+    load.add_argument("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0")
+    load.add_argument("--stream-endpoint", choices=("completions", "chat"), default="completions")
+    add_flags(sub, EngineConfig, skip=("model", "seed"))
+
+
+def _add_bench_speech(sub: argparse.ArgumentParser) -> None:
+    """As above."""
+    _add_remote(sub)
+    load = _add_load(sub)
+    load.add_argument(
+        "--words",
+        default="16",
+        metavar="W,W,...",
+        help="words of a text, one of these at random (default: 16)",
+    )
+    load.add_argument("--whole", action="store_true", help="ask for whole answers instead of streams")
+    load.add_argument(
+        "--cancel", type=float, default=0.0, metavar="P", help="part of the requests that are left midway (default: 0)"
+    )  # fmt: skip
+    _add_speech(sub)
+    add_flags(sub, EngineConfig, skip=("model", "seed"))
+
+
+def _add_load(sub: argparse.ArgumentParser) -> Any:
+    """The flags of any load; returns their group."""
     load = sub.add_argument_group("load")
     load.add_argument(
         "--n", default=None, metavar="N,N,...", help="requests in flight, closed loop (default: 1,2,4,8,16)"
@@ -168,17 +236,6 @@ def _add_bench_serve(sub: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--poisson", metavar="RATE,...", help="open loop: requests a second with random arrivals"
     )
-    load.add_argument("--prompt-tokens", type=int, default=128, metavar="T", help="default: 128")
-    load.add_argument("--output-tokens", type=int, default=128, metavar="T", help="default: 128")
-    load.add_argument(
-        "--shared-prefix-tokens",
-        type=int,
-        default=0,
-        metavar="T",
-        help="start all prompts alike (default: 0)",
-    )
-    load.add_argument("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0")
-    load.add_argument("--stream-endpoint", choices=("completions", "chat"), default="completions")
     load.add_argument(
         "--warmup",
         type=int,
@@ -202,7 +259,7 @@ def _add_bench_serve(sub: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--serve-args", default="", metavar="ARGS", help="more flags for the server started, in one string"
     )
-    add_flags(sub, EngineConfig, skip=("model", "seed"))
+    return load
 
 
 def _add_bench_stalls(sub: argparse.ArgumentParser) -> None:
@@ -300,6 +357,12 @@ def _run(arguments: argparse.Namespace) -> int:
     return run(arguments, _server_arguments(arguments))
 
 
+def _say(arguments: argparse.Namespace) -> int:
+    from deltic.say import say
+
+    return say(arguments, _server_arguments(arguments))
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     config = resolve(EngineConfig, _given(arguments, EngineConfig))
     from deltic.fit import report
@@ -352,6 +415,12 @@ def _version(arguments: argparse.Namespace) -> int:
 
 def _bench_serve(arguments: argparse.Namespace) -> int:
     from deltic.bench.serve import bench
+
+    return bench(arguments, _server_arguments(arguments))
+
+
+def _bench_speech(arguments: argparse.Namespace) -> int:
+    from deltic.bench.speech import bench
 
     return bench(arguments, _server_arguments(arguments))
 

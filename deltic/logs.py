@@ -28,6 +28,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(told)
 
 
+def counted(n: int, what: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 def set_up(level: str, form: str, text: str = "%(asctime)s %(levelname)s %(message)s") -> None:
     """Has this process log. form: "text", in the format `text`, or "json"."""
     destination = logging.StreamHandler(sys.stderr)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deltic.engine.request import CacheStats, Stats
+from deltic.engine.request import CacheStats, SpeechStats, Stats
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
@@ -64,6 +64,77 @@ class KeyNumbers:
     n_generated_tokens: int = 0
 
 
+class SpeechNumbers:
+    """What was spoken. Seconds of audio are those of the model's rate, before any change of tempo."""
+
+    def __init__(self) -> None:
+        self._first_s = Histogram(
+            "deltic_speech_first_audio_seconds", "From the request to its first audio.", SECONDS
+        )
+        self._audio_s = Histogram("deltic_speech_audio_duration_seconds", "Of a whole utterance.", SECONDS)
+        self._rtf = Histogram(
+            "deltic_speech_real_time_factor",
+            "Seconds that a second of audio took, from the request on.",
+            FACTORS,
+        )
+        self._late_s = Histogram(
+            "deltic_speech_underrun_seconds", "The most that a stream's audio was late for playback.", SECONDS
+        )
+        self._n_samples = self._n_empty = self._n_continuous = 0
+        self._ended: Counter[str] = Counter()
+
+    def note(
+        self, end: str, first_s: float | None, took_s: float, audio_s: float, late_s: float | None
+    ) -> None:
+        """An utterance ended. end: its finish reason, or what went wrong; late_s: of a stream."""
+        self._ended[end] += 1
+        self._n_samples += round(audio_s * SPEECH_RATE)
+        if first_s is None:
+            self._n_empty += 1
+            return
+        self._first_s.observe(first_s)
+        if late_s is not None:
+            self._late_s.observe(late_s)
+            self._n_continuous += late_s <= CONTINUOUS_S
+        if end in ("stop", "length"):
+            self._audio_s.observe(audio_s)
+            self._rtf.observe(took_s / audio_s)
+
+    def families(self, stage: SpeechStats) -> Iterable[Metric]:
+        """stage: what the engine tells."""
+        for name, text, value in (
+            ("streams_used", "Streams that the vocoder has begun and not ended.", stage.n_streams_used),
+            ("streams", "Streams that it may have at once.", stage.n_streams),
+        ):
+            yield GaugeMetricFamily(f"deltic_speech_{name}", text, value=value)
+        for name, text, count in (
+            ("samples", "Samples of audio that were sent.", self._n_samples),
+            ("empty", "Utterances that ended without audio.", self._n_empty),
+            (
+                "continuous",
+                f"Streams whose audio was never {CONTINUOUS_S:g} s late for playback.",
+                self._n_continuous,
+            ),
+            ("frames", "Frames of 80 ms that were vocoded.", stage.n_frames),
+            ("late_pieces", "Pieces that the engine saw leave too late for playback.", stage.n_underruns),
+            ("vocoder_seconds", "Time that vocoding took.", stage.vocoder_s),
+        ):
+            yield CounterMetricFamily(f"deltic_speech_{name}", text, value=count)
+        ended = CounterMetricFamily(
+            "deltic_speech_ended", "Utterances, by how they ended.", labels=["reason"]
+        )
+        for reason, count in self._ended.items():
+            ended.add_metric([reason], count)
+        yield ended
+        for histogram in (self._first_s, self._audio_s, self._rtf, self._late_s):
+            yield histogram.family()
+
+
+FACTORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
+CONTINUOUS_S = 0.1
+SPEECH_RATE = 24_000
+
+
 class Metrics(Collector):
     """All of the server's numbers. One instance an app; no global state."""
 
@@ -75,6 +146,7 @@ class Metrics(Collector):
         *,
         keys: Sequence[KeyNumbers] = (),
         about: Callable[[], dict[str, str]] = dict,
+        has_speech: bool = False,
     ) -> None:
         """stats, n_restarts, is_ready, keys, about (labels of deltic_build_info): read when the metrics are."""
         self._keys = keys
@@ -102,6 +174,8 @@ class Metrics(Collector):
         )
         self.n_prompt = Histogram("deltic_prompt_length_tokens", "Tokens of a prompt.", TOKENS)
         self.n_generated = Histogram("deltic_generation_length_tokens", "Tokens of an answer.", TOKENS)
+        self.speech = SpeechNumbers()
+        self._has_speech = has_speech
         self.finished: Counter[str] = Counter()
         """Sequences by finish reason."""
         self.responses: Counter[tuple[str, int]] = Counter()
@@ -165,6 +239,8 @@ class Metrics(Collector):
             self.n_generated,
         ):
             yield histogram.family()
+        if self._has_speech:
+            yield from self.speech.families(stats.speech or SpeechStats())
 
 
 MAX_KEYS = 100

@@ -5,7 +5,7 @@ the well-known client libraries because the load generator shares its cores with
 event must cost little (14 us here, 53 us through httpx), and its arrival time must be the socket's, not
 that of whoever reads it later. It leaves out redirects, proxies, compression and HTTP/2.
 
-Used by `deltic chat`, `deltic run`, `deltic bench serve` and the soak; an `Endpoint` knows no engine.
+Used by `deltic chat`, `run`, `say` and `bench`, and the soak; an `Endpoint` knows no engine.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Reply:
         self.status = connection.status
         self.headers = connection.headers
 
-    async def _pieces(self) -> AsyncGenerator[tuple[float, bytes], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[float, bytes], None]:
+        """(arrival on time.perf_counter's clock in seconds, bytes) as the body comes. Raises EndpointError when it breaks off."""
         connection = self._connection
         if connection is None:
             return
@@ -166,12 +167,12 @@ class Reply:
 
     async def read(self) -> bytes:
         """The whole body. Raises EndpointError when the connection breaks before its end."""
-        return b"".join([data async for _, data in self._pieces()])
+        return b"".join([data async for _, data in self.pieces()])
 
     async def events(self) -> AsyncGenerator[tuple[float, bytes], None]:
-        """(arrival on time.perf_counter's clock in seconds, payload) of each event, `[DONE]` included."""
+        """(arrival, payload) of each event, `[DONE]` included."""
         splitter = EventSplitter()
-        async with contextlib.aclosing(self._pieces()) as pieces:
+        async with contextlib.aclosing(self.pieces()) as pieces:
             async for arrival, data in pieces:
                 for payload in splitter.feed(data):
                     yield arrival, payload

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deltic.logs import counted
 from deltic.remote import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 
 HELP = """\
@@ -50,7 +51,7 @@ class Answer:
         """The line under an answer."""
         if self.first_s is None:
             return "no text"
-        parts = [f"{self.n_tokens} tokens", f"first after {self.first_s:.2f} s"]
+        parts = [counted(self.n_tokens, "token"), f"first after {self.first_s:.2f} s"]
         if self.n_tokens > 1 and self.seconds > self.first_s:
             parts.insert(1, f"{(self.n_tokens - 1) / (self.seconds - self.first_s):.1f} tok/s")
         if self.finish_reason == "length":

@@ -6,12 +6,14 @@ The fake answers with token ids that the test chose, a token a tick, so that wha
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
@@ -69,6 +71,24 @@ def byte_alphabet() -> dict[str, int]:
 
 END = 258
 """`<|im_end|>`, which ends an answer."""
+
+
+def saying(text: str, end: bool = True) -> Callable[[Request, int], list[int]]:
+    """An `answer` of the fake below."""
+    return lambda request, index: byte_tokenizer().encode(text) + [END] * end
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream that has names; each must be well-formed to the letter, and say its name in its data, too."""
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *blocks, rest = response.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
 
 
 class FakeEngineClient:
@@ -153,7 +173,9 @@ class FakeEngineClient:
     def why_unavailable(self) -> str:
         return "the server is shutting down" if self.state == "stopped" else f"the engine is {self.state}"
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> None:
+        if if_waiting and not self.hold:
+            return  # all have their place
         self.aborts.append((request_id, index))
         if stream := self.streams.get(request_id):
             for i in range(stream.n_open if index is None else 0):
@@ -205,12 +227,12 @@ def make_app(client: FakeEngineClient, template: str | None = TEMPLATE, **config
 
 
 @contextmanager
-def served(app: Any) -> Iterator[str]:
+def served(app: Any, ws: Any = "none") -> Iterator[str]:
     """Runs the application under uvicorn in a thread; gives its URL."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()  # who connects before the server runs waits
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools", ws="none"))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools", ws=ws))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:

@@ -1,12 +1,15 @@
 """A tiny OpenAI endpoint on loopback, on asyncio alone, for tests of what talks to servers.
 
-Words are tokens: n words in a prompt are n tokens (chat: 5 more); an answer is `w0 w1`, one event a word.
+Words are tokens: n words in a prompt are n tokens (chat: 5 more); an answer is `w0 w1`, one event a word. Speech has
+80 ms of silence for each token of max_new_tokens but the last, one piece each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import struct
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +27,10 @@ class FakeOpenAI:
     """Statuses of the next requests, before 200 is the rule again; -1 drops the connection."""
     n_words: int = 8
     """Length of an answer when the request sets no limit."""
+    breaks_at: int = -1
+    """The piece of a spoken answer before which the connection breaks."""
+    late_factor: float = 1.0
+    """How many times `token_s` the last piece of a spoken answer takes."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """What was asked."""
     n_open: int = 0
@@ -79,7 +86,11 @@ class FakeOpenAI:
 
         if path == "/v1/models":
             return reply(200, {"data": [{"id": "fake"}]})
-        if "completions" not in path:
+        if path == "/v1/audio/voices":
+            return reply(200, {"voices": ["vivian", "ryan"]})
+        if path == "/metrics":
+            return reply(200, None)
+        if "completions" not in path and path != "/v1/audio/speech":
             return reply(404, {"error": {"message": "no such page"}})
         self.bodies.append(body)
         status = self.statuses.pop(0) if self.statuses else 200
@@ -89,6 +100,8 @@ class FakeOpenAI:
         if refused or status != 200:
             message = f"{refused[0]}: not supported" if refused else "asked to fail"
             return reply(400 if refused else status, {"error": {"message": message}})
+        if path == "/v1/audio/speech":
+            return await self._speak(body, writer)
         chat = "messages" in body
         text = body["messages"][-1]["content"] if chat else body["prompt"]
         n_words = body.get("max_tokens") or body.get("max_completion_tokens") or self.n_words
@@ -118,4 +131,35 @@ class FakeOpenAI:
             await writer.drain()
             if self.token_s:
                 await asyncio.sleep(self.token_s)
+        writer.write(b"0\r\n\r\n")
+
+    async def _speak(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        frames = [bytes(2 * 1920)] * (body.get("max_new_tokens", self.n_words + 1) - 1)
+        is_wav, form = body["response_format"] == "wav", body.get("stream_format")
+        n_bytes = 0xFFFFFFFF if form else sum(map(len, frames))
+        head = struct.pack(
+            "<4sI4s4sIHHIIHH4sI", b"RIFF", min(n_bytes + 36, 0xFFFFFFFF), b"WAVE", b"fmt ", 16, 1, 1, 24000, 48000, 2, 16,
+            b"data", n_bytes,
+        )  # fmt: skip
+        pieces = [head, *frames] if is_wav else frames
+        if not form:
+            await asyncio.sleep(self.token_s * len(frames))
+            data = b"".join(pieces)
+            writer.write(f"HTTP/1.1 200 X\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+            return
+        kind = "text/event-stream" if form == "sse" else "audio/pcm"
+        writer.write(
+            f"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: {kind}\r\n\r\n".encode()
+        )
+        if form == "sse":
+            told = [{"type": "speech.audio.delta", "audio": base64.b64encode(p).decode()} for p in pieces]
+            told.append({"type": "speech.audio.done", "usage": {"output_tokens": len(frames)}})
+            pieces = [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in told]
+        for i, data in enumerate(pieces):
+            if i == self.breaks_at:
+                raise ConnectionAbortedError
+            if self.token_s:
+                await asyncio.sleep(self.token_s * (self.late_factor if i == len(pieces) - 1 else 1.0))
+            writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+            await writer.drain()
         writer.write(b"0\r\n\r\n")

@@ -6,11 +6,10 @@ Knows the OpenAI API and nothing of any engine. What a server does not accept (`
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -228,47 +227,6 @@ class Prompts:
         """The next prompt."""
         own = self._load.prompt_tokens - self._load.shared_prefix_tokens - self._overhead
         return self._prefix + self._words(self._n_words(own))
-
-
-async def closed_loop(
-    endpoint: Endpoint,
-    load: Load,
-    bodies: Iterator[dict[str, Any]],
-    n_streams: int,
-    done: Callable[[Sample], None],
-) -> None:
-    """`n_streams` clients, each sending its next request when the last is answered, until `bodies` ends."""
-    zero = time.perf_counter()
-
-    async def client() -> None:
-        for body in bodies:
-            done(await measure(endpoint, load, body, zero))
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(n_streams):
-            group.create_task(client())
-
-
-async def open_loop(
-    endpoint: Endpoint,
-    load: Load,
-    bodies: Iterator[dict[str, Any]],
-    rate: float,
-    done: Callable[[Sample], None],
-) -> None:
-    """Requests at random times, `rate` a second on average, whether or not earlier ones are answered."""
-    zero = time.perf_counter()
-    gaps = random.Random(load.seed + 1)
-
-    async def one(body: dict[str, Any]) -> None:
-        done(await measure(endpoint, load, body, zero))
-
-    due = zero
-    async with asyncio.TaskGroup() as group:
-        for body in bodies:
-            group.create_task(one(body))
-            due += gaps.expovariate(rate)
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
 
 def percentile(values: Sequence[float], q: float) -> float | None:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic.bench.machine import code, machine, now, runs_directory
-from deltic.bench.serve import numbers
+from deltic.bench.sweep import numbers
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.engine.batch import Batch
 from deltic.engine.cache import pages_for

@@ -1,4 +1,4 @@
-"""Plots of `deltic bench serve` results: one file, or several over each other to compare servers or changes.
+"""Plots of `deltic bench serve` and `bench speech` results: one file, or several over each other to compare servers or changes.
 
 python -m deltic.bench.plot A.json B.json -o compared.png
 """
@@ -22,6 +22,32 @@ from matplotlib.ticker import NullLocator, ScalarFormatter
 Row = dict[str, Any]
 
 
+def _percentiles(key: str) -> dict[str, Callable[[Row], float | None]]:
+    return {form: partial(_at, key, q) for q, form in (("p50", ".-"), ("p95", ".--"), ("p99", ".:"))}
+
+
+def _at(key: str, q: str, row: Row) -> float | None:
+    value: float | None = row[key][q]
+    return value
+
+
+PANELS: dict[str, list[tuple[str, dict[str, Callable[[Row], float | None]]]]] = {
+    "serve": [
+        ("output tok/s, all requests", {"-o": lambda row: row["output_tok_s"]}),
+        ("decode tok/s, one request (median)", {"-o": lambda row: row["decode_tok_s"]}),
+        ("TTFT ms: p50, p95 dashed, p99 dotted", _percentiles("ttft_ms")),
+        ("ITL ms: p50, p95 dashed, p99 dotted", _percentiles("itl_ms")),
+    ],
+    "speech": [
+        ("audio s a second, all streams", {"-o": lambda row: row["audio_s_per_s"]}),
+        ("RTF: p50, p95 dashed, p99 dotted", _percentiles("rtf")),
+        ("TTFA ms: p50, p95 dashed, p99 dotted", _percentiles("ttfa_ms")),
+        ("underrun ms: p50, p95 dashed, p99 dotted", _percentiles("underrun_ms")),
+    ],
+}
+"""By bench, the panels of a line: title, and what is drawn there by the form of its line."""
+
+
 def draw(paths: Sequence[Path], picture: Path) -> None:
     """Writes `picture` (PNG): speed and latency over requests in flight and over the arrival rate.
 
@@ -41,37 +67,34 @@ def draw(paths: Sequence[Path], picture: Path) -> None:
                 (row for row in result["rows"] if row["mode"] == mode), key=lambda row: row["value"]
             )
             if rows:
-                _draw_rows(line, rows, color, result["label"])
+                _draw_rows(line, rows, result["bench"], color, result["label"])
         for axis in line:
             _scale(axis, sorted({row["value"] for r in results for row in r["rows"] if row["mode"] == mode}))
             axis.set_xlabel(label)
         line[0].legend(frameon=False)
-    load, machine = results[0]["load"], results[0]["machine"]
+    machine = results[0]["machine"]
     figure.suptitle(
-        f"{load['prompt_tokens']} prompt + {load['output_tokens']} output tokens, {load['kind']} · "
-        f"client on {machine['cpu']}, {machine['cores']} cores · {results[0]['date'][:10]}"
+        f"{_title(results[0])} · client on {machine['cpu']}, {machine['cores']} cores · {results[0]['date'][:10]}"
     )
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
 
 
-def _draw_rows(axes: Sequence[Any], rows: list[Row], color: str, label: str) -> None:
-    def line(axis: Any, value: Callable[[Row], float | None], title: str, **style: Any) -> None:
-        found = [(row["value"], y) for row in rows if (y := value(row)) is not None]
-        axis.plot([x for x, _ in found], [y for _, y in found], color=color, **style)
+def _draw_rows(axes: Sequence[Any], rows: list[Row], bench: str, color: str, label: str) -> None:
+    for axis, (title, lines) in zip(axes, PANELS[bench], strict=True):
+        for form, value in lines.items():
+            found = [(row["value"], y) for row in rows if (y := value(row)) is not None]
+            axis.plot([x for x, _ in found], [y for _, y in found], form, color=color, label=label)
         axis.set_title(title)
 
-    line(axes[0], lambda row: row["output_tok_s"], "output tok/s, all requests", marker="o", label=label)
-    line(axes[1], lambda row: row["decode_tok_s"], "decode tok/s, one request (median)", marker="o")
-    for q, style in (("p50", "-"), ("p95", "--"), ("p99", ":")):
-        line(axes[2], partial(_at, "ttft_ms", q), "TTFT ms: p50, p95 dashed, p99 dotted", linestyle=style)
-        line(axes[3], partial(_at, "itl_ms", q), "ITL ms: p50, p95 dashed, p99 dotted", linestyle=style)
 
-
-def _at(key: str, q: str, row: Row) -> float | None:
-    value: float | None = row[key][q]
-    return value
+def _title(result: dict[str, Any]) -> str:
+    """What was asked of the server."""
+    load = result["load"]
+    if result["bench"] == "speech":
+        return str(result["title"])
+    return f"{load['prompt_tokens']} prompt + {load['output_tokens']} output tokens, {load['kind']}"
 
 
 def _scale(axis: Any, ticks: list[float]) -> None:
@@ -113,7 +136,7 @@ def draw_stalls(path: Path, picture: Path) -> None:
 def main() -> None:
     """Compares result files in one picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files of deltic bench serve")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of one of the two")
     parser.add_argument("-o", "--out", type=Path, default=Path("compared.png"))
     arguments = parser.parse_args()
     draw(arguments.results, arguments.out)

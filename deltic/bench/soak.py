@@ -1,6 +1,7 @@
 """A soak: random traffic on loopback against a server of our own, with its promises checked all along.
 
     python -m deltic.bench.soak --minutes 30 [--kill-engine 5] [--seed 0]
+    python -m deltic.bench.soak MODEL --speech --minutes 20       (a model that speaks, or --serve-args "--dummy ...")
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
 other with a status), no 5xx except then, the answers' form, the same text for the same seed; at quiet
@@ -30,9 +31,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deltic.bench import traffic as kinds
+from deltic.bench import speech_traffic, traffic
 from deltic.bench.machine import code, machine, now, runs_directory
-from deltic.bench.traffic import Lost, Traffic, Violation
+from deltic.bench.traffic import Kinds, Lost, Traffic, Violation
 from deltic.remote import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
 
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES = 1024, 8, 16, 48
@@ -43,8 +44,16 @@ SERVE = [
     "--n-pages", str(N_PAGES), "--max-body-mb", "1", "--log-level", "warning",
 ]  # fmt: skip
 
+SPEECH_SERVE = [
+    "--max-model-len", "256", "--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue", str(MAX_QUEUE), "--n-pages", "16",
+    "--max-body-mb", "1", "--log-level", "warning",
+]  # fmt: skip
+"""8 utterances of up to 4 pages do not fit into 16."""
+
 IDLE = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
 """Gauges of /metrics, each `deltic_<name>`, that are 0 when nothing runs."""
+STREAMS = "speech_streams_used"
+"""One more, of a model that speaks."""
 
 MEMORY_TOLERANCE = (0.04, 6e6)
 """The median of a process's memory in the last third may exceed the second third's by 4 % and 6 MB."""
@@ -87,12 +96,32 @@ def gauges(metrics: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^deltic_(\w+) (\S+)$", metrics, re.MULTILINE)}
 
 
+def in_use(found: dict[str, float]) -> dict[str, float]:
+    """Those gauges of IDLE that are not 0; one that is missing is not a number."""
+    held = {name: found.get(name, float("nan")) for name in IDLE} | {STREAMS: found.get(STREAMS, 0.0)}
+    return {name: value for name, value in held.items() if value}
+
+
+async def settled(endpoint: Endpoint, within_s: float) -> dict[str, float]:
+    """The samples of /metrics as soon as nothing of IDLE is in use, or as they are after so many seconds."""
+    limit = time.monotonic() + within_s
+    while True:
+        found: dict[str, float] = {}
+        with contextlib.suppress(EndpointError):
+            reply = await endpoint.open("GET", "/metrics")
+            found = gauges((await reply.read()).decode())
+        if not in_use(found) or time.monotonic() > limit:
+            return found
+        await asyncio.sleep(0.1)
+
+
 @dataclass
 class Soak:
     """One run: the server, its traffic, and what was found."""
 
     server: LocalServer
     traffic: Traffic
+    kinds: Kinds
     seed: int
     deadline: float
     max_requests: int
@@ -130,7 +159,7 @@ class Soak:
             self._n_busy += 1
             killed_before = len(self.recoveries_s)
             try:
-                await kinds.one(self.traffic, rng, self.timeout_s)
+                await traffic.one(self.traffic, self.kinds, rng, self.timeout_s)
             except Violation as violation:
                 self.violate(str(violation))
             except Lost as lost:
@@ -148,18 +177,9 @@ class Soak:
         limit = time.monotonic() + self.timeout_s
         while self._n_busy and time.monotonic() < limit:
             await asyncio.sleep(0.02)
-        limit = time.monotonic() + QUIET_S
-        held: dict[str, float] = {}
-        while time.monotonic() < limit:
-            with contextlib.suppress(EndpointError):
-                reply = await self.traffic.endpoint.open("GET", "/metrics")
-                self.gauges = gauges((await reply.read()).decode())
-                held = {name: self.gauges.get(name, float("nan")) for name in IDLE}
-                if not any(held.values()):
-                    break
-            await asyncio.sleep(0.1)
-        else:
-            self.violate(f"not free {QUIET_S:.0f} s after the last request: {held}")
+        self.gauges = await settled(self.traffic.endpoint, QUIET_S)
+        if left := in_use(self.gauges):
+            self.violate(f"not free {QUIET_S:.0f} s after the last request: {left}")
         pid = engine_pid(self.server.process.pid)
         self.memory.append(
             {
@@ -280,13 +300,15 @@ class Soak:
 
 async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     extra = shlex.split(arguments.serve_args)
-    server = LocalServer([*([arguments.model] if arguments.model else []), *SERVE, *extra])
+    given = SPEECH_SERVE if arguments.speech else SERVE
+    kinds = speech_traffic.KINDS if arguments.speech else traffic.KINDS
+    server = LocalServer([*([arguments.model] if arguments.model else []), *given, *extra])
     try:
         with console.status("starting the server"):
             endpoint = await server.wait_ready()
-        traffic = Traffic(endpoint, await model_name(endpoint), MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE)
+        sent = Traffic(endpoint, await model_name(endpoint), MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE)
         deadline = time.monotonic() + arguments.minutes * 60
-        soak = Soak(server, traffic, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
+        soak = Soak(server, sent, kinds, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
         with console.status(f"{arguments.minutes:g} minutes of traffic"):
             await soak.run(arguments.clients, arguments.kill_engine * 60 if arguments.kill_engine else None)
         report = soak.report()
@@ -309,7 +331,7 @@ def table(report: dict[str, Any]) -> Table:
     out.add_column("", justify="right")
     for name, value in report["kinds"].items():
         out.add_row(name, str(value))
-    out.add_row("tokens in checked answers", str(report["generated_tokens_checked"]))
+    out.add_row("tokens, or frames, in checked answers", str(report["generated_tokens_checked"]))
     out.add_row("engine kills, requests lost to them", f"{report['kills']}, {report['lost_to_kills']}")
     for name, sizes in report["memory_growth"].items():
         if sizes:
@@ -324,6 +346,7 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser("python -m deltic.bench.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?", help="what to serve (default: the built-in model)")
+    parser.add_argument("--speech", action="store_true", help="the model speaks")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=12, help="clients at once (default: 12)")
     parser.add_argument("--seed", type=int, default=0)

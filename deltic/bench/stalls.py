@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
-import re
 import statistics
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic.bench.load import WORDS, percentile
-from deltic.bench.machine import code, machine, now, runs_directory
-from deltic.bench.serve import numbers
+from deltic.bench.machine import code, machine, now
+from deltic.bench.report import report
+from deltic.bench.sweep import numbers
 from deltic.config import ConfigError
 from deltic.remote import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 
@@ -177,19 +177,12 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         "serve": server_arguments, "n": arguments.n, "prompt_tokens": arguments.prompt_tokens,
         "prompts": arguments.prompts, "rows": rows,
     }  # fmt: skip
-    slug = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
-    path = runs_directory(arguments.out) / f"stalls-{slug}-{now():%H%M%S}.json"
-    path.write_text(json.dumps(result) + "\n")
     title = f"{label}: {arguments.n} answers beside prompts of {arguments.prompt_tokens} tokens, one after another"
-    Console(width=None if sys.stdout.isatty() else 130).print(table(rows, title))
-    picture = None
-    try:
-        from deltic.bench.plot import draw_stalls
-
-        picture = str(path.with_suffix(".png"))
-        draw_stalls(path, path.with_suffix(".png"))
-    except ModuleNotFoundError as error:
-        print(f"no plot: {error.name} is missing; pip install 'deltic[bench]'", file=sys.stderr)
-    rows = [{name: value for name, value in row.items() if name != "gaps"} for row in rows]
-    print(json.dumps({"bench": "stalls", "label": label, "file": str(path), "plot": picture, "rows": rows}))
+    report(result, table(rows, title), arguments.out, _draw, raw="gaps")
     return 0
+
+
+def _draw(path: Path, picture: Path) -> None:
+    from deltic.bench.plot import draw_stalls
+
+    draw_stalls(path, picture)

@@ -1,4 +1,4 @@
-"""The soak's traffic: random requests of every kind, each with what its answer must look like.
+"""The soak's traffic: random requests of every kind, each with what its answer must look like (speech: speech_traffic.py).
 
 An answer that breaks a promise raises Violation. What a request asks depends on the random generator only, so
 a seed gives the same traffic again (its timing is the machine's).
@@ -154,7 +154,7 @@ class Answered:
                 raise Violation(f"the stop string {stop!r} was emitted")
 
 
-async def _refused(reply: Reply) -> str:
+async def refused(reply: Reply) -> str:
     """The message of an answer that is not 200, after its error body has been looked at."""
     data = await reply.read()
     if reply.status >= 500:
@@ -190,7 +190,7 @@ async def _stream(reply: Reply, answered: Answered, pause_s: float = 0.0) -> Non
         raise Violation("the stream ended without [DONE]")
 
 
-def _was_full(traffic: Traffic, reply: Reply) -> None:
+def was_full(traffic: Traffic, reply: Reply) -> None:
     """Notes a 429."""
     if "retry-after" not in reply.headers:
         raise Violation("429 without Retry-After")
@@ -201,10 +201,10 @@ async def ask(traffic: Traffic, path: str, request: dict[str, Any], pause_s: flo
     """Sends a valid request and checks its answer; None when the queue was full."""
     reply = await traffic.endpoint.open("POST", path, request)
     if reply.status != 200:
-        message = await _refused(reply)
+        message = await refused(reply)
         if reply.status != 429:
             raise Violation(f"a valid request got HTTP {reply.status}: {message}; it was {request}")
-        _was_full(traffic, reply)
+        was_full(traffic, reply)
         return None
     answered = Answered()
     if request["stream"]:
@@ -263,9 +263,9 @@ async def too_long(traffic: Traffic, rng: random.Random) -> None:
         "prompt": text(rng, 1) + " word" * (traffic.max_model_len * rng.randint(2, 20)),
     }
     reply = await traffic.endpoint.open("POST", COMPLETIONS, request)
-    await _refused(reply)
+    await refused(reply)
     if reply.status == 429:
-        _was_full(traffic, reply)
+        was_full(traffic, reply)
     elif reply.status != 400:
         raise Violation(f"a prompt too long got HTTP {reply.status}")
 
@@ -311,9 +311,23 @@ async def look(traffic: Traffic, rng: random.Random) -> None:
     ]:  # fmt: skip
         reply = await traffic.endpoint.open(method, path, sent)
         if reply.status != 200:
-            await _refused(reply)
+            await refused(reply)
             raise Violation(f"{method} {path} got HTTP {reply.status}")
         await reply.read()
+
+
+BROKEN = [
+    b"", b"{", b"[]", b"null", b'"hi"', b"\xff\xfe", b"[" * 50_000, b'{"a":' * 20_000, b'{"messages": NaN}', b'{"input": NaN}',
+]  # fmt: skip
+"""Bodies that no route takes."""
+
+
+async def must_be_refused(reply: Reply, kind: int) -> None:
+    """Raises Violation unless it is a 4xx with OpenAI's error body."""
+    if reply.status < 400:
+        reply.close()
+        raise Violation(f"a bad request ({kind}) got HTTP {reply.status}")
+    await refused(reply)
 
 
 async def bad(traffic: Traffic, rng: random.Random) -> None:
@@ -340,17 +354,6 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
         {"top_k": "x"},
         {"stop_token_ids": [10**9]}, {"min_p": 3}, {"repetition_penalty": 0}, {"prompt": {"a": 1}},
     ]  # fmt: skip
-    raw = [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"hi"',
-        b"\xff\xfe",
-        b"[" * 50_000,
-        b'{"a":' * 20_000,
-        b'{"messages": NaN}',
-    ]
     kind = rng.randrange(5)
     reply: Reply
     if kind == 0:
@@ -359,7 +362,7 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
         reply = await traffic.endpoint.open("POST", COMPLETIONS, ok_prompt | rng.choice(wrong_prompt))
     elif kind == 2:
         reply = await traffic.endpoint.open(
-            "POST", rng.choice([CHAT, COMPLETIONS, "/tokenize"]), rng.choice(raw)
+            "POST", rng.choice([CHAT, COMPLETIONS, "/tokenize"]), rng.choice(BROKEN)
         )
     elif kind == 3:
         method, path = rng.choice(
@@ -369,33 +372,32 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
     else:
         big = {"model": traffic.model, "prompt": "x" * 1_500_000}
         reply = await traffic.endpoint.open("POST", COMPLETIONS, big)
-    if reply.status < 400:
-        reply.close()
-        raise Violation(f"a bad request ({kind}) got HTTP {reply.status}")
-    await _refused(reply)
+    await must_be_refused(reply, kind)
 
 
 async def wrong_key(traffic: Traffic, rng: random.Random) -> None:
     stranger = Endpoint(traffic.endpoint.url, "guess" * rng.randint(1, 100))
     try:
         reply = await stranger.open("POST", CHAT, {"model": traffic.model, "messages": []})
-        await _refused(reply)
+        await refused(reply)
         if reply.status != 401:
             raise Violation(f"a wrong key got HTTP {reply.status}")
     finally:
         stranger.close()
 
 
-KINDS: dict[Callable[[Traffic, random.Random], Awaitable[None]], float] = {
+Kinds = dict[Callable[[Traffic, random.Random], Awaitable[None]], float]
+"""Kind of request: how often, relative to the others."""
+
+KINDS: Kinds = {
     streamed: 30, whole: 20, gone_stream: 14, gone_waiting: 8, bad: 14, too_long: 3, again: 6, look: 3,
     wrong_key: 2, burst: 0.3,
 }  # fmt: skip
-"""Kind of request: how often, relative to the others."""
 
 
-async def one(traffic: Traffic, rng: random.Random, timeout_s: float) -> None:
-    """One random request. Raises Violation, or Lost where the engine seems to have gone."""
-    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+async def one(traffic: Traffic, kinds: Kinds, rng: random.Random, timeout_s: float) -> None:
+    """One random request of these kinds. Raises Violation, or Lost where the engine seems to have gone."""
+    kind = rng.choices(list(kinds), list(kinds.values()))[0]
     traffic.count(kind.__name__.replace("_", " "))
     try:
         async with asyncio.timeout(timeout_s):

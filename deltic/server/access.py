@@ -4,7 +4,8 @@ A browser lets any page send requests to a server on its user's machine. Without
 from a program: it may not POST `application/json` elsewhere without asking first (which CORS, off by default, denies),
 and a name of its own that it has pointed at 127.0.0.1 (DNS rebinding) stands in the Host header. So, without keys:
 
-- a POST must have `Content-Type: application/json`, else 415;
+- a POST must have `Content-Type: application/json`, else 415. A form (an upload) and a WebSocket are what a page may send
+  anywhere; but then the browser says whose page it is: an Origin that is neither this server nor `--cors-origin` gets 403;
 - a server that listens on a loopback address answers only to `localhost`, a name under it, or any IP address (rebinding
   needs a name), with any port, else 403. A request without a Host header is none of a browser's.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from deltic.config import ServerConfig
 from deltic.server.errors import ApiError
@@ -29,11 +30,33 @@ class Access:
     def __init__(self, config: ServerConfig, accounts: Accounts) -> None:
         self._accounts = accounts
         self._is_local = _listens_on_loopback(config.host)
+        self._origins = config.cors_origin
 
-    def check(self, request: Request, *, open_: bool) -> Account | None:
+    def check(self, request: Request, *, open_: bool, takes_form: bool = False) -> Account | None:
         """Whose key it has; None where none is needed (open_). Raises ApiError (401, 403, 415)."""
         if self._accounts:
             return None if open_ else self._check_key(request)
+        self._check_host(request)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if takes_form and kind == "multipart/form-data":
+            self._check_origin(request)
+        elif request.method == "POST" and kind != "application/json":
+            raise ApiError(
+                415,
+                f"the body is {kind or 'of no declared type'}; send JSON with 'Content-Type: application/json'",
+                code="unsupported_media_type",
+            )
+        return None
+
+    def check_socket(self, connection: HTTPConnection) -> Account | None:
+        """As check, for a WebSocket's handshake."""
+        if self._accounts:
+            return self._check_key(connection)
+        self._check_host(connection)
+        self._check_origin(connection)
+        return None
+
+    def _check_host(self, request: HTTPConnection) -> None:
         host = _without_port(request.headers.get("host", ""))
         if self._is_local and host and not _is_harmless(host):
             raise ApiError(
@@ -42,16 +65,18 @@ class Access:
                 "http://127.0.0.1, or start it with --api-key",
                 code="host_not_allowed",
             )
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if request.method == "POST" and kind != "application/json":
-            raise ApiError(
-                415,
-                f"the body is {kind or 'of no declared type'}; send JSON with 'Content-Type: application/json'",
-                code="unsupported_media_type",
-            )
-        return None
 
-    def _check_key(self, request: Request) -> Account:
+    def _check_origin(self, request: HTTPConnection) -> None:
+        origin = request.headers.get("origin")
+        own = origin and origin.partition("://")[2] == request.headers.get("host")
+        if origin and not own and origin not in self._origins and "*" not in self._origins:
+            raise ApiError(
+                403,
+                f"a page of {origin!r} may not send this; start the server with --cors-origin or --api-key",
+                code="origin_not_allowed",
+            )
+
+    def _check_key(self, request: HTTPConnection) -> Account:
         own = request.headers.get("x-api-key", "")  # Anthropic's header
         scheme, _, given = request.headers.get("authorization", f"Bearer {own}").partition(" ")
         account = self._accounts.find(given.strip().encode("latin-1"))  # the bytes as they were sent

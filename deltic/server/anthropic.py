@@ -43,7 +43,7 @@ async def messages(service: Service, request: Request) -> ASGIApp:
         asked = protocol.parse(body, MessagesRequest)
         return asked, _prepare(service, asked, info)
 
-    asked, prepared = await service.prepare(len(body), prepare, request.receive)
+    asked, prepared = await service.prepare(len(body), prepare, request)
     message_id = request.scope["deltic.answer_id"] = f"msg_{secrets.token_hex(16)}"
     generation = chat_generation(service, prepared, message_id, request.scope[TICKET])
     said = MessageAnswer(
@@ -76,7 +76,7 @@ async def count_tokens(service: Service, request: Request) -> ASGIApp:
         except ApiError as error:
             raise _renamed(error) from None
 
-    return json_response({"input_tokens": await service.prepare(len(body), work, request.receive)})
+    return json_response({"input_tokens": await service.prepare(len(body), work, request)})
 
 
 def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
@@ -94,7 +94,7 @@ def _prepare(service: Service, asked: MessagesRequest, info: EngineInfo) -> Prep
 
 _NAMES = (
     (r"^response_format(\.json_schema)?", "output_config.format"), (r"^thinking_budget$", "thinking.budget_tokens"),
-    (r"^continue_final_message$", "messages"),
+    (r"^continue_final_message$", "messages"), (r"^tool_choice\.(function|allowed_tools)$", "tool_choice.name"),
     (r"^(chat_template_kwargs\.)?reasoning_effort$", "output_config.effort"), (r"^stop\b", "stop_sequences"),
     (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
     (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"), (r"^(tools\[\d+\])\.function", r"\1"),

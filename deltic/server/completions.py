@@ -76,7 +76,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     prepared = await service.prepare(
         len(body),
         lambda: prepare_chat(service, protocol.parse(body, protocol.ChatRequest), info),
-        request.receive,
+        request,
     )
     request_id = request.scope["deltic.answer_id"] = f"chatcmpl-{secrets.token_hex(16)}"
     generation = chat_generation(service, prepared, request_id, request.scope[TICKET])
@@ -176,7 +176,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
         requests = requests_of(service, asked, prompts, info)
         return asked, requests, Echo(asked, prompts, requests, service.tokenizer) if asked.echo else None
 
-    asked, requests, echo = await service.prepare(len(body), prepare, request.receive)
+    asked, requests, echo = await service.prepare(len(body), prepare, request)
     n = requests[0].params.n
     tokenizer = service.tokenizer
     choices = [

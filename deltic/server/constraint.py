@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import llguidance
 import msgspec
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 from msgspec import Struct
 
 from deltic.engine.request import Constraint
@@ -285,7 +285,8 @@ def asked_format(request: protocol.Sampling) -> Format | None:
     """What the answer is to be, if it is not any text. Raises ApiError (400)."""
     found = [*_response_format(request.response_format), *_structured(request)]
     if len(found) > 1:
-        raise bad_request(found[1].path, f"excludes {found[0].path}; give one of the two")
+        first, second = (re.sub(r"^(response_format).*", r"\1", each.path) for each in found[:2])
+        raise bad_request(second, f"excludes {first}; give one of the two")
     return found[0] if found else None
 
 
@@ -302,7 +303,8 @@ def _response_format(value: Any) -> Iterator[Format]:
         schema = asked.json_schema.schema
         yield Format("response_format.json_schema.schema", "json", ANY if schema is None else schema)
     elif asked.type == "json_object":
-        yield Format("response_format.schema", "json", ANY if asked.schema is None else asked.schema)
+        path = "response_format" if asked.schema is None else "response_format.schema"
+        yield Format(path, "json", ANY if asked.schema is None else asked.schema)
 
 
 def _structured(request: protocol.Sampling) -> Iterator[Format]:
@@ -359,15 +361,20 @@ def _own_grammar(asked: Format) -> str:
     """A request's own grammar, in Lark's form or llama.cpp's, as Lark. Raises GrammarError."""
     if len(asked.value) > MAX_OWN_GRAMMAR:
         raise GrammarError(asked.path, f"may have at most {MAX_OWN_GRAMMAR} characters")
+    is_lark = is_lark_syntax(asked.value)
+    if not is_lark and "::=" not in asked.value:
+        raise GrammarError(
+            asked.path, "is neither Lark, which has a rule `start:`, nor GBNF, which has `root ::=`"
+        )
     try:
         text = any_to_lark(asked.value)
     except Exception as error:  # the library's own kind, and RecursionError
-        raise GrammarError(asked.path, f"cannot be read: {error}") from None
+        raise GrammarError(asked.path, f"cannot be read as GBNF: {error}") from None
     if found := _NOT_OURS.search(text):
         raise GrammarError(asked.path, f"not supported: {found.group()}")
     _check_size(asked.path, text)
     if message := grammar.error_of(text, own=False):
-        raise GrammarError(asked.path, message)
+        raise GrammarError(asked.path, message if is_lark else f"written as Lark: {message}")
     return str(text)
 
 

@@ -37,7 +37,7 @@ class ApiError(Exception):
     @property
     def anthropic_status(self) -> int:
         """To Anthropic's clients, 429 is about their key; a server that has too much to do says 529."""
-        return 529 if self.code in ("queue_full", "too_many_large_requests") else self.status
+        return 529 if self.code in ("queue_full", "queue_timeout", "too_many_large_requests") else self.status
 
     def anthropic_body(self, request_id: str) -> bytes:
         """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""

@@ -8,6 +8,7 @@ through to the socket.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,8 +27,8 @@ class Generation:
     """Requests of the engine that make one answer. `choices[p * n + i]` is sequence i of prompt p."""
 
     __slots__ = (
-        "_choices", "_client", "_consume", "_ended", "_first_s", "_last_s", "_metrics", "_n", "_n_cached", "_n_open",
-        "_queued_s", "_requests", "_started_s", "_submitted", "_ticket", "_unfinished", "prompt_logprobs",
+        "_choices", "_client", "_consume", "_ended", "_first_s", "_is_late", "_last_s", "_metrics", "_n", "_n_cached",
+        "_n_open", "_queued_s", "_requests", "_started_s", "_submitted", "_ticket", "_unfinished", "prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +52,7 @@ class Generation:
         self._started_s = self._last_s = time.monotonic()
         self._queued_s = 0.0
         self._first_s: float | None = None
+        self._is_late = False  # it has waited as long as it may, and is ended unless it has its place
         self._n_cached = [0] * len(requests)
         self.prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(requests)
 
@@ -63,10 +65,13 @@ class Generation:
 
         Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or none), 503
         while the engine is down, or when a sequence ends for another reason than its tokens: the engine died, the
-        server stops; 504 when the ticket's time is over.
+        server stops, it waited too long for a place; 504 when the ticket's time is over.
         """
         self._consume = take
-        ended = self._ended = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        ended = self._ended = loop.create_future()
+        wait_s = self._ticket.queue_timeout_s
+        timer = loop.call_later(wait_s, self._end_if_waiting) if wait_s else None
         try:
             for p, request in enumerate(self._requests):
                 request.owner = self._ticket.owner
@@ -83,8 +88,15 @@ class Generation:
         except EngineUnavailable as error:
             raise unavailable(str(error)) from None
         finally:
+            if timer:
+                timer.cancel()
             ended.cancel()  # what is still delivered is nobody's
             self._end()
+
+    def _end_if_waiting(self) -> None:
+        """Of several prompts the first has its place first."""
+        self._is_late = True
+        self._client.abort(self._requests[0].id, if_waiting=True)
 
     def _end(self) -> None:
         if len(self._submitted) == len(self._requests):
@@ -162,6 +174,9 @@ class Generation:
                 self._metrics.n_prompt.observe(len(request.prompt_ids))
 
     def _failure(self, output: Output) -> ApiError:
+        if self._is_late and output.finish_reason == "abort" and output.error is None:
+            self._unfinished = "queue_timeout"
+            return waited_too_long(self._ticket.queue_timeout_s)
         self._unfinished = str(output.finish_reason)
         message = output.error or "the request was ended before its answer was complete"
         if output.finish_reason == "abort" or self._client.state != "ready":
@@ -196,6 +211,12 @@ def timed_out(seconds: float) -> ApiError:
     headers = {"x-should-retry": "false"}
     said = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take; ask for a shorter answer"
     return ApiError(504, said, code="request_timeout", headers=headers)
+
+
+def waited_too_long(seconds: float) -> ApiError:
+    said = f"no place for the request within {seconds:g} s: too many run; try again later"
+    retry_after_s = min(60, math.ceil(seconds))  # it would wait as long again
+    return ApiError(503, said, code="queue_timeout", headers={"retry-after": str(retry_after_s)})
 
 
 def unavailable(message: str) -> ApiError:

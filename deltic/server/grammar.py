@@ -98,7 +98,8 @@ def _bytes_only() -> Any:
 
 _SPECIAL = re.compile(r"<\[\d+(?:,\d+)*\]>")
 _EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
-_POSITION = re.compile(r"^at (\d+)\((\d+)\): ")
+_POSITION = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_ONE_OF = re.compile(r"oneOf constraints are not supported\..*")
 
 
 N_WALKED = 8
@@ -125,6 +126,7 @@ def error_of(grammar: str, own: bool = True) -> str:
     if own:
         message = _POSITION.sub("", _EXCERPT.sub("", message))
         message = message.removeprefix("failed to compile JSON schema: ")
+    message = _ONE_OF.sub("oneOf is supported where no value fits two of its schemas; use anyOf", message)
     if message.startswith("NoExtension"):
         message = "nothing can match it"
     return _POSITION.sub(r"line \1, column \2: ", message)[:2000].strip()

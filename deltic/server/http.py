@@ -1,7 +1,7 @@
 """The HTTP application: routes, and what is the same for all of them.
 
 Bodies are parsed by `protocol.py`, not by the framework: what a token passes through is bytes and small structs only. The routes
-that generate are in `completions.py`, `responses.py` and `anthropic.py`.
+that generate are in `completions.py`, `responses.py`, `anthropic.py` and `speech.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,13 +25,17 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.client import EngineClient
-from deltic.server import anthropic, anthropic_protocol, protocol
+from deltic.models.speech_shapes import SAMPLE_RATE, SpeechShape
+from deltic.server import anthropic, anthropic_protocol, protocol, speech, speech_protocol
 from deltic.server.access import Access
+from deltic.server.audio import MEDIA_TYPES
 from deltic.server.chat import ChatTemplate, render
 from deltic.server.completions import chat_completions, completions
 from deltic.server.errors import ApiError, bad_request
@@ -46,13 +51,16 @@ from deltic.server.responses import (
     list_input_items,
 )
 from deltic.server.responses_protocol import ResponsesRequest
-from deltic.server.service import Service
+from deltic.server.service import Service, SpeechParts
+from deltic.server.speech_prompt import Prompter
+from deltic.server.speech_socket import PATH, converse
 from deltic.server.transport import (
     SERVER_SEND,
     error_response,
     json_response,
     read_body,
 )
+from deltic.server.voices import VoiceStore
 from deltic.text import Tokenizer
 
 log = logging.getLogger("deltic.server")
@@ -83,6 +91,8 @@ class Route:
     """No key is needed."""
     generates: bool = False
     """The limits of a key hold here."""
+    form: bool = False
+    """Its body is not JSON but a form."""
     gives: tuple[str, ...] = ("application/json",)
     """The media types of its answers, beside event streams."""
 
@@ -94,11 +104,21 @@ def create_app(
     model_name: str,
     config: ServerConfig,
     defaults: protocol.SamplingDefaults | None = None,
+    *,
+    speech: SpeechShape | None = None,
+    voices: Path | None = None,
+    is_dummy: bool = False,
 ) -> FastAPI:
-    """The application. `app.state.service` is its Service."""
-    service = Service(
-        client, tokenizer, template, model_name, config, defaults or protocol.SamplingDefaults()
-    )
+    """The application. `app.state.service` is its Service.
+
+    speech: of a model that speaks; voices: where uploaded voices are kept; is_dummy: it has another model's tokenizer.
+    Raises TokenizerError."""
+    parts = None
+    if speech is not None:
+        prompts = Prompter(speech, tokenizer, is_dummy=is_dummy)
+        parts = SpeechParts(prompts, VoiceStore(client, voices, config))
+    defaults = defaults or protocol.SamplingDefaults()
+    service = Service(client, tokenizer, template, model_name, config, defaults, parts)
     # No generated documentation: the bodies are not the framework's, so it would be empty.
     app = Application(title="Deltic", version=__version__, openapi_url=None)
     app.state.service = service
@@ -108,7 +128,7 @@ def create_app(
         async def bound(request: Request) -> ASGIApp:
             request.scope["deltic.route"] = route.path
             ticket: Ticket = request.scope[TICKET]
-            ticket.account = access.check(request, open_=route.open_)
+            ticket.account = access.check(request, open_=route.open_, takes_form=route.form)
             if route.generates:
                 ticket.enter()
             return await route.endpoint(service, request)
@@ -117,6 +137,12 @@ def create_app(
 
     for route in ROUTES:
         add(route)
+    if parts is not None:
+
+        async def bound_socket(socket: WebSocket) -> None:
+            await converse(service, access, socket, log_request)
+
+        app.router.routes.append(WebSocketRoute(PATH, bound_socket))
     app.add_exception_handler(HTTPException, _framework_error)
     if config.cors_origin:
         app.add_middleware(
@@ -156,10 +182,10 @@ def _answering(
 
 
 DECLINED = {
-    f"/v1/{name}": f"this server generates text with one model, and {why}"
+    f"/v1/{name}": f"this server has one model, for text or speech, and {why}"
     for names, why in {
         ("embeddings", "rerank", "score"): "makes no embeddings or scores",
-        ("audio", "realtime"): "neither hears nor speaks",
+        ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
         ("images", "videos"): "makes no pictures",
         ("moderations",): "judges no text",
         ("files", "uploads", "vector_stores", "containers"): "keeps no files",
@@ -201,6 +227,9 @@ class Envelope:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._converse(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -210,7 +239,7 @@ class Envelope:
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope["deltic.request_id"] = request_id
         status = 0
-        ticket = scope[TICKET] = Ticket(self._service.config.request_timeout_s)
+        ticket = scope[TICKET] = Ticket(self._service.config)
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -256,6 +285,29 @@ class Envelope:
                 log_request(
                     scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-")
                 )
+
+    async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket: its line in the log, and its count, when it has ended. The limits are those of what is said through it."""
+        request_id = scope["deltic.request_id"] = secrets.token_hex(16)
+        ticket = scope[TICKET] = Ticket()
+        status = 101
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "websocket.http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            log.exception("%r %s", scope["path"], request_id)
+            status = 500
+        finally:
+            self._service.metrics.responses[PATH if scope["path"] == PATH else "other", status] += 1
+            log_request(
+                "WEBSOCKET", PATH if scope["path"] == PATH else "other", status, ticket, request_id, "-"
+            )
 
 
 def log_request(
@@ -304,10 +356,22 @@ def model_card(service: Service) -> dict[str, Any]:
         "max_model_len": info.max_model_len if info else None,
         # What other clients look for, under names of their own.
         **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
+        **({"speech": speech_card(service.speech)} if service.speech else {}),
         "type": "model",
         "display_name": service.model_name,
         "created_at": at.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
+    }
+
+
+def speech_card(parts: SpeechParts) -> dict[str, Any]:
+    shape = parts.prompts.shape
+    return {
+        "task_type": speech_protocol.TASKS[shape.variant],
+        "sample_rate": SAMPLE_RATE,
+        "voices": [*sorted(shape.speakers), *(voice.name for voice in parts.voices.all())],
+        "languages": ["auto", *sorted(shape.languages)],
+        "takes_instructions": shape.takes_instructions,
     }
 
 
@@ -334,7 +398,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
             told["token_strs"] = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
         return told
 
-    return json_response(await service.prepare(len(body), work, request.receive))
+    return json_response(await service.prepare(len(body), work, request))
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
@@ -352,7 +416,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
             )
         return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
-    return json_response(await service.prepare(len(body), work, request.receive))
+    return json_response(await service.prepare(len(body), work, request))
 
 
 async def metrics(service: Service, request: Request) -> ASGIApp:
@@ -413,6 +477,18 @@ ROUTES = (
     Route("DELETE", "/v1/responses/{response_id}", delete_response),
     Route("POST", "/v1/responses/{response_id}/cancel", cancel_response),
     Route("GET", "/v1/responses/{response_id}/input_items", list_input_items),
+    Route(
+        "POST",
+        "/v1/audio/speech",
+        speech.speak,
+        speech_protocol.SpeechRequest,
+        generates=True,
+        gives=tuple(MEDIA_TYPES.values()),
+    ),
+    Route("POST", "/v1/audio/speech/batch", speech.speak_batch, speech_protocol.BatchRequest, generates=True),
+    Route("GET", "/v1/audio/voices", speech.list_voices),
+    Route("POST", "/v1/audio/voices", speech.add_voice, speech_protocol.VoiceForm, form=True, generates=True),
+    Route("DELETE", "/v1/audio/voices/{name}", speech.delete_voice),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", get_model),
     Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),

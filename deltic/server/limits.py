@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from deltic.config import ConfigError, ServerConfig
+from deltic.logs import counted
 from deltic.metrics import KeyNumbers
 from deltic.server.answer import Usage
 from deltic.server.errors import ApiError
@@ -52,7 +53,7 @@ class Account:
         """One more request runs. Raises ApiError (429)."""
         numbers, most = self.numbers, self._max_concurrent
         if most and numbers.n_open >= most:
-            raise self._refusal("requests", f"has {most} requests open, as many as it may", 1)
+            raise self._refusal("requests", f"has {counted(most, 'request')} open, as many as it may", 1)
         if self._tokens_per_minute and self._fill() <= 0:
             wait_s = math.ceil((1 - self._level) * 60 / self._tokens_per_minute)
             raise self._refusal(
@@ -98,10 +99,14 @@ RATE_HEADERS = [
 class Ticket:
     """One HTTP request on its way through the server. Made by the Envelope, under TICKET in the request's scope."""
 
-    __slots__ = ("_deadline_s", "_is_open", "account", "body", "first_s", "started_s", "usage")
+    __slots__ = (
+        "_deadline_s", "_is_open", "account", "body", "first_s", "queue_timeout_s", "started_s", "usage",
+    )  # fmt: skip
 
-    def __init__(self, timeout_s: float = 0.0) -> None:
-        """timeout_s: 0 for none."""
+    def __init__(self, config: ServerConfig | None = None) -> None:
+        """config: says how long it may take, and wait."""
+        config = config or ServerConfig()
+        timeout_s, self.queue_timeout_s = config.request_timeout_s, config.queue_timeout_s
         self.started_s = time.monotonic()
         self.account: Account | None = None
         """Of the key that it came with; None without keys, and on routes that need none."""

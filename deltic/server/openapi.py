@@ -20,6 +20,7 @@ FAILURES = {
     401: "No valid API key.",
     403: "The Host header names another machine.",
     404: "No such model or object.",
+    409: "There is such an object already, or no room for one more.",
     408: "The body did not come in time.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
@@ -52,7 +53,8 @@ def document(routes: Sequence[Any]) -> dict[str, Any]:
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
         operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
         if route.body is not None:
-            content = {"application/json": {"schema": schema_of[route.body]}}
+            kind = "multipart/form-data" if route.form else "application/json"
+            content = {kind: {"schema": schema_of[route.body]}}
             required = bool(route.body.__struct_fields__)
             operation["requestBody"] = {"required": required, "content": content}
     return {

@@ -224,6 +224,7 @@ T = TypeVar("T")
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*?)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_ONLY_FALSE = re.compile(r"Invalid enum value True")
 
 
 def parse(body: bytes, kind: type[T]) -> T:
@@ -292,10 +293,10 @@ def _refusal(text: str, root: str = "") -> Exception:
     for pattern, said, code in (
         (_UNKNOWN, "unknown field; it is not supported, leave it out", "unknown_field"),
         (_MISSING, "is missing", "missing_field"),
+        (_ONLY_FALSE, "not supported by this server; leave it out", "unsupported_field"),
     ):
         if named := pattern.fullmatch(reason):
-            field = f"{path}.{named.group(1)}" if path else named.group(1)
-            return bad_request(field, said, code)
+            return bad_request(".".join(filter(None, (path, *named.groups()))), said, code)
     return bad_request(path or None, reason[:1].lower() + reason[1:], "invalid_value")
 
 
@@ -306,8 +307,8 @@ def check_neutral(value: Struct, path: str = "") -> None:
         if given is None or field not in _UNSUPPORTED:
             continue
         if given not in NEUTRAL.get(field, ()):
-            name = f"{path}{field}"
-            raise bad_request(name, "not supported by this server; leave it out", "unsupported_field")
+            said = "not supported by this server; leave it out"
+            raise bad_request(f"{path}{field}", said, "unsupported_field")
 
 
 _UNSUPPORTED = frozenset({*NEUTRAL, "audio", "prediction", "web_search_options"})
@@ -564,8 +565,7 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
         text = part.get("text")
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].text", "expected a string")
-        unknown = part.keys() - {"type", "text", "cache_control"}
-        if unknown:
+        if unknown := part.keys() - {"type", "text", "cache_control"}:
             raise bad_request(
                 f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
             )

@@ -98,11 +98,11 @@ async def _read(
 
     def read() -> tuple[wire.ResponsesRequest, list[tuple[str, bytes]]]:
         asked = protocol.parse(body, wire.ResponsesRequest)
-        wire.check(asked)
+        wire.check(asked, service.config.skip_hosted_tools)
         items = wire.given_items(asked)
         return asked, [_resolved(item, f"input[{i}]", store, owner) for i, item in enumerate(items)]
 
-    asked, new = await service.prepare(len(body), read, request.receive)
+    asked, new = await service.prepare(len(body), read, request)
     if asked.store and not store.most:
         raise bad_request("store", "this server keeps no responses (--max-stored-responses 0)")
     history: tuple[Turn, ...] = ()
@@ -138,7 +138,7 @@ async def _read(
             f"the input and what it continues are larger than {service.config.max_body_mb:g} MB",
             code="body_too_large",
         )
-    return await service.prepare(size, prepare, request.receive)
+    return await service.prepare(size, prepare, request)
 
 
 def _resolved(item: bytes, place: str, store: ResponseStore, owner: str) -> tuple[str, bytes]:
@@ -450,7 +450,7 @@ def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
         "temperature": defaults.temperature if asked.temperature is None else asked.temperature,
         "text": {"format": text_format or {"type": "text"}, "verbosity": "medium"},
         "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
-        "tools": asked.tools or [],
+        "tools": [tool for tool in asked.tools or () if not wire.is_hosted(tool)],
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": defaults.top_p if asked.top_p is None else asked.top_p,
         "truncation": "disabled",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
@@ -19,6 +21,8 @@ from msgspec import Meta, Raw, Struct
 from deltic.server import protocol
 from deltic.server.arguments import given_arguments
 from deltic.server.errors import ApiError, bad_request
+
+log = logging.getLogger("deltic.server")
 
 THOUGHT = "deltic-thought-"
 """Begins the `encrypted_content` that we give. It is the thought in base64: opaque to a client, not secret from it."""
@@ -189,8 +193,30 @@ ITEMS: dict[str, type[Item | Reference]] = {
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def check(asked: ResponsesRequest) -> None:
-    """Raises ApiError (400) for what a ChatRequest could not say."""
+_HOSTED = re.compile(
+    r"(web_search|web_search_preview|image_generation|file_search|code_interpreter|mcp)(_\d{4}_\d{2}_\d{2})?"
+)
+"""Tools that OpenAI's servers run; others that we do not know are for the client to run, so a model without them fails."""
+
+
+def is_hosted(tool: dict[str, Any]) -> bool:
+    kind = tool.get("type")
+    return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
+
+
+@functools.cache
+def _note_skipped(kind: str) -> None:
+    """Once is enough: an agent sends its tools with every request."""
+    log.info("requests to /v1/responses have the tool %s, which is left out (--skip-hosted-tools)", kind)
+
+
+def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
+    """Raises ApiError (400) for what a ChatRequest could not say. skips_hosted: the model may go without hosted tools."""
+    for i, tool in enumerate(asked.tools or ()):
+        if is_hosted(tool):
+            if not skips_hosted:
+                raise _unknown_tool(tool, f"tools[{i}]")
+            _note_skipped(tool["type"])
     for field, why in _REFUSED.items():
         if getattr(asked, field) is not None:
             raise bad_request(field, why, "unsupported_field")
@@ -262,6 +288,7 @@ def in_own_words(error: ApiError, asked: ResponsesRequest) -> ApiError:
                 break
         return param
 
+    error.message = error.message.replace("excludes response_format", "excludes text.format")
     return _moved(error, name)
 
 
@@ -296,9 +323,11 @@ def chat_request(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> 
 def flat_tools(
     tools: list[dict[str, Any]] | None,
 ) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool]]:
-    """(place, namespace, function) of all functions. Raises ApiError (400)."""
+    """(place, namespace, function) of all functions, hosted tools left out. Raises ApiError (400)."""
     for i, tool in enumerate(tools or ()):
         place = f"tools[{i}]"
+        if is_hosted(tool):
+            continue
         if tool.get("type") != "namespace":
             yield place, None, _function(tool, place)
             continue
@@ -308,15 +337,15 @@ def flat_tools(
 
 
 def _function(tool: dict[str, Any], place: str) -> FunctionTool:
-    kind = tool.get("type")
-    if kind != "function":
-        raise bad_request(
-            f"{place}.type",
-            f"{kind!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)",
-            "unsupported_tool",
-        )
+    if tool.get("type") != "function":
+        raise _unknown_tool(tool, place)
     checked: FunctionTool = protocol.convert(tool, FunctionTool, place)
     return checked
+
+
+def _unknown_tool(tool: dict[str, Any], place: str) -> ApiError:
+    said = f"{tool.get('type')!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)"
+    return bad_request(f"{place}.type", said, "unsupported_tool")
 
 
 def flat_name(name: str, namespace: str | None) -> str:

@@ -45,6 +45,7 @@ _LEAVES = _words(
     "type const enum required pattern format $ref minimum maximum exclusiveMinimum exclusiveMaximum multipleOf "
     "minLength maxLength minItems maxItems minProperties maxProperties"
 )
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 DEFS = ("$defs", "definitions")
 
 
@@ -133,10 +134,12 @@ def _clean(schema: Any, path: str, depth: int) -> Schema:
 def _check_leaf(key: str, value: Any, at: str) -> None:
     if key == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
         raise GrammarError(at, "expected a list of names")
-    if key == "type" and not (
-        isinstance(value, str) or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
-    ):
-        raise GrammarError(at, "expected the name of a type, or a list of them")
+    if key == "type":
+        kinds = value if isinstance(value, list) else [value]
+        if not all(isinstance(kind, str) for kind in kinds):
+            raise GrammarError(at, "expected the name of a type, or a list of them")
+        if odd := [kind for kind in kinds if kind not in _TYPES]:
+            raise GrammarError(at, f"{odd[0]!r} is no type; expected one of {', '.join(_TYPES)}")
     if key == "enum" and not (isinstance(value, list) and value):
         raise GrammarError(at, "expected a list of values that is not empty")
     if key in ("pattern", "format", "$ref") and not isinstance(value, str):

@@ -107,6 +107,8 @@ async def _serve(client: EngineClient, server_config: ServerConfig, listener: so
         if signals.second.is_set() and client.pid is not None:
             os.kill(client.pid, signal.SIGKILL)
         await client.stop()
+        if signals.first.is_set():
+            log.info("stopped")
 
 
 def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.Server, Service]:
@@ -114,15 +116,20 @@ def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.S
     # Not at the top of the file: the engine process is to be started before these are imported.
     import uvicorn
 
-    from deltic.models.checkpoint import model_name, text_directory
+    from deltic.models.checkpoint import model_name, speaks, text_directory
+    from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape
     from deltic.server.chat import ChatTemplate
     from deltic.server.http import create_app
     from deltic.server.protocol import SamplingDefaults
+    from deltic.server.voices import voices_directory
     from deltic.text import Tokenizer
 
     engine_config = client.config
     directory = text_directory(engine_config)
     tokenizer = Tokenizer.load(directory)
+    dummy, speech = engine_config.dummy, None
+    if speaks(engine_config):
+        speech = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
     template = ChatTemplate.load(directory, tokenizer, server_config.chat_template)
     app = create_app(
         client,
@@ -131,11 +138,16 @@ def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.S
         server_config.served_model_name or model_name(engine_config),
         server_config,
         SamplingDefaults.load(directory),
+        speech=speech,
+        voices=voices_directory(engine_config) if speech and speech.variant == "base" else None,
+        is_dummy=dummy is not None,
     )
     config = uvicorn.Config(
         app,
         http="httptools",
-        ws="none",
+        ws="websockets-sansio" if speech else "none",
+        ws_max_size=int(server_config.max_body_mb * 1_000_000),
+        ws_per_message_deflate=False,  # audio does not get smaller
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -208,12 +220,12 @@ async def _show_loading(client: EngineClient) -> None:
 async def _drain(client: EngineClient, service: Service, drain_s: float, signals: StopSignals) -> None:
     """Lets open requests finish for `drain_s`, then ends them; a second signal cuts this short."""
     service.draining = True
-    log.info("stopping; %d requests are open and have %g s to finish", service.n_open, drain_s)
+    log.info("stopping; %s open, with %g s to finish", logs.counted(service.n_open, "request"), drain_s)
     await _while_open(service, drain_s, signals)
     if signals.second.is_set():
         return
     if service.n_open:
-        log.warning("%d requests are ended before they finished", service.n_open)
+        log.warning("%s ended unfinished", logs.counted(service.n_open, "request"))
     await client.stop()
     await _while_open(service, LAST_WORDS_S, signals)
 

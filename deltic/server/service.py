@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.requests import Request
 
 from deltic import __version__
 from deltic.config import ServerConfig
@@ -21,11 +20,14 @@ from deltic.metrics import Metrics
 from deltic.server.chat import ChatTemplate
 from deltic.server.constraint import Constrainer, NotInline
 from deltic.server.errors import ApiError
+from deltic.server.fair_thread import FairThread
 from deltic.server.generation import RETRY_LATER, queue_full, unavailable
-from deltic.server.limits import Accounts
+from deltic.server.limits import TICKET, Accounts
 from deltic.server.protocol import SamplingDefaults
 from deltic.server.responses_store import ResponseStore
+from deltic.server.speech_prompt import Prompter
 from deltic.server.transport import unless_disconnected
+from deltic.server.voices import VoiceStore
 from deltic.text import Tokenizer
 
 SHUTTING_DOWN = "the server is shutting down"
@@ -37,9 +39,20 @@ CACHE_ANSWER_S = 10.0
 """How long the engine may take to tell of its prefix cache; it answers between two steps."""
 
 MAX_PREPARING = 2
-"""Bodies of the largest size allowed, or as many smaller ones as make up this much, that may wait for that thread."""
+"""Bodies of the largest size allowed, or as many smaller ones as make up this much, that a key may have wait for that thread."""
 
 T = TypeVar("T")
+
+
+@dataclass
+class SpeechParts:
+    """What only a speech model has."""
+
+    prompts: Prompter
+    voices: VoiceStore
+    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "audio"))
+    """One thread for files of audio."""
+    n_sockets: int = 0
 
 
 @dataclass
@@ -52,6 +65,8 @@ class Service:
     model_name: str
     config: ServerConfig
     defaults: SamplingDefaults
+    speech: SpeechParts | None = None
+    """None: the model writes text."""
     metrics: Metrics = field(init=False)
     accounts: Accounts = field(init=False)
     constrainer: Constrainer = field(init=False)
@@ -61,15 +76,13 @@ class Service:
     """Set when the process is told to stop: no new requests."""
     n_open: int = 0
     """HTTP requests that have not been answered whole."""
-    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prepare"))
+    worker: FairThread = field(init=False)
     """One thread, so that large prompts cannot take the engine's cores."""
-
-    _n_preparing_bytes: int = 0
-    _preparing: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         client = self.client
         self.accounts = Accounts(self.config)
+        self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
         self.constrainer = Constrainer(self.tokenizer, self.template.call_form if self.template else None)
         self.responses = ResponseStore(self.config.max_stored_responses)
         self.metrics = Metrics(
@@ -78,6 +91,7 @@ class Service:
             lambda: client.state == "ready",
             keys=self.accounts.numbers(),
             about=self._about,
+            has_speech=self.speech is not None,
         )
 
     def _about(self) -> dict[str, str]:
@@ -85,12 +99,16 @@ class Service:
         told = {"version": __version__, "model": self.model_name}
         return told | ({"device": info.device} if info else {})
 
-    def admit(self) -> EngineInfo:
-        """What the engine has, for a request that is about to be read.
+    def admit(self, *, speech: bool = False) -> EngineInfo:
+        """What the engine has, for a request that is about to be read. speech: it is to be spoken, not written.
 
-        Raises ApiError: 503 while the engine takes no requests, 429 while not one more would find a place. Whether
-        all sequences of this one do shows when it is submitted.
+        Raises ApiError: 404 when the model does the other, 503 while the engine takes no requests, 429 while not one more would
+        find a place. Whether all sequences of this one do shows when it is submitted.
         """
+        if speech:
+            self.speaking()
+        elif self.speech is not None:
+            raise self._other_kind("speaks and does not write; use /v1/audio/speech")
         if self.draining:
             raise unavailable(SHUTTING_DOWN)
         try:
@@ -99,6 +117,15 @@ class Service:
             raise unavailable(str(error)) from None
         except QueueFull as error:
             raise queue_full(error) from None
+
+    def speaking(self) -> SpeechParts:
+        """Raises ApiError (404) for a model that writes text."""
+        if self.speech is None:
+            raise self._other_kind("writes text and does not speak")
+        return self.speech
+
+    def _other_kind(self, what: str) -> ApiError:
+        return ApiError(404, f"{self.model_name!r} {what}", param="model", code="unsupported_model")
 
     async def inspect_cache(self, reset: bool) -> dict[str, Any]:
         """What the engine tells of its prefix cache; reset: after it was emptied.
@@ -134,36 +161,24 @@ class Service:
             status["loading"] = {"stage": client.loading.stage, "done": client.loading.done}
         return status
 
-    async def prepare(self, size: int, work: Callable[[], T], receive: Receive) -> T:
+    async def prepare(self, size: int, work: Callable[[], T], request: Request) -> T:
         """Runs `work` (parsing, rendering, tokenising `size` bytes) without holding up other answers for long.
 
-        receive: of the request whose body was read. Raises ClientDisconnect when its client leaves meanwhile, and
-        the work is not begun then; ApiError (429) when too much waits to be prepared already.
+        request: whose body was read. Raises ClientDisconnect when its client leaves meanwhile, and the work is not begun then;
+        ApiError (429) when too much of its key's waits to be prepared already.
         """
         if size <= INLINE_BYTES:
             with suppress(NotInline):
                 return work()
-        with self._preparing:
-            if self._n_preparing_bytes and self._n_preparing_bytes + size > self._max_preparing_bytes:
-                raise ApiError(
-                    429,
-                    "too many large requests wait to be read; try again in a few seconds",
-                    code="too_many_large_requests",
-                    headers=RETRY_LATER,
-                )
-            self._n_preparing_bytes += size
-        done = self.worker.submit(work)
-        # Also when it is cancelled before its turn; in the worker's thread otherwise.
-        done.add_done_callback(lambda _: self._prepared(size))
-        return await unless_disconnected(receive, _result(asyncio.wrap_future(done)))
-
-    @property
-    def _max_preparing_bytes(self) -> int:
-        return int(MAX_PREPARING * self.config.max_body_mb * 1_000_000)
-
-    def _prepared(self, size: int) -> None:
-        with self._preparing:
-            self._n_preparing_bytes -= size
+        done = self.worker.submit(request.scope[TICKET].owner, size, work)
+        if done is None:
+            raise ApiError(
+                429,
+                "too many large requests wait to be read; try again in a few seconds",
+                code="too_many_large_requests",
+                headers=RETRY_LATER,
+            )
+        return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:

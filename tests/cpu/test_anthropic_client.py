@@ -12,26 +12,18 @@ import httpx
 import pydantic
 import pytest
 
-from tests.cpu.test_served import Served, wait_for
 from tests.golden import make
+from tests.served import STORY, Served, wait_for
 
 WEATHER: Any = {
     "name": "get_weather",
     "description": make.WEATHER["function"]["description"],
     "input_schema": make.WEATHER["function"]["parameters"],
 }
-STORY: Any = make.CASES["story"].messages
 
 
 def ask(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    running = Served()
-    yield running
-    running.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -30,29 +30,6 @@ class GetWeather(pydantic.BaseModel):
     """Get the current weather for a city."""
 
     city: str
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LocalServer]:
-    running = LocalServer(["--threads", "2", "--max-num-seqs", "8", "--n-pages", "96"])
-    try:
-        asyncio.run(running.wait_ready(timeout_s=60))
-        yield running
-    finally:
-        running.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server: LocalServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0, timeout=60
-    ) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model(client: openai.OpenAI) -> str:
-    return client.models.list().data[0].id
 
 
 @asynccontextmanager

@@ -5,12 +5,11 @@ PAGE_SCREENSHOTS=1 writes the pictures of the documents, docs/page-*.png; otherw
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 
 from deltic.remote import LocalServer
 from tests.golden import make
+from tests.served import Served, wait_for
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -35,22 +35,11 @@ SUM = "What is 19 plus 23?"
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
-    return value
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[LocalServer]:
-    started = LocalServer(["--threads", "2", "--max-num-seqs", "8", "--n-pages", "256"])
-    try:
-        asyncio.run(started.wait_ready(timeout_s=60))
-        yield started
-    finally:
-        started.stop()
+def served() -> Iterator[Served]:
+    running = Served("--n-pages", "256")
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ import pytest
 
 from deltic.remote import LocalServer
 from tests.null.test_grammar import random_object, writable
+from tests.served import MAX_NUM_SEQS, Served
 
 N_SCHEMAS = int(os.environ.get("TEST_SCHEMAS", "100"))
-N_AT_ONCE = 8
 ASK: Any = [{"role": "user", "content": "Tell me about a cat. Answer as JSON."}]
 CITY: Any = {
     "type": "function",
@@ -50,26 +50,10 @@ class Cat(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LocalServer]:
-    running = LocalServer(["--threads", "2", "--max-num-seqs", str(N_AT_ONCE), "--n-pages", "200"])
-    try:
-        asyncio.run(running.wait_ready(timeout_s=60))
-        yield running
-    finally:
-        running.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server: LocalServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0, timeout=60
-    ) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model(client: openai.OpenAI) -> str:
-    return client.models.list().data[0].id
+def served() -> Iterator[Served]:
+    running = Served("--n-pages", "200")
+    yield running
+    running.close()
 
 
 def check(value: Any, schema: Any) -> None:
@@ -81,7 +65,7 @@ def answers(server: LocalServer, bodies: list[dict[str, Any]]) -> list[dict[str,
 
     async def go() -> list[dict[str, Any]]:
         headers = {"authorization": f"Bearer {server.api_key}"}
-        gate = asyncio.Semaphore(N_AT_ONCE)
+        gate = asyncio.Semaphore(MAX_NUM_SEQS)
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as http:
 
             async def one(body: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,82 +25,13 @@ import pytest
 
 from deltic import LLM, SamplingParams
 from deltic.ops import table
-from deltic.remote import LocalServer
 from tests.golden import make
-
-MAX_NUM_SEQS, MAX_QUEUE, N_PAGES = 8, 32, 96
-ENGINE = ["--threads", "2", "--max-num-seqs", str(MAX_NUM_SEQS), "--n-pages", str(N_PAGES)]
-MAX_MODEL_LEN = 4096
-"""The built-in model's."""
+from tests.served import ENGINE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES, STORY, Served, wait_for
 
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 1400, "ignore_eos": True}
 """Takes a second at least, and 22 pages."""
 
-STORY = make.CASES["story"].messages
 GOLDEN = make.load()
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.01)
-
-
-class Served:
-    """A server, the official client connected to it, and a plain HTTP client."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = LocalServer([*ENGINE, "--max-queue", str(MAX_QUEUE), *arguments])
-        try:
-            asyncio.run(self.process.wait_ready(timeout_s=60))
-        except BaseException:
-            self.process.stop()
-            raise
-        key = self.process.api_key
-        self.openai = openai.OpenAI(base_url=f"{self.process.url}/v1", api_key=key, max_retries=0, timeout=60)
-        self.http = httpx.Client(
-            base_url=self.process.url, headers={"authorization": f"Bearer {key}"}, timeout=60
-        )
-        self.model = self.openai.models.list().data[0].id
-
-    def close(self) -> int:
-        self.openai.close()
-        self.http.close()
-        return self.process.stop()
-
-    def engine_pid(self) -> int:
-        pid = self.process.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-    def chat(self, messages: list[dict[str, Any]] = STORY, **fields: Any) -> Any:
-        """A chat completion; fields that OpenAI's API lacks go in `extra_body`."""
-        return self.openai.chat.completions.create(model=self.model, messages=messages, **fields)  # type: ignore[arg-type]
-
-    def complete(self, **fields: Any) -> dict[str, Any]:
-        reply = self.http.post("/v1/completions", json=fields)
-        assert reply.status_code == 200, reply.text
-        body: dict[str, Any] = reply.json()
-        return body
-
-    def metric(self, name: str) -> float:
-        """A metric by its name and labels; 0 when it has never counted."""
-        found = re.search(
-            rf"^{re.escape('deltic_' + name)} (\S+)$", self.http.get("/metrics").text, re.MULTILINE
-        )
-        return float(found.group(1)) if found else 0.0
-
-    def is_empty(self) -> bool:
-        """No sequence, page or slot in use."""
-        used = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
-        return not any(self.metric(name) for name in used)
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    running = Served()
-    yield running
-    running.close()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.cpu.test_served import STORY, Served
+from tests.served import STORY, Served
 
 N_OTHERS = 31
 LONG = 3000

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_speech import tiny_speech
+
 
 @pytest.mark.slow
 def test_two_minutes_of_random_traffic_break_no_promise(tmp_path: Path):
@@ -20,3 +22,15 @@ def test_two_minutes_of_random_traffic_break_no_promise(tmp_path: Path):
     assert line["violations"] == 0
     assert line["requests"] > 100
     assert line["kills"] >= 1
+
+
+def test_seconds_of_random_speech_break_no_promise(tmp_path: Path):
+    """`make soak-speech` runs the same for twenty minutes."""
+    command = [sys.executable, "-m", "deltic.bench.soak", str(tiny_speech("custom_voice")), "--speech"]
+    options = ["--minutes", "0.15", "--clients", "16", "--out", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+    assert done.stdout, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout
+    assert line["violations"] == 0
+    assert line["requests"] > 30

@@ -21,8 +21,16 @@ from deltic.server.anthropic import MessageAnswer
 from deltic.server.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
 from deltic.server.errors import ApiError
 from deltic.server.parser import CallDelta, Delta, OutputParser
-from tests.fake_engine import TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
-from tests.null.test_http import post, saying
+from tests.fake_engine import (
+    TEMPLATE,
+    FakeEngineClient,
+    byte_tokenizer,
+    make_app,
+    named_events,
+    saying,
+    served,
+)
+from tests.null.test_http import post
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: Any = [
@@ -65,17 +73,8 @@ def refused(response: httpx.Response, status: int = 400) -> str:
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, pings left out; each must be well-formed to the letter."""
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *blocks, rest = response.text.split("\n\n")
-    assert rest == ""
-    parsed = []
-    for block in blocks:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        parsed.append(event)
-    return [event for event in parsed if event["type"] != "ping"]
+    """The events of a stream, pings left out."""
+    return [event for event in named_events(response) if event["type"] != "ping"]
 
 
 # The way in.
@@ -230,6 +229,7 @@ def test_a_last_message_of_the_assistant_goes_on() -> None:
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
         ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": WEATHER, "tool_choice": {"type": "tool", "name": "wether"}}, "tool_choice.name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: 'web_search_20250305'"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0]"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema: is missing"),

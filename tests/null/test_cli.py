@@ -21,7 +21,9 @@ from deltic.remote import Endpoint, LocalServer, ServerFailed, flags
 from deltic.terminal import Conversation, command
 from tests.fake_openai import FakeOpenAI
 
-COMMANDS = ["serve", "chat", "run", "pack", "plan", "doctor", "version", "bench serve", "bench ops"]
+COMMANDS = [
+    "serve", "chat", "run", "say", "pack", "plan", "doctor", "version", "bench serve", "bench speech", "bench ops",
+]  # fmt: skip
 
 
 def test_importing_deltic_and_help_load_nothing_heavy():
@@ -68,7 +70,13 @@ def test_a_wrong_setting_is_one_line_and_status_2(arguments, complaint, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", [*(name for name in COMMANDS if name not in ("run", "pack")), "run in out", "pack --out x"]
+    "name",
+    [
+        *(name for name in COMMANDS if name not in ("run", "pack", "say")),
+        "run in out",
+        "pack --out x",
+        "say hello",
+    ],
 )
 def test_a_mistyped_variable_is_refused(name, monkeypatch, capsys):
     monkeypatch.setenv("DELTIC_THREAD", "2")
@@ -76,7 +84,7 @@ def test_a_mistyped_variable_is_refused(name, monkeypatch, capsys):
     assert "DELTIC_THREAD" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["chat", "run in out", "bench serve"])
+@pytest.mark.parametrize("command", ["chat", "run in out", "say hello", "bench serve", "bench speech"])
 def test_a_server_child_is_told_of_a_model_only_when_one_was_given(command, monkeypatch):
     """Else the child finds DELTIC_MODEL, or the built-in model, as `deltic serve` does."""
     monkeypatch.setenv("DELTIC_MODEL", "from/environment")

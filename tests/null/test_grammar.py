@@ -246,10 +246,11 @@ def test_a_tool_that_cannot_be_constrained() -> None:
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
-        ({"response_format": json_format({"type": "strin"})}, "response_format.json_schema.schema"),
+        ({"response_format": json_format({"type": "strin"})}, "response_format.json_schema.schema.type"),
+        ({"response_format": json_format({"items": {"type": ["null", "objekt"]}})}, "response_format.json_schema.schema.items.type"),
         (
             {"response_format": json_format({"properties": {"a": {"anyOf": [{"type": "strin"}]}}})},
-            "response_format.json_schema.schema.properties.a.anyOf[0]",
+            "response_format.json_schema.schema.properties.a.anyOf[0].type",
         ),
         (
             {"response_format": json_format({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"pattern": "("}}})},
@@ -296,6 +297,27 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
     response = post(engine, "/v1/chat/completions", {"messages": HELLO} | fields)
     assert response.status_code == 400 and error_of(response)["param"] == param, response.text
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": json_format({"oneOf": [{"type": "string"}] * 2})}, "use anyOf"),
+        ({"response_format": json_format({"items": {"type": "objekt"}})}, "'objekt' is no type; expected one of null, boolean"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex: excludes response_format; give"),
+        ({"response_format": json_format(POINT), "guided_regex": "a"}, "guided_regex: excludes response_format; give"),
+        ({"guided_grammar": "hello"}, "is neither Lark, which has a rule `start:`, nor GBNF, which has `root ::=`"),
+        ({"guided_grammar": 'root ::= "a" ('}, "cannot be read as GBNF: Expected ')' at line 1"),
+        ({"guided_grammar": "root ::= a\na ::= [b-a]"}, "written as Lark: line 4, column 4: invalid regex"),
+        ({"guided_grammar": 'start: "a" ('}, "guided_grammar: line 1, column 13: Expected token ')'"),
+    ],
+)  # fmt: skip
+def test_what_a_refusal_says(fields: dict[str, Any], said: str) -> None:
+    """In terms of what was sent, not of what it became."""
+    message = error_of(post(FakeEngineClient(), "/v1/chat/completions", {"messages": HELLO} | fields))[
+        "message"
+    ]
+    assert said in message and "coerce" not in message
 
 
 def test_refusals_of_the_vocabulary() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import socket
 import threading
 import time
@@ -19,11 +20,11 @@ import pytest
 
 from deltic.engine.request import Loading, Output, Request, TokenLogprob
 from deltic.models.checkpoint import DEMO
-from deltic.server import protocol
+from deltic.server import protocol, transport
 from deltic.server.answer import Choice, Scores
 from deltic.server.service import INLINE_BYTES, Service
 from deltic.text import Tokenizer
-from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, served
+from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, saying, served
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 JSON = {"content-type": "application/json"}
@@ -36,10 +37,6 @@ WEATHER: Any = [
         },
     }
 ]
-
-
-def saying(text: str, end: bool = True) -> Callable[[Request, int], list[int]]:
-    return lambda request, index: byte_tokenizer().encode(text) + [END] * end
 
 
 @asynccontextmanager
@@ -825,7 +822,39 @@ def test_large_bodies_that_wait_are_bounded_and_left_when_their_client_has_gone(
     with served(app) as url:
         assert asyncio.run(go(url)) == [200, 200]
     assert len(begun) == 2, "the bodies of clients that had left were worked on"
-    assert app.state.service._n_preparing_bytes == 0
+    wait_for(lambda: not any(app.state.service.worker._sizes.values()))
+
+
+def test_a_body_of_brackets_is_refused_and_text_full_of_them_is_not(engine: FakeEngineClient) -> None:
+    n = transport.MAX_CONTAINERS
+    brackets = b'{"prompt": "x", "metadata": {"a": [' + b"[]," * n + b"0]}}"
+    error = error_of(post(engine, "/v1/completions", brackets))
+    assert error["code"] == "too_many_containers" and str(n) in error["message"]
+    text = b'{"prompt": "x", "metadata": {"a": "' + rb"[{\"\\" * n + b'"}}'
+    assert post(engine, "/v1/completions", text).status_code == 200
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_containers_are_counted(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "COUNTED_BYTES", size)
+    draw = random.Random(size)
+
+    def text() -> str:
+        return "".join(draw.choices('a"\\[{]\n', k=draw.randrange(6)))
+
+    def value(depth: int) -> tuple[Any, int]:
+        """And how many containers it has."""
+        if depth > 4 or draw.random() < 0.3:
+            return text(), 0
+        parts = [value(depth + 1) for _ in range(draw.randrange(4))]
+        plain: Any = [part for part, _ in parts]
+        if draw.random() < 0.5:
+            plain = {f"{i}{text()}": part for i, part in enumerate(plain)}
+        return plain, 1 + sum(n for _, n in parts)
+
+    for _ in range(100):
+        plain, n = value(0)
+        assert asyncio.run(transport._n_containers(bytearray(json.dumps(plain).encode()))) == n
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -263,6 +263,29 @@ def test_a_request_that_takes_too_long_is_ended(
         assert response.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize(("path", "body"), DOORS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waits_too_long_is_ended(
+    engine: FakeEngineClient, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    engine.hold = True
+
+    async def go(**config: Any) -> httpx.Response:
+        async with client_of(engine, **config) as client:
+            return await client.post(path, json=body | {"stream": stream})
+
+    response = asyncio.run(go(queue_timeout_s=0.1))
+    assert engine.n_open == 0 and "no place for the request within 0.1 s" in response.text
+    assert response.status_code in (503, 529) or (stream and path == "/v1/responses")
+    if response.status_code != 200:
+        assert response.headers["retry-after"] == "1"
+    engine.hold, engine.token_s = False, 0.2
+    assert asyncio.run(go(queue_timeout_s=0.1)).status_code == 200, "it had its place"
+    engine.hold, engine.token_s = True, 0.0
+    both = asyncio.run(go(queue_timeout_s=10.0, request_timeout_s=0.1))
+    assert "the longest that this server lets one take" in both.text, "what comes first"
+
+
 # Turns.
 
 

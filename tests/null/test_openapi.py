@@ -25,6 +25,7 @@ from deltic.server.errors import ApiError
 from deltic.server.http import ROUTES
 from deltic.server.openapi import document
 from tests.fake_engine import END, FakeEngineClient, make_app, served
+from tests.fake_speech import FakeSpeechClient, make_speech_app
 
 N_EXAMPLES = int(os.environ.get("DELTIC_TEST_EXAMPLES", "4"))
 """For each operation; a run by hand takes more."""
@@ -125,6 +126,23 @@ def test_hostile_json_is_refused_soon(body: type[msgspec.Struct], text: bytes) -
 )
 def test_nothing_that_is_sent_breaks_the_server(case: schemathesis.Case, live: str) -> None:
     case.call_and_validate(base_url=live, checks=CHECKS, timeout=LONGEST_S)
+
+
+@pytest.fixture(scope="module")
+def speaks() -> Iterator[str]:
+    with served(make_speech_app(FakeSpeechClient("base"))) as url:
+        yield url
+
+
+@SCHEMA.include(path_regex="^/v1/audio/").parametrize()
+@settings(
+    max_examples=N_EXAMPLES,
+    deadline=None,
+    derandomize=N_EXAMPLES < 10,
+    suppress_health_check=list(HealthCheck),
+)
+def test_nothing_that_is_sent_breaks_speech(case: schemathesis.Case, speaks: str) -> None:
+    case.call_and_validate(base_url=speaks, checks=CHECKS, timeout=LONGEST_S)
 
 
 def test_nothing_is_left_open(engine: FakeEngineClient, live: str) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from deltic.engine.request import Request
 from deltic.server import protocol, responses
 from deltic.server import responses_protocol as wire
 from deltic.server.errors import ApiError
 from deltic.server.responses_store import ResponseStore, Stored, Turn, turn_of
-from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, served
+from tests.fake_engine import FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
 
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 WEATHER = {
@@ -26,10 +24,6 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 THINK = {"enable_thinking": True}
-
-
-def saying(text: str, end: bool = True) -> Callable[[Request, int], list[int]]:
-    return lambda request, index: byte_tokenizer().encode(text) + [END] * end
 
 
 class Door:
@@ -46,18 +40,10 @@ class Door:
         return said if status == 200 else said["error"]
 
     def stream(self, **body: Any) -> list[dict[str, Any]]:
-        """The events, which must be well-formed to the letter and counted."""
+        """The events, which must be counted."""
         reply = self.http.post("/v1/responses", json={"input": "hello", "stream": True} | body)
         assert reply.status_code == 200, reply.text
-        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-        *chunks, rest = reply.text.split("\n\n")
-        assert rest == ""
-        events = []
-        for chunk in chunks:
-            name, data = chunk.split("\n")
-            event = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {event['type']}"
-            events.append(event)
+        events = named_events(reply)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         return events
 
@@ -398,7 +384,7 @@ def test_forms_of_chats() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 3}, "max_tokens"),
         ({"response_format": {"type": "text"}}, "response_format"),
-        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}}, "text.format.schema.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"n": 2}, "n"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
@@ -413,6 +399,38 @@ def test_forms_of_chats() -> None:
 def test_what_is_refused_is_named(door: Door, body: dict[str, Any], param: str) -> None:
     error = door.post(400, **body)
     assert error["param"] == param and error["message"].startswith((f"{param}: ", "Previous response"))
+
+
+def test_hosted_tools_are_left_out_where_the_server_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngineClient()
+    hosted = [
+        {"type": "web_search", "external_web_access": True},
+        {"type": "image_generation", "output_format": "png"},
+    ]
+    wire._note_skipped.cache_clear()
+    with served(make_app(engine, skip_hosted_tools=True)) as url, caplog.at_level("INFO", "deltic.server"):
+        door = Door(url, engine)
+        plain = door.post(tools=[WEATHER])
+        prompt = door.prompt()
+        for stream in (False, True):
+            tools = [hosted[0], WEATHER, hosted[1]]
+            said = door.stream(tools=tools)[-1]["response"] if stream else door.post(tools=tools)
+            assert said["tools"] == plain["tools"] and door.prompt() == prompt, "as if they had not been sent"
+        assert door.post(tools=hosted)["tools"] == []
+        for choice in ("required", {"type": "web_search"}):
+            assert door.post(400, tools=hosted, tool_choice=choice)["param"].startswith("tool_choice")
+        for kind in ("custom", "tool_search", "web_search_x"):
+            refused = door.post(400, tools=[hosted[0], {"type": kind, "name": "x"}])
+            assert refused["param"] == "tools[1].type", "its client runs it"
+        wrong = door.post(400, tools=[hosted[0], WEATHER | {"strict": True, "parameters": {"type": "x"}}])
+        assert wrong["param"] == "tools[1].parameters.type"
+    assert sum("web_search, which is left out" in line for line in caplog.messages) == 1
+
+
+def test_refusals_are_in_this_doors_words(door: Door) -> None:
+    assert "leave it out" in door.post(400, background=True)["message"]
+    two = door.post(400, text={"format": {"type": "json_object"}}, guided_regex="a")
+    assert (two["param"], "excludes text.format;" in two["message"]) == ("guided_regex", True)
     assert not door.engine.requests
 
 
@@ -592,10 +610,10 @@ def test_a_long_input_is_made_ready_to_be_kept_beside_the_event_loop(monkeypatch
 
 @pytest.mark.parametrize(
     "path",
-    ["embeddings", "audio/speech", "audio/transcriptions", "images/generations", "moderations", "files", "assistants",
+    ["embeddings", "audio/transcriptions", "images/generations", "moderations", "files", "assistants",
      "threads/x/runs", "batches", "responses/compact"],
 )  # fmt: skip
 def test_doors_that_are_not_there_say_so(door: Door, path: str) -> None:
     reply = door.http.post(f"/v1/{path}", json={})
     assert reply.status_code == 404
-    assert "this server generates text with one model" in reply.json()["error"]["message"]
+    assert "this server has one model" in reply.json()["error"]["message"]

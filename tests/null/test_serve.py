@@ -117,11 +117,27 @@ def test_drain_lets_requests_finish() -> None:
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
         assert httpx.post(f"{url}/v1/completions", json=LONG).status_code == 503
         assert server.end() == 0
+        assert any("2 requests open, with 20 s to finish" in line for line in server.log)
+        assert server.log[-1].endswith(" stopped\n")
         stream.join()
         whole.join()
     assert stream.text.endswith("data: [DONE]\n\n")
     assert json.loads(whole.text)["usage"]["completion_tokens"] == 250
     assert not any("Traceback" in line for line in server.log), server.log
+
+
+def test_who_waits_too_long_for_a_place_is_told_to_come_again() -> None:
+    with server_of(step_ms=5, queue_timeout_s=0.5, engine={"max_num_seqs": 1}) as server:
+        url = server.url()
+        first = Ask(url, max_tokens=400, stream=True)
+        wait_for(lambda: first.text)
+        late = httpx.post(f"{url}/v1/completions", json=LONG, timeout=10)
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert late.json()["error"]["code"] == "queue_timeout"
+        first.join()
+        assert first.text.endswith("data: [DONE]\n\n")
+        counted = 'deltic_sequences_finished_total{finish_reason="queue_timeout"} 1.0'
+        assert counted in httpx.get(f"{url}/metrics").text
 
 
 def test_drain_ends_what_takes_too_long_and_cleans_up() -> None:

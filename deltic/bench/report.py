@@ -1,0 +1,44 @@
+"""How a load's bench ends: its result in a file, and in a picture; a table for people, and one line of JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deltic.bench.machine import now, runs_directory
+
+
+def report(
+    result: dict[str, Any],
+    table: Table,
+    out: str | None,
+    draw: Callable[[Path, Path], None] | None,
+    raw: str,
+    note: str | None = None,
+) -> None:
+    """result: has the bench's name, a label and rows; all of it goes into the file, under runs_directory(out). draw: writes a
+    PNG (second path) of a file; may find matplotlib missing. raw: the field of a row that the last line leaves out. note: stands
+    below the table."""
+    name, label = result["bench"], result["label"]
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
+    path = runs_directory(out) / f"{name}-{slug}-{now():%H%M%S}.json"
+    path.write_text(json.dumps(result) + "\n")
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+    if note:
+        print(note)
+    picture = None
+    if draw:
+        try:
+            draw(path, path.with_suffix(".png"))
+            picture = str(path.with_suffix(".png"))
+        except ModuleNotFoundError as error:
+            print(f"no plot: {error.name} is missing; pip install 'deltic[bench]'", file=sys.stderr)
+    rows = [{field: value for field, value in row.items() if field != raw} for row in result["rows"]]
+    print(json.dumps({"bench": name, "label": label, "file": str(path), "plot": picture, "rows": rows}))

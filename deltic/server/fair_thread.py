@@ -1,0 +1,70 @@
+"""One thread in which keys take turns, as they do in the engine's scheduler: start-time fair queueing.
+
+Work waits behind its key's last that waits, at a distance of that one's size, but no earlier in the order than what was begun
+last. So a key that has much waits behind itself, and one that comes with a little waits for what runs and its turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from heapq import heapify, heappop, heappush
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class FairThread:
+    """May be used from any thread."""
+
+    def __init__(self, name: str, most: int) -> None:
+        """most: the size that a key's work may have together, unless it is a single one."""
+        self._most = most
+        self._thread = ThreadPoolExecutor(1, name)
+        self._lock = threading.Lock()
+        self._waiting: list[
+            tuple[int, int, Future[Any], Callable[[], Any]]
+        ] = []  # a heap, by turn and arrival
+        self._n_submitted = 0
+        self._turn = 0
+        """Of what was begun last."""
+        self._next_turns: dict[str, int] = {}
+        self._sizes: dict[str, int] = defaultdict(int)
+
+    def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T] | None:
+        """Has `work` done in its turn, unless it is cancelled before; None when the key has too much already."""
+        done: Future[T] = Future()
+        with self._lock:
+            if self._sizes[key] and self._sizes[key] + size > self._most:
+                return None
+            self._sizes[key] += size
+            turn = max(self._turn, self._next_turns.get(key, 0))
+            self._next_turns[key] = turn + size
+            self._n_submitted += 1
+            heappush(self._waiting, (turn, self._n_submitted, done, work))
+        done.add_done_callback(lambda done: self._leave(key, size, done))
+        self._thread.submit(self._do_next)
+        return done
+
+    def _do_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return  # it was cancelled
+            self._turn, _, done, work = heappop(self._waiting)
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            result = work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    def _leave(self, key: str, size: int, done: Future[Any]) -> None:
+        with self._lock:
+            self._sizes[key] -= size
+            if done.cancelled():  # what it holds is large
+                self._waiting = [entry for entry in self._waiting if entry[2] is not done]
+                heapify(self._waiting)

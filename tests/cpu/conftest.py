@@ -1,0 +1,33 @@
+"""The built-in model served, once for a file of tests that asks for it. A file whose server is to be another has a `served` of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from deltic.remote import LocalServer
+from tests.served import Served
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    running = Served()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def server(served: Served) -> LocalServer:
+    return served.process
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return served.openai
+
+
+@pytest.fixture(scope="module")
+def model(served: Served) -> str:
+    return served.model

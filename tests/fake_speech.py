@@ -1,0 +1,130 @@
+"""A fake engine that speaks: frames of known samples, a frame a tick; and the application over it.
+
+Sample i of an utterance is `wave()[i]`, whatever its text is, so that a test knows every byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltic.config import ServerConfig
+from deltic.engine.client import Stream
+from deltic.engine.request import EncodeVoice, Output, Request, VoiceEncoded
+from deltic.models.speech_shapes import (
+    FRAME_SAMPLES,
+    PUBLISHED_SPEECH,
+    SAMPLE_RATE,
+    SpeechIds,
+    SpeechShape,
+)
+from deltic.server.http import create_app
+from tests.fake_engine import FakeEngineClient, byte_tokenizer
+
+NAMES = {
+    "custom_voice": "qwen3-tts-1.7b",
+    "voice_design": "qwen3-tts-1.7b-design",
+    "base": "qwen3-tts-0.6b-base",
+}
+
+
+def speech_shape(variant: str = "custom_voice") -> SpeechShape:
+    """A published shape, with the text ids of the byte tokenizer."""
+    ids = SpeechIds(im_start=257, im_end=258, assistant=97, tts_pad=300, tts_bos=301, tts_eos=302)
+    return dataclasses.replace(PUBLISHED_SPEECH[NAMES[variant]], ids=ids, text_vocab_size=320)
+
+
+def wave(n_frames: int) -> bytes:
+    """int16: a tone of 200 Hz."""
+    t = np.arange(n_frames * FRAME_SAMPLES) / SAMPLE_RATE
+    return (np.sin(2 * np.pi * 200 * t) * 12000).astype("<i2").tobytes()
+
+
+class FakeSpeechClient(FakeEngineClient):
+    """Says `n_frames` frames, or as many as max_tokens lets it, `batch` in one output."""
+
+    def __init__(self, variant: str = "custom_voice", **info: Any) -> None:
+        shape = speech_shape(variant)
+        given = {
+            "vocab_size": shape.n_drawn, "eos_token_ids": [shape.end_id], "n_prompt_ids": shape.n_prompt_ids,
+            "is_speech": True, "max_model_len": 4096, "canonical_decode": False,
+        }  # fmt: skip
+        super().__init__(**given | info)
+        self.shape = shape
+        self.n_frames = 4
+        self.fail_after: int | None = None
+        """Frames after which the engine fails."""
+        self.voices: dict[str, int] = {}
+        """Of the voices that it has, by key, the reference frames."""
+        self.encoded: list[EncodeVoice] = []
+        self.dropped: list[str] = []
+
+    async def encode_voice(self, command: EncodeVoice) -> VoiceEncoded:
+        await asyncio.sleep(0)
+        if command.samples or command.speaker:
+            self.encoded.append(command)
+            n_samples = len(command.samples) // 4
+            self.voices[command.key] = -(-n_samples // FRAME_SAMPLES) if command.needs_codes else 0
+        if command.key not in self.voices:
+            return VoiceEncoded(key=command.key, error="no such voice")
+        return VoiceEncoded(key=command.key, n_frames=self.voices[command.key])
+
+    def drop_voice(self, key: str) -> None:
+        self.dropped.append(key)
+        self.voices.pop(key, None)
+
+    async def _run(self, request: Request, index: int, stream: Stream) -> None:
+        assert request.speech is not None
+        if request.speech.voice and request.speech.voice not in self.voices:
+            stream.push(Output(request.id, finish_reason="error", error="no such voice"))
+            stream.flush()
+            return
+        n_frames = min(self.n_frames, request.params.max_tokens - 1)
+        audio = wave(n_frames)
+        frame_bytes = 2 * FRAME_SAMPLES
+        await asyncio.sleep(self.token_s)
+        for start in range(0, n_frames, self.batch):
+            while self.hold:
+                await asyncio.sleep(0.002)
+            if self.fail_after is not None and start >= self.fail_after:
+                stream.push(Output(request.id, finish_reason="error", error="the step failed"))
+                stream.flush()
+                return
+            end = min(start + self.batch, n_frames)
+            stream.push(
+                Output(
+                    request.id,
+                    token_ids=[7] * (end - start),
+                    audio=audio[start * frame_bytes : end * frame_bytes],
+                )
+            )
+            stream.flush()
+            await asyncio.sleep(self.token_s)
+        ends = n_frames == self.n_frames
+        stream.push(
+            Output(
+                request.id,
+                token_ids=[self.shape.end_id if ends else 7],
+                finish_reason="stop" if ends else "length",
+                stop_token_id=self.shape.end_id if ends else None,
+            )
+        )
+        stream.flush()
+
+
+def make_speech_app(client: FakeSpeechClient, voices: Path | None = None, **config: Any) -> Any:
+    """The application over a fake engine that speaks and the byte tokenizer, as model "fake"."""
+    return create_app(
+        client,  # type: ignore[arg-type]
+        byte_tokenizer(),
+        None,
+        "fake",
+        ServerConfig(**config),
+        speech=client.shape,
+        voices=voices,
+        is_dummy=True,
+    )

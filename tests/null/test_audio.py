@@ -1,0 +1,173 @@
+"""Files of samples: tempo, rates and cuts; and reference audio that means no good."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import struct
+import sys
+import time
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltic.server import audio
+from deltic.server.audio import AudioError, Resampler, decode_reference, encode, stretch, wav_header
+
+
+def tone(seconds: float, hertz: float = 220.0, rate: int = 24000, loudness: float = 0.4) -> np.ndarray:
+    t = np.arange(int(seconds * rate)) / rate
+    return (loudness * np.sin(2 * np.pi * hertz * t)).astype(np.float32)
+
+
+def pcm(samples: np.ndarray) -> bytes:
+    return (samples * 32767).astype("<i2").tobytes()
+
+
+def decoded(data: bytes) -> np.ndarray:
+    return np.frombuffer(asyncio.run(decode_reference(data)), "<f4")
+
+
+def file_of(samples: np.ndarray, rate: int, **form: str) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, **({"format": "WAV", "subtype": "FLOAT"} | form))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.7, 1.1, 2.0, 4.0])
+def test_tempo(speed: float) -> None:
+    """The pitch stays, the loudness stays, no samples are lost at the ends."""
+    said = stretch(tone(2), speed)
+    assert len(said) == round(48000 / speed)
+    inner = said[800:-800]
+    assert abs(np.sqrt(np.mean(inner**2)) * np.sqrt(2) - 0.4) < 0.02
+    spectrum = np.abs(np.fft.rfft(said * np.hanning(len(said)))) ** 2
+    hertz = np.arange(len(spectrum)) * 24000 / len(said)
+    assert spectrum[abs(hertz - 220) < 12].sum() > 0.99 * spectrum.sum()
+
+
+@pytest.mark.parametrize("n", [0, 1, 359, 721, 5000])
+def test_tempo_of_very_short_audio(n: int) -> None:
+    for speed in (0.25, 1.5, 4.0):
+        assert len(stretch(np.ones(n, np.float32), speed)) == round(n / speed)
+    assert encode(bytes(2 * n), "pcm", 8000, 2.0) == bytes(2 * round(round(n / 2) / 3)) or n == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 9000), max_size=12))
+def test_a_rate_does_not_show_the_cuts(cuts: list[int]) -> None:
+    data = np.random.default_rng(1).integers(-32768, 32767, 24000).astype("<i2").tobytes()
+    resampler, out, at = Resampler(8000), b"", 0
+    for n in cuts:
+        out += resampler.push(data[at : at + 2 * n])
+        at += 2 * n
+    out += resampler.push(data[at:]) + resampler.push(b"", last=True)
+    assert out == encode(data, "pcm", 8000) and len(out) == 16000
+
+
+def test_headers_are_what_a_reader_expects() -> None:
+    data = pcm(tone(0.1))
+    samples, rate = soundfile.read(io.BytesIO(wav_header(24000, len(data)) + data), dtype="int16")
+    assert rate == 24000 and samples.tobytes() == data
+    assert (
+        struct.unpack("<I", wav_header(8000)[4:8])
+        == struct.unpack("<I", wav_header(8000)[40:])
+        == (2**32 - 1,)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rate", "channels", "form"),
+    [
+        (24000, 1, {}),
+        (44100, 2, {"subtype": "PCM_24"}),
+        (8000, 1, {"subtype": "ULAW"}),
+        (48000, 1, {"format": "OGG", "subtype": "OPUS"}),
+        (44100, 1, {"format": "OGG", "subtype": "VORBIS"}),
+        (22050, 1, {"format": "MP3", "subtype": "MPEG_LAYER_III"}),
+        (96000, 1, {"format": "FLAC", "subtype": "PCM_16"}),
+    ],
+)
+def test_references_become_24_khz_mono(rate: int, channels: int, form: dict[str, str]) -> None:
+    said = decoded(file_of(np.stack([tone(2, rate=rate)] * channels, 1), rate, **form))
+    assert abs(len(said) - 48000) < 1200
+    spectrum = np.abs(np.fft.rfft(said * np.hanning(len(said))))
+    assert abs(spectrum.argmax() * 24000 / len(said) - 220) < 2 and 0.35 < np.abs(said).max() < 0.45
+
+
+def test_the_same_file_is_the_same_samples() -> None:
+    data = file_of(tone(1.5, rate=44100), 44100)
+    assert decoded(data).tobytes() == decoded(data).tobytes()
+    loud = decoded(file_of(tone(1.5, loudness=3.0), 24000))
+    assert loud.max() == 1.0 and loud.min() == -1.0
+    huge = decoded(file_of(tone(1.5, rate=44100, loudness=3e38), 44100))
+    assert np.isfinite(huge).all() and np.abs(huge).max() == 1.0
+
+
+BROKEN = tone(2)
+BROKEN[7] = np.nan
+LYING = bytearray(wav_header(24000, 2**31) + pcm(tone(2)))
+LONG = file_of(np.zeros((3_000_000, 8), np.float32), 96000, format="FLAC", subtype="PCM_16")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "no audio file"),
+        (b"x" * 5000, "no audio file"),
+        (file_of(tone(2), 24000)[:40], "."),
+        (file_of(BROKEN, 24000), "not numbers"),
+        (file_of(tone(2) * 1e-5, 24000), "silent"),
+        (file_of(tone(0.9), 24000), "shorter than 1 s"),
+        (file_of(tone(30.1), 24000), "longer than 30 s"),
+        (LONG, "longer than 30 s"),
+        (file_of(tone(2, rate=4000), 4000), "4000 samples a second"),
+        (file_of(np.stack([tone(2)] * 9, 1), 24000), "9 channels"),
+        (file_of(tone(2), 24000, format="W64", subtype="PCM_16"), "w64"),
+    ],
+    ids=range(11),
+)
+def test_references_that_are_refused(data: bytes, said: str) -> None:
+    with pytest.raises(AudioError, match=said):
+        decoded(data)
+
+
+def test_a_header_that_lies_about_the_length_is_not_believed() -> None:
+    assert len(decoded(bytes(LYING))) == 48000
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "cannot be decoded"),
+        ("x = bytearray(1 << 40)", "cannot be decoded"),
+        ("import time; time.sleep(60)", "within 0.5 s"),
+        ("import sys; sys.stdin.close(); sys.stderr.write('[mp3.c:7] bad\\nno'); sys.exit(3)", "^no"),
+    ],
+    ids=range(4),
+)
+def test_a_decoder_that_fails_takes_nobody_with_it(
+    program: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audio, "PROGRAM", (sys.executable, "-c", program))
+    monkeypatch.setattr(audio, "DECODE_S", 0.5)
+    before_s = time.monotonic()
+    with pytest.raises(AudioError, match=said):
+        decoded(file_of(tone(2), 24000))
+    assert time.monotonic() - before_s < 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_files_are_refused_or_decoded(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    forms = [{"format": "FLAC", "subtype": "PCM_16"}, {"format": "OGG", "subtype": "OPUS"}, {}]
+    data = bytearray(file_of(tone(2), 24000, **forms[seed]))
+    for at in rng.integers(0, len(data), 40):
+        data[at] = rng.integers(256)
+    try:
+        assert np.isfinite(decoded(bytes(data))).all()
+    except AudioError as error:
+        assert str(error)

@@ -1,0 +1,118 @@
+"""The thread that prepares large requests: whose turn it is, what waits, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import pytest
+
+from deltic.server import protocol
+from deltic.server.fair_thread import FairThread
+from deltic.server.service import INLINE_BYTES
+from tests.fake_engine import FakeEngineClient, make_app, served
+
+
+class Busy(FairThread):
+    """Stands still until `order` is asked for."""
+
+    def __init__(self, most: int = 10**9) -> None:
+        super().__init__("test", most)
+        self.go, self.done, self.futures = threading.Event(), list[str](), list[Future[Any]]()
+        begun = threading.Event()
+        self.submit("first", 1, lambda: (begun.set(), self.go.wait(5)))
+        assert begun.wait(5)
+
+    def add(self, key: str, size: int = 10, name: str = "") -> Future[Any] | None:
+        """Work that notes its name, else its key."""
+        if future := self.submit(key, size, lambda: self.done.append(name or key)):
+            self.futures.append(future)
+        return future
+
+    def order(self) -> str:
+        self.go.set()
+        while waiting := [future for future in self.futures if not future.done()]:
+            futures.wait(waiting, 5)
+        return "".join(self.done)
+
+
+def test_one_key_is_first_come_first_served() -> None:
+    thread = Busy()
+    for name in "abcdefghijklm":
+        thread.add("", random.randint(1, 100), name)
+    assert thread.order() == "abcdefghijklm"
+
+
+def test_keys_take_turns_by_size() -> None:
+    thread = Busy()
+    for key, size, n in (("a", 10, 6), ("b", 10, 3), ("c", 30, 2)):
+        for _ in range(n):
+            thread.add(key, size)
+    assert thread.order() == "abc" + "ab" + "ab" + "ac" + "aa"
+
+
+def test_who_comes_late_goes_next_and_gains_nothing_by_having_been_away() -> None:
+    thread = Busy()
+    for _ in range(5):
+        thread.add("a")
+    thread.submit("x", 1, lambda: (thread.add("b"), thread.add("b")))
+    assert thread.order() == "a" + "bab" + "aaa"
+
+
+def test_what_is_cancelled_is_not_done_and_an_error_is_the_callers() -> None:
+    thread = Busy()
+    left, kept = thread.add("a"), thread.add("b")
+    failed = thread.submit("c", 1, lambda: 1 // 0)
+    assert left and kept and failed and left.cancel() and len(thread._waiting) == 2
+    assert thread.order() == "b"
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+
+
+def test_what_a_key_has_is_bounded() -> None:
+    thread = Busy(most=100)
+    assert thread.add("a", 500) and not thread.add("a", 1), "a single one may be larger"
+    assert thread.add("b", 60) and not thread.add("b", 60) and thread.add("b", 40)
+    assert thread.order() == "ab" + "b"
+
+
+def test_a_key_with_many_large_bodies_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    go_on, parse = threading.Event(), protocol.parse
+
+    def noted(body: bytes, kind: Any) -> Any:
+        asked = parse(body, kind)
+        if len(body) > INLINE_BYTES:
+            order.append(asked.user)
+            go_on.wait(5)
+        return asked
+
+    monkeypatch.setattr(protocol, "parse", noted)
+    app = make_app(FakeEngineClient(), max_body_mb=0.1, api_key=("anna=1", "ben=2"))
+
+    async def go(url: str) -> list[int]:
+        async with httpx.AsyncClient(timeout=10) as client:
+
+            async def ask(key: str, user: str, n_bytes: int) -> int:
+                body = {"prompt": "x", "user": user, "metadata": {"a": "x" * n_bytes}}
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await client.post(f"{url}/v1/completions", json=body, headers=headers)
+                return answer.status_code
+
+            tasks = [asyncio.create_task(ask("1", "anna", 60_000)) for _ in range(4)]
+            while not order:
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.1)
+            tasks.append(asyncio.create_task(ask("2", "ben", 10_000)))
+            await asyncio.sleep(0.1)
+            go_on.set()
+            return sorted([await task for task in tasks])
+
+    with served(app) as url:
+        assert asyncio.run(go(url)) == [200, 200, 200, 200, 429]
+    assert order == ["anna", "ben", "anna", "anna"], "of anna's, one was too much"
