@@ -115,10 +115,10 @@ class Sink:
         return n_samples / max(1, int.from_bytes(self.head[28:32], "little"))
 
     def close(self) -> None:
-        """The header of a stream does not know its sizes: that of a file is set right."""
-        if self._file is None or self._out == "-":
+        """The header of a stream does not know its sizes: that of a file is set right. May be called again. Raises OSError."""
+        if self._file is None or self._file.closed or self._out == "-":
             return
-        if self.head[:4] == b"RIFF" and self.head[36:40] == b"data":
+        if self._file.seekable() and self.head[:4] == b"RIFF" and self.head[36:40] == b"data":
             for at in (4, 40):
                 self._file.seek(at)
                 self._file.write((self.n_bytes - at - 4).to_bytes(4, "little"))
@@ -195,6 +195,7 @@ def say(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     sink = Sink(arguments.out)
     try:
         told = asyncio.run(_say(arguments, server_arguments, body, sink))
+        sink.close()
     except KeyboardInterrupt:
         if sink.n_bytes:
             print(f"deltic: stopped; {arguments.out} has what came until then", file=sys.stderr)
@@ -208,6 +209,7 @@ def say(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         print(f"deltic: cannot write {arguments.out}: {error.strerror}", file=sys.stderr)
         return 1
     finally:
-        sink.close()
+        with contextlib.suppress(OSError):  # it is said
+            sink.close()
     print(told if arguments.out == "-" else f"{arguments.out}: {told}", file=sys.stderr)
     return 0

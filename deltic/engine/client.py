@@ -44,6 +44,7 @@ from deltic.engine.request import (
     Output,
     Request,
     Shutdown,
+    SpeechStats,
     StartFailed,
     Stats,
     StepOutputs,
@@ -77,6 +78,9 @@ CACHE_COUNTERS = (
 )  # fmt: skip
 """Those of CacheStats; some are counts by name."""
 
+SPEECH_COUNTERS = ("n_frames", "n_underruns", "vocoder_s")
+"""Those of SpeechStats."""
+
 N_RECENT_STEPS = 240
 
 SHUTDOWN_S = 5.0
@@ -99,6 +103,8 @@ class QueueFull(RuntimeError):
         super().__init__(f"the queue is full ({waiting} waiting); try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
+
+Counted = Stats | CacheStats | SpeechStats
 
 Deliver = Callable[[list[Output]], None]
 """Takes outputs of one request, in their order."""
@@ -186,6 +192,7 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self._inspections: deque[asyncio.Future[CacheReport]] = deque()  # in the order of their questions
         self._encodings: dict[str, deque[asyncio.Future[VoiceEncoded]]] = {}  # by key, in that order, too
+        self._drops: set[str] = set()  # voices to be forgotten when there is an engine again
         self._mean_request_s = 1.0
         self._counted = Stats()  # the counters of the processes that died
         self._state_changed = asyncio.Event()
@@ -285,9 +292,11 @@ class EngineClient:
         return await answer
 
     def drop_voice(self, key: str) -> None:
-        """Has the engine forget a voice, on disk as well; without an engine, nothing."""
+        """Has the engine forget a voice, on disk as well; one that loads, as soon as it is ready."""
         if self.state == "ready":
             self._send(DropVoice(key))
+        else:
+            self._drops.add(key)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Takes no more requests, gives those that run `drain_s` seconds, ends the rest and the process."""
@@ -501,6 +510,8 @@ class EngineClient:
             self.info, self.loading = event.info, None
             self._n_early_deaths = 0
             self._set_state("ready")
+            while self._drops:
+                self._send(DropVoice(self._drops.pop()))
             if self.n_restarts:
                 log.info("the engine is ready again")
 
@@ -530,6 +541,8 @@ class EngineClient:
         if self.n_restarts:
             _add(stats, self._counted, COUNTERS)
             _add(stats.cache, self._counted.cache, CACHE_COUNTERS)
+            if stats.speech is not None and self._counted.speech is not None:
+                _add(stats.speech, self._counted.speech, SPEECH_COUNTERS)
         last, self.stats = self.stats, stats
         if stats.n_steps > last.n_steps:
             n_prompt = stats.n_prompt_tokens - last.n_prompt_tokens
@@ -544,6 +557,9 @@ class EngineClient:
         for kept in (self._counted, self.stats):
             _add(kept, last, COUNTERS)
             _add(kept.cache, last.cache, CACHE_COUNTERS)
+            if last.speech is not None:
+                kept.speech = SpeechStats()
+                _add(kept.speech, last.speech, SPEECH_COUNTERS)
 
     def _set_state(self, state: State) -> None:
         self.state = state
@@ -556,7 +572,7 @@ class EngineClient:
         return min(60, max(1, math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)))
 
 
-def _add(stats: Stats | CacheStats, earlier: Stats | CacheStats, counters: tuple[str, ...]) -> None:
+def _add(stats: Counted, earlier: Counted, counters: tuple[str, ...]) -> None:
     """Adds `earlier`'s counters to those of `stats`."""
     for name in counters:
         now, before = getattr(stats, name), getattr(earlier, name)

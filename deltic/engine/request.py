@@ -21,6 +21,9 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 100
 """Alternatives per position that the sampler's buffers hold; the server usually allows fewer."""
 
+MAX_FIRST_FRAMES = 32
+"""Frames that a request may want in its first chunk of audio. They are made in one go, and everybody waits for it."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -84,7 +87,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_streamed: bool = True
     """Audio is played as it comes; otherwise it may come whole, at the end."""
     first_chunk_frames: int = 0
-    """Frames of the first chunk of audio; 0: the engine's choice."""
+    """Frames of the first chunk of audio, at most MAX_FIRST_FRAMES; 0: the engine's choice."""
 
 
 class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):

@@ -12,12 +12,15 @@ the sizes of chunks: a stream that is ahead of playback waits until a batch is w
 | frames that would be late after one more step | before the step |
 | a step | |
 | first chunks of streams, and frames that are due soon | after the step |
-| frames of streams that are far ahead, when there are enough for a batch | after the step, unless somebody has heard nothing yet |
+| frames of streams that are ahead, when there are enough for a batch | after the step, unless somebody has heard nothing yet |
+| the same, where the vocoder runs beside the steps, or somebody lacks a slot | after the step |
 | whole answers, whose deadlines are far away | when there is a full pass of them, or no step to run |
 
-So a stream that is behind is never behind others' comfort, and where all streams together are more than the machine can do, steps
-wait for audio, and not the other way round, and chunks are large enough to share the weights. A stream's slot in the vocoder lives from its first chunk to its last; its sequence may
-have ended long before, or be preempted. A sequence's terminal Output is held back until its audio is out.
+So a stream that is behind is never behind those that are ahead, but these are not kept to the pace of playback: their clients, and
+others that want their slots, would wait for nothing. Where all streams together are more than the machine can do, steps
+wait for audio, and not the other way round, and chunks are large enough to share the weights. A stream's slot in the vocoder lives
+from its first chunk to its last; its sequence may have ended long before, or be preempted. A sequence's terminal Output is held
+back until its audio is out.
 """
 
 from __future__ import annotations
@@ -41,8 +44,6 @@ WHOLE_S = 10.0
 """The same of an answer that is not streamed, so that it is not put off for ever."""
 GUARD_S = 0.03
 """How long before its deadline a frame is to be out: what the way to the client may vary."""
-COMFORT_S = 1.0
-"""A stream that is so far ahead needs nothing."""
 LATE_S = 0.1
 """Audio that comes later than this was an underrun that can be heard."""
 WORTH_FRAMES = 4
@@ -294,13 +295,15 @@ class SpeechStage:
         if is_busy and self._gathers(ready):
             return []
         due_by = now + self.step_s + self.frame_s * (len(ready) + 1) + GUARD_S
-        limit = max(due_by, now + COMFORT_S)
-        n_soon = sum(s.n_left for s in ready if s.dry_at is not None and s.dry_at < limit)
-        if n_unheard > 0 or n_soon < WORTH_FRAMES:
-            limit = due_by
         n_most = max(PASS_FRAMES, 2 * len(ready))
-        if not is_busy or sum(s.n_left for s in ready if not s.is_streamed) >= n_most:
-            limit = np.inf
+        n_whole = sum(s.n_left for s in ready if not s.is_streamed)
+        lacks_slot = not self._free and any(s.slot is None for s in ready)
+        takes_all = not is_busy or lacks_slot or n_whole >= n_most
+        if not takes_all:  # whole answers stand back
+            ready = [s for s in ready if s.is_streamed or s.deadline(0, WHOLE_S) <= due_by]
+            is_worth_it = sum(s.n_left for s in ready if s.dry_at is not None) >= WORTH_FRAMES
+            takes_all = is_worth_it and (self._is_beside or n_unheard <= 0)
+        limit = np.inf if takes_all else due_by
         return self._earliest(ready, first_frames, limit, now, n_most)
 
     def _earliest(

@@ -68,7 +68,7 @@ class SpeechBatch:
         self._text_ids, self._text_row, self._side = i.text_ids.numpy(), i.text_row.numpy(), i.side.numpy()
         self._voice_rows, self._code0 = i.voice_rows, i.code0.numpy()
         self._slot, self._last_row = i.slot.numpy(), i.last_row.numpy()
-        self._holder: list[tuple[Sequence, int] | None] = [None] * n_places
+        self._owner: list[Sequence | None] = [None] * n_places
         self.draws = _predictor_draws(shape, n_places, n_threads, r.place, i.n_frames, allocate)
         slots = self.draws.slots
         self._temperature, self._top_k = slots.temperature.numpy(), slots.top_k.numpy()
@@ -85,7 +85,7 @@ class SpeechBatch:
             sequence, end = chunk.sequence, at + chunk.length
             place, slot = sequence.place, sequence.slot
             assert place is not None and slot is not None
-            if self._holder[place] != (sequence, sequence.pages_version):
+            if self._owner[place] is not sequence:
                 self._take_place(place, sequence)
             self._page_table[place, : len(sequence.pages)] = sequence.pages
             self._seq_start[i], self._seq_context[i] = at, chunk.start
@@ -131,7 +131,7 @@ class SpeechBatch:
         return PAD_ROW + self._n_texts
 
     def _take_place(self, place: int, sequence: Sequence) -> None:
-        self._holder[place] = sequence, sequence.pages_version
+        self._owner[place] = sequence
         speech = sequence.request.speech or DEFAULT_SPEECH
         self._temperature[place], self._top_k[place] = speech.temperature, speech.top_k
         self._top_p[place] = speech.top_p

@@ -18,6 +18,7 @@ from torch import Tensor
 from deltic.config import EngineConfig, free_memory_bytes
 from deltic.engine.plan import Arena
 from deltic.engine.request import (
+    MAX_FIRST_FRAMES,
     PAGE_SIZE,
     Chunk,
     Draw,
@@ -157,7 +158,7 @@ class SpeechRunner:
                 raise RequestError(f"{name} means nothing to a speech model; leave it out")
         for field, value, least, most in (
             ("temperature", speech.temperature, 0.0, 1e6), ("top_k", speech.top_k, 0, 2**31 - 1), ("top_p", speech.top_p, 0.0, 1.0),
-            ("first_chunk_frames", speech.first_chunk_frames, 0, self.plan.max_model_len),
+            ("first_chunk_frames", speech.first_chunk_frames, 0, MAX_FIRST_FRAMES),
         ):  # fmt: skip
             if not least <= value <= most:  # false for NaN too
                 raise RequestError(f"speech.{field} = {value}: must be from {least} to {most}")

@@ -117,8 +117,7 @@ class Voices:
         self._encoder, self._parts = encoder, parts
         self._directory, self._ask_model, self._model = directory, model, ""
         self._voices: OrderedDict[str, Voice] = OrderedDict()  # least recently used first
-        self._asked: dict[str, deque[EncodeVoice]] = {}  # by key; the first is worked on
-        self._dropped: set[str] = set()  # while they were worked on
+        self._asked: dict[str, deque[EncodeVoice | None]] = {}  # by key; the first is worked on; None: a drop
         self._priming: deque[_Primed] = deque()
         self._answers: list[VoiceEncoded] = []
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -156,10 +155,14 @@ class Voices:
             self._begin(command)
 
     def drop(self, key: str) -> None:
-        """Forgets a voice, and removes its file; one that is being made, when it was. Nothing happens when there is none."""
-        self._voices.pop(key, None)
+        """Forgets a voice, and removes its file; one that is being made, when it was; not what is asked for after this. Nothing
+        happens when there is none."""
         if key in self._asked:
-            self._dropped.add(key)
+            self._asked[key].append(None)
+        self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self._voices.pop(key, None)
         if self._directory is not None and _KEY.fullmatch(key):
             self._remove(key)
             self._jobs.put(lambda: self._remove(key))  # behind what may be writing it
@@ -221,13 +224,13 @@ class Voices:
             self._answers.append(VoiceEncoded(key, error=error))
         asked = self._asked[key]
         asked.popleft()
-        if asked:
-            self._begin(asked[0])
+        while asked and asked[0] is None:
+            asked.popleft()
+            self._forget(key)
+        if asked and (following := asked[0]) is not None:
+            self._begin(following)
         else:
             del self._asked[key]
-            if key in self._dropped:
-                self._dropped.remove(key)
-                self.drop(key)
 
     def _keep(self, key: str, voice: Voice) -> None:
         self._voices[key] = voice
@@ -301,7 +304,7 @@ class Voices:
             return Voice(**found)
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, ValueError, TypeError) as error:
+        except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as error:
             log.warning("the voice in %s is damaged (%s): removed", path, error)
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -10,7 +10,7 @@ the same bits in any chunk and beside any other streams.
 All of it is float32, as the checkpoint is. With `half`, the convolutions of the decoder, nine tenths of the work, multiply inputs and
 weights that are rounded to bfloat16; their sums, the residual stream, snake and everything before them stay float32.
 
-A pass is one recorded program over at most `n_frames` frames; what is longer takes several. Its buffers then stay near the
+A pass, recorded once, is over at most `n_frames` frames; what is longer takes several. Its buffers then stay near the
 cores' caches, and the weights, which a pass reads once, are shared by enough frames.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deltic.models.codec_weights import DILATIONS
 from deltic.models.shapes import UnsupportedModelError
-from deltic.models.speech_shapes import FRAME_SAMPLES, N_CODES, VocoderShape
+from deltic.models.speech_shapes import FRAME_SAMPLES, MAX_REF_FRAMES, N_CODES, VocoderShape
 from deltic.ops.codec import (
     MAX_DIM,
     MAX_WINDOW,
@@ -49,8 +49,8 @@ PASS_FRAMES = 16
 """Frames of a pass, of all its streams together."""
 SEEN_FRAMES = 16
 """Behind the pre-transformer a sample depends on fewer frames before it than these: on less than ten, of the published shape."""
-MAX_POSITIONS = 16384
-"""Frames of a stream: 22 minutes."""
+MAX_POSITIONS = 32768 + MAX_REF_FRAMES
+"""Frames of a stream: as many as a published talker has positions, behind those of a reference."""
 LAYER_NORM_EPS = 1e-6
 HEADER = 16
 """Values at the begin of a state; the first is the position."""
@@ -117,7 +117,8 @@ def allocate_vocoder(
     """Buffers for n_streams open streams and passes of n_frames frames."""
     f32, i32 = torch.float32, torch.int32
     latent, heads = shape.latent_dim, shape.n_heads * shape.head_dim
-    widest = [(max(3 * heads, shape.codebook_dim, latent), 1, 2), (latent, 4, 6), (4 * latent, 4, 0)]
+    widest = [(max(3 * heads, shape.codebook_dim, latent, shape.hidden_size, shape.intermediate_size), 1, 2)]
+    widest += [(latent, 4, 6), (4 * latent, 4, 0)]
     widest += [(shape.decoder_dim, 4, 1)]
     widest += [(width // 2, rate * r, 6 * DILATIONS[-1]) for _, rate, r, width in _blocks(shape)]
     size = max(Rows.size(width, rate, head, n_frames, n_frames) for width, rate, head in widest)

@@ -216,7 +216,7 @@ class SpeechShape:
         languages = _ids(talker, "codec_language_id")
         dialect_of = {
             name: dialect
-            for name, dialect in (talker.get("spk_is_dialect") or {}).items()
+            for name, dialect in _table(talker, "spk_is_dialect").items()
             if isinstance(dialect, str)
         }
         names = {name for name in languages if name.endswith("_dialect")} | set(dialect_of.values())
@@ -336,10 +336,13 @@ def _id(fields: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def _table(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """As _object, of one that may be absent."""
+    return _object(fields, name) if fields.get(name) else {}
+
+
 def _ids(fields: Mapping[str, Any], name: str) -> dict[str, int]:
-    table = fields.get(name) or {}
-    if not isinstance(table, Mapping):
-        raise UnsupportedModelError(name, table, "an object of names and ids")
+    table = _table(fields, name)
     return {str(key): _id(table, key) for key in table}
 
 
@@ -494,8 +497,3 @@ PUBLISHED_SPEECH: dict[str, SpeechShape] = {
     "qwen3-tts-1.7b-base": _published("base", "1b7", 2048),
     "qwen3-tts-1.7b-design": _published("voice_design", "1b7", 2048),
 }
-
-
-def published_speech_shape(name: str) -> SpeechShape | None:
-    """The shape of a published speech model by name, any case; None for another name."""
-    return PUBLISHED_SPEECH.get(name.lower())

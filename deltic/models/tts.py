@@ -126,7 +126,7 @@ def check_speech_kernels(shape: SpeechShape) -> None:
             )
         if d.n_q_heads // d.n_kv_heads > MAX_GROUP:
             raise UnsupportedModelError(
-                f"{prefix}num_attention_heads", d.n_q_heads, f"{MAX_GROUP} a key head"
+                f"{prefix}num_attention_heads", d.n_q_heads, f"at most {MAX_GROUP} a key head"
             )
     for name, width in widths:
         if width % 32:

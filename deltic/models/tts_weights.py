@@ -35,7 +35,7 @@ from deltic.models.weights import (
 )
 from deltic.ops.matrix import Matrix
 
-_SPEAKER_ENCODER = "speaker_encoder."  # read by models/voice.py
+_SPEAKER_ENCODER = "speaker_encoder."  # read by models/voice.py; what was trained from Base may still have it
 _PREDICTOR = "talker.code_predictor."
 
 
@@ -198,9 +198,11 @@ def load_speech_weights(
     """
     directory = Path(directory)
     refuse_quantised(directory)
-    headers = read_headers(directory)
-    if shape.variant == "base":
-        headers = {name: header for name, header in headers.items() if not name.startswith(_SPEAKER_ENCODER)}
+    headers = {
+        name: header
+        for name, header in read_headers(directory).items()
+        if not name.startswith(_SPEAKER_ENCODER)
+    }
     weights = empty_speech_weights(shape, quantize, device)
     plan = list(plan_of_tensors(weights, shape))
     notices = check_plan(plan, headers, directory)

@@ -1,7 +1,7 @@
 """linear: y = x W^T, float32 sum and result, for any number of rows by the same arithmetic.
 
 Every output element is one sum along K in one order (csrc/matrix.h), whatever the number of rows, so that prefill,
-decode and any batch give the same bits. Leaves out: bias (the family has none).
+decode and any batch give the same bits. Leaves out: bias (`add_bias` in ops/speech.py).
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ async def decode_reference(data: bytes) -> bytes:
             process.kill()
             await process.wait()
     if process.returncode == REFUSED:
-        raise AudioError(said.decode("utf-8", "replace"))
+        raise AudioError(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
     if process.returncode:
         raise AudioError(
             f"cannot be decoded; send {', '.join(form.lower() for form in READABLE if form != 'WAVEX')}"
@@ -206,9 +206,10 @@ def _decode(data: bytes) -> NDArray[np.float32]:
         raise AudioError("has samples that are not numbers")
     if np.abs(mono).max() < SILENT_BELOW:
         raise AudioError("is silent")
+    mono = np.clip(mono, -1.0, 1.0)
     if file.samplerate != RATE:
-        mono = soxr.resample(mono, file.samplerate, RATE, quality="HQ")
-    return np.clip(mono, -1.0, 1.0).astype("<f4")
+        mono = np.clip(soxr.resample(mono, file.samplerate, RATE, quality="HQ"), -1.0, 1.0)
+    return mono.astype("<f4")
 
 
 def _mono(file: soundfile.SoundFile) -> NDArray[np.float32]:

@@ -129,8 +129,8 @@ class Ticket:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def enter(self) -> None:
-        """Its key's limits let it in. Raises ApiError (429)."""
-        if self.account:
+        """Its key's limits let it in, if they have not yet. Raises ApiError (429)."""
+        if self.account and not self._is_open:
             self.account.enter()
             self._is_open = True
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from deltic import __version__
+from deltic.server.errors import ApiError
 from deltic.server.service import Service
 
 PAGE = Path(__file__).with_name("page.html").read_bytes()
@@ -48,6 +49,9 @@ HEADERS = {
 
 async def page(service: Service, request: Request) -> ASGIApp:
     """The page for a browser: a chat, and what the engine does at the moment."""
+    if service.speech is not None:
+        said = f"{service.model_name!r} speaks, and the page is a chat; POST a text to /v1/audio/speech"
+        raise ApiError(404, said, code="unsupported_model")
     if HEADERS["etag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=HEADERS)
     return Response(PAGE, headers=HEADERS, media_type="text/html")

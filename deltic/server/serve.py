@@ -130,7 +130,8 @@ def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.S
     dummy, speech = engine_config.dummy, None
     if speaks(engine_config):
         speech = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
-    template = ChatTemplate.load(directory, tokenizer, server_config.chat_template)
+    # A model that speaks has no chats, whatever lies in its directory.
+    template = None if speech else ChatTemplate.load(directory, tokenizer, server_config.chat_template)
     app = create_app(
         client,
         tokenizer,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -158,8 +159,11 @@ class Utterance:
         try:
             await self._generation.run(take_pieces)
             end = str(spoken.finish_reason)
-            if end == "length" and shape.variant == "base" and self.plan.fields.max_new_tokens is None:
-                raise speech_protocol.lost_its_end(self.sent.params.max_tokens)
+            n_codes = self.sent.params.max_tokens
+            is_bound = n_codes == speech_protocol.clone_limit(len(self.plan.words.body))
+            is_clone = shape.variant == "base" and self.plan.fields.max_new_tokens is None
+            if end == "length" and is_clone and is_bound:
+                raise speech_protocol.lost_its_end(n_codes)
         except ApiError as error:
             end = error.code or "error"
             if self.sent.speech and self.sent.speech.voice:
@@ -456,9 +460,13 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
 
 async def _voice_form(request: Request, max_mb: float) -> VoiceForm:
     """Raises ApiError (400, 413, 415)."""
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data":
         raise ApiError(415, "send a form as multipart/form-data", code="unsupported_media_type")
-    body = await read_body(request, max_mb)
+    # The parser would decode by any codec of Python's: some take for ever, and some make what is no Unicode.
+    if options.get(b"charset", b"utf-8").lower() != b"utf-8":
+        raise bad_request(None, "a form is in utf-8", "invalid_form")
+    body = await read_body(request, max_mb, is_json=False)
 
     async def stream() -> AsyncIterator[bytes]:
         for start in range(0, len(body), FORM_BYTES):

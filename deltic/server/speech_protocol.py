@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from deltic.engine.request import SamplingParams, Speech
+from deltic.engine.request import MAX_FIRST_FRAMES, SamplingParams, Speech
 from deltic.models.speech_shapes import SpeechShape
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.protocol import GREEDY_BELOW, Probability, Seed
@@ -58,7 +58,7 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     speaker_embedding: list[float] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, le=MOST_NEW_TOKENS)] | None = None
     seed: Seed | None = None
-    initial_codec_chunk_frames: Annotated[int, Meta(ge=0, le=MOST_NEW_TOKENS)] | None = None
+    initial_codec_chunk_frames: Annotated[int, Meta(ge=0, le=MAX_FIRST_FRAMES)] | None = None
     non_streaming_mode: bool | None = None
     temperature: Temperature | None = None
     top_k: TopK | None = None
@@ -136,8 +136,6 @@ class Manner:
     speed: float
     speaker: str | None
     """Of spk_id, lower case."""
-    stored_voice: str | None
-    """As the voice store has it."""
     language_id: int | None
     instructions: str
     ref_audio: str | None
@@ -192,7 +190,6 @@ def manner(
         rate=fields.sample_rate or 24000,
         speed=speed,
         speaker=speaker,
-        stored_voice=stored,
         language_id=_language(fields, shape, speaker),
         instructions=instructions,
         ref_audio=fields.ref_audio,
@@ -292,8 +289,13 @@ def frames_limit(fields: SpeechFields, shape: SpeechShape, n_text: int, n_prompt
     if given is None:
         given = min(MOST_NEW_TOKENS, shape.sampling.max_new_tokens)
         if shape.variant == "base":
-            given = min(given, max(BASE_FRAMES, BASE_FRAMES_PER_TOKEN * n_text))
+            given = min(given, clone_limit(n_text))
     return min(given, room)
+
+
+def clone_limit(n_text: int) -> int:
+    """Codes that a clone may take for so many tokens of text."""
+    return max(BASE_FRAMES, BASE_FRAMES_PER_TOKEN * n_text)
 
 
 def sampling_params(fields: SpeechFields, shape: SpeechShape, max_tokens: int) -> SamplingParams:

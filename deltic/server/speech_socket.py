@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -79,6 +81,11 @@ class _Part:
     index: int
     text: str
 
+    @property
+    def size(self) -> int:
+        """Characters, of MAX_WAITING."""
+        return len(self.text)
+
 
 @dataclass(frozen=True, slots=True)
 class _End:
@@ -86,6 +93,8 @@ class _End:
 
     utterance: int
     n_parts: int
+
+    size: ClassVar[int] = 1
 
 
 class _Conversation:
@@ -166,7 +175,7 @@ class _Conversation:
                     "text", f"more than {MAX_WAITING} characters before an end; send input.done"
                 )
             for part in self._splitter.push(taken.text):
-                await self._queue(part, config)
+                await self._queue_part(part, config)
         elif isinstance(taken, InputDone) or self._splitter.n_held or self._n_parts:
             await self._finish(config)
         if isinstance(taken, SessionClose):
@@ -181,23 +190,27 @@ class _Conversation:
             if config.response_format not in (None, "pcm"):
                 raise bad_request("response_format", "stream_audio needs pcm")
             config.response_format = "pcm"
-        info = self._service.admit(speech=True)
+        info = self._service.client.info
+        assert info is not None  # the handshake has seen to it; whether there is a place shows with the parts
         # Whether it can be said so shows now, not with the first part.
         plan(self._service, config, "a", info, streamed=config.stream_audio)
         self._config, self._splitter = config, Splitter(config.split_granularity)
 
-    async def _queue(self, text: str, config: SessionConfig) -> None:
-        while self._n_waiting and self._n_waiting + len(text) > MAX_WAITING:
+    async def _queue(self, item: _Part | _End) -> None:
+        while self._n_waiting and self._n_waiting + item.size > MAX_WAITING:
             self._said.clear()
             await self._said.wait()
-        self._n_waiting += len(text)
-        self._waiting.put_nowait(_Part(config, self._utterance, self._n_parts, text))
+        self._n_waiting += item.size
+        self._waiting.put_nowait(item)
+
+    async def _queue_part(self, text: str, config: SessionConfig) -> None:
+        await self._queue(_Part(config, self._utterance, self._n_parts, text))
         self._n_parts += 1
 
     async def _finish(self, config: SessionConfig) -> None:
         if rest := self._splitter.flush():
-            await self._queue(rest, config)
-        self._waiting.put_nowait(_End(self._utterance, self._n_parts))
+            await self._queue_part(rest, config)
+        await self._queue(_End(self._utterance, self._n_parts))
         self._utterance, self._n_parts = self._utterance + 1, 0
 
     # Out.
@@ -207,13 +220,15 @@ class _Conversation:
         while (item := await self._waiting.get()) is not None:
             if isinstance(item, _Part):
                 await self._say(item)
-                self._n_waiting -= len(item.text)
-                self._said.set()
             else:
                 await self._send("session.done", utterance_index=item.utterance, total_sentences=item.n_parts)
+            self._n_waiting -= item.size
+            self._said.set()
         await self._socket.close(1000)
 
     async def _say(self, part: _Part) -> None:
+        """Answers a part. One that is refused for what others, or its key, have running waits for its turn, as long as a request
+        may: its text is nowhere else."""
         service, config = self._service, part.config
         place = {"utterance_index": part.utterance, "sentence_index": part.index}
         form = config.response_format or "wav"
@@ -221,24 +236,22 @@ class _Conversation:
         await self._send("audio.start", **place, sentence_text=part.text, format=form, sample_rate=rate)
         ticket = Ticket(service.config)
         ticket.account = self._account
-        status, n_bytes, answer_id = LEFT, 0, "-"
+        limits = (service.config.request_timeout_s, service.config.queue_timeout_s)
+        until_s = ticket.started_s + min(filter(None, limits), default=math.inf)
+        scope = self._socket.scope
+        scope["deltic.answer_id"] = "-"
+        status, n_bytes = LEFT, 0
         service.n_open += 1
         try:
-            ticket.enter()
-            info = service.admit(speech=True)
-            planned = await service.prepare(
-                len(part.text),
-                lambda: plan(service, config, part.text, info, streamed=config.stream_audio),
-                self._request,
-            )
-            spoken = await utterance(service, planned, info, ticket)
-            answer_id = spoken.sent.id
-            if config.stream_audio:
-                n_bytes = await self._stream(spoken)
-            else:
-                data = await spoken.file()
-                n_bytes = len(data)
-                await self._socket.send_bytes(data)
+            while True:
+                try:
+                    n_bytes = await self._answer(part, ticket)
+                    break
+                except ApiError as error:
+                    wait_s = float(error.headers.get("retry-after", "1"))
+                    if error.status != 429 or time.monotonic() + wait_s > until_s:
+                        raise
+                    await asyncio.sleep(wait_s)
             status = 200
         except ApiError as error:
             status = error.status
@@ -246,8 +259,26 @@ class _Conversation:
         finally:
             service.n_open -= 1
             ticket.end(status)
-            self._note("PART", PATH, status, ticket, self._socket.scope["deltic.request_id"], answer_id)
+            self._note("PART", PATH, status, ticket, scope["deltic.request_id"], scope["deltic.answer_id"])
         await self._send("audio.done", **place, total_bytes=n_bytes, error=status != 200)
+
+    async def _answer(self, part: _Part, ticket: Ticket) -> int:
+        """Speaks a part; how many bytes that was. Raises ApiError; a 429 comes before the first."""
+        service, config = self._service, part.config
+        ticket.enter()
+        info = service.admit(speech=True)
+        planned = await service.prepare(
+            len(part.text),
+            lambda: plan(service, config, part.text, info, streamed=config.stream_audio),
+            self._request,
+        )
+        spoken = await utterance(service, planned, info, ticket)
+        self._socket.scope["deltic.answer_id"] = spoken.sent.id
+        if config.stream_audio:
+            return await self._stream(spoken)
+        data = await spoken.file()
+        await self._socket.send_bytes(data)
+        return len(data)
 
     async def _stream(self, spoken: Utterance) -> int:
         """Sends audio as it comes, as fast as the client reads; how many bytes."""

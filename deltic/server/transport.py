@@ -33,9 +33,9 @@ COUNTED_BYTES = 16_384
 T = TypeVar("T")
 
 
-async def read_body(request: Request, max_mb: float) -> bytes:
+async def read_body(request: Request, max_mb: float, is_json: bool = True) -> bytes:
     """The whole body. Raises ApiError: 413 as soon as it is larger than allowed, whatever Content-Length says; 400 for
-    more than MAX_CONTAINERS."""
+    JSON with more than MAX_CONTAINERS."""
     limit = int(max_mb * 1_000_000)
     # The rest is not read, so the connection cannot be used again.
     too_large = ApiError(
@@ -50,7 +50,7 @@ async def read_body(request: Request, max_mb: float) -> bytes:
         n_brackets += part.count(b"[") + part.count(b"{")
         if len(body) > limit:
             raise too_large
-    if n_brackets > MAX_CONTAINERS and await _n_containers(body) > MAX_CONTAINERS:
+    if is_json and n_brackets > MAX_CONTAINERS and await _n_containers(body) > MAX_CONTAINERS:
         said = f"the body has more than {MAX_CONTAINERS} JSON objects and arrays"
         raise bad_request(None, said, "too_many_containers")
     return bytes(body)

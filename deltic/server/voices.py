@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import dataclasses
 import hashlib
 import http.client
@@ -19,9 +18,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,14 +31,18 @@ from deltic.engine.client import EngineClient, EngineUnavailable
 from deltic.engine.request import EncodeVoice, VoiceEncoded
 from deltic.server.audio import MAX_REFERENCE_BYTES, AudioError, decode_reference
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.generation import unavailable
+from deltic.server.generation import RETRY_LATER, unavailable
 
 log = logging.getLogger("deltic.server")
 
 MAX_STORED = 1000
 MAX_IN_MEMORY = 64
 """Voices, where there is no directory to keep them in: of the longest audio, 190 MB."""
+MAX_WAITING = 32
+"""Requests that wait to have a voice made; each holds its audio."""
 FETCH_S = 15.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class VoiceStore:
         self._stored: dict[str, Stored] = {}
         self._encoding = asyncio.Semaphore(2)
         """The engine makes one at a time; one more may be decoded meanwhile."""
+        self._n_waiting = 0
         self._known: dict[str, tuple[int, VoiceEncoded]] = {}
         if self._files is not None:
             self._files.mkdir(0o700, parents=True, exist_ok=True)
@@ -134,7 +139,8 @@ class VoiceStore:
         if vector is not None and ref_text:
             raise bad_request("ref_text", "needs audio_sample, whose transcript it is")
         kind: Literal["audio", "embedding"] = "audio" if vector is None else "embedding"
-        async with self._encoding:
+
+        async def make() -> Stored:
             if audio is None:
                 data = np.asarray(vector, "<f4").tobytes()
             else:
@@ -142,17 +148,44 @@ class VoiceStore:
             key = key_of(data, kind, bool(ref_text))
             voice = Stored(name, key, consent, ref_text, int(time.time()), kind, data)
             await self._encode(voice, data)
-        self._check_name(name)  # another upload may have been quicker
-        self._stored[name.lower()] = voice
+            try:
+                self._check_name(name)  # another upload may have been quicker
+                return await self._store(voice)
+            finally:
+                self._drop_unused(key)
+
+        return await self._in_turn(make)
+
+    async def _store(self, voice: Stored) -> Stored:
+        place = voice.name.lower()
+        self._stored[place] = voice
         if self._files is not None:
             try:
                 await asyncio.to_thread(_write, self._path(voice), voice)
             except OSError as error:
-                self.remove(name)
+                self._stored.pop(place, None)
                 said = f"the voice could not be stored ({error.strerror}); it is not kept"
                 raise ApiError(500, said, code="voice_not_stored") from None
-            self._stored[name.lower()] = dataclasses.replace(voice, data=None)
+            if self._stored.get(place) is not voice:  # it was deleted meanwhile
+                self._path(voice).unlink(missing_ok=True)
+            else:
+                self._stored[place] = dataclasses.replace(voice, data=None)
         return voice
+
+    async def _in_turn(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `make`. Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
+        would be given ever more otherwise. Raises ApiError: what `make` does, and 429 when too many wait."""
+        if self._n_waiting >= MAX_WAITING:
+            said = f"{MAX_WAITING} requests wait for a voice to be encoded; try again in a few seconds"
+            raise ApiError(429, said, code="too_many_encodings", headers=RETRY_LATER)
+        self._n_waiting += 1
+        try:
+            await self._encoding.acquire()
+        finally:
+            self._n_waiting -= 1
+        making = asyncio.create_task(make())
+        making.add_done_callback(lambda _: self._encoding.release())
+        return await asyncio.shield(making)
 
     def _check_name(self, name: str) -> None:
         if self.find(name):
@@ -172,11 +205,17 @@ class VoiceStore:
         if voice is None:
             raise ApiError(404, f"no stored voice {name!r}", param="name", code="voice_not_found")
         del self._stored[name.lower()]
-        self._known.pop(voice.key, None)
         if self._files is not None:
             self._path(voice).unlink(missing_ok=True)
-        if all(other.key != voice.key for other in self._stored.values()):
-            self._client.drop_voice(voice.key)
+        self._drop_unused(voice.key)
+
+    def _drop_unused(self, key: str) -> bool:
+        """Has the engine forget a voice that has no name here (any more)."""
+        if any(voice.key == key for voice in self._stored.values()):
+            return False
+        self._known.pop(key, None)
+        self._client.drop_voice(key)
+        return True
 
     async def ready(self, voice: Stored) -> VoiceEncoded:
         """Has the engine know a stored voice. Raises ApiError."""
@@ -185,9 +224,15 @@ class VoiceStore:
             return known
         if (known := await self._ask_if_known(voice.key)) is None:
             data = await asyncio.to_thread(self._data, voice) if voice.data is None else voice.data
-            async with self._encoding:
-                known = await self._ask_if_known(voice.key)
-                known = known or await self._encode(voice, data)
+
+            async def make() -> VoiceEncoded:
+                known = await self._ask_if_known(voice.key) or await self._encode(voice, data)
+                if self._drop_unused(voice.key):
+                    # It was deleted meanwhile.
+                    raise bad_request("voice", f"no stored voice {voice.name!r}", "voice_not_found")
+                return known
+
+            known = await self._in_turn(make)
         if self._files is not None:  # on disk it stays, so there is no need to ask again
             self._known[voice.key] = self._client.n_restarts, known
         return known
@@ -218,13 +263,16 @@ class VoiceStore:
         key = await asyncio.to_thread(key_of, data, "file", needs_codes)
         if (known := await self._ask_if_known(key)) is not None:
             return known
-        async with self._encoding:
+
+        async def make() -> VoiceEncoded:
             if (known := await self._ask_if_known(key)) is not None:
                 return known
             samples = await self._decode(data, "ref_audio")
             return await self._ask(
                 EncodeVoice(key=key, samples=samples, needs_codes=needs_codes), "ref_audio"
             )
+
+        return await self._in_turn(make)
 
     async def ready_vector(self, vector: list[float]) -> VoiceEncoded:
         """Has the engine know a request's `speaker_embedding`. Raises ApiError."""
@@ -286,7 +334,7 @@ def _data_url(reference: str) -> bytes:
         raise bad_request("ref_audio", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
     try:
         return base64.b64decode(body, validate=True)
-    except binascii.Error:
+    except ValueError:  # binascii.Error, and another for what is not ASCII
         raise bad_request("ref_audio", "is not valid base64") from None
 
 
@@ -300,10 +348,16 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def _fetch(url: str, hosts: tuple[str, ...]) -> bytes:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
     try:
-        if (urllib.parse.urlsplit(url).hostname or "") not in hosts:
+        if (urllib.parse.urlsplit(url).hostname or "") not in map(str.lower, hosts):
             raise ValueError(f"this server takes URLs of {', '.join(hosts)} only")
+        deadline_s = time.monotonic() + FETCH_S
         with opener.open(url, timeout=FETCH_S) as answer:
-            return bytes(answer.read(MAX_REFERENCE_BYTES + 1))
+            data = bytearray()
+            while len(data) <= MAX_REFERENCE_BYTES and (part := answer.read1(65_536)):
+                data += part
+                if time.monotonic() > deadline_s:  # the timeout above is each wait's
+                    raise TimeoutError(f"it takes more than {FETCH_S:g} s")
+            return bytes(data)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise bad_request("ref_audio", f"could not be fetched ({error})") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,24 @@ from deltic.engine.build import build_for_device
 from deltic.engine.loop import Engine
 from deltic.engine.plan import Arena
 from deltic.engine.request import Request, SamplingParams, Speech
-from deltic.models.codec import MAX_POSITIONS, SEEN_FRAMES, Vocoder, allocate_vocoder, check_vocoder
-from deltic.models.codec_weights import FILE, codec_tensors, codec_weight_bytes, dummy_codec, load_codec
+from deltic.models.codec import (
+    MAX_POSITIONS,
+    PASS_FRAMES,
+    SEEN_FRAMES,
+    Vocoder,
+    allocate_vocoder,
+    check_vocoder,
+)
+from deltic.models.codec_weights import FILE, codec_weight_bytes, dummy_codec, load_codec
 from deltic.models.shapes import CheckpointError, UnsupportedModelError
-from deltic.models.speech_shapes import SpeechShape, VocoderShape, codec_side, row_id
+from deltic.models.speech_shapes import (
+    MAX_REF_FRAMES,
+    PUBLISHED_SPEECH,
+    SpeechShape,
+    VocoderShape,
+    codec_side,
+    row_id,
+)
 from deltic.ops.codec import Batch, ConvWeights, Rows, conv
 from deltic.ops.table import KernelError, Program, usable_instruction_sets
 from deltic.reference import codec as oracle
@@ -208,6 +223,22 @@ def test_checkpoints_are_checked(tmp_path: Path) -> None:
         check_vocoder(VocoderShape(decoder_dim=96))
 
 
+def test_odd_geometries_have_room() -> None:
+    """A width that is the largest of all, though in no published shape."""
+    small = VocoderShape(decoder_dim=256, latent_dim=16)
+    for odd in (replace(small, hidden_size=1 << 16), replace(small, intermediate_size=1 << 16)):
+        check_vocoder(odd)
+        buffers = allocate_vocoder(
+            odd, 1, lambda name, size, dtype: torch.empty(size, dtype=dtype, device="meta")
+        )
+        assert all(rows.numel() >= PASS_FRAMES << 16 for rows in buffers.rows)
+
+
+def test_a_stream_is_as_long_as_a_sequence_can_be() -> None:
+    longest = max(shape.max_position_embeddings for shape in PUBLISHED_SPEECH.values())
+    assert longest + MAX_REF_FRAMES <= MAX_POSITIONS < 2**24, "a position is a float32"
+
+
 @pytest.mark.parametrize("library", usable_instruction_sets())
 def test_snake_and_activations(library: str) -> None:
     """Through a convolution that does nothing, against float64."""
@@ -274,9 +305,7 @@ def test_audio_depends_on_the_request_alone() -> None:
 @pytest.mark.skipif("DELTIC_TEST_REAL_VOCODER" not in os.environ, reason="some seconds and 1.5 GB")
 def test_published_size() -> None:
     published = VocoderShape()
-    tensors = dummy_codec(published)
-    assert sum(size[0] for size in codec_tensors(published).values())
-    made = Vocoder(published, tensors, n_streams=2, n_threads=2)
+    made = Vocoder(published, dummy_codec(published), n_streams=2, n_threads=2)
     codes = np.random.default_rng(0).integers(0, published.codebook_size, (5, 16)).astype(np.int32)
     alone = whole(made, codes)
     made.open(1)

@@ -419,6 +419,7 @@ def test_what_cannot_be_spoken_is_refused() -> None:
     refused("prompt_logprobs", params=speech(good.params, prompt_logprobs=1))
     refused("top_p", speech=speech(good.speech, top_p=1.5))
     refused("temperature", speech=speech(good.speech, temperature=float("nan")))
+    refused("first_chunk_frames", speech=speech(good.speech, first_chunk_frames=33))
     refused("trailing_ids", speech=speech(good.speech, trailing_ids=(shape.text_vocab_size,)))
     refused("not encoded", speech=speech(good.speech, voice="unknown"))
     refused("does not name", speech=speech(good.speech, voice=""))
@@ -464,6 +465,16 @@ def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path: Path, change: str, m
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load_speech_weights(tmp_path, SpeechShape.from_directory(source))
+
+
+def test_a_speaker_encoder_that_was_left_in_is_passed_over(tmp_path: Path) -> None:
+    """As in what was trained from a Base model."""
+    from safetensors.torch import save_file
+
+    source = tiny_speech("custom_voice")
+    left = {"speaker_encoder.fc.bias": torch.zeros(64)}
+    save_file(load_file(source / "model.safetensors") | left, tmp_path / "model.safetensors")
+    assert load_speech_weights(tmp_path, SpeechShape.from_directory(source))[1] == []
 
 
 @pytest.mark.parametrize(("quantize", "least"), [(None, 0.9999), ("int8", 0.995), ("int4", 0.9)])

@@ -278,6 +278,17 @@ def test_a_voice_that_is_dropped_while_it_is_made_leaves_nothing(open_store: Any
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_what_is_asked_for_behind_a_drop_stays(open_store: Any, tmp_path: Path) -> None:
+    store, samples = open_store(tmp_path), tiny_audio(9000).numpy().tobytes()
+    command = EncodeVoice(key="a", samples=samples, needs_codes=True, is_kept=True)
+    store.voices.encode(command)
+    store.voices.drop("a")
+    store.voices.encode(command)
+    assert store.wait(2) == [VoiceEncoded("a", 5)] * 2 and store.voices.get("a") is not None
+    store.voices.close(60)
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["a.safetensors"]
+
+
 def test_a_damaged_file_is_said_and_removed(open_store: Any, tmp_path: Path) -> None:
     store, samples = open_store(tmp_path), tiny_audio(9000)
     store.encode("a", samples, is_kept=True)
@@ -292,8 +303,11 @@ def test_a_damaged_file_is_said_and_removed(open_store: Any, tmp_path: Path) -> 
         assert store.encode("a", samples, is_kept=True).error is None
         store.voices.close(60)
         assert path.read_bytes() == whole
-    save_file({"speaker": torch.zeros(64)}, path)  # whole, but of somebody else
-    assert "damaged" in open_store(tmp_path).encode("a").error
+    for foreign in (torch.zeros(64), torch.tensor(1.0)):  # whole, but of somebody else
+        save_file({"speaker": foreign}, path)
+        store = open_store(tmp_path)
+        assert store.encode("unknown").error  # from now on it knows which files fit
+        assert store.voices.get("a") is None and not path.exists()
 
 
 def test_a_file_of_another_key_is_not_taken(open_store: Any, tmp_path: Path) -> None:

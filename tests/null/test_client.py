@@ -351,6 +351,12 @@ async def test_questions_about_voices_are_answered_or_end_with_the_process() -> 
         with pytest.raises(EngineUnavailable, match="restarted"):
             await client.encode_voice(EncodeVoice(key="a"))
         client.drop_voice("a")
+        client.drop_voice("b")
+        sent: list[Any] = []
+        was, client._send = client._send, sent.append  # type: ignore[method-assign]
+        await client.ready()
+        assert sorted(drop.key for drop in sent) == ["a", "b"]
+        client._send = was  # type: ignore[method-assign]
 
 
 def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() -> None:

@@ -232,6 +232,7 @@ def test_a_length_bound_is_told(engine: FakeSpeechClient) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": 5000}, "max_new_tokens"),
         ({"initial_codec_chunk_frames": 2}, "initial_codec_chunk_frames"),
+        ({"initial_codec_chunk_frames": 33, "stream": True}, "initial_codec_chunk_frames"),
         ({"top_p": 1.5}, "top_p"),
         ({"lang": "en"}, "lang"),
     ],

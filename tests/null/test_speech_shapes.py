@@ -109,6 +109,7 @@ def test_languages_and_dialects() -> None:
         ("config/talker_config/codec_language_id", {"english": 4000, "sichuan_dialect": 2062}, "codec_language_id.english"),
         ("config/talker_config/spk_id", {}, "spk_id"),
         ("config/talker_config/spk_is_dialect", {"Eric": "klingon"}, "spk_is_dialect.Eric"),
+        ("config/talker_config/spk_is_dialect", ["Eric"], "spk_is_dialect"),
         ("config/talker_config/code_predictor_config/use_sliding_window", True, "use_sliding_window"),
         ("tokenizer/decode_upsample_rate", 960, "decode_upsample_rate"),
         ("tokenizer/decoder_config/codebook_size", 1024, "codebook_size"),

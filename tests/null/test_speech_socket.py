@@ -247,11 +247,11 @@ def test_a_part_that_finds_no_place_waits_for_it(
 
     async def go() -> None:
         async with connect(live) as socket:
-            await send(socket, CONFIG)
             engine.hold = True
-            await send(socket, text("Hello."), DONE)
-            while len(refusals) < 3:
-                await asyncio.sleep(0.01)
+            await send(socket, CONFIG, text("Hello."), DONE)
+            async with asyncio.timeout(10):
+                while len(refusals) < 3:
+                    await asyncio.sleep(0.01)
             engine.hold = False
             got = await received(socket, "session.done")
             assert kinds(got) == ["audio.start", "audio", "audio.done", "session.done"]

@@ -308,6 +308,28 @@ def test_streams_wait_for_a_slot() -> None:
     assert {slot for slot, _ in play.vocoder.opened} == {0, 1}
 
 
+def test_who_lacks_a_slot_does_not_wait_for_others_to_be_played() -> None:
+    play = Play(n_streams=2, max_num_seqs=2, step_s=0.005, fixed_s=0.001, frame_s=0.001)
+    for name, n_frames in enumerate((1000, 100, 50)):
+        play.ask(name, n_frames)
+    while play.clients["2", 0].first_at is None:
+        play.turn()
+    assert play.clock.now - 100 < 1.5, "the second has 8 s of audio"
+    play.run()
+    assert max(client.late_s for client in play.clients.values()) == 0.0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_nobody_is_kept_to_the_pace_of_playback(is_async: bool) -> None:
+    play = Play(step_s=0.01, fixed_s=0.002, frame_s=0.0005, is_async=is_async)
+    for name, n_frames in enumerate((400, 60, 60)):
+        play.ask(name, n_frames)
+    while play.clients["1", 0].end is None or play.clients["2", 0].end is None:
+        play.turn()
+    assert play.clock.now - 100 < 1.0, "codes take 0.6 s, audio plays for 4.8 s"
+    play.run()
+
+
 def test_a_primed_stream_starts_from_its_voice() -> None:
     play = Play()
     play.ask(0, 3, is_primed=True)
