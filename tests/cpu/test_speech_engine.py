@@ -56,7 +56,9 @@ class Speaking:
     def __init__(self, variant: str = "custom_voice", wide: bool = False, **settings: Any) -> None:
         self.path = tiny_speech(variant, wide=wide)
         config = EngineConfig(
-            model=str(self.path), device="cpu", **{"threads": 2, "max_model_len": 512} | settings
+            model=str(self.path),
+            device="cpu",
+            **{"threads": 2, "max_model_len": 512, "memory_gb": 1} | settings,
         )
         runner = build_for_device(config, lambda stage, done: None)
         assert isinstance(runner, SpeechRunner)

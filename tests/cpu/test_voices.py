@@ -364,7 +364,9 @@ def test_files_are_bound_to_the_content_of_the_checkpoint(tmp_path: Path) -> Non
 def test_the_engines_voice_is_the_oracles_and_its_vocoder_goes_on_from_it() -> None:
     path = tiny_speech("base", wide=True)
     runner = build_for_device(
-        EngineConfig(model=str(path), device="cpu", threads=1, max_model_len=256, max_num_seqs=1),
+        EngineConfig(
+            model=str(path), device="cpu", threads=1, max_model_len=256, max_num_seqs=1, memory_gb=2
+        ),
         lambda *_: None,
     )
     assert isinstance(runner, SpeechRunner) and runner.voices is not None

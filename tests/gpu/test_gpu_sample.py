@@ -180,6 +180,7 @@ def test_what_cannot_be_drawn(device: str) -> None:
     n_vocab, n_real = 130, 128
     logits = torch.randn(5, n_vocab)
     logits[0, 100], logits[1, 3], logits[2, 127] = torch.nan, torch.inf, -torch.inf
+    logits[3, 0] = -9.0  # is a stop token
     logits[3, n_real:] = torch.nan
     sequences = [Sequence(params(temperature=t, logprobs=2), stop=[0]) for t in (0.0, 1.0, 0.0, 0.0)]
     tokens, out, places = draw(logits.to(device), sequences, n_real, chosen=[0, 1, 2, 3, -1])

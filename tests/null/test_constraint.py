@@ -200,6 +200,7 @@ def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Guides, "_do", slow)
     monkeypatch.setattr("deltic.engine.constraint.SLOW_S", 0.001)
+    engine.guides._is_busy = lambda: False  # nobody waits for a device
     engine.add(request("s", 150, Constraint(grammar=GRAMMAR), max_tokens=3))
     engine.add(request("f", 300, max_tokens=150))
     engine.add(request("g", 10, Constraint(grammar=WORD), max_tokens=150))
