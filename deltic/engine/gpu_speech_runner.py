@@ -20,6 +20,7 @@ from deltic.engine.device_copy import DeviceCopies
 from deltic.engine.gpu_batch import PrefillBatch
 from deltic.engine.gpu_places import Places
 from deltic.engine.gpu_plan import MAX_SEGMENTS, GpuWorkspace
+from deltic.engine.gpu_runner import BLOCKS, LENGTHS, ROWS
 from deltic.engine.gpu_speech_plan import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.engine.gpu_vocoder import GpuVocoder
 from deltic.engine.request import PAGE_SIZE, EngineInfo, Request, Sequence, Step, StepResult
@@ -37,12 +38,6 @@ from deltic.ops.gpu.sample import sample, sample_decode
 
 Progress = Callable[[str, float], None]
 
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Rows of the recorded decodes."""
-BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Blocks of the recorded prefills."""
-LENGTHS = (512, 4096)
-"""Keys up to which decodes have recordings of their own."""
 N_RESULTS = 6
 """On their way to the host, at most: of this step's decode, its prefill, and the decode that runs ahead, twice."""
 
