@@ -165,8 +165,8 @@ class Tiers:
         self._done: deque[tuple[int, list[Move], bool]] = deque()
         self._changed = threading.Condition()
         self._is_closing = False
-        self._mover = threading.Thread(target=self._run, name=MOVER, daemon=True)
-        self._mover.start()
+        self._mover: threading.Thread | None = None
+        """Started with the first that may wait: it holds all of this, and with it the pools, until `close`."""
 
     @property
     def can_save(self) -> bool:
@@ -233,10 +233,16 @@ class Tiers:
         mark = self._mark()
         jobs = [functools.partial(action, move, mark) for move in moves]
         end = functools.partial(self._done.append, (ticket, moves, queue is self._loads))
-        with self._changed:
-            queue.extend([*jobs, end])
-            self._changed.notify_all()
+        self._put(queue, [*jobs, end])
         return ticket
+
+    def _put(self, queue: deque[Callable[[], None]], jobs: list[Callable[[], None]]) -> None:
+        with self._changed:
+            queue.extend(jobs)
+            self._changed.notify_all()
+        if self._mover is None:
+            self._mover = threading.Thread(target=self._run, name=MOVER, daemon=True)
+            self._mover.start()
 
     def finished(self) -> list[tuple[int, list[Move]]]:
         """Tickets that were completed, each once."""
@@ -262,9 +268,7 @@ class Tiers:
     def delete(self, kind: str, key: bytes) -> None:
         """Removes a file, after the saves that were asked for before. One that is missing is fine."""
         if self.has_disk:
-            with self._changed:
-                self._behind.append(functools.partial(self._delete, kind, key))
-                self._changed.notify_all()
+            self._put(self._behind, [functools.partial(self._delete, kind, key)])
 
     def clear(self) -> None:
         """Removes every object of this model from disk, before it returns. Saves under way may still add theirs."""
@@ -280,6 +284,8 @@ class Tiers:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
+        if self._mover is None:
+            return
         self._mover.join(timeout_s)
         with self._changed:
             self._loads.clear()

@@ -122,8 +122,7 @@ class Voices:
         self._answers: list[VoiceEncoded] = []
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._done: deque[tuple[EncodeVoice, _Result]] = deque()
-        self._thread = threading.Thread(target=self._run, name="voice-encoder", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # started with its first job
 
     @property
     def is_waiting(self) -> bool:
@@ -165,7 +164,7 @@ class Voices:
         self._voices.pop(key, None)
         if self._directory is not None and _KEY.fullmatch(key):
             self._remove(key)
-            self._jobs.put(lambda: self._remove(key))  # behind what may be writing it
+            self._put(lambda: self._remove(key))  # behind what may be writing it
 
     def poll(self) -> list[VoiceEncoded]:
         """Takes what the other thread has done, and one piece through the vocoder; the answers that are ready."""
@@ -182,17 +181,24 @@ class Voices:
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread behind what it has begun, or leaves it after so long. No other call may follow."""
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
 
     # In the engine's thread.
+
+    def _put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="voice-encoder", daemon=True)
+            self._thread.start()
 
     def _begin(self, command: EncodeVoice) -> None:
         known = self._voices.get(command.key)
         if known is not None and (known.codes is not None or not command.needs_codes):
             self._done.append((command, known))
         else:
-            self._jobs.put(lambda: self._done.append((command, self._find_or_make(command))))
+            self._put(lambda: self._done.append((command, self._find_or_make(command))))
 
     def _prime(self, primed: _Primed) -> None:
         voice, codes, n = primed.voice, primed.voice.codes, primed.n_done
@@ -217,7 +223,7 @@ class Voices:
         if isinstance(result, Voice):
             self._keep(key, result)
             if command.is_kept:
-                self._jobs.put(lambda: self._write(key, result))
+                self._put(lambda: self._write(key, result))
             self._answers.append(VoiceEncoded(key, result.n_frames))
         else:
             error = result or "no such voice here (any more); send its recording"

@@ -471,7 +471,7 @@ def test_fitting_the_cost_of_a_step_leaves_nothing_behind(monkeypatch: pytest.Mo
             engine.fit_cost()
             cost = engine.scheduler.cost
             assert cost is not None and [x for x, _ in cost.curve] == [0, 64, 128]  # of 256 less a decode
-            assert cost.room(Load(1), 0, 255) == 255 and cost.per_pair_s > 0
+            assert cost.room(Load(1), 0, 255) == 255
         for n in (1, 70, 150):
             params = SamplingParams(
                 max_tokens=40, seed=n, ignore_eos=True, repetition_penalty=1.2, logprobs=2

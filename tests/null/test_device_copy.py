@@ -63,7 +63,7 @@ def opened(tmp_path: Path) -> Iterator[tuple[Tiers, Device, WatchedCopies]]:
     tiers = Tiers(copies.page, copies.state, host, STATE_BYTES, tmp_path, 1 << 30, MODEL, copies)
     yield tiers, device, copies
     tiers.close(5.0)
-    assert not tiers._mover.is_alive()
+    assert tiers._mover is None or not tiers._mover.is_alive()
 
 
 Opened = tuple[Tiers, Device, WatchedCopies]

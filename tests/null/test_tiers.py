@@ -88,7 +88,7 @@ def opened() -> Iterator[Open]:
     yield open_
     for tiers in everything:
         tiers.close(5.0)
-        assert not tiers._mover.is_alive()
+        assert tiers._mover is None or not tiers._mover.is_alive()
 
 
 def done(tiers: Tiers, ticket: int) -> list[Move]:
