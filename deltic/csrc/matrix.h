@@ -239,11 +239,15 @@ constexpr int64_t TILE_ROWS = LANES == 16 ? 12 : 4;
 constexpr int64_t MOST_ROWS = LANES == 16 ? 16 : 4;
 constexpr int TILE_STRIPS = LANES == 16 ? 2 : 1;
 constexpr int64_t FAR = 32768, NEAR = 4096;  // bytes between what is multiplied and what is fetched: of bfloat16, of less
+// Of how many vectors of a strip one is fetched ahead, for few rows. Of quantised weights the processor guesses the rest, and more
+// would only take the few places that a core has for what is under way: one to eight rows are up to twice as fast for it (Zen 4).
+template <Format F, int MR>
+constexpr int EVERY = F == Format::BF16 || MR > 8 ? 1 : 4;
 
 static inline int64_t tile_rows(int64_t n_rows) { return n_rows <= 2 * MOST_ROWS ? MOST_ROWS : TILE_ROWS; }
 
-// One tile of MR rows and NS strips: out[m][s] = the 16 outputs of strip s.
-template <int MR, int NS, bool FETCH>
+// One tile of MR rows and NS strips: out[m][s] = the 16 outputs of strip s. FETCH: of so many vectors one is fetched; 0: none.
+template <int MR, int NS, int FETCH>
 static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
     const int64_t strip = matrix.strip_bytes(), n_words = matrix.k / 2;
     v16 acc[MR][NS] = {};
@@ -251,7 +255,7 @@ static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matr
         w16 words[NS];
         for (int s = 0; s < NS; s++) {
             words[s] = load_words(w + s * strip + j * 64);
-            if constexpr (FETCH) __builtin_prefetch(w + s * strip + j * 64 + ahead, 0, 2);
+            if constexpr (FETCH > 0) __builtin_prefetch(w + s * strip + j * 64 + ahead, 0, 2);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++)
@@ -263,7 +267,7 @@ static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matr
 }
 
 // The sums of a group are exact integers in registers; `out` lives in the first-level cache and is touched once a group.
-template <Format F, int MR, int NS, bool FETCH>
+template <Format F, int MR, int NS, int FETCH>
 static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
     constexpr bool INT8 = F == Format::INT8;
     const int64_t strip = matrix.strip_bytes();
@@ -277,33 +281,37 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
         for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
             for (int s = 0; s < NS; s++) acc[m][s] = splat_int(INT8 && !SIGNED_WEIGHTS ? -128 * x.sum[g * MR + m] : 0);
-        for (int64_t j = 0; j < n_vectors; j++, w += 64) {
-            w16 q[NS];
-            for (int s = 0; s < NS; s++) {
-                q[s] = load_words(w + s * strip);
-                if constexpr (FETCH) __builtin_prefetch(w + s * strip + ahead, 0, 2);
-            }
-            if constexpr (INT8) {
-                if constexpr (SIGNED_WEIGHTS)
+        for (int64_t j = 0; j < n_vectors; j += 4) {  // a group is a multiple of 32 elements
+#pragma GCC unroll 4
+            for (int u = 0; u < 4; u++, w += 64) {
+                w16 q[NS];
+                for (int s = 0; s < NS; s++) {
+                    q[s] = load_words(w + s * strip);
+                    if constexpr (FETCH > 0)
+                        if (u % FETCH == 0) __builtin_prefetch(w + s * strip + ahead, 0, 2);
+                }
+                if constexpr (INT8) {
+                    if constexpr (SIGNED_WEIGHTS)
+                        for (int s = 0; s < NS; s++)
+                            for (int i = 0; i < PARTS; i++) q[s].part[i] ^= 0x80808080u;
+#pragma GCC unroll 16
+                    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+                        for (int s = 0; s < NS; s++) acc[m][s] = dot4(acc[m][s], q[s], words[m]);
+                    words += MR;
+                } else {
+                    w16 high[NS];
                     for (int s = 0; s < NS; s++)
-                        for (int i = 0; i < PARTS; i++) q[s].part[i] ^= 0x80808080u;
+                        for (int i = 0; i < PARTS; i++) {
+                            high[s].part[i] = q[s].part[i] >> 4 & 0x0f0f0f0fu;
+                            q[s].part[i] &= 0x0f0f0f0fu;
+                        }
 #pragma GCC unroll 16
-                for (int m = 0; m < MR; m++)
+                    for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-                    for (int s = 0; s < NS; s++) acc[m][s] = dot4(acc[m][s], q[s], words[m]);
-                words += MR;
-            } else {
-                w16 high[NS];
-                for (int s = 0; s < NS; s++)
-                    for (int i = 0; i < PARTS; i++) {
-                        high[s].part[i] = q[s].part[i] >> 4 & 0x0f0f0f0fu;
-                        q[s].part[i] &= 0x0f0f0f0fu;
-                    }
-#pragma GCC unroll 16
-                for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-                    for (int s = 0; s < NS; s++) acc[m][s] = dot4(dot4(acc[m][s], q[s], words[m]), high[s], words[MR + m]);
-                words += 2 * MR;
+                        for (int s = 0; s < NS; s++) acc[m][s] = dot4(dot4(acc[m][s], q[s], words[m]), high[s], words[MR + m]);
+                    words += 2 * MR;
+                }
             }
         }
         for (int s = 0; s < NS; s++) {
@@ -320,7 +328,7 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
     }
 }
 
-template <Format F, int MR, int NS, bool FETCH>
+template <Format F, int MR, int NS, int FETCH>
 static inline void tile(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
     if constexpr (F == Format::BF16) tile_bf16<MR, NS, FETCH>(x, w, matrix, ahead, out);
     else tile_int<F, MR, NS, FETCH>(x, w, matrix, ahead, out);
@@ -339,7 +347,7 @@ static inline void write_sums(v16 sums, int64_t n, int64_t n0, bool add, float* 
 }
 
 // Strips [s0, s0 + NS) for MR rows: `out(m)` is where row m's output 0 goes; it is added to when `add`.
-template <Format F, int MR, int NS, bool FETCH, class Out>
+template <Format F, int MR, int NS, int FETCH, class Out>
 static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, int64_t ahead, bool add, const Out& out) {
     v16 sums[MR][NS];
     tile<F, MR, NS, FETCH>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, ahead, sums);
@@ -367,12 +375,12 @@ static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& 
             const int64_t rows = n_rows - m0 < step ? n_rows - m0 : step;
             const Rows at = rows_from(x, m0, matrix);
             auto to = [&](int m) { return out(m0 + m); };
-            if (panel == 4) multiply_tile<F, 1, 4, false>(at, matrix, s0, 0, add, to);
-            else if (panel == TILE_STRIPS && rows == TILE_ROWS && m0 == 0) multiply_tile<F, TILE_ROWS, TILE_STRIPS, true>(at, matrix, s0, panel * matrix.strip_bytes(), add, to);
-            else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<F, TILE_ROWS, TILE_STRIPS, false>(at, matrix, s0, 0, add, to);
+            if (panel == 4) multiply_tile<F, 1, 4, 0>(at, matrix, s0, 0, add, to);
+            else if (panel == TILE_STRIPS && rows == TILE_ROWS && m0 == 0) multiply_tile<F, TILE_ROWS, TILE_STRIPS, 1>(at, matrix, s0, panel * matrix.strip_bytes(), add, to);
+            else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<F, TILE_ROWS, TILE_STRIPS, 0>(at, matrix, s0, 0, add, to);
             else
                 for (int s = 0; s < panel; s++)
-                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<F, mr(), 1, true>(at, matrix, s0 + s, ahead, add, to); });
+                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<F, mr(), 1, EVERY<F, mr()>>(at, matrix, s0 + s, ahead, add, to); });
         }
         s0 += panel;
     }
