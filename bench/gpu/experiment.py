@@ -1,4 +1,4 @@
-"""What the experiments e1 to e7 share: timing by recorded graphs, and a report that survives a part that fails."""
+"""What the experiments share: timing by recorded graphs, and a report that survives a part that fails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def graph_us(step: Callable[[], None], n: int = 1, n_replays: int = 15) -> float
         end.synchronize()
         if i >= 2:
             times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times) / n
+    return float(statistics.median(times)) / n
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -43,13 +43,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def run(name: str, parts: dict[str, Callable[[Callable[..., None]], None]]) -> None:
-    """Runs each part with a `row(**cells)` function that prints a line and keeps it; --out DIR gets NAME.json."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+def parser(text: str | None = None) -> argparse.ArgumentParser:
+    """With the flag that all experiments have."""
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, metavar="DIR", help="write the result into this directory, as JSON")
+    return made
+
+
+def run(
+    name: str, parts: dict[str, Callable[[Callable[..., None]], None]], arguments: argparse.Namespace | None = None
+) -> None:  # fmt: skip
+    """Runs each part with a `row(**cells)` function that prints a line and keeps it; --out DIR gets NAME.json. arguments: of a `parser`
+    with flags of its own."""
+    arguments = arguments or parser().parse_args()
     torch.manual_seed(0)
     result: dict[str, Any] = {"experiment": name, "torch": torch.__version__, "rows": [], "failed": {}}
+    result["flags"] = {flag: str(value) for flag, value in vars(arguments).items() if flag != "out"}
     if torch.cuda.is_available():
         result["device"] = torch.cuda.get_device_name()
     for part, body in parts.items():

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from deltic.bench.machine import code, machine, now, runs_directory
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.gpu_build import collect
 from deltic.engine.gpu_compile import begin_compiling
 from deltic.engine.gpu_plan import make_gpu_plan
 from deltic.engine.gpu_runner import GpuRunner
@@ -90,7 +91,7 @@ class Model:
         config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False)
         free = torch.cuda.mem_get_info()[0] + self.weights.n_bytes
         plan = make_gpu_plan(config, self.shape, self.n_real, free, levers)
-        begin_compiling(plan, levers).wait(lambda stage, done: None)
+        begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
         return Engine(GpuRunner(plan, self.weights, levers))
 
 

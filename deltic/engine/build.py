@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.loop import StepRunner
-from deltic.models.checkpoint import speaks
+from deltic.models.checkpoint import model_name, speaks
 from deltic.models.packed import PACKED
 
 
@@ -55,3 +57,41 @@ def build_for_device(config: EngineConfig, progress: Callable[[str, float], None
     from deltic.engine.runner import build_runner
 
     return build_runner(config, progress)
+
+
+def stopwatch() -> tuple[Callable[[str], None], dict[str, float]]:
+    """For the stages of a start: a function that ends one, by its name, and the seconds that each took."""
+    begun, spent = time.perf_counter(), dict[str, float]()
+
+    def lap(stage: str) -> None:
+        nonlocal begun
+        now = time.perf_counter()
+        spent[stage], begun = round(now - begun, 3), now
+
+    return lap, spent
+
+
+def warmup(config: EngineConfig) -> int:
+    """`deltic warmup`: fills Triton's cache for a model or a shape, and prints what that took.
+
+    Exit status 1: not all kernels could be compiled. Raises ConfigError without a GPU or Triton, and what planning raises.
+    """
+    if find_spec("triton") is None:
+        raise ConfigError("warmup compiles kernels for a GPU with Triton, which is not installed here")
+    if not torch.cuda.is_available():
+        raise ConfigError("warmup compiles kernels for the GPU it runs on, and torch sees none here")
+    if speaks(config):
+        from deltic.engine.gpu_speech_build import begin_warmup
+    else:
+        from deltic.engine.gpu_build import begin_warmup
+    import triton
+
+    report = begin_warmup(config).wait(lambda stage, done: None)
+    if report is None:
+        print("nothing was compiled", file=sys.stderr)
+        return 1
+    print(
+        f"{model_name(config)} on {torch.cuda.get_device_name()}: {report.n_kernels} kernels, {report.n_compiled} compiled, "
+        f"{report.n_failed} failed, {report.seconds:.1f} s; in {triton.knobs.cache.dir}"
+    )
+    return 1 if report.n_failed else 0

@@ -1,5 +1,5 @@
-"""What a GPU has run ahead of the scheduler, until a step asks for it: tokens on their way to the host, and logits that wait to be drawn
-from."""
+"""What a GPU has run ahead of the scheduler, until a step asks for it: tokens (and codes, of a speech model) on their way to the host, and
+logits that wait to be drawn from."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Pending:
     tokens: Tensor  # int32, pinned
     logprobs: tuple[Tensor, Tensor, Tensor] | None  # pinned: where somebody asked for them
     event: torch.cuda.Event | None
+    codes: Tensor | None = None  # int32 [n, 16], pinned: of the frames that a speech model's tokens follow
     is_own: bool = False
-    """Whether the memory is its own, not a pinned buffer that is soon used again."""
+    """Whether the memory is its own, not pinned buffers that are soon used again."""
 
     def wait(self) -> None:
         if self.event is not None:
@@ -38,7 +39,8 @@ class Pending:
             if self.logprobs is None
             else (self.logprobs[0][row].clone(), self.logprobs[1][row].clone(), self.logprobs[2][row].clone())
         )
-        return Pending({sequence: 0}, self.tokens[row].clone(), logprobs, None, is_own=True)
+        codes = None if self.codes is None else self.codes[row].clone()
+        return Pending({sequence: 0}, self.tokens[row].clone(), logprobs, None, codes, is_own=True)
 
 
 @dataclass(frozen=True)

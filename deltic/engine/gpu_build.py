@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 from triton.errors import TritonError
 
 from deltic.config import EngineConfig
-from deltic.engine.gpu_compile import begin_compiling
+from deltic.engine.build import stopwatch
+from deltic.engine.gpu_compile import Job, Kernels, begin_compiling, collecting
 from deltic.engine.gpu_plan import make_gpu_plan
 from deltic.engine.gpu_runner import GpuRunner
+from deltic.engine.plan import Plan
+from deltic.engine.request import MAX_LOGPROBS, PAGE_SIZE
 from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.fingerprint import fingerprint
 from deltic.models.packed import PACKED
 from deltic.models.shapes import CheckpointError
-from deltic.models.weights import dummy_weights, load_weights
-from deltic.ops.gpu.launch import INTERPRETED, parse_levers
+from deltic.models.weights import Weights, dummy_weights, empty_weights, load_weights
+from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
+from deltic.ops.gpu.sample import prompt_logprobs
 from deltic.ops.table import KernelError
 
 Progress = Callable[[str, float], None]
 
 INTERPRETED_BYTES = 2 << 30
-"""What is planned with where there is no GPU."""
+
+
+def free_device_bytes() -> int:
+    """What a plan may count on; where kernels are interpreted, a fixed sum."""
+    return INTERPRETED_BYTES if INTERPRETED else torch.cuda.mem_get_info()[0]
 
 
 def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
     """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit, no GPU)."""
-    clock = time.perf_counter()
-    spent: dict[str, float] = {}
-
-    def lap(stage: str) -> None:
-        nonlocal clock
-        spent[stage] = round(time.perf_counter() - clock, 3)
-        clock = time.perf_counter()
-
+    lap, spent = stopwatch()
     levers = parse_levers(config.lever)
     device = "cpu" if INTERPRETED else "cuda"
     progress("plan", 0.0)
@@ -46,11 +47,11 @@ def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
         raise CheckpointError(
             f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
         )
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else INTERPRETED_BYTES
+    free = free_device_bytes()
     n_real = n_real_ids(config, directory, shape)
     plan = make_gpu_plan(config, shape, n_real, free, levers)
     lap("plan")
-    compiling = begin_compiling(plan, levers)  # beside reading the weights
+    compiling = begin_compiling(plan, levers, collect)  # beside reading the weights
 
     def on_bytes(done: int, total: int) -> None:
         progress("weights", done / max(1, total))
@@ -88,3 +89,39 @@ def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
     lap("cache")
     runner.info.start_s = spent
     return runner
+
+
+def begin_warmup(config: EngineConfig) -> Kernels:
+    """Starts to compile all kernels of a configuration for the current GPU. Raises as `build_gpu_runner`, of what it looks at."""
+    levers = parse_levers(config.lever)
+    directory, shape = locate(config)
+    n_real = n_real_ids(config, directory, shape)
+    plan = make_gpu_plan(config, shape, n_real, free_device_bytes(), levers)
+    return begin_compiling(plan, levers, collect, again=True)
+
+
+def collect(plan: Plan, levers: Levers) -> list[Job]:
+    """Every kernel that the steps of this plan start, as `collecting` finds them."""
+    weights = empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta")
+    runner = GpuRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
+    with collecting() as jobs:
+        for recording in runner.recordings():
+            recording.run()
+        _score_prompts(runner)
+    return list(jobs)
+
+
+def _score_prompts(runner: GpuRunner) -> None:
+    """Log-probabilities of prompts, which are not recorded (GpuRunner._prompt_logprobs), for every number of rows."""
+    buffers, plan = runner.workspace.prefill, runner.plan
+    for n in range(1, len(buffers.final) + 1):
+        rows, one = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (n, 1))
+        logits = runner.model.logits_of(rows, plan.max_step_tokens // PAGE_SIZE, buffers)
+        top = torch.zeros((n, MAX_LOGPROBS), device=runner.device)
+        prompt_logprobs(logits, plan.n_real, rows, rows, rows, one, top[:, 0].contiguous(), top.int(), top)
+
+
+def _different_layers(weights: Weights) -> list[Any]:
+    """The first layers, until each kind was there and has had a follower: the others start the same kernels."""
+    first = {(type(layer), type(layer.mlp)): i for i, layer in reversed([*enumerate(weights.layers)])}
+    return weights.layers[: max(first.values()) + 2]

@@ -24,10 +24,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 import triton
@@ -35,15 +35,10 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
-from deltic.config import ConfigError, EngineConfig, n_usable_cpus
-from deltic.engine.gpu_plan import make_gpu_plan
-from deltic.engine.gpu_runner import GpuRunner
+from deltic.config import n_usable_cpus
 from deltic.engine.plan import Plan
-from deltic.engine.request import MAX_LOGPROBS, PAGE_SIZE
-from deltic.models.checkpoint import locate, model_name, n_real_ids
-from deltic.models.weights import Weights, empty_weights
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launches, parse_levers
-from deltic.ops.gpu.sample import prompt_logprobs
+from deltic.engine.speech_plan import SpeechPlan
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
 
 Progress = Callable[[str, float], None]
 
@@ -52,8 +47,12 @@ log = logging.getLogger("deltic.engine")
 MAX_WORKERS = 16
 LIMIT_S = 300.0
 """After so long the workers are ended, and the rest is compiled by whoever needs it."""
-SOURCES = ("ops/gpu", "ops/attention.py", "ops/gdn.py", "models/qwen_gpu.py", "engine")
+SOURCES = ("ops/gpu", "ops/attention.py", "ops/gdn.py", "models", "engine")
 """What decides, within the package, which kernels a step starts."""
+SIZES = ("shape", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens")
+"""What decides it, of a plan; a speech model's has no n_real."""
+
+P = TypeVar("P", Plan, SpeechPlan)
 
 
 @dataclass(frozen=True)
@@ -79,42 +78,12 @@ class Report:
     seconds: float
 
 
-# What a configuration needs.
-
-
-def collect(plan: Plan, levers: Levers) -> list[Job]:
-    """Every kernel that the steps of this plan start and that this process has not compiled yet, in the order of recording.
-
-    The target and the chip's sizes are those of the current device. Not to be called beside launches of other threads.
-    """
-    weights = empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta")
-    runner = GpuRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
-    with collecting() as jobs:
-        for recording in runner.recordings():
-            recording.run()
-        _score_prompts(runner)
-    return list(jobs)
-
-
-def _score_prompts(runner: GpuRunner) -> None:
-    """Log-probabilities of prompts, which are not recorded (GpuRunner._prompt_logprobs), for every number of rows."""
-    buffers, plan = runner.workspace.prefill, runner.plan
-    for n in range(1, len(buffers.final) + 1):
-        rows, one = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (n, 1))
-        logits = runner.model.logits_of(rows, plan.max_step_tokens // PAGE_SIZE, buffers)
-        top = torch.zeros((n, MAX_LOGPROBS), device=runner.device)
-        prompt_logprobs(logits, plan.n_real, rows, rows, rows, one, top[:, 0].contiguous(), top.int(), top)
-
-
-def _different_layers(weights: Weights) -> list[Any]:
-    """The first layers, until each kind was there and has had a follower: the others start the same kernels."""
-    first = {(type(layer), type(layer.mlp)): i for i, layer in reversed([*enumerate(weights.layers)])}
-    return weights.layers[: max(first.values()) + 2]
-
-
 @contextmanager
 def collecting() -> Iterator[dict[Job, None]]:
-    """Launches start nothing; the kernels that Triton would compile for them are noted."""
+    """Launches start nothing; the kernels that Triton would compile for them and has not yet are noted, in their order.
+
+    The target and the chip's sizes are those of the current device. Not to be used beside launches of other threads.
+    """
     jobs: dict[Job, None] = {}
     warmup, hook = KernelInterface.warmup, triton.knobs.runtime.jit_cache_hook
 
@@ -139,14 +108,14 @@ def collecting() -> Iterator[dict[Job, None]]:
         KernelInterface.warmup = warmup
 
 
-def _marker(plan: Plan, levers: Levers) -> Path:
+def _marker(plan: P, levers: Levers) -> Path:
     """The file that says that all kernels of a plan are in the cache it lies in."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for name in SOURCES:
         for file in sorted((package / name).rglob("*.py")) if (package / name).is_dir() else [package / name]:
             digest.update(file.read_bytes())
-    sizes = (plan.shape, plan.n_real, plan.max_model_len, plan.max_num_seqs, plan.max_step_tokens)
+    sizes = [getattr(plan, name, None) for name in SIZES]
     machine = (triton.runtime.driver.active.get_current_target(), torch.cuda.get_device_name())
     versions = (triton.__version__, torch.__version__, sys.version)
     digest.update(repr((sizes, levers, machine, versions)).encode())
@@ -267,8 +236,11 @@ class Kernels:
             return None
 
 
-def begin_compiling(plan: Plan, levers: Levers, *, again: bool = False) -> Kernels:
+def begin_compiling(
+    plan: P, levers: Levers, collect: Callable[[P, Levers], list[Job]], *, again: bool = False
+) -> Kernels:
     """Starts to compile the kernels of a plan, unless the cache is known to hold them (again: even then) or there is but one CPU.
+    collect: walks the steps of such a plan.
 
     `wait` is to be called before a kernel is started; weights can be read meanwhile. Does not raise: what fails is logged.
     """
@@ -331,31 +303,6 @@ def work(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
             error = f"{type(failure).__name__}: {failure}"[:500]
         answers.write(json.dumps([hits.count(False), error]) + "\n")
         answers.flush()
-
-
-# The command.
-
-
-def warmup(config: EngineConfig) -> int:
-    """`deltic warmup`: fills Triton's cache for a model or a shape, and prints what that took.
-
-    Exit status 1: not all kernels could be compiled. Raises ConfigError without a GPU, and what planning raises.
-    """
-    if INTERPRETED or not torch.cuda.is_available():
-        raise ConfigError("warmup compiles kernels for the GPU it runs on, and torch sees none here")
-    levers = parse_levers(config.lever)
-    directory, shape = locate(config)
-    free = torch.cuda.mem_get_info()[0]
-    plan = make_gpu_plan(config, shape, n_real_ids(config, directory, shape), free, levers)
-    report = begin_compiling(plan, levers, again=True).wait(lambda stage, done: None)
-    if report is None:
-        print("nothing was compiled", file=sys.stderr)
-        return 1
-    print(
-        f"{model_name(config)} on {torch.cuda.get_device_name()}: {report.n_kernels} kernels, {report.n_compiled} compiled, "
-        f"{report.n_failed} failed, {report.seconds:.1f} s; in {triton.knobs.cache.dir}"
-    )
-    return 1 if report.n_failed else 0
 
 
 def main() -> None:

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +33,7 @@ from deltic.engine.gpu_ahead import Ahead, Pending, Undrawn
 from deltic.engine.gpu_batch import PrefillBatch
 from deltic.engine.gpu_places import Places
 from deltic.engine.gpu_plan import MAX_SEGMENTS, GpuWorkspace, gpu_workspace
+from deltic.engine.gpu_record import Body, Recording, record_all
 from deltic.engine.plan import Plan
 from deltic.engine.request import (
     MAX_LOGPROBS,
@@ -51,7 +50,7 @@ from deltic.engine.runner import even_context
 from deltic.engine.tiers import Tiers
 from deltic.models.qwen_gpu import GpuMemory, QwenGpu
 from deltic.models.weights import Weights
-from deltic.ops.gpu.launch import Levers, launches
+from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import prompt_logprobs, sample, sample_decode
 
 Progress = Callable[[str, float], None]
@@ -64,15 +63,6 @@ LENGTHS = (512, 4096)
 """Keys up to which decodes have recordings of their own: with fewer splits of attention to skip."""
 N_PENDING = 8
 """Results on their way to the host, at most: of this step's two kinds of draws, its prefill, and the decode that runs ahead, twice."""
-
-
-@dataclass(eq=False)
-class Recording:
-    """A step that can be replayed, and what it starts."""
-
-    run: Callable[[], None]
-    n_launches: int
-    graph: torch.cuda.CUDAGraph | None = None
 
 
 class GpuRunner:
@@ -127,11 +117,7 @@ class GpuRunner:
         self._turn = 0
         self._ahead: dict[Sequence, Ahead] = {}
         self._ran_ahead: torch.cuda.Event | None = None
-        self._pool = torch.cuda.graph_pool_handle() if self.is_gpu else None
-        if self.is_gpu:
-            torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
-        with self._on_stream():
-            self._record_all(progress)
+        self._record_all(progress)
         self.info = EngineInfo(
             model_name="",
             vocab_size=plan.n_real,
@@ -178,8 +164,8 @@ class GpuRunner:
     # Recording.
 
     def _record_all(self, progress: Progress) -> None:
-        """Records every decode and every prefill, the largest first, so that the smaller ones find their memory in the pool."""
-        jobs: list[tuple[Callable[[], None], Callable[[Recording], None]]] = []
+        """Every decode and every prefill."""
+        jobs: list[tuple[Body, Callable[[Recording], None]]] = []
         for length in reversed(self._lengths):
             for n in reversed(self._row_sizes):
                 jobs.append((self._forward_body(n, length), _setter(self._forwards, (n, length))))
@@ -188,27 +174,11 @@ class GpuRunner:
             jobs.append((self._late_draw_body(n), _setter(self._late_draws, n)))
         for n in reversed(self._block_sizes):
             jobs.append((self._prefill_body(n), _setter(self._prefills, n)))
-        self.places.flush()
-        for i, (body, put) in enumerate(jobs):
-            put(self._record(body))
-            progress("record", (i + 1) / len(jobs))
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-    def _record(self, body: Callable[[], None]) -> Recording:
-        launches.n = 0
-        if not self.is_gpu:  # nothing to compile, and the interpreter is slow
-            return Recording(body, 0)
-        body()  # compiles what is new; no row is in use, so nothing is touched
-        n_launches = launches.n
-        if not self.levers.graphs:
-            return Recording(body, n_launches)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
-            body()
-        graph.instantiate()
-        return Recording(graph.replay, n_launches, graph)
+        self.places.flush()  # no row is in use
+        bodies = [body for body, _ in jobs]
+        recorded = record_all(bodies, self.stream, self.levers, lambda done: progress("record", done))
+        for (_, put), recording in zip(jobs, recorded, strict=True):
+            put(recording)
 
     def _forward_body(self, n: int, max_len: int) -> Callable[[], None]:
         def body() -> None:
@@ -266,12 +236,8 @@ class GpuRunner:
         A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero state, and leaves its
         final state in `slot` and those of its snapshots where they say.
         """
-        with self._on_stream():
+        with torch.cuda.stream(self.stream):
             return self._step(step)
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        """Everything is put on one stream, whichever thread asks for it."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _step(self, step: Step) -> StepResult:
         results: dict[Sequence, Pending] = {}
@@ -516,7 +482,7 @@ class GpuRunner:
     def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
         """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back. No sequence may be open,
         nor anything cached: pages and slots are used as they come."""
-        with self._on_stream():
+        with torch.cuda.stream(self.stream):
             return self._replay_ms(n_rows, n_keys, n_replays, n_rounds)
 
     def _replay_ms(self, n_rows: int, n_keys: int, n_replays: int, n_rounds: int) -> float:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import triton
 from triton.errors import TritonError
 
-from deltic.config import EngineConfig, n_usable_cpus
-from deltic.engine.gpu_build import INTERPRETED_BYTES
-from deltic.engine.gpu_compile import MAX_WORKERS, Compilation, Job, Kernels, collecting
+from deltic.config import EngineConfig
+from deltic.engine.build import stopwatch
+from deltic.engine.gpu_build import free_device_bytes
+from deltic.engine.gpu_compile import Job, Kernels, begin_compiling, collecting
 from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
 from deltic.engine.gpu_speech_runner import GpuSpeechRunner
 from deltic.engine.speech_plan import SpeechPlan
@@ -30,18 +25,10 @@ from deltic.ops.table import KernelError
 
 Progress = Callable[[str, float], None]
 
-log = logging.getLogger("deltic.engine")
-
 
 def build_gpu_speech_runner(config: EngineConfig, progress: Progress) -> GpuSpeechRunner:
     """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit, no GPU)."""
-    clock = time.perf_counter()
-    spent: dict[str, float] = {}
-
-    def lap(stage: str) -> None:
-        nonlocal clock
-        spent[stage] = round(time.perf_counter() - clock, 3)
-        clock = time.perf_counter()
+    lap, spent = stopwatch()
 
     def on_bytes(done: int, total: int) -> None:
         progress("weights", done / max(1, total))
@@ -50,10 +37,9 @@ def build_gpu_speech_runner(config: EngineConfig, progress: Progress) -> GpuSpee
     device = "cpu" if INTERPRETED else "cuda"
     progress("plan", 0.0)
     directory, shape = locate_speech(config)
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else INTERPRETED_BYTES
-    plan = make_gpu_speech_plan(config, shape, free, levers)
+    plan = make_gpu_speech_plan(config, shape, free_device_bytes(), levers)
     lap("plan")
-    compiling = _begin_compiling(plan, levers)  # beside reading the weights
+    compiling = begin_compiling(plan, levers, collect)  # beside reading the weights
     notices: list[str] = []
     if config.dummy is not None:
         weights = dummy_speech_weights(shape, config.seed, on_bytes, quantize="rows", device=device)
@@ -79,47 +65,22 @@ def build_gpu_speech_runner(config: EngineConfig, progress: Progress) -> GpuSpee
     return runner
 
 
-def speech_kernels(plan: SpeechPlan, levers: Levers) -> list[Job]:
-    """Every kernel that the steps and chunks of this plan start. As `gpu_compile.collect`."""
+def begin_warmup(config: EngineConfig) -> Kernels:
+    """As `gpu_build.begin_warmup`."""
+    levers = parse_levers(config.lever)
+    _, shape = locate_speech(config)
+    plan = make_gpu_speech_plan(config, shape, free_device_bytes(), levers)
+    return begin_compiling(plan, levers, collect, again=True)
+
+
+def collect(plan: SpeechPlan, levers: Levers) -> list[Job]:
+    """Every kernel that the steps and chunks of this plan start, as `collecting` finds them."""
     shape = plan.shape  # two layers: the others start the same kernels
     talker, predictor = replace(shape.talker, n_layers=2), replace(shape.predictor, n_layers=2)
     shape = replace(shape, talker=talker, predictor=predictor)
     weights, codec = empty_speech_weights(shape, "rows", "meta"), empty_codec(shape.vocoder)
     runner = GpuSpeechRunner(replace(plan, shape=shape, host_bytes=0), weights, codec, levers)
     with collecting() as jobs:
-        for run in runner.recordings():
-            run()
+        for recording in runner.recordings():
+            recording.run()
     return list(jobs)
-
-
-def _begin_compiling(plan: SpeechPlan, levers: Levers) -> Kernels:
-    """As `gpu_compile.begin_compiling`."""
-    n_workers = min(MAX_WORKERS, n_usable_cpus())
-    if INTERPRETED or n_workers < 2:
-        return Kernels(None, None)
-    compilation = None
-    try:
-        marker = _marker(plan, levers)
-        if marker.exists():
-            return Kernels(None, None)
-        compilation = Compilation(n_workers)
-        compilation.give(speech_kernels(plan, levers))
-        return Kernels(compilation, marker)
-    except Exception:
-        log.warning("kernels are not compiled beforehand", exc_info=True)
-        if compilation is not None:
-            compilation.end()
-        return Kernels(None, None)
-
-
-def _marker(plan: SpeechPlan, levers: Levers) -> Path:
-    """The file that says that all kernels of a plan are in the cache it lies in."""
-    package, digest = Path(__file__).parents[1], hashlib.sha256()
-    for part in ("ops/gpu", "models", "engine"):
-        for file in sorted((package / part).glob("*.py")):
-            digest.update(file.read_bytes())
-    sizes = (repr(plan.shape), plan.max_model_len, plan.max_num_seqs, plan.max_step_tokens)
-    machine = (repr(triton.runtime.driver.active.get_current_target()), torch.cuda.get_device_name())
-    versions = (triton.__version__, torch.__version__, sys.version)
-    digest.update(json.dumps([sizes, repr(levers), machine, versions]).encode())
-    return Path(triton.knobs.cache.dir) / f"deltic-speech-{digest.hexdigest()[:24]}.json"

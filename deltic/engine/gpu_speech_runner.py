@@ -8,8 +8,6 @@ whose code 0 it was fed; they come with the token. What it leaves for the next o
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -17,9 +15,11 @@ import torch
 from torch import Tensor
 
 from deltic.engine.device_copy import DeviceCopies
+from deltic.engine.gpu_ahead import Ahead, Pending
 from deltic.engine.gpu_batch import PrefillBatch
 from deltic.engine.gpu_places import Places
 from deltic.engine.gpu_plan import MAX_SEGMENTS, GpuWorkspace
+from deltic.engine.gpu_record import Body, Recording, record_all
 from deltic.engine.gpu_runner import BLOCKS, LENGTHS, ROWS
 from deltic.engine.gpu_speech_plan import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.engine.gpu_vocoder import GpuVocoder
@@ -33,49 +33,13 @@ from deltic.models.speech_shapes import FRAME, N_CODES, N_SIDE, SPEAKER
 from deltic.models.tts import SpeechMemory
 from deltic.models.tts_gpu import TtsGpu
 from deltic.models.tts_weights import SpeechWeights
-from deltic.ops.gpu.launch import Levers, launches
+from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import sample, sample_decode
 
 Progress = Callable[[str, float], None]
 
 N_RESULTS = 6
 """On their way to the host, at most: of this step's decode, its prefill, and the decode that runs ahead, twice."""
-
-
-@dataclass(eq=False)
-class Frames:
-    """Tokens and codes on their way to the host: of the sequences in `rows`, in that order."""
-
-    rows: dict[Sequence, int]
-    tokens: Tensor  # int32 [n], pinned
-    codes: Tensor  # int32 [n, 16], pinned: of the frames that the tokens follow
-    event: torch.cuda.Event | None
-    is_own: bool = False
-    """Whether the memory is its own, not pinned buffers that are soon used again."""
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def only(self, sequence: Sequence) -> Frames:
-        """What it holds of one sequence, in memory of its own."""
-        if self.is_own:
-            return self
-        self.wait()
-        row = slice(self.rows[sequence], self.rows[sequence] + 1)
-        return Frames({sequence: 0}, self.tokens[row].clone(), self.codes[row].clone(), None, is_own=True)
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A decode that ran ahead of the scheduler. It is used by the chunk of its sequence that asks for just this, and dropped when any
-    other chunk of it comes, or its end."""
-
-    position: int
-    """Of the token that was fed."""
-    frames: Frames
-    n_preempted: int
-    """How often its sequence had lost its place by then."""
 
 
 class SpeechPlaces(Places):
@@ -144,8 +108,6 @@ class GpuSpeechRunner(SpeechRunner):
         self._block_sizes = [n for n in BLOCKS if n < n_blocks] + [n_blocks]
         self._lengths = [n for n in LENGTHS if n < plan.max_model_len] + [plan.max_model_len]
         self._prompts = PrefillBatch(self.places, self._block_sizes, plan.max_num_seqs, plan.n_pages, device)
-        self._decodes: dict[tuple[int, int], Callable[[], object]] = {}
-        self._prefills: dict[int, Callable[[], object]] = {}
         n, pin = plan.max_num_seqs, self.is_gpu
         self._results = [
             (torch.empty(n, dtype=torch.int32, pin_memory=pin), torch.empty((n, N_CODES), dtype=torch.int32, pin_memory=pin))
@@ -154,11 +116,7 @@ class GpuSpeechRunner(SpeechRunner):
         self._turn = 0
         self._ahead: dict[Sequence, Ahead] = {}
         self._voice_rows: dict[int, tuple[Any, Tensor, Tensor | None]] = {}
-        self.n_launches = 0
-        if self.is_gpu:
-            torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
-        with self._on_stream():
-            self._record_all(progress)
+        self._record_all(progress)
         self.info = EngineInfo(
             model_name="",
             vocab_size=shape.n_drawn,
@@ -188,39 +146,18 @@ class GpuSpeechRunner(SpeechRunner):
 
     # Recording.
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
     def _record_all(self, progress: Progress) -> None:
-        """The largest first, so that the smaller ones find their memory in the pool."""
-        self.places.flush()
-        pool = torch.cuda.graph_pool_handle() if self.is_gpu else None
-        sizes = [(n, length) for length in self._lengths[::-1] for n in self._row_sizes[::-1]]
-        n_all = len(sizes) + len(self._block_sizes)
-        for i, (n, length) in enumerate(sizes):
-            self._decodes[n, length] = self._record(self._decode_body(n, length), pool)
-            progress("record", (i + 1) / n_all)
-        for i, n in enumerate(self._block_sizes[::-1]):
-            self._prefills[n] = self._record(self._prefill_body(n), pool)
-            progress("record", (len(sizes) + i + 1) / n_all)
-        if self.is_gpu:
-            torch.cuda.synchronize()
+        """Every decode and every prefill."""
+        self.places.flush()  # no row is in use
+        decodes = [(n, length) for length in self._lengths[::-1] for n in self._row_sizes[::-1]]
+        prefills = self._block_sizes[::-1]
+        bodies = [self._decode_body(n, length) for n, length in decodes]
+        bodies += [self._prefill_body(n) for n in prefills]
+        recorded = record_all(bodies, self.stream, self.levers, lambda done: progress("record", done))
+        self._decodes = dict(zip(decodes, recorded, strict=False))
+        self._prefills = dict(zip(prefills, recorded[len(decodes) :], strict=True))
 
-    def _record(self, body: Callable[[], None], pool: Any) -> Callable[[], object]:
-        if not self.is_gpu:
-            return body
-        launches.n = 0
-        body()  # compiles what is new; no row is in use, so nothing is touched
-        self.n_launches = launches.n
-        if not self.levers.graphs:
-            return body
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-            body()
-        return graph.replay
-
-    def _decode_body(self, n: int, max_len: int) -> Callable[[], None]:
+    def _decode_body(self, n: int, max_len: int) -> Body:
         def body() -> None:
             w, r = self.buffers, self.buffers.decode.rows
             logits = self.tts.decode(n, w.rows_place[:n], w.places, w.frames, w.decode, self.memory, max_len)
@@ -232,7 +169,7 @@ class GpuSpeechRunner(SpeechRunner):
 
         return body
 
-    def _prefill_body(self, n_blocks: int) -> Callable[[], None]:
+    def _prefill_body(self, n_blocks: int) -> Body:
         batch = self._prompts.of(n_blocks)
 
         def body() -> None:
@@ -259,11 +196,11 @@ class GpuSpeechRunner(SpeechRunner):
 
     def step(self, step: Step) -> StepResult:
         """Runs one step, and starts the decode that follows it. Each chunk leaves the talker's last output in its slot."""
-        with self._on_stream():
+        with torch.cuda.stream(self.stream):
             return self._step(step)
 
     def _step(self, step: Step) -> StepResult:
-        results: dict[Sequence, Frames] = {}
+        results: dict[Sequence, Pending] = {}
         fresh: list[Sequence] = []
         prefills: list[int] = []
         for i, chunk in enumerate(step.chunks):
@@ -275,9 +212,9 @@ class GpuSpeechRunner(SpeechRunner):
                 self._feed(sequence, sequence.tokens[chunk.start], chunk.start)
                 fresh.append(sequence)
             elif ahead.n_preempted == sequence.n_preempted:
-                results[sequence] = ahead.frames
+                results[sequence] = _drawn(ahead)
             else:  # it may be elsewhere now
-                results[sequence] = ahead.frames.only(sequence)
+                results[sequence] = _drawn(ahead).only(sequence)
                 token = int(results[sequence].tokens[0])
                 self._feed(sequence, token, chunk.start + 1, token < 0)
         if fresh:
@@ -304,15 +241,20 @@ class GpuSpeechRunner(SpeechRunner):
         self.places.feed(place, token, position, slot, done)
         self.places.remember(place, sequence, token, position)
 
-    def _decode(self, sequences: list[Sequence], n_keys: int) -> Frames:
+    def _decode(self, sequences: list[Sequence], n_keys: int) -> Pending:
         """Starts a decode of these sequences, none of which has more than n_keys keys in it."""
         n = next(size for size in self._row_sizes if size >= len(sequences))
         self.places.rows([s.place for s in sequences if s.place is not None], n)
         self.places.flush()
-        self._decodes[n, next(length for length in self._lengths if length >= n_keys)]()
+        self.decode_of(n, n_keys).run()
         return self._send(sequences, "decode")
 
-    def _send(self, sequences: list[Sequence], kind: str) -> Frames:
+    def decode_of(self, n_rows: int, n_keys: int) -> Recording:
+        """The smallest recorded decode of so many rows, none with more than n_keys keys."""
+        n = next(size for size in self._row_sizes if size >= n_rows)
+        return self._decodes[n, next(length for length in self._lengths if length >= n_keys)]
+
+    def _send(self, sequences: list[Sequence], kind: str) -> Pending:
         """Starts the way of the drawn tokens, and of a decode's codes, to the host."""
         tokens, codes = self._results[self._turn]
         self._turn = (self._turn + 1) % N_RESULTS
@@ -324,9 +266,9 @@ class GpuSpeechRunner(SpeechRunner):
         if self.is_gpu:
             event = torch.cuda.Event()
             event.record()
-        return Frames({s: i for i, s in enumerate(sequences)}, tokens, codes, event)
+        return Pending({s: i for i, s in enumerate(sequences)}, tokens, None, event, codes)
 
-    def _prefill(self, step: Step, prefills: list[int]) -> Frames:
+    def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         """Starts a prefill of these chunks and the draws behind them."""
         n_blocks, draws = self._prompts.fill(step, prefills)
         self.places.flush()
@@ -335,7 +277,7 @@ class GpuSpeechRunner(SpeechRunner):
             chunk = step.chunks[i]
             self._fill_voice(chunk.sequence, chunk.start, chunk.length, ends[i] - chunk.length + 1)
         self._prompts.send(n_blocks)
-        self._prefills[n_blocks]()
+        self._prefills[n_blocks].run()
         return self._send([draw.sequence for draw in draws], "prefill")
 
     def _fill_voice(self, sequence: Sequence, start: int, length: int, row: int) -> None:
@@ -385,38 +327,41 @@ class GpuSpeechRunner(SpeechRunner):
             sequences.append(sequence)
             n_keys = max(n_keys, position + 1)
         # What nobody asked for is of sequences that have ended, or that have no chunk in this step: preempted ones, mostly.
-        self._ahead = {
-            s: Ahead(a.position, a.frames.only(s), a.n_preempted)
-            for s, a in self._ahead.items()
-            if s.finish_reason is None
-        }
+        self._ahead = {s: ahead.only(s) for s, ahead in self._ahead.items() if s.finish_reason is None}
         if sequences:
-            frames = self._decode(sequences, n_keys)
-            self._ahead |= {s: Ahead(len(s.tokens), frames, s.n_preempted) for s in sequences}
+            pending = self._decode(sequences, n_keys)
+            self._ahead |= {s: Ahead(len(s.tokens), pending, s.n_preempted) for s in sequences}
 
-    def _read(self, step: Step, results: dict[Sequence, Frames]) -> StepResult:
+    def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
         """Waits for the tokens and codes of this step; the decode that runs ahead goes on."""
-        for frames in {id(f): f for f in results.values()}.values():
-            frames.wait()
+        for pending in {id(p): p for p in results.values()}.values():
+            pending.wait()
         tokens = []
         for draw in step.draws:
-            frames = results[draw.sequence]
-            tokens.append(int(frames.tokens[frames.rows[draw.sequence]]))
+            pending = results[draw.sequence]
+            tokens.append(int(pending.tokens[pending.rows[draw.sequence]]))
         result = StepResult(tokens, [None] * len(tokens), {})
         decodes = [chunk.sequence for chunk in step.chunks if chunk.is_decode]
         result.codes = np.empty((len(decodes), N_CODES), np.int32)
         for i, sequence in enumerate(decodes):
-            frames = results[sequence]
-            result.codes[i] = frames.codes[frames.rows[sequence]].numpy()
+            pending = results[sequence]
+            assert pending.codes is not None
+            result.codes[i] = pending.codes[pending.rows[sequence]].numpy()
         return result
 
     def frame_embeddings(self, codes: Tensor) -> Tensor:
         return self.tts.frame_embeddings(codes)
 
-    def recordings(self) -> list[Callable[[], object]]:
+    def recordings(self) -> list[Recording]:
         """All of them, the vocoder's, too: what serving will replay."""
         return [*self._decodes.values(), *self._prefills.values(), *self.vocoder.recordings()]
 
     def logits(self, n_rows: int) -> Tensor:
         """float32 [n_rows, n_drawn]: of the last decode. For tests and benches."""
         return self.buffers.decode.logits.view(-1, self.plan.shape.n_drawn)[:n_rows]
+
+
+def _drawn(ahead: Ahead) -> Pending:
+    """What a decode drew that ran ahead: a speech model draws without masks, so never later."""
+    assert ahead.pending is not None
+    return ahead.pending

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.engine.gpu_places import Ring
+from deltic.engine.gpu_record import Body, Recording, record_all
 from deltic.models.codec_gpu import (
+    CodecBuffers,
     CodecGpu,
     check_codec,
     codec_buffers,
@@ -26,7 +27,7 @@ from deltic.models.codec_gpu import (
 )
 from deltic.models.codec_weights import codec_weight_bytes
 from deltic.models.speech_shapes import N_CODES, VocoderShape
-from deltic.ops.gpu.launch import Levers, launches
+from deltic.ops.gpu.launch import Levers
 
 FRAMES = (1, 2, 4, 8, 16, 32)
 """New frames of a recorded chunk."""
@@ -35,6 +36,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_FRAMES = 256
 N_INPUTS = 8
 """Pinned buffers for inputs, used in turn."""
+N_HELD = 4
+"""Pinned buffers of each size for samples, that there are from the beginning: more are made when they are needed."""
 
 Chunk = tuple[int, NDArray[np.int32]]
 
@@ -58,15 +61,19 @@ class VocodedGpu:
     """Chunks that were begun."""
 
     rows: list[list[Tensor]]  # float32 [frame_samples n], pinned: of each chunk, in order
-    event: torch.cuda.Event | None
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # before and behind them
 
     def is_done(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.events is None or self.events[1].query()
+
+    def seconds(self) -> float | None:
+        """By the device's clock, once they are done; None without one."""
+        return None if self.events is None else self.events[0].elapsed_time(self.events[1]) / 1000
 
     def samples(self) -> list[NDArray[np.float32]]:
         """Waits for them."""
-        if self.event is not None:
-            self.event.synchronize()
+        if self.events is not None:
+            self.events[1].synchronize()
         return [np.concatenate([row.numpy() for row in rows]) if rows else np.empty(0, np.float32) for rows in self.rows]  # fmt: skip
 
 
@@ -99,45 +106,26 @@ class GpuVocoder:
         self._words = torch.zeros(n_words, dtype=torch.int32, device=device)
         self._words[: self._batches[-1]] = -1
         self._inputs = Ring(n_words, N_INPUTS, self.device)
-        self._chunks: dict[tuple[int, int], Callable[[], object]] = {}
-        self.n_launches = 0
-        if self.is_gpu:
-            torch.cuda.synchronize()  # what was allocated so far was on another stream
-        with torch.cuda.stream(self.stream):
-            self._record_all(progress)
+        if self.is_gpu:  # what chunks will ask for: torch keeps it, while asking the driver stops the device
+            held = [self._pinned(1 << i) for i in range(n_frames.bit_length()) for _ in range(N_HELD)]
+            del held
+        sizes = [(b, f) for b in self._batches[::-1] for f in FRAMES[::-1] if b * f <= n_frames]
+        bodies = [self._body(b, f, self.codec.forward) for b, f in sizes]
+        bodies += [self._body(b, f, self.codec.skim) for b, f in sizes if b == 1]
+        recorded = record_all(bodies, self.stream, levers, lambda done: progress("record vocoder", done))
+        self._chunks = dict(zip(sizes, recorded, strict=False))
+        self._skims = dict(zip([f for b, f in sizes if b == 1], recorded[len(sizes) :], strict=True))
 
-    def _record_all(self, progress: Callable[[str, float], None]) -> None:
-        """The largest first, so that the smaller ones find their memory in the pool."""
-        sizes = [(b, f) for b in self._batches[::-1] for f in FRAMES[::-1] if b * f <= self._n_frames]
-        pool = torch.cuda.graph_pool_handle() if self.is_gpu else None
-        for i, (b, f) in enumerate(sizes):
-            self._chunks[b, f] = self._record(self._body(b, f), pool)
-            progress("record vocoder", (i + 1) / len(sizes))
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-    def _body(self, n_streams: int, n_frames: int) -> Callable[[], object]:
+    def _body(
+        self, n_streams: int, n_frames: int, run: Callable[[Tensor, Tensor, CodecBuffers], object]
+    ) -> Body:
         n = n_streams * n_frames * N_CODES
         slot = self._words[:n_streams]
         codes = self._words[self._batches[-1] :][:n].view(n_streams, n_frames, N_CODES)
-        return lambda: self.codec.forward(codes, slot, self._buffers)
+        return lambda: run(codes, slot, self._buffers)
 
-    def _record(self, body: Callable[[], object], pool: Any) -> Callable[[], object]:
-        if not self.is_gpu:
-            return body
-        launches.n = 0
-        body()  # compiles what is new; no stream is in use, so no state is touched
-        self.n_launches = launches.n
-        if not self.levers.graphs:
-            return body
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-            body()
-        return graph.replay
-
-    def recordings(self) -> list[Callable[[], object]]:
-        return [*self._chunks.values()]
+    def recordings(self) -> list[Recording]:
+        return [*self._chunks.values(), *self._skims.values()]
 
     def open(self, slot: int, state: Tensor | None = None) -> None:
         """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32 [state_size], of `state_of`).
@@ -154,9 +142,12 @@ class GpuVocoder:
                 self.codec.state[slot].copy_(state.view(torch.int32), non_blocking=True)
 
     def state_of(self, slot: int) -> Tensor:
-        """A copy of a stream's state, on the host. Waits."""
+        """A copy of a stream's state, on the device. Waits, so that any stream may read it."""
         with torch.cuda.stream(self.stream):
-            return self.codec.state[slot].cpu().view(torch.float32)
+            state = self.codec.state[slot].clone().view(torch.float32)
+        if self.stream is not None:
+            self.stream.synchronize()
+        return state
 
     def vocode(self, chunks: Sequence[Chunk]) -> list[NDArray[np.float32]]:
         """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within [-1, 1], at 24 kHz. Waits.
@@ -167,16 +158,13 @@ class GpuVocoder:
 
     def begin(self, chunks: Sequence[Chunk]) -> VocodedGpu:
         """As `vocode`, without waiting."""
-        for _, codes in chunks:
-            if codes.ndim != 2 or codes.shape[1] != N_CODES:
-                raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
-            if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
-                raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
-        if len({slot for slot, _ in chunks}) < len(chunks):
-            raise ValueError("two chunks of one stream; join them")
+        self._check(chunks)
         done = [0] * len(chunks)
         rows: list[list[Tensor]] = [[] for _ in chunks]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self.is_gpu else (None, None)
         with torch.cuda.stream(self.stream):
+            if begin is not None:
+                begin.record()
             for f in FRAMES[::-1]:
                 most = max(b for b in self._batches if b * f <= self._n_frames) if f <= self._n_frames else 0
                 while most:
@@ -187,15 +175,46 @@ class GpuVocoder:
                     for i, row in zip(part, self._run(pieces, f), strict=False):
                         rows[i].append(row)
                         done[i] += f
-            event = None
-            if self.is_gpu:
-                event = torch.cuda.Event()
-                event.record()
-        return VocodedGpu(rows, event)
+            if end is not None:
+                end.record()
+        return VocodedGpu(rows, None if begin is None or end is None else (begin, end))
+
+    def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
+        """A stream goes on behind codes whose samples nobody wants: they are right again SEEN_FRAMES after them (models/codec.py).
+        Raises as `vocode`. Does not wait."""
+        self._check([(slot, codes)])
+        done = 0
+        with torch.cuda.stream(self.stream):
+            for f, recording in self._skims.items():  # the longest first
+                while len(codes) - done >= f:
+                    self._send([(slot, codes[done : done + f])], 1, f)
+                    recording.run()
+                    done += f
+
+    def _check(self, chunks: Sequence[Chunk]) -> None:
+        for _, codes in chunks:
+            if codes.ndim != 2 or codes.shape[1] != N_CODES:
+                raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
+            if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
+                raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
+        if len({slot for slot, _ in chunks}) < len(chunks):
+            raise ValueError("two chunks of one stream; join them")
 
     def _run(self, pieces: list[Chunk], f: int) -> Tensor:
         """Starts one recorded chunk and the way of its samples to the host: float32 [pieces, samples], pinned."""
         b = next(b for b in self._batches if b >= len(pieces))
+        self._send(pieces, b, f)
+        self._chunks[b, f].run()
+        out = self._pinned(len(pieces) * f)
+        out.copy_(self._buffers.samples[: len(out)], non_blocking=True)
+        return out.view(len(pieces), -1)
+
+    def _pinned(self, n_frames: int) -> Tensor:
+        """Memory of the host for the samples of so many frames."""
+        return torch.empty(n_frames * self.frame_samples, dtype=torch.float32, pin_memory=self.is_gpu)
+
+    def _send(self, pieces: list[Chunk], b: int, f: int) -> None:
+        """Starts the way of slots and codes to where the recording of b streams with f frames each reads them."""
         most = self._batches[-1]
         n = most + b * f * N_CODES
         buffer = self._inputs.take()
@@ -207,8 +226,3 @@ class GpuVocoder:
             words[most + i * f * N_CODES :][: f * N_CODES] = codes.ravel()
         self._words[:n].copy_(buffer[:n], non_blocking=True)
         self._inputs.used()
-        self._chunks[b, f]()
-        size = (len(pieces), f * self.frame_samples)
-        out = torch.empty(size, dtype=torch.float32, pin_memory=self.is_gpu)
-        out.copy_(self._buffers.samples[: size[0] * size[1]].view(size), non_blocking=True)
-        return out

@@ -6,7 +6,6 @@ drawn tokens, is recorded as one program. A step is then: fill the buffers, run 
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from deltic.config import EngineConfig, free_memory_bytes
+from deltic.engine.build import stopwatch
 from deltic.engine.plan import Arena, Plan, build_workspace, make_plan
 from deltic.engine.request import (
     PAGE_SIZE,
@@ -139,14 +139,7 @@ def even_context(shape: ModelShape) -> float:
 
 def build_runner(config: EngineConfig, progress: Progress) -> Runner:
     """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit)."""
-    clock = time.perf_counter()
-    spent: dict[str, float] = {}
-
-    def lap(stage: str) -> None:
-        nonlocal clock
-        spent[stage] = round(time.perf_counter() - clock, 3)
-        clock = time.perf_counter()
-
+    lap, spent = stopwatch()
     progress("plan", 0.0)
     directory, shape = locate(config)
     config = replace(config, quantize=resolve_quantize(config, directory))

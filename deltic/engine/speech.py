@@ -13,7 +13,8 @@ the sizes of chunks: a stream that is ahead of playback waits until a batch is w
 | a step | |
 | first chunks of streams, and frames that are due soon | after the step |
 | frames of streams that are ahead, when there are enough for a batch | after the step, unless somebody has heard nothing yet |
-| the same, where the vocoder runs beside the steps, or somebody lacks a slot | after the step |
+| the same, where the vocoder runs beside the steps and takes less than one | after the step, but not together with a first chunk |
+| the same, where somebody lacks a slot | after the step |
 | whole answers, whose deadlines are far away | when there is a full pass of them, or no step to run |
 
 So a stream that is behind is never behind those that are ahead, but these are not kept to the pace of playback: their clients, and
@@ -65,6 +66,9 @@ class Pending(Protocol):
     def samples(self) -> list[Samples]:
         """Of each chunk, float32 [1920 n]; waits."""
 
+    def seconds(self) -> float | None:
+        """What they took, once they are done; None: what passed until they were taken."""
+
 
 class StreamVocoder(Protocol):
     """What the stage needs of a vocoder: `models.codec.Vocoder`, its sister on a GPU, or a fake in tests."""
@@ -101,6 +105,11 @@ class Stream:
     def n_left(self) -> int:
         return len(self.codes) - self.n_taken
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody listens who has heard nothing yet."""
+        return self.is_streamed and self.dry_at is None
+
     def deadline(self, n: int, after: float) -> float:
         """Of the frame behind the next n; `after`: of a stream of which nothing was heard."""
         begin = self.dry_at if self.dry_at is not None else self.since + after + self.n_taken * FRAME_S
@@ -113,6 +122,8 @@ class _Flight:
     parts: list[tuple[Stream, int]]
     """Streams with the frames taken of each."""
     begun_at: float
+    is_first: bool
+    """Whether it has a first chunk."""
 
     @property
     def n_frames(self) -> int:
@@ -133,10 +144,14 @@ class SpeechStage:
         """n_slots: streams that the vocoder may have at once; others wait for a slot."""
         self.n_slots = n_slots
         self.step_s = self.frame_s = 0.0
-        """Estimates: of a step, of a frame in a batch."""
+        """Estimates: of a step and the others' turns, of a frame in a batch."""
+        self.others_s = 0.0
+        """What other engines' turns take between two of this one's steps."""
         self._vocoder, self._clock = vocoder, clock
         self._step_at = 0.0
         self._is_beside = False
+        self._flight_s = self._first_s = 0.0
+        """Estimates: of a batch, and of one that somebody waits for."""
         self._streams: dict[tuple[str, int], Stream] = {}
         self._free = list(range(n_slots))[::-1]
         self._flight: _Flight | None = None
@@ -176,7 +191,7 @@ class SpeechStage:
     # What comes from the steps.
 
     def step_begins(self) -> None:
-        self._step_at = self._clock()
+        self._step_at = self._clock() - self.others_s
 
     def take(self, step: Step, result: StepResult, outputs: list[Output]) -> list[Output]:
         """Keeps the codes of the step that began; its Outputs, without those that have to wait for their audio."""
@@ -270,12 +285,15 @@ class SpeechStage:
                 chunks.append((stream.slot, np.stack(stream.codes[stream.n_taken : stream.n_taken + n])))
                 stream.n_taken += n
             begun_at = self._clock()
-            self._flight = _Flight(self._vocoder.begin(chunks), parts, begun_at)
+            is_first = any(stream.is_awaited for stream, _ in parts)
+            self._flight = _Flight(self._vocoder.begin(chunks), parts, begun_at, is_first)
         except Exception as error:
             return outputs + self._fail(parts, error)
         self._is_beside = not self._flight.pending.is_done()
-        # What is done does not wait here for what is not.
-        if not self._is_beside or not (is_busy or outputs):
+        # What is done does not wait here for what is not, unless somebody has heard nothing yet, and the device is busy for longer, with
+        # the step that follows. Where steps are long, an early first chunk would only run dry before the second is there.
+        is_short = is_first and 0.0 < self._first_s < self.step_s < FRAME_S / 4
+        if not self._is_beside or not (is_busy or outputs) or is_short:
             outputs += self._land()
         return outputs
 
@@ -302,7 +320,9 @@ class SpeechStage:
         if not takes_all:  # whole answers stand back
             ready = [s for s in ready if s.is_streamed or s.deadline(0, WHOLE_S) <= due_by]
             is_worth_it = sum(s.n_left for s in ready if s.dry_at is not None) >= WORTH_FRAMES
-            takes_all = is_worth_it and (self._is_beside or n_unheard <= 0)
+            is_quick = self._is_beside and self._flight_s < self.step_s
+            is_awaited = any(stream.is_awaited for stream in ready)
+            takes_all = is_worth_it and (n_unheard <= 0 or (is_quick and not is_awaited))
         limit = np.inf if takes_all else due_by
         return self._earliest(ready, first_frames, limit, now, n_most)
 
@@ -314,7 +334,7 @@ class SpeechStage:
         heap: list[tuple[float, int, Stream, int]] = []  # deadline, order, stream, frames taken
         for i, stream in enumerate(ready):
             deadline = stream.deadline(0, FIRST_S if stream.is_streamed else WHOLE_S)
-            if stream.is_streamed and stream.dry_at is None:
+            if stream.is_awaited:
                 deadline = min(deadline, limit)  # somebody waits for it
             heap.append((deadline, i, stream, 0))
         worth_s = self.frame_s * WORTH_FRAMES
@@ -322,6 +342,7 @@ class SpeechStage:
         has_time = self._turn_s() <= FRAME_S
         least_s = self.frame_s * (min(n_due, WORTH_FRAMES) if has_time else WORTH_FRAMES)
         heapify(heap)
+        taken_s = self.step_s if self._is_beside else 0.0  # what is done beside a step is taken behind it
         taken: dict[int, tuple[Stream, int]] = {}
         n_free, total, latest = len(self._free), 0, np.inf
         while heap and total < n_most:
@@ -332,10 +353,10 @@ class SpeechStage:
                 if not n_free:
                     continue
                 n_free -= 1
-            is_first = stream.is_streamed and stream.dry_at is None and not n
+            is_first = stream.is_awaited and not n
             more = min(stream.n_left, stream.first_frames or first_frames) if is_first else 1
             if not total:
-                latest = max(deadline, now + least_s)
+                latest = max(deadline - taken_s, now + least_s)
             elif now + self.frame_s * (total + more) > latest:
                 break
             n, total = n + more, total + more
@@ -371,8 +392,13 @@ class SpeechStage:
         finally:
             self._flight = None
         now, counted = self._clock(), self._counted
-        seconds = now - flight.begun_at
+        seconds = flight.pending.seconds()
+        if seconds is None:
+            seconds = now - flight.begun_at
         self.frame_s = _smoothed(self.frame_s, seconds / flight.n_frames)
+        self._flight_s = _smoothed(self._flight_s, seconds)
+        if flight.is_first:
+            self._first_s = _smoothed(self._first_s, seconds)
         counted.n_frames += flight.n_frames
         counted.vocoder_s += seconds
         outputs = []

@@ -6,7 +6,6 @@ what is made of the codes, and when, is `speech.py`'s to say.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deltic.config import EngineConfig, free_memory_bytes
+from deltic.engine.build import stopwatch
 from deltic.engine.plan import Arena
 from deltic.engine.request import (
     MAX_FIRST_FRAMES,
@@ -215,7 +215,7 @@ class SpeechRunner:
         with behind these; where there are enough, most of the work is left out."""
         slot, frames = self.n_streams, codes.to(torch.int32).numpy()
         self.vocoder.open(slot, state)
-        if n_after >= SEEN_FRAMES and isinstance(self.vocoder, Vocoder):
+        if n_after >= SEEN_FRAMES:
             self.vocoder.skim(slot, frames)
         else:
             self.vocoder.vocode([(slot, frames)])
@@ -224,13 +224,7 @@ class SpeechRunner:
 
 def build_speech_runner(config: EngineConfig, progress: Progress) -> SpeechRunner:
     """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit)."""
-    clock = time.perf_counter()
-    spent: dict[str, float] = {}
-
-    def lap(stage: str) -> None:
-        nonlocal clock
-        spent[stage] = round(time.perf_counter() - clock, 3)
-        clock = time.perf_counter()
+    lap, spent = stopwatch()
 
     def on_bytes(done: int, total: int) -> None:
         progress("weights", done / max(1, total))

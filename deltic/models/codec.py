@@ -161,6 +161,10 @@ class Vocoded:
         """Waits for them, elsewhere."""
         return self.waveforms
 
+    def seconds(self) -> float | None:
+        """Whoever called `begin` knows."""
+        return None
+
 
 class Vocoder:
     """Weights, the streams' states and the recorded pass. Not thread-safe: one engine loop owns it."""

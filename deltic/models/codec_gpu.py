@@ -357,18 +357,10 @@ class CodecGpu:
 
     def forward(self, codes: Tensor, slot: Tensor, b: CodecBuffers) -> Tensor:
         """codes: int32 [B, F, 16]; slot: int32 [B], -1 for none. Moves the streams on; gives the samples, float32 [B, frame_samples F]."""
-        n_streams, n_frames, _ = codes.shape
-        streams, w, levers = Streams(slot, self.head, n_frames), self.weights, self.levers
+        streams, w, levers = Streams(slot, self.head, codes.shape[1]), self.weights, self.levers
         rings = iter(self.rings)
-        n = n_streams * n_frames
-        x = _front(b.pairs[0], 2, n, self.shape.codebook_dim)
-        ring = next(rings)
-        codes_embed(codes.view(n, N_CODES), w.table, x, streams, ring, levers=levers)
-        residual = _front(b.raw, n, self.shape.hidden_size)
-        conv(x, w.pre, streams, b.scratch, history=ring, raw=residual, levers=levers)
-        for layer in w.layers:
-            self._layer(layer, residual, streams, next(rings), b)
-        x = _front(b.pairs[0], 2, n, self.shape.hidden_size)
+        residual = self._transform(codes, streams, rings, b)
+        x = _front(b.pairs[0], 2, *residual.shape)
         rms_pair(residual, self.shape.rms_norm_eps, x, levers=levers)
         kept = [next(rings) for _ in w.upsamples]
         ring = next(rings)
@@ -386,7 +378,27 @@ class CodecGpu:
         samples = _front(b.samples, pair.shape[1])
         wave(pair, w.last, w.last_bias, samples, streams, ring, levers=levers)
         advance(streams, self._rows, self._rates, levers=levers)
-        return samples.view(n_streams, -1)
+        return samples.view(streams.n, -1)
+
+    def skim(self, codes: Tensor, slot: Tensor, b: CodecBuffers) -> None:
+        """As `forward`, of frames whose samples nobody wants, for half of its kernels and a tenth of the work: samples are right again,
+        to the bit, as many frames behind them as anything behind the transformer reaches back (models/codec.py, SEEN_FRAMES)."""
+        streams = Streams(slot, self.head, codes.shape[1])
+        self._transform(codes, streams, iter(self.rings), b)
+        advance(streams, self._rows, self._rates, levers=self.levers)
+
+    def _transform(self, codes: Tensor, streams: Streams, rings: Iterator[Ring], b: CodecBuffers) -> Tensor:
+        """Codes to the pre-transformer's residual stream, float32 [B F, H]."""
+        w, levers = self.weights, self.levers
+        n = streams.n * streams.n_frames
+        x = _front(b.pairs[0], 2, n, self.shape.codebook_dim)
+        ring = next(rings)
+        codes_embed(codes.view(n, N_CODES), w.table, x, streams, ring, levers=levers)
+        residual = _front(b.raw, n, self.shape.hidden_size)
+        conv(x, w.pre, streams, b.scratch, history=ring, raw=residual, levers=levers)
+        for layer in w.layers:
+            self._layer(layer, residual, streams, next(rings), b)
+        return residual
 
     def _layer(self, layer: _Layer, residual: Tensor, streams: Streams, ring: Ring, b: CodecBuffers) -> None:
         shape, levers, n = self.shape, self.levers, residual.shape[0]

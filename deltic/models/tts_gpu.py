@@ -177,11 +177,12 @@ def _product(x: Tensor, projection: Projection) -> Tensor:
 
 def project_texts(weights: SpeechWeights) -> Tensor:
     """float32 [text vocabulary, h]: fc2(bfloat16(silu(fc1(x)))) of the whole table."""
-    parts = []
-    for rows in weights.text_table.split(TEXTS_AT_ONCE):
+    table, fc2 = weights.text_table, weights.text_fc2
+    texts = torch.empty((len(table), len(fc2.bias)), dtype=torch.float32, device=table.device)
+    for rows, out in zip(table.split(TEXTS_AT_ONCE), texts.split(TEXTS_AT_ONCE), strict=True):
         hidden = torch.nn.functional.silu(_product(rows, weights.text_fc1)).bfloat16()
-        parts.append(_product(hidden, weights.text_fc2))
-    return torch.cat(parts)
+        out.copy_(_product(hidden, fc2))
+    return texts
 
 
 class TtsGpu:
@@ -191,7 +192,8 @@ class TtsGpu:
         """The text table of `weights` is used up."""
         self.shape, self.weights, self.levers = shape, weights, levers
         self.texts = project_texts(weights)
-        weights.text_table = weights.text_table[:0]
+        # a view would keep its memory
+        weights.text_table = weights.text_table.new_empty((0, shape.text_hidden_size))
         codes = [weights.codec_table[: shape.n_codebook], *weights.code_tables]
         projection = weights.projection
         # code i as the predictor's row

@@ -19,12 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 pytest.importorskip("triton")
+from deltic.models.codec import SEEN_FRAMES
 from deltic.models.codec_gpu import (
     CodecBuffers,
     CodecGpu,
     CodecWeights,
     codec_buffers,
     frame_samples,
+    kept_inputs,
     pack_codec,
     state_words,
 )
@@ -43,6 +45,8 @@ SHAPE = VocoderShape(
     sliding_window=5, decoder_dim=96, upsample_rates=(3, 2),
 )  # fmt: skip
 """Widths that do and do not fill a block of K: 64, 32, and 48, 24, 56."""
+SHORT = replace(SHAPE, n_layers=1, upsample_rates=(6,))
+"""Its samples depend on few frames behind the transformer."""
 REAL = VocoderShape()
 TOLERANCE = 5e-5
 """Pairs of bfloat16 leave 2^-17 of a product; a waveform within [-1, 1]."""
@@ -164,6 +168,27 @@ def test_any_chunks_give_the_bits_of_one_pass(make: Any, whole: Any) -> None:
     assert torch.equal(say(make(), 0, codes_of(7), [1, 3, 1, 2]), whole())
 
 
+def reach(shape: VocoderShape) -> int:
+    """Frames before it that a sample depends on, behind the transformer: all rings but those of `pre_conv` and the layers."""
+    return math.ceil(sum(kept.rows / kept.rate for kept in kept_inputs(shape)[1 + shape.n_layers :]))
+
+
+def test_what_nobody_hears_is_skimmed(make: Any) -> None:
+    """Poisoned memory is behind the transformer then, until nothing depends on it any more."""
+    assert reach(REAL) <= SEEN_FRAMES
+    model, buffers = make(SHORT)
+    n_skimmed, n_after = 4, reach(SHORT) + 2
+    codes = codes_of(n_skimmed + n_after, shape=SHORT)
+    expected = say((model, buffers), 0, codes, [len(codes)])
+    slots = torch.tensor([2], dtype=torch.int32, device=model.state.device)
+    begin, middle, rest = codes[None].to(model.state.device).split([1, 3, n_after], 1)
+    for skimmed in (begin, middle):
+        model.skim(skimmed.contiguous(), slots, buffers)
+    wave = model.forward(rest.contiguous(), slots, buffers)[0]
+    frames = wave.view(n_after, -1) == expected.view(len(codes), -1)[n_skimmed:]
+    assert frames[reach(SHORT) :].all() and not frames[0].any()
+
+
 def test_any_batch_gives_the_bits_of_one_stream(make: Any, whole: Any) -> None:
     """Two streams at different positions, one place of the batch not in use."""
     model, buffers = make()
@@ -185,7 +210,7 @@ def test_any_batch_gives_the_bits_of_one_stream(make: Any, whole: Any) -> None:
 
 
 def test_streams_as_the_engine_drives_them(device: str, tmp_path: Path) -> None:
-    """Chunks of several lengths at once, cut into recorded sizes; states kept and put back; bad codes refused."""
+    """Chunks of several lengths at once, cut into recorded sizes; frames skimmed; states kept and put back; bad codes refused."""
     from deltic.engine.gpu_vocoder import GpuVocoder
 
     (tmp_path / FILE).parent.mkdir()
@@ -199,12 +224,17 @@ def test_streams_as_the_engine_drives_them(device: str, tmp_path: Path) -> None:
     pending = vocoder.begin([(0, first[:3]), (2, second)])
     begin, other = pending.samples()
     assert pending.is_done() and len(other) == 2 * frame_samples(SHAPE)
+    vocoder.open(1)
+    vocoder.skim(1, first[:3])
+    assert torch.equal(vocoder.codec.head[1], vocoder.codec.head[0])
     vocoder.open(1, vocoder.state_of(0))
     for slot in (0, 1):
         rest = vocoder.vocode([(slot, first[3:])])[0]
         np.testing.assert_allclose(np.concatenate([begin, rest]), expected, rtol=0, atol=TOLERANCE)
     with pytest.raises(ValueError, match="outside"):
         vocoder.begin([(0, first + 1000)])
+    with pytest.raises(ValueError, match="outside"):
+        vocoder.skim(0, first - 1000)
     with pytest.raises(ValueError, match="state of this model"):
         vocoder.open(0, torch.zeros(7))
 

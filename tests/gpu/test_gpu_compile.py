@@ -5,6 +5,8 @@ Kernels are compiled here, for Hopper where there is no GPU, so all of it runs i
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -47,6 +49,20 @@ def test_collects_what_real_tensors_would_launch(collected: dict[str, Any], kind
     """Tensors without memory give the same specialisations as tensors with; the first layers give those of all."""
     assert collected[kind]["kernels"] > 20
     assert collected[kind]["with_memory"] == collected[kind]["of_all_layers"] == []
+
+
+def test_collects_what_a_speech_model_would_launch(collected: dict[str, Any]) -> None:
+    """The vocoder's kernels, too."""
+    assert collected["speech"]["kernels"] > 40
+    assert collected["speech"]["with_memory"] == []
+
+
+@pytest.mark.parametrize("kind", ["dense", "speech"])
+def test_warmup_compiles_what_was_collected(collected: dict[str, Any], kind: str) -> None:
+    """Also what the cache is known to hold; `deltic warmup` says how many."""
+    n = collected[kind]["kernels"]
+    status, line = collected["warmups"][kind]
+    assert status == 0 and f"on pretended: {n} kernels, {n} compiled, 0 failed, 1.5 s; in " in line
 
 
 @pytest.fixture(scope="module")
@@ -100,41 +116,103 @@ def _pretend() -> None:
     torch.cuda.current_device = lambda: 0
 
 
+FREE_BYTES = 2 << 30
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 9,
+    "max_model_len": 1024,
+    "max_step_tokens": 256,
+    "n_pages": 20,
+    "cache_host_gb": 0.0,
+}
+
+
 def _plan(kind: str) -> Any:
     from deltic.config import EngineConfig
     from deltic.engine.gpu_plan import make_gpu_plan
-    from deltic.models.checkpoint import locate
+    from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
+    from deltic.models.checkpoint import locate, locate_speech
     from deltic.ops.gpu.launch import Levers
     from tests.tiny import tiny_checkpoint
+    from tests.tiny_speech import tiny_speech
 
-    config = EngineConfig(
-        model=str(tiny_checkpoint(kind)), max_num_seqs=9, max_model_len=1024, max_step_tokens=256, n_pages=20, n_checkpoints=2,
-        cache_host_gb=0.0,
-    )  # fmt: skip
+    if kind == "speech":
+        config = EngineConfig(model=str(tiny_speech("custom_voice", wide=True)), **SIZES)
+        return make_gpu_speech_plan(config, locate_speech(config)[1], FREE_BYTES, Levers())
+    config = EngineConfig(model=str(tiny_checkpoint(kind)), n_checkpoints=2, **SIZES)
     _, shape = locate(config)
-    return make_gpu_plan(config, shape, shape.vocab_size, 2 << 30, Levers())
+    return make_gpu_plan(config, shape, shape.vocab_size, FREE_BYTES, Levers())
 
 
 def _collected() -> dict[str, Any]:
-    from deltic.engine import gpu_compile
+    from deltic.engine import gpu_build, gpu_speech_build
+    from deltic.engine.gpu_compile import Job
+    from deltic.models.codec_weights import dummy_codec
+    from deltic.models.tts_weights import dummy_speech_weights
     from deltic.models.weights import dummy_weights, empty_weights
     from deltic.ops.gpu.launch import Levers
 
-    def difference(a: Iterable[gpu_compile.Job], b: Iterable[gpu_compile.Job]) -> list[str]:
+    def difference(a: Iterable[Job], b: Iterable[Job]) -> list[str]:
         return sorted(job.name for job in set(a) ^ set(b))
 
-    found = {}
+    found: dict[str, Any] = {}
+    levers = Levers()
     for kind in ("dense", "moe"):
-        plan, levers = _plan(kind), Levers()
-        jobs = gpu_compile.collect(plan, levers)
-        few, gpu_compile._different_layers = gpu_compile._different_layers, lambda weights: weights.layers
-        of_all = gpu_compile.collect(plan, levers)
-        gpu_compile.empty_weights = lambda shape, *_: dummy_weights(shape, quantize="rows")
-        with_memory = gpu_compile.collect(plan, levers)  # tensors in host memory; never started
-        gpu_compile.empty_weights, gpu_compile._different_layers = empty_weights, few
+        plan = _plan(kind)
+        jobs = gpu_build.collect(plan, levers)
+        few, gpu_build._different_layers = gpu_build._different_layers, lambda weights: weights.layers
+        of_all = gpu_build.collect(plan, levers)
+        gpu_build.empty_weights = lambda shape, *_: dummy_weights(shape, quantize="rows")
+        with_memory = gpu_build.collect(plan, levers)  # tensors in host memory; never started
+        gpu_build.empty_weights, gpu_build._different_layers = empty_weights, few
         found[kind] = {
             "kernels": len(jobs), "with_memory": difference(jobs, with_memory), "of_all_layers": difference(jobs, of_all)
         }  # fmt: skip
+    speech_plan = _plan("speech")
+    jobs = gpu_speech_build.collect(speech_plan, levers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            gpu_speech_build,
+            "empty_speech_weights",
+            lambda shape, *_: dummy_speech_weights(shape, quantize="rows"),
+        )
+        patch.setattr(gpu_speech_build, "empty_codec", dummy_codec)
+        with_memory = gpu_speech_build.collect(speech_plan, levers)
+    found["speech"] = {"kernels": len(jobs), "with_memory": difference(jobs, with_memory)}
+    return found | {"warmups": _warmups()}
+
+
+def _warmups() -> dict[str, tuple[int, str]]:
+    """Exit status and output of `deltic warmup`, for a text model and a speech model; without the workers."""
+    from deltic.__main__ import main
+    from deltic.engine import gpu_compile
+    from tests.tiny import tiny_checkpoint
+    from tests.tiny_speech import tiny_speech
+
+    class Done:
+        n_jobs = 0
+
+        def __init__(self, n_workers: int) -> None:
+            pass
+
+        def give(self, jobs: list[gpu_compile.Job]) -> None:
+            self.n_jobs = len(jobs)
+
+        def wait(self, progress: gpu_compile.Progress) -> gpu_compile.Report:
+            return gpu_compile.Report(self.n_jobs, self.n_jobs, 0, 1.5)
+
+    found = {}
+    flags = [x for name, value in SIZES.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    models = {"dense": (tiny_checkpoint("dense"), ["--n-checkpoints", "2"]), "speech": (tiny_speech("custom_voice", wide=True), [])}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_compile, "Compilation", Done)
+        patch.setattr(gpu_compile, "n_usable_cpus", lambda: 2)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "mem_get_info", lambda: (FREE_BYTES, FREE_BYTES))
+        for kind, (path, more) in models.items():
+            for _ in range(2):  # the second time the cache is known to hold them
+                with contextlib.redirect_stdout(io.StringIO()) as said:
+                    status = main(["warmup", str(path), *flags, *more])
+            found[kind] = status, said.getvalue()
     return found
 
 
@@ -142,6 +220,7 @@ def _compiled() -> dict[str, Any]:
     import triton
 
     from deltic.engine import gpu_compile
+    from deltic.engine.gpu_build import collect
     from deltic.ops.gpu.launch import Levers, launches
 
     warnings: list[str] = []
@@ -149,11 +228,10 @@ def _compiled() -> dict[str, Any]:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deltic.engine").addHandler(handler)
     gpu_compile.n_usable_cpus = lambda: 2
-    plan, levers, collect = _plan("dense"), Levers(), gpu_compile.collect
+    plan, levers = _plan("dense"), Levers()
     few = [job for job in collect(plan, levers) if job.name in FEW]
 
-    gpu_compile.collect = lambda *_: few
-    kernels = gpu_compile.begin_compiling(plan, levers)
+    kernels = gpu_compile.begin_compiling(plan, levers, lambda *_: few)
     report = kernels.wait(lambda stage, done: None)
     assert report is not None
     found: dict[str, Any] = {
@@ -163,7 +241,7 @@ def _compiled() -> dict[str, Any]:
     marker = gpu_compile._marker(plan, levers)
     found["first_marked"] = marker.exists()
     found["second_had_work"] = (
-        gpu_compile.begin_compiling(plan, levers).wait(lambda stage, done: None) is not None
+        gpu_compile.begin_compiling(plan, levers, lambda *_: few).wait(lambda stage, done: None) is not None
     )
 
     # the steps themselves, in which all others are passed over
@@ -178,8 +256,8 @@ def _compiled() -> dict[str, Any]:
     triton.knobs.compilation.listener = None
 
     other = replace(plan, max_num_seqs=7)
-    gpu_compile.collect = lambda *_: [few[0], replace(few[0], specialisation="{}")]
-    failed = gpu_compile.begin_compiling(other, levers).wait(lambda stage, done: None)
+    bad = [few[0], replace(few[0], specialisation="{}")]
+    failed = gpu_compile.begin_compiling(other, levers, lambda *_: bad).wait(lambda stage, done: None)
     assert failed is not None
     found["failed"] = [failed.n_kernels, failed.n_failed]
     found["failed_marked"] = gpu_compile._marker(other, levers).exists()
@@ -191,8 +269,7 @@ def _compiled() -> dict[str, Any]:
     def broken(*_: Any) -> list[Any]:
         raise RuntimeError("broken")
 
-    gpu_compile.collect = broken
-    found["broken"] = gpu_compile.begin_compiling(other, levers).wait(lambda stage, done: None)
+    found["broken"] = gpu_compile.begin_compiling(other, levers, broken).wait(lambda stage, done: None)
     return found | {"warnings": warnings}
 
 
@@ -211,21 +288,29 @@ def _walk(plan: Any, levers: Any) -> Any:
 def _recorded() -> dict[str, Any]:
     import triton
 
-    from deltic.engine import gpu_compile
+    from deltic.engine import gpu_build, gpu_speech_build
+    from deltic.engine.gpu_compile import begin_compiling
     from deltic.engine.gpu_runner import GpuRunner
+    from deltic.engine.gpu_speech_runner import GpuSpeechRunner
+    from deltic.models.codec_weights import dummy_codec
+    from deltic.models.tts_weights import dummy_speech_weights
     from deltic.models.weights import dummy_weights
     from deltic.ops.gpu.launch import Levers
 
     misses: list[str] = []
-    for kind in ("dense", "moe", "next"):
-        plan = _plan(kind)
+    for kind in ("dense", "moe", "next", "speech"):
+        plan, collect = _plan(kind), (gpu_speech_build if kind == "speech" else gpu_build).collect
         triton.knobs.compilation.listener = None
-        report = gpu_compile.begin_compiling(plan, Levers()).wait(lambda stage, done: None)
+        report = begin_compiling(plan, Levers(), collect).wait(lambda stage, done: None)
         assert report is not None and report.n_failed == 0
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: (
             cache_hit or misses.append(src.name)
         )
-        GpuRunner(plan, dummy_weights(plan.shape, quantize="rows", device="cuda"), Levers())
+        if kind == "speech":
+            weights = dummy_speech_weights(plan.shape, quantize="rows", device="cuda")
+            GpuSpeechRunner(plan, weights, dummy_codec(plan.shape.vocoder), Levers())
+        else:
+            GpuRunner(plan, dummy_weights(plan.shape, quantize="rows", device="cuda"), Levers())
     return {"misses": misses}
 
 

@@ -36,11 +36,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 LEVERS = Levers()
 EPS = 1e-6
 
-# Weights (rows, K) of the three models: in_proj, qkv, out_proj, o_proj, gate_up, down; of 35B-A3B without its experts.
+# Weights (rows, K) of the three models: in_proj, qkv, out_proj, o_proj, gate_up, down; of 35B-A3B without its experts. Of speech: qkv,
+# o_proj, gate_up, down of the talker of 1.7B, and of its predictor, with a head and the projection between them.
 SHAPES = {
     "0.8B": ((8224, 1024), (5120, 1024), (1024, 2048), (1024, 2048), (7168, 1024), (1024, 3584)),
     "27B": ((16480, 5120), (14336, 5120), (5120, 6144), (5120, 6144), (34816, 5120), (5120, 17408)),
     "35B-A3B": ((12352, 2048), (9216, 2048), (2048, 4096), (2048, 4096)),
+    "talker": ((4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)),
+    "predictor": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (2048, 1024)),
 }
 
 

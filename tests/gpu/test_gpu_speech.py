@@ -26,15 +26,19 @@ from deltic.engine.gpu_speech_build import build_gpu_speech_runner
 from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
 from deltic.engine.loop import Engine
 from deltic.engine.request import Chunk, Request, SamplingParams, Sequence, Step, StepResult
+from deltic.engine.speech import SpeechStage, to_pcm
 from deltic.engine.speech_plan import SpeechPlan
+from deltic.models import tts_gpu
 from deltic.models.codec import Vocoded
-from deltic.models.speech_shapes import PUBLISHED_SPEECH
+from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape
+from deltic.models.tts_weights import load_speech_weights
 from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
 from deltic.ops.gpu.launch import Levers
 from deltic.reference.sample import sample as oracle_sample
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
 from tests.gpu.test_gpu_codec import exact_products  # noqa: F401
-from tests.tiny_speech import tiny_speech
+from tests.gpu.test_gpu_engine import without_syncs
+from tests.tiny_speech import N_CODES, tiny_speech
 
 HAS_GPU = torch.cuda.is_available()
 IS_LONG = HAS_GPU or "DELTIC_TEST_LONG" in os.environ
@@ -61,7 +65,7 @@ class SpeakingGpu(Speaking):
             model=str(self.path), **{"max_model_len": 256, "n_pages": 64, "cache_host_gb": 0.0} | small | settings
         )  # fmt: skip
         runner = build_gpu_speech_runner(config, lambda stage, done: None)
-        runner.vocoder = Silent()
+        self.vocoder, runner.vocoder = runner.vocoder, Silent()
         self.runner, self.shape = runner, runner.plan.shape
         self.engine = Engine(runner)
         self.codes, self.past, self.audio, self.n_prefill_tokens = {}, {}, {}, 0
@@ -204,6 +208,47 @@ def test_not_running_ahead_changes_nothing() -> None:
         assert ahead.frames(request) == behind.frames(request)
 
 
+@needs_gpu
+def test_audio_is_that_of_the_codes_beside_steps_and_voices() -> None:
+    """Chunks run beside steps and beside a voice that is primed, and only events are waited for: the audio is that of the same codes in
+    one piece, and the voice's state that of its codes."""
+    check_audio(N_FRAMES, 40)
+
+
+def check_audio(n_frames: int, n_primed: int) -> None:
+    speaking = SpeakingGpu()
+    runner, vocoder, engine = speaking.runner, speaking.vocoder, speaking.engine
+    runner.vocoder, engine.stage = vocoder, SpeechStage(vocoder, runner.n_streams)
+    voice = torch.randint(
+        0, N_CODES, (n_primed + 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
+    state, n_done = None, 0
+    requests = drawn(speaking, 4 if n_frames > 1 else 1)
+    for request in requests:
+        engine.add(
+            msgspec.structs.replace(
+                request, params=msgspec.structs.replace(request.params, min_tokens=n_frames + 1)
+            )
+        )
+    audio = {request.id: b"" for request in requests}
+    while engine.has_work() or n_done < n_primed:
+        with without_syncs():
+            for output in engine.step():
+                assert output.error is None
+                audio[output.id] += output.audio
+        if n_done < n_primed:
+            piece, n_done = voice[n_done : min(n_done + 4, n_primed)], min(n_done + 4, n_primed)
+            state = runner.prime(piece, state, n_primed - n_done)
+    for request in requests:
+        vocoder.open(0)
+        codes = np.array(speaking.codes[request.id, 0], np.int32)
+        assert audio[request.id] == to_pcm(vocoder.vocode([(0, codes)])[0])
+    vocoder.open(1, None if state is None else state.cpu())
+    rest = vocoder.vocode([(1, voice[n_primed:].numpy())])[0]
+    vocoder.open(1)
+    assert np.array_equal(rest, vocoder.vocode([(1, voice.numpy())])[0][-len(rest) :])
+
+
 def test_memory_is_planned_and_refused() -> None:
     shape = PUBLISHED_SPEECH["qwen3-tts-1.7b"]
 
@@ -220,6 +265,20 @@ def test_memory_is_planned_and_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             plan(free_gb, **settings)
+
+
+def test_texts_are_projected_and_their_table_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The plan does not count the table; the rows are those of one product."""
+    directory = tiny_speech("custom_voice", wide=True)
+    shape = SpeechShape.from_directory(directory)
+    weights, _ = load_speech_weights(directory, shape, quantize="rows", device=device)
+    whole = tts_gpu.project_texts(weights)
+    monkeypatch.setattr(tts_gpu, "TEXTS_AT_ONCE", shape.text_vocab_size // 2 - 1)
+    model = tts_gpu.TtsGpu(shape, weights, 64, Levers())
+    assert model.texts.shape == whole.shape and torch.allclose(model.texts, whole, atol=1e-6)
+    assert weights.text_table.untyped_storage().nbytes() == 0
 
 
 def test_a_code_is_drawn_by_the_rule(device: str) -> None:

@@ -33,7 +33,8 @@ class Clock:
 
 @dataclass
 class FakeVocoder:
-    """Takes fixed_s and frame_s a frame; is_async: beside what else goes on. A stream's position in its slot is checked."""
+    """Takes fixed_s and frame_s a frame; is_async: beside what else goes on, and it knows how long it took. A stream's position in its
+    slot is checked."""
 
     clock: Clock
     fixed_s: float = 0.0
@@ -60,7 +61,8 @@ class FakeVocoder:
             assert len(set(codes[:, 0])) == 1, "frames of another"
             self.positions[slot] += len(codes)
         self.batches.append([len(codes) for _, codes in chunks])
-        done_at = self.clock.now + self.fixed_s + self.frame_s * sum(self.batches[-1])
+        took_s = self.fixed_s + self.frame_s * sum(self.batches[-1])
+        done_at = self.clock.now + took_s
         waves = [np.repeat(codes[:, 2] / np.float32(32767), FRAME_SAMPLES) for _, codes in chunks]
 
         def samples() -> list[Any]:
@@ -69,7 +71,9 @@ class FakeVocoder:
 
         if not self.is_async:
             samples()
-        return SimpleNamespace(is_done=lambda: self.clock.now >= done_at, samples=samples)
+        return SimpleNamespace(
+            is_done=lambda: self.clock.now >= done_at, samples=samples, seconds=lambda: took_s if self.is_async else None
+        )  # fmt: skip
 
 
 class SpeakingRunner(FakeRunner):
@@ -233,6 +237,19 @@ def test_no_stream_runs_dry_where_there_is_time(
     assert play.engine.stats().speech.n_underruns == 0  # type: ignore[union-attr]
 
 
+def test_no_stream_runs_dry_where_another_model_takes_turns() -> None:
+    play = Play(n_streams=1, step_s=0.01, fixed_s=0.003, frame_s=0.005)  # of 80 ms: 78, with the other's turn
+    other = Engine(FakeRunner())
+    other.turn_s = 0.06
+    play.engine.share([other])
+    play.ask(0, 60)
+    while play.engine.has_work():
+        play.clock.now += other.turn_s
+        play.turn()
+    play.check_whole(0)
+    assert play.clients["0", 0].late_s == 0.0
+
+
 def test_where_there_is_no_time_all_streams_are_late_alike() -> None:
     play = Play(n_streams=4, step_s=0.03, fixed_s=0.01, frame_s=0.04)
     for name in range(4):
@@ -270,6 +287,30 @@ def test_a_new_stream_is_heard_while_others_are_far_ahead() -> None:
     assert play.clock.now - asked_at < 0.08
     play.run()
     assert max(c.late_s for c in play.clients.values()) == 0.0
+
+
+@pytest.mark.parametrize("n", [1, 3, 12])
+def test_beside_the_steps_a_first_chunk_comes_alone_and_at_once(n: int) -> None:
+    """The device has its next step already, so its end need not be waited for, nor audio of those that are far ahead."""
+    play = Play(step_s=0.01, fixed_s=0.002, frame_s=0.0006, is_async=True)
+    for name in range(n):
+        play.ask(name, 200)
+    while min(c.dry_at for c in play.clients.values()) < play.clock.now + 0.9:
+        play.turn()
+    asked_at = play.clock.now
+    play.ask(99, 50)
+    while play.clients["99", 0].first_at is None:
+        play.turn()
+    assert play.clock.now - asked_at < 2 * 0.01 + 0.002 + 2 * 0.0006 + 0.001, "two steps, two frames"
+    play.run()
+    assert max(c.late_s for c in play.clients.values()) == 0.0
+
+
+def test_a_vocoder_beside_the_steps_is_not_thought_as_slow_as_they_are() -> None:
+    play = Play(step_s=0.03, fixed_s=0.002, frame_s=0.001, is_async=True)
+    play.ask(0, 30)
+    play.run()
+    assert play.engine.stage.frame_s <= 0.003  # type: ignore[union-attr]
 
 
 def test_whole_answers_stand_back_but_not_for_ever() -> None:

@@ -1,0 +1,52 @@
+"""Steps as CUDA graphs: recorded once, replayed from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deltic.ops.gpu.launch import Levers, launches
+
+Body = Callable[[], object]
+"""Starts the kernels of a step, neither waiting nor allocating."""
+
+
+@dataclass(eq=False)
+class Recording:
+    """A step that can be replayed, and what it starts."""
+
+    run: Body
+    n_launches: int
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+def record_all(
+    bodies: list[Body], stream: torch.cuda.Stream | None, levers: Levers, progress: Callable[[float], None]
+) -> list[Recording]:
+    """Records each for replays on this stream; the largest come first, so that the smaller ones find their memory in the pool.
+    stream: None without a GPU, where each stays as it is, and is interpreted.
+
+    Each is run once before, which compiles what is new: nobody's rows may be in it.
+    """
+    if stream is None:
+        return [Recording(body, 0) for body in bodies]
+    torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
+    pool, recordings = torch.cuda.graph_pool_handle(), list[Recording]()
+    with torch.cuda.stream(stream):
+        for i, body in enumerate(bodies):
+            launches.n = 0
+            body()
+            recording = Recording(body, launches.n)
+            if levers.graphs:
+                torch.cuda.synchronize()
+                recording.graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
+                with torch.cuda.graph(recording.graph, pool=pool, stream=stream):
+                    body()
+                recording.graph.instantiate()
+                recording.run = recording.graph.replay
+            recordings.append(recording)
+            progress((i + 1) / len(bodies))
+    torch.cuda.synchronize()
+    return recordings
