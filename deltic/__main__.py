@@ -6,7 +6,6 @@ Each subcommand imports what it needs when it runs, so `deltic --help` answers a
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from deltic import __version__
 from deltic.config import (
     ConfigError,
     EngineConfig,
+    ModelConfig,
     ServerConfig,
     add_flags,
     check_environment,
@@ -25,7 +25,12 @@ from deltic.config import (
 )
 
 MODEL_HELP = "checkpoint directory or hub name (default: the small built-in model)"
-REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists)"
+REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
+AND_HELP = (
+    "one more model, with its own engine and model flags behind it; may be given several times. What is the server's comes "
+    "before. A request names its model; DELTIC_ variables hold for all models. Example: deltic serve Qwen/Qwen3.5-4B --port 8080 "
+    "--and Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice --quantize int8"
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,9 +47,12 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    serve = add("serve", _serve, "serve a model over the OpenAI API")
+    serve = add("serve", _serve, "serve a model, or several, over the OpenAI API")
     _add_model(serve)
+    serve.usage = "deltic serve [-h] [MODEL] [flags] [--and MODEL [flags]] ..."
+    serve.add_argument("--and", dest="further", nargs=argparse.REMAINDER, help=AND_HELP)
     add_flags(serve, EngineConfig, skip=("model",))
+    add_flags(serve, ModelConfig)
     add_flags(serve, ServerConfig)
 
     chat = add("chat", _chat, "chat with a model in the terminal")
@@ -319,11 +327,28 @@ def _given(arguments: argparse.Namespace, config_class: Any) -> dict[str, Any]:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    engine_config = resolve(EngineConfig, _given(arguments, EngineConfig))
+    groups = [arguments]
+    while (words := groups[-1].further) is not None:
+        groups.append(_further(words))
+    models = [
+        (resolve(EngineConfig, _given(group, EngineConfig)), resolve(ModelConfig, _given(group, ModelConfig)))
+        for group in groups
+    ]
     server_config = resolve(ServerConfig, _given(arguments, ServerConfig))
     from deltic.server.serve import serve
 
-    return serve(engine_config, server_config) or 0
+    return serve(models, server_config) or 0
+
+
+def _further(words: Sequence[str]) -> argparse.Namespace:
+    """What stands behind an `--and`: a model and its flags, and perhaps another `--and`. Raises ConfigError."""
+    group = parser().parse_args(["serve", *words])
+    if not {"model", "dummy"} & vars(group).keys():
+        raise ConfigError("--and needs a MODEL behind it, or --dummy SHAPE")
+    if misplaced := _given(group, ServerConfig):
+        flag = "--" + next(iter(misplaced)).replace("_", "-")
+        raise ConfigError(f"{flag} is the whole server's; give it before the first --and")
+    return group
 
 
 def _server_arguments(arguments: argparse.Namespace) -> list[str]:
@@ -394,9 +419,7 @@ def _pack(arguments: argparse.Namespace) -> int:
 
 def _warmup(arguments: argparse.Namespace) -> int:
     config = resolve(EngineConfig, _given(arguments, EngineConfig))
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError("warmup compiles kernels for a GPU with Triton, which is not installed here")
-    from deltic.engine.gpu_compile import warmup
+    from deltic.engine.build import warmup
 
     return warmup(config)
 

@@ -115,8 +115,16 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the HTTP process needs to know of one model."""
+
+    served_model_name: str | None = knob(None, "name in /v1/models and answers (default: the model's own)")
+    chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the HTTP process needs."""
+    """What the HTTP process needs, however many models it serves."""
 
     host: str = knob("127.0.0.1", "address to listen on")
     port: int = knob(8000, "port to listen on; 0 takes a free one")
@@ -141,8 +149,6 @@ class ServerConfig:
         0.0, "a request that still waits for its place after this many seconds is ended, 503; 0: never"
     )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
-    served_model_name: str | None = knob(None, "name in /v1/models and answers (default: the model's own)")
-    chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
     allow_audio_host: tuple[str, ...] = knob(
         (), "fetch a request's ref_audio from this host if it is an http(s) URL; may be given several times (default: from nowhere)",
         metavar="HOST",
@@ -172,7 +178,7 @@ class ServerConfig:
     log_prompts: bool = knob(False, "write the body of every request into its line of the log")
 
 
-T = typing.TypeVar("T", EngineConfig, ServerConfig)
+T = typing.TypeVar("T", EngineConfig, ModelConfig, ServerConfig)
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type[T], skip: tuple[str, ...] = ()) -> None:
@@ -248,7 +254,8 @@ def resolve(cls: type[T], given: dict[str, Any], environ: typing.Mapping[str, st
 
 def check_environment(environ: typing.Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError for a DELTIC_ variable that names no setting: a typo must not be ignored."""
-    known = {f.name.upper() for cls in (EngineConfig, ServerConfig) for f in dataclasses.fields(cls)}
+    classes = (EngineConfig, ModelConfig, ServerConfig)
+    known = {f.name.upper() for cls in classes for f in dataclasses.fields(cls)}
     for variable in environ:
         if variable.startswith(ENV_PREFIX) and variable.removeprefix(ENV_PREFIX) not in known:
             raise ConfigError(f"{variable} is not a setting of Deltic; unset it or correct its name")
@@ -266,7 +273,7 @@ RANGES: dict[str, tuple[float, float]] = {
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
 
 
-def _check(config: EngineConfig | ServerConfig) -> None:
+def _check(config: EngineConfig | ModelConfig | ServerConfig) -> None:
     """Raises ConfigError for a value that no model and no machine could make right."""
     for field in dataclasses.fields(config):
         value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")

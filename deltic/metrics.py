@@ -135,8 +135,8 @@ CONTINUOUS_S = 0.1
 SPEECH_RATE = 24_000
 
 
-class Metrics(Collector):
-    """All of the server's numbers. One instance an app; no global state."""
+class Metrics:
+    """The numbers of one model."""
 
     def __init__(
         self,
@@ -144,12 +144,10 @@ class Metrics(Collector):
         n_restarts: Callable[[], int],
         is_ready: Callable[[], bool],
         *,
-        keys: Sequence[KeyNumbers] = (),
         about: Callable[[], dict[str, str]] = dict,
         has_speech: bool = False,
     ) -> None:
-        """stats, n_restarts, is_ready, keys, about (labels of deltic_build_info): read when the metrics are."""
-        self._keys = keys
+        """stats, n_restarts, is_ready, about (labels of deltic_build_info): read when the metrics are."""
         self._about = about
         self._stats = stats
         self._n_restarts = n_restarts
@@ -178,20 +176,8 @@ class Metrics(Collector):
         self._has_speech = has_speech
         self.finished: Counter[str] = Counter()
         """Sequences by finish reason."""
-        self.responses: Counter[tuple[str, int]] = Counter()
-        """HTTP responses by route and status."""
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)  # memory, CPU time and files of the server process
 
-    def exposition(self) -> bytes:
-        """Prometheus' text format, version 0.0.4."""
-        return generate_latest(self._registry)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
+    def families(self) -> Iterable[Metric]:
         stats = self._stats()
         for name, text, value in (
             ("deltic_engine_ready", "1 while the engine takes requests.", int(self._is_ready())),
@@ -217,17 +203,12 @@ class Metrics(Collector):
         build = GaugeMetricFamily("deltic_build_info", "What runs here.", labels=list(about := self._about()))
         build.add_metric(list(about.values()), 1)
         yield build
-        yield from _keys(self._keys)
         finished = CounterMetricFamily(
             "deltic_sequences_finished", "Sequences that ended.", labels=["finish_reason"]
         )
         for reason, count in self.finished.items():
             finished.add_metric([reason], count)
         yield finished
-        responses = CounterMetricFamily("deltic_http_responses", "HTTP responses.", labels=["route", "code"])
-        for (route, code), count in self.responses.items():
-            responses.add_metric([route, str(code)], count)
-        yield responses
         for histogram in (
             self.queued_s,
             self.prefill_s,
@@ -241,6 +222,45 @@ class Metrics(Collector):
             yield histogram.family()
         if self._has_speech:
             yield from self.speech.families(stats.speech or SpeechStats())
+
+
+class Exposition(Collector):
+    """All numbers of the process, as Prometheus reads them. One instance an app; no global state."""
+
+    def __init__(self, keys: Sequence[KeyNumbers] = ()) -> None:
+        """keys: read when the metrics are."""
+        self.models: dict[str, Metrics] = {}
+        """By name."""
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """HTTP responses by route and status."""
+        self._keys = keys
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # memory, CPU time and files of the server process
+
+    def text(self) -> bytes:
+        """Prometheus' text format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """A family comes once: its samples say which model they are of, however many there are."""
+        families: dict[str, Metric] = {}
+        for name, metrics in self.models.items():
+            for family in metrics.families():
+                samples = [
+                    sample._replace(labels=sample.labels | {"model": name}) for sample in family.samples
+                ]
+                family.samples = []
+                families.setdefault(family.name, family).samples += samples
+        yield from families.values()
+        yield from _keys(self._keys)
+        responses = CounterMetricFamily("deltic_http_responses", "HTTP responses.", labels=["route", "code"])
+        for (route, code), count in self.responses.items():
+            responses.add_metric([route, str(code)], count)
+        yield responses
 
 
 MAX_KEYS = 100

@@ -282,11 +282,12 @@ def error_message(body: Any, status: int) -> str:
     return f"{message} (HTTP {status})" if message else f"HTTP {status}"
 
 
-async def model_name(endpoint: Endpoint) -> str:
-    """The first model the endpoint lists. Raises EndpointError."""
+async def model_name(endpoint: Endpoint, *, speaks: bool = False) -> str:
+    """The first model the endpoint lists, of a Deltic server the first that speaks, or writes. Raises EndpointError."""
     status, body = await endpoint.json("GET", "/v1/models")
     try:
-        return str(body["data"][0]["id"])
+        cards = body["data"]
+        return str(next((card for card in cards if ("speech" in card) == speaks), cards[0])["id"])
     except (TypeError, LookupError):
         message = error_message(body, status)
         raise EndpointError(f"{endpoint.url} lists no model: {message}; name one with --model") from None
@@ -314,7 +315,7 @@ class LocalServer:
 
     def __init__(self, arguments: list[str]) -> None:
         """`arguments` are those of `deltic serve`, without address and key."""
-        from deltic.engine.loop import die_with_parent  # here: a client of a foreign server needs no engine
+        from deltic.engine.process import die_with_parent  # here: others' servers need no engine
 
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -324,7 +325,7 @@ class LocalServer:
         self.log = tempfile.NamedTemporaryFile(prefix="deltic-serve-", suffix=".log")  # noqa: SIM115
         own = ["--host", "127.0.0.1", "--port", str(port)]
         self.process = subprocess.Popen(
-            [*PROGRAM, "serve", *arguments, *own],
+            [*PROGRAM, "serve", *own, *arguments],  # the server's own settings come before any --and
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal is ours to handle
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # however this process goes

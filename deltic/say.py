@@ -13,6 +13,7 @@ import json
 import mimetypes
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -69,10 +70,11 @@ def _audio_url(place: str) -> str:
 
 
 async def with_voice(endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
-    """The body, with the first voice that the server lists if it names none and brings none."""
+    """The body, with the first voice that the server lists for its model if it names none and brings none."""
     if {"voice", "speaker", "ref_audio", "speaker_embedding"} & body.keys():
         return body
-    status, answer = await endpoint.json("GET", "/v1/audio/voices")
+    query = urllib.parse.urlencode({"model": body["model"]})
+    status, answer = await endpoint.json("GET", f"/v1/audio/voices?{query}")
     voices = answer.get("voices") if status == 200 and isinstance(answer, dict) else None
     if not isinstance(voices, list) or not voices:
         return body
@@ -161,7 +163,7 @@ async def _say(
             with Console(stderr=True).status("starting the server") as status:
                 endpoint = await server.wait_ready(lambda stage, done: status.update(f"{stage} {done:.0%}"))
         name = getattr(arguments, "model", None) if arguments.url else None
-        body = {"model": name or await model_name(endpoint)} | body
+        body = {"model": name or await model_name(endpoint, speaks=True)} | body
         return await speak(endpoint, await with_voice(endpoint, body), sink)
     finally:
         if server is not None:

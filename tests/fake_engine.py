@@ -23,6 +23,7 @@ from deltic.engine.client import Deliver, EngineUnavailable, QueueFull, State, S
 from deltic.engine.request import CacheReport, EngineInfo, Loading, Output, Request, Stats, TokenLogprob
 from deltic.server.chat import ChatTemplate
 from deltic.server.http import create_app
+from deltic.server.service import Server, Service
 from deltic.text import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -221,9 +222,18 @@ class FakeEngineClient:
 
 def make_app(client: FakeEngineClient, template: str | None = TEMPLATE, **config: Any) -> Any:
     """The application over a fake engine and the byte tokenizer, as model "fake"."""
+    server = Server(ServerConfig(**config))
+    server.add(service_of(server, client, "fake", template))
+    return create_app(server)
+
+
+def service_of(
+    server: Server, client: FakeEngineClient, name: str, template: str | None = TEMPLATE
+) -> Service:
+    """A model that writes, over a fake engine."""
     tokenizer = byte_tokenizer()
     chat = None if template is None else ChatTemplate({"default": template}, tokenizer)
-    return create_app(client, tokenizer, chat, "fake", ServerConfig(**config))  # type: ignore[arg-type]
+    return Service(server, client, tokenizer, chat, name)  # type: ignore[arg-type]
 
 
 @contextmanager

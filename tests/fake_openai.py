@@ -86,7 +86,7 @@ class FakeOpenAI:
 
         if path == "/v1/models":
             return reply(200, {"data": [{"id": "fake"}]})
-        if path == "/v1/audio/voices":
+        if path.partition("?")[0] == "/v1/audio/voices":
             return reply(200, {"voices": ["vivian", "ryan"]})
         if path == "/metrics":
             return reply(200, None)

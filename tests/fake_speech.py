@@ -23,6 +23,9 @@ from deltic.models.speech_shapes import (
     SpeechShape,
 )
 from deltic.server.http import create_app
+from deltic.server.service import Server, Service, SpeechParts
+from deltic.server.speech_prompt import Prompter
+from deltic.server.voices import VoiceStore
 from tests.fake_engine import FakeEngineClient, byte_tokenizer
 
 NAMES = {
@@ -118,13 +121,16 @@ class FakeSpeechClient(FakeEngineClient):
 
 def make_speech_app(client: FakeSpeechClient, voices: Path | None = None, **config: Any) -> Any:
     """The application over a fake engine that speaks and the byte tokenizer, as model "fake"."""
-    return create_app(
-        client,  # type: ignore[arg-type]
-        byte_tokenizer(),
-        None,
-        "fake",
-        ServerConfig(**config),
-        speech=client.shape,
-        voices=voices,
-        is_dummy=True,
-    )
+    server = Server(ServerConfig(**config))
+    server.add(speech_service_of(server, client, "fake", voices))
+    return create_app(server)
+
+
+def speech_service_of(
+    server: Server, client: FakeSpeechClient, name: str, voices: Path | None = None
+) -> Service:
+    """A model that speaks, over a fake engine."""
+    tokenizer = byte_tokenizer()
+    store = VoiceStore(client, voices, server.config)  # type: ignore[arg-type]
+    parts = SpeechParts(Prompter(client.shape, tokenizer, is_dummy=True), store)
+    return Service(server, client, tokenizer, None, name, speech=parts)  # type: ignore[arg-type]

@@ -25,7 +25,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine import loop
+from deltic.engine import process
+from deltic.engine.loop import Progress
 from deltic.engine.request import (
     PAGE_SIZE,
     Chunk,
@@ -510,7 +511,7 @@ class FakeTiers:
             self._runner.states[move.device] = content
 
 
-def build_runner(config: EngineConfig, progress: loop.Progress, step_s: float = 0.0) -> FakeRunner:
+def build_runner(config: EngineConfig, progress: Progress, step_s: float = 0.0) -> FakeRunner:
     """A FakeRunner of the configured sizes. Raises ConfigError for the model "missing"."""
     progress("load", 0.0)
     if config.model == "missing":
@@ -532,7 +533,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("launch")
     args = parser.parse_args()
-    return loop.main(
+    return process.main(
         lambda config, progress: build_runner(config, progress, args.step_ms / 1000), args.launch
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from deltic.remote import LocalServer
 from tests.golden import make
@@ -68,12 +68,15 @@ class Served:
         body: dict[str, Any] = reply.json()
         return body
 
-    def metric(self, name: str) -> float:
-        """A metric by its name and labels; 0 when it has never counted."""
-        found = re.search(
-            rf"^{re.escape('deltic_' + name)} (\S+)$", self.http.get("/metrics").text, re.MULTILINE
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric with these labels, summed over others; 0 when it has never counted."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == f"deltic_{name}" and labels.items() <= sample.labels.items()
         )
-        return float(found.group(1)) if found else 0.0
 
     def is_empty(self) -> bool:
         """No sequence, page or slot in use."""

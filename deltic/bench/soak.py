@@ -82,18 +82,19 @@ def rss_bytes(pid: int) -> int | None:
 
 
 def engine_pid(server_pid: int) -> int | None:
-    """The engine process: the server's child that runs deltic.engine.loop."""
+    """The engine process: the server's child that runs deltic.engine.process."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, LookupError):
             parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == server_pid and b"deltic.engine.loop" in (directory / "cmdline").read_bytes():
+            if parent == server_pid and b"deltic.engine.process" in (directory / "cmdline").read_bytes():
                 return int(directory.name)
     return None
 
 
 def gauges(metrics: str) -> dict[str, float]:
-    """Samples of a /metrics page that have no labels, without the `deltic_` prefix."""
-    return {name: float(value) for name, value in re.findall(r"^deltic_(\w+) (\S+)$", metrics, re.MULTILINE)}
+    """Samples of a /metrics page that have no label but the model's, without the `deltic_` prefix."""
+    found = re.findall(r'^deltic_(\w+){model="[^"]*"} (\S+)$', metrics, re.MULTILINE)
+    return {name: float(value) for name, value in found}
 
 
 def in_use(found: dict[str, float]) -> dict[str, float]:

@@ -224,7 +224,10 @@ async def left_behind(endpoint: Endpoint) -> dict[str, float]:
 async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measures every point. Raises EndpointError when a first small request fails."""
     name = getattr(arguments, "model", None) if arguments.url else None
-    body: dict[str, Any] = {"model": name or await model_name(endpoint), "response_format": "pcm"}
+    body: dict[str, Any] = {
+        "model": name or await model_name(endpoint, speaks=True),
+        "response_format": "pcm",
+    }
     if not arguments.whole:
         body["stream_format"] = "audio"
     body = await with_voice(endpoint, body | fields(arguments, ("stream", "stream_format")))

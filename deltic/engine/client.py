@@ -1,34 +1,28 @@
-"""The HTTP side of the queue: starts the engine process, feeds it, hands out what it says, starts it again.
+"""The HTTP side of the queue of one model: feeds its engine, and hands out what that says.
 
 Everything runs in one asyncio loop and one thread. A step arrives as one message; its outputs go to the
 streams of their requests without a task or a queue object in between, so a token costs a few microseconds
 here.
 
-Each engine process gets its own pair of sockets: nothing meant for one that died can reach the next.
+The process in which the engine runs is the EngineHost's (`host.py`). Each gets its own pair of sockets: nothing meant for one that
+died can reach the next.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
-import shutil
-import signal
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 import zmq
 
 from deltic.config import EngineConfig
-from deltic.engine.loop import Launch
+from deltic.engine.process import ModelLaunch
 from deltic.engine.request import (
     Abort,
     CacheReport,
@@ -54,20 +48,7 @@ from deltic.logs import counted
 
 log = logging.getLogger("deltic.engine.client")
 
-PROGRAM = (sys.executable, "-m", "deltic.engine.loop")
-
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
-
-MAX_EARLY_DEATHS = 3
-"""Deaths in a row, before the process was ready, after which the engine is not started again."""
-
-BACK_OFF_S = 0.25
-MAX_BACK_OFF_S = 8.0
-DEATHS_WINDOW_S = 60.0
-"""Restarts wait the longer, the more deaths there were within the window."""
-
-LAST_WORDS_S = 0.05
-"""What a process said just before it died may still be on its way for this long."""
 
 COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions")
 """The fields of Stats that only grow."""
@@ -82,9 +63,6 @@ SPEECH_COUNTERS = ("n_frames", "n_underruns", "vocoder_s")
 """Those of SpeechStats."""
 
 N_RECENT_STEPS = 240
-
-SHUTDOWN_S = 5.0
-"""How long a process that was told to stop may finish its step before it is killed."""
 
 
 class EngineFailed(RuntimeError):
@@ -156,11 +134,10 @@ class Stream:
 
 
 class EngineClient:
-    """One engine, whatever processes it takes.
+    """One model's engine, in whatever processes its EngineHost starts.
 
     `max_queue` sequences may be open beyond the engine's `max_num_seqs`. `on_event` is called, in the event
-    loop, with everything the engine process says, after the client has taken note. `program` is the command
-    that runs `deltic.engine.loop.main`; a Launch is added to it as its last argument.
+    loop, with everything the engine says, after the client has taken note.
     """
 
     def __init__(
@@ -168,12 +145,8 @@ class EngineClient:
         config: EngineConfig,
         max_queue: int,
         on_event: Callable[[Event], None] | None = None,
-        *,
-        program: tuple[str, ...] = PROGRAM,
-        log_format: str = "text",
     ) -> None:
         self.config = config
-        self._log_format = log_format
         self.max_queue = max_queue
         self.state: State = "starting"
         self.info: EngineInfo | None = None
@@ -184,11 +157,12 @@ class EngineClient:
         self.loading: Loading | None = None
         self.failure: str | None = None
         """Why the last process died or could not start."""
+        self.refusal: str | None = None
+        """Why this process cannot serve the model, once it has said so."""
         self.n_restarts = 0
         self.n_open = 0
         """Sequences whose last output has not come."""
         self._on_event = on_event
-        self._program = program
         self._streams: dict[str, Stream] = {}
         self._inspections: deque[asyncio.Future[CacheReport]] = deque()  # in the order of their questions
         self._encodings: dict[str, deque[asyncio.Future[VoiceEncoded]]] = {}  # by key, in that order, too
@@ -200,29 +174,10 @@ class EngineClient:
         self._all_ended.set()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
         self._commands_endpoint = ""
         self._events: zmq.Socket[bytes] | None = None
         self._events_fd = -1
-        self._directory: Path | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._refusal: str | None = None  # the message, when the process said StartFailed
-        self._n_early_deaths = 0  # in a row, before they were ready
-
-    @property
-    def pid(self) -> int | None:
-        """The engine process, if there is one."""
-        return self._process.pid if self._process and self._process.returncode is None else None
-
-    async def start(self) -> None:
-        """Starts the engine process and returns; it loads meanwhile. Raises OSError when it cannot be started."""
-        self._context = zmq.Context()
-        self._directory = Path(tempfile.mkdtemp(prefix="deltic-"))  # only its owner can enter
-        await self._spawn()
-        self._supervisor = asyncio.create_task(self._supervise())
-        self._supervisor.add_done_callback(self._supervisor_ended)
 
     async def ready(self) -> EngineInfo:
         """Waits until the engine takes requests. Raises EngineFailed when it never will."""
@@ -298,31 +253,6 @@ class EngineClient:
         else:
             self._drops.add(key)
 
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """Takes no more requests, gives those that run `drain_s` seconds, ends the rest and the process."""
-        if self.state == "stopped":
-            return
-        was_ready = self.state == "ready"
-        self._set_state("stopped")
-        if was_ready:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_ended.wait(), drain_s)
-        self._end_all("abort", "the server is shutting down")
-        if was_ready:
-            self._send(Shutdown())
-            await self._exit_within(SHUTDOWN_S)
-        if self._supervisor:
-            self._supervisor.cancel()  # it may wait for the process, or before a restart
-            await asyncio.gather(self._supervisor, return_exceptions=True)
-        if self.pid is not None and self._process:
-            self._process.kill()
-            await self._process.wait()
-        self._hang_up()
-        if self._context:
-            self._context.term()
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
     def why_unavailable(self) -> str:
         """Why `submit` refuses requests at the moment, for whoever sent one."""
         if self.state == "stopped":
@@ -334,114 +264,23 @@ class EngineClient:
         stage = f" ({self.loading.stage}, {self.loading.done:.0%})" if self.loading else ""
         return f"the engine is loading{stage}; try again in a few seconds"
 
-    # The process.
+    # For the EngineHost.
 
-    async def _spawn(self) -> None:
-        """Starts an engine process with sockets of its own. Raises OSError; no socket is left open then."""
-        self._refusal = None
-        try:
-            launch = self._bind()
-            self._process = await asyncio.create_subprocess_exec(
-                *self._program,
-                msgspec.json.encode(launch, enc_hook=str).decode(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # stdout is the server's, or holds the answers of a batch run
-                start_new_session=True,  # Ctrl-C is for the server, which drains
-                # The threads of torch's own pool must not spin on the cores that ours compute on.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
-            )
-        except zmq.ZMQError as error:
-            self._hang_up()
-            raise OSError(error.errno, f"no socket for the engine in {self._directory}: {error}") from None
-        except OSError:
-            self._hang_up()
-            raise
-
-    def _bind(self) -> Launch:
-        """Makes the sockets of the next process; what to tell it."""
-        assert self._context and self._directory
-        endpoint = f"ipc://{self._directory}/{self.n_restarts}"
-        self._events, self._commands = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+    def open(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> ModelLaunch:
+        """Makes the sockets of the next process, whose names begin with `endpoint`; what to tell it. Raises ZMQError."""
+        self.refusal = None
+        endpoint = f"{endpoint}-{self.n_restarts}"
+        self._events, self._commands = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (self._events, self._commands):
             socket.set_hwm(0)  # `submit` bounds what is open; a socket must not block the event loop
             socket.linger = 0
         self._events.bind(f"{endpoint}-events")
         self._events_fd = self._events.fileno()
-        asyncio.get_running_loop().add_reader(self._events_fd, self._receive)
+        asyncio.get_running_loop().add_reader(self._events_fd, self.receive)
         self._commands_endpoint = f"{endpoint}-commands"
-        return Launch(
-            config=self.config,
-            commands=self._commands_endpoint,
-            events=f"{endpoint}-events",
-            parent_pid=os.getpid(),
-            started_at=time.time(),
-            log_format=self._log_format,
-        )
+        return ModelLaunch(self.config, commands=self._commands_endpoint, events=f"{endpoint}-events")
 
-    async def _supervise(self) -> None:
-        """Waits for the process to end and starts the next, until there is no hope or `stop` cancels this."""
-        deaths: list[float] = []
-        while True:
-            assert self._process
-            code = await self._process.wait()
-            if self.state == "stopped":
-                self._end_all("error", "the engine process ended while the server was shutting down")
-                return
-            was_ready = self._is_ready()
-            self._set_state("restarting")
-            await asyncio.sleep(LAST_WORDS_S)
-            self._receive()
-            if self._is_ready():  # it said so just before it died
-                was_ready = True
-                self._set_state("restarting")
-            self._hang_up()
-            self.failure = self._refusal or f"the engine process ended ({_describe(code)})"
-            log.error("%s", self.failure)
-            self._end_all("error", f"{self.failure}; send the request again")
-            self._forget_gauges()
-            deaths = [t for t in deaths if time.monotonic() - t < DEATHS_WINDOW_S] + [time.monotonic()]
-            self._n_early_deaths = 0 if was_ready else self._n_early_deaths + 1
-            refused_at_first = self._refusal is not None and self.info is None
-            if refused_at_first or self._n_early_deaths >= MAX_EARLY_DEATHS:
-                self._set_state("failed")
-                return
-            # The first restart is at once; then ever longer, since whatever kills it may go on doing so.
-            await asyncio.sleep(min(BACK_OFF_S * (2 ** (len(deaths) - 1) - 1), MAX_BACK_OFF_S))
-            self.n_restarts += 1
-            log.info("starting the engine process again")
-            try:
-                await self._spawn()
-            except OSError as error:
-                self.failure = f"the engine process cannot be started again: {error}"
-                log.error("%s", self.failure)
-                self._set_state("failed")
-                return
-
-    def _supervisor_ended(self, supervisor: asyncio.Task[None]) -> None:
-        """A supervisor that raised leaves nobody to say that the engine died: better no engine, and to say so."""
-        error = None if supervisor.cancelled() else supervisor.exception()
-        if error is None:
-            return
-        log.critical("the supervisor of the engine process failed", exc_info=error)
-        self.failure = f"the server lost control of the engine process ({type(error).__name__}: {error})"
-        if self.state != "stopped":
-            self._set_state("failed")
-        self._hang_up()
-        self._end_all("error", f"{self.failure}; start the server again")
-        self._forget_gauges()
-        if self.pid is not None and self._process:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-
-    def _is_ready(self) -> bool:
-        return self.state == "ready"
-
-    async def _exit_within(self, seconds: float) -> None:
-        if self._process:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), seconds)
-
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
         """Closes the sockets of a process that is gone."""
         if self._events is None or self._commands is None:
             return
@@ -452,13 +291,46 @@ class EngineClient:
         self._commands.close()
         self._events = self._commands = None
 
+    def lose(self, failure: str, message: str) -> None:
+        """The process is gone, and why: ends what is open with `message`."""
+        self.hang_up()
+        self.failure = failure
+        self.end_all("error", message)
+        self._forget_gauges()
+
+    def end_all(self, reason: FinishReason, message: str) -> None:
+        """Ends every request and question that is open."""
+        for stream in list(self._streams.values()):
+            self._note_ended(stream, stream.end(reason, message))
+        while self._inspections:
+            answer = self._inspections.popleft()
+            if not answer.done():
+                answer.set_exception(EngineUnavailable(message))
+        for encoding in [answer for answers in self._encodings.values() for answer in answers]:
+            if not encoding.done():
+                encoding.set_exception(EngineUnavailable(message))
+        self._encodings.clear()
+
+    async def drained(self) -> None:
+        """Waits until no request is open."""
+        await self._all_ended.wait()
+
+    def send_shutdown(self) -> None:
+        """Tells the process, with all its engines, to stop."""
+        self._send(Shutdown())
+
+    def set_state(self, state: State) -> None:
+        self.state = state
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
+
     # Messages.
 
     def _send(self, command: Command) -> None:
         if self._commands is not None:
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
         """Takes every message that has come, then delivers. None may be left: the socket signals only new ones."""
         fed: list[Stream] = []
         while self._events is not None:
@@ -503,17 +375,16 @@ class EngineClient:
         elif isinstance(event, Loading):
             self.loading = event
         elif isinstance(event, StartFailed):
-            self._refusal = event.message
+            self.refusal = event.message
         elif self.state != "stopped" and self._commands is not None:
             # Only now: the process has bound its end, and a command sent before could not be answered.
             self._commands.connect(self._commands_endpoint)
             self.info, self.loading = event.info, None
-            self._n_early_deaths = 0
-            self._set_state("ready")
+            self.set_state("ready")
             while self._drops:
                 self._send(DropVoice(self._drops.pop()))
             if self.n_restarts:
-                log.info("the engine is ready again")
+                log.info("%s is ready again", event.info.model_name)
 
     def _note_ended(self, stream: Stream, n: int) -> None:
         """`n` sequences of `stream` had their last output."""
@@ -523,18 +394,6 @@ class EngineClient:
             self._mean_request_s += 0.1 * (time.monotonic() - stream.submitted_s - self._mean_request_s)
             if not self._streams:
                 self._all_ended.set()
-
-    def _end_all(self, reason: FinishReason, message: str) -> None:
-        for stream in list(self._streams.values()):
-            self._note_ended(stream, stream.end(reason, message))
-        while self._inspections:
-            answer = self._inspections.popleft()
-            if not answer.done():
-                answer.set_exception(EngineUnavailable(message))
-        for encoding in [answer for answers in self._encodings.values() for answer in answers]:
-            if not encoding.done():
-                encoding.set_exception(EngineUnavailable(message))
-        self._encodings.clear()
 
     def _count(self, stats: Stats) -> None:
         """Takes the gauges as they are, and the counters on top of those of the processes that died."""
@@ -561,11 +420,6 @@ class EngineClient:
                 kept.speech = SpeechStats()
                 _add(kept.speech, last.speech, SPEECH_COUNTERS)
 
-    def _set_state(self, state: State) -> None:
-        self.state = state
-        self._state_changed.set()
-        self._state_changed = asyncio.Event()
-
     def _retry_after_s(self, n_waiting: int) -> int:
         """When one of those that wait will have got its turn, if requests go on taking as long as the last did."""
         assert self.info
@@ -581,12 +435,3 @@ def _add(stats: Counted, earlier: Counted, counters: tuple[str, ...]) -> None:
         else:
             total = now + before
         setattr(stats, name, total)
-
-
-def _describe(code: int) -> str:
-    """An exit status in words."""
-    if code < 0:
-        with contextlib.suppress(ValueError):  # a signal without a name, as the real-time ones
-            return f"killed by {signal.Signals(-code).name}"
-        return f"killed by signal {-code}"
-    return f"exit status {code}"

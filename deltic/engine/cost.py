@@ -72,6 +72,8 @@ class StepCost:
 
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
+        self.is_shared = False
+        """Whether a step without decodes is held to the target, too, since others wait for it."""
         self.curve: list[tuple[int, float]] = []
         """(rows, seconds), ascending, at least two. Empty: nothing is known."""
         self.per_decode_s = self.per_key_s = self.per_pair_s = 0.0
@@ -108,11 +110,11 @@ class StepCost:
         return min(most, PAGE_SIZE * bisect_right(sizes, self.target_s, key=with_blocks))
 
     def observe(self, load: Load, seconds: float) -> None:
-        """Learns from a step that ran, if it is of the kind that is estimated: with prefill and decodes."""
+        """Learns from a step that ran, if it is of the kind that is estimated: with prefill, and somebody who waits."""
         if not self.curve:
             if load.n_rows >= PAGE_SIZE:
                 self._know_rows([(0, 0.0), (load.n_rows, seconds)])
-        elif load.n_rows and load.n_decodes:
+        elif load.n_rows and (load.n_decodes or self.is_shared):
             self._ratios.append(seconds * self.scale / max(1e-9, self.seconds(load)))
             n_ignored = N_ACCIDENTS * len(self._ratios) // N_RATIOS
             self.scale = max(1e-3, sorted(self._ratios)[-1 - n_ignored])

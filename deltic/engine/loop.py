@@ -1,30 +1,16 @@
-"""The engine: scheduler, cache and runner put together, and the process that serves it over two sockets.
+"""The engine of one model: scheduler, cache and runner put together, requests in, steps, outputs out.
 
-`Engine` is synchronous and knows no sockets; the offline API uses it as it is. `main` is the engine process:
-commands in, step, outputs out. It takes everything that waits in its queue before each step, never waits for
-the queue while there is work, and sends the outputs of a step as one message.
-
-The process ends when its parent does, when told to, and when it can no longer be trusted: a scheduler that
-raises, pages that do not add up, steps that fail one after another. The client starts a new one.
+It is synchronous and knows no sockets: the engine process (`process.py`) and the offline API run it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import math
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-import msgspec
-import zmq
 
 from deltic import logs
 from deltic.config import EngineConfig
@@ -33,54 +19,32 @@ from deltic.engine.constraint import Guides
 from deltic.engine.request import (
     MAX_BIASES,
     MAX_LOGPROBS,
-    Abort,
-    CacheReport,
-    Command,
     Constraint,
-    DropVoice,
     EncodeVoice,
     EngineInfo,
-    Event,
-    InspectCache,
-    Loading,
     Output,
-    Ready,
     Request,
-    Shutdown,
-    StartFailed,
     Stats,
     Step,
-    StepOutputs,
     StepResult,
     VoiceEncoded,
 )
 from deltic.engine.scheduler import RequestError, Scheduler
-from deltic.engine.speech import SpeechStage
+from deltic.engine.speech import FRAME_S, SpeechStage
 from deltic.engine.tiers import Tiers
 from deltic.engine.trace import Trace
 from deltic.engine.tree import Geometry
-from deltic.models.checkpoint import text_directory
 
 log = logging.getLogger("deltic.engine")
 
 MAX_FAILURES = 3
 """Steps that may fail in a row before the process gives up on itself."""
 
-OUT_OF_MEMORY = "out of memory while loading; free some, or lower --memory-gb"
-
 MOVE_WAIT_S = 0.005
 """How long a step waits for the tiers when there is nothing else to do; then commands are looked at again."""
 
-CLOSE_S = 4.0
-"""How long a process that was told to stop goes on writing to --cache-dir: less than the client waits (SHUTDOWN_S)."""
-
-CHECK_S = 60.0
-"""An idle process looks whether everything adds up, but not oftener than this."""
-
-IDLE_POLL_S = 1.0
-"""How long an idle process waits before it looks whether its parent still lives."""
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SHARED_WAIT_S = 0.0005
+"""The same where another engine has work."""
 
 Progress = Callable[[str, float], None]
 """Called with the name of a stage of the start and the part of it that is done, 0 to 1."""
@@ -135,20 +99,6 @@ class SpeechStepRunner(StepRunner, Protocol):
 
 
 Build = Callable[[EngineConfig, Progress], StepRunner]
-
-
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client tells the process it starts, as JSON in its last argument."""
-
-    config: EngineConfig
-    commands: str
-    """Endpoint that the process binds; the client connects to it once the process is ready."""
-    events: str
-    """Endpoint that the client has bound."""
-    parent_pid: int
-    started_at: float
-    """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
-    log_format: str = "text"
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -239,6 +189,10 @@ class Engine:
         self.n_failures = 0
         """Steps that failed since the last one that did not."""
         self.last_step_s = 0.0
+        self.turn_s = 0.0
+        """What the last `step` took, with its audio."""
+        self.target_s = (max_itl_ms or math.inf) / 1000
+        self._is_alone = True
         self.trace: Trace | None = None
 
     def fit_cost(self) -> None:
@@ -280,12 +234,30 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.n_open > 0 or (self.stage is not None and self.stage.has_work())
 
+    def share(self, others: list[Engine]) -> None:
+        """Who else has work, in turns with this engine in one thread: nobody's next token comes before all have had theirs. So the
+        shortest target is divided among the steps (a frame's time, where one of them speaks), a prefill is cut to it though
+        nothing decodes here, and audio that would be late after the others' turns goes first."""
+        n, cost, stage = 1 + len(others), self.scheduler.cost, self.stage
+        self._is_alone = n == 1
+        if cost is not None:
+            engines = (self, *others)
+            targets = [engine.target_s for engine in engines]
+            if n > 1 and any(engine.stage is not None for engine in engines):
+                targets.append(FRAME_S)
+            cost.target_s, cost.is_shared = min(targets) / n, n > 1
+        if stage is not None:
+            stage.others_s = sum(engine.turn_s for engine in others)
+
     def step(self) -> list[Output]:
         """Runs one step, and of a speech model the vocoder beside it or instead. A step that fails ends its sequences with an
         error; the others go on."""
-        stage = self.stage
-        if stage is None:
-            return self._step()
+        begin = time.perf_counter()
+        outputs = self._step() if self.stage is None else self._speak(self.stage)
+        self.turn_s = time.perf_counter() - begin
+        return outputs
+
+    def _speak(self, stage: SpeechStage) -> list[Output]:
         if stage.comes_first() or not self.scheduler.n_open:
             return self._vocode(stage)
         stage.step_begins()
@@ -306,7 +278,8 @@ class Engine:
         step = self.scheduler.plan()
         if step is None:
             if self.scheduler.n_open and not ended:  # all that is open waits for a mask, or for the tiers
-                (self.guides if self.guides.n_busy else self.cache.store).wait(MOVE_WAIT_S)
+                wait_s = MOVE_WAIT_S if self._is_alone else SHARED_WAIT_S
+                (self.guides if self.guides.n_busy else self.cache.store).wait(wait_s)
             return self._traced(ended)
         planned = time.perf_counter()
         try:
@@ -383,195 +356,3 @@ class Engine:
         self.scheduler.check()
         if self.stage is not None:
             self.stage.check()
-
-
-def _wake_gpu() -> None:
-    """Has the driver make the context that torch will use, while torch is imported. Does nothing without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-
-
-class EngineProcess:
-    """An engine between its two sockets."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-        self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PULL)
-        self._events = self._context.socket(zmq.PUSH)
-        for socket in (self._commands, self._events):
-            socket.set_hwm(0)  # the client bounds what is open; a limit here would only block the step
-        self._commands.bind(launch.commands)
-        self._events.connect(launch.events)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-
-    def send(self, event: Event) -> None:
-        self._events.send(self._encoder.encode(event))
-
-    def close(self) -> None:
-        """Closes the sockets; what was sent gets a second to arrive."""
-        self._commands.close(linger=0)
-        self._events.close(linger=1000)
-        self._context.term()
-
-    def progress(self, stage: str, done: float) -> None:
-        self.send(Loading(stage, done))
-
-    def load(self, build: Build | None) -> Engine | None:
-        """Builds the engine and says so; None when it cannot be built, which is said too."""
-        start_s = {"python": time.time() - self.launch.started_at}
-        is_fake = build is not None
-        try:
-            if build is None:
-                self.progress("import", 0.0)
-                start = time.perf_counter()
-                if self.launch.config.device != "cpu" and self.launch.config.quantize is None:
-                    threading.Thread(target=_wake_gpu, daemon=True).start()
-                from deltic.engine.build import build_for_device  # imports torch
-
-                start_s["import"] = time.perf_counter() - start
-                build = build_for_device
-            config = self.launch.config
-            trace = Trace(config.trace) if config.trace is not None else None
-            engine = Engine(
-                build(config, self.progress),
-                config.max_itl_ms or None,
-                lambda: text_directory(config) / "tokenizer.json",
-            )
-        except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
-            text = str(error)
-            out_of_memory = (
-                isinstance(error, MemoryError) or "t allocate memory" in text or "out of memory" in text
-            )
-            if isinstance(error, RuntimeError) and not out_of_memory:
-                raise
-            self.send(StartFailed(OUT_OF_MEMORY if out_of_memory else str(error)))
-            return None
-        if "torch" in sys.modules:  # its threads have nothing left to do that is worth a core
-            sys.modules["torch"].set_num_threads(1)
-        start = time.perf_counter()
-        if not is_fake:
-            engine.fit_cost()
-        engine.trace = trace
-        engine.info.start_s = start_s | engine.info.start_s | {"fit": round(time.perf_counter() - start, 3)}
-        # What was loaded stays: the collector need not walk it again, nor pause a step for it.
-        gc.collect()
-        gc.freeze()
-        self.send(Ready(engine.info))
-        self.send(StepOutputs([], engine.stats()))
-        return engine
-
-    def serve(self, engine: Engine) -> int:
-        """Runs until told to stop; the exit status."""
-        was_idle, checked_s = True, 0.0
-        while self._parent_lives():
-            outputs: list[Output] = []
-            if not self._obey(engine, outputs):
-                engine.close(CLOSE_S)
-                return 0
-            if engine.voices is not None:
-                for encoded in engine.voices.poll():
-                    self.send(encoded)
-            busy = engine.has_work()
-            if busy:
-                outputs += engine.step()
-            if busy or outputs:
-                self.send(StepOutputs(outputs, engine.stats()))
-                was_idle = False
-            if engine.n_failures >= MAX_FAILURES:
-                log.critical("%d steps failed in a row; the engine process gives up", engine.n_failures)
-                return 1
-            if not engine.has_work():
-                if not was_idle and time.monotonic() - checked_s > CHECK_S:
-                    engine.check()  # walks the whole tree
-                    checked_s = time.monotonic()
-                was_idle = True
-                engine.cache.store.poll()
-                wait_s = MOVE_WAIT_S if engine.cache.store.n_moving else IDLE_POLL_S
-                if engine.voices is not None and engine.voices.is_waiting:
-                    wait_s = 0.0 if engine.voices.has_work else MOVE_WAIT_S
-                came = self._commands.poll(int(wait_s * 1000))
-                if not came and wait_s == IDLE_POLL_S:
-                    engine.guides.prepare()
-        return 0
-
-    def _obey(self, engine: Engine, outputs: list[Output]) -> bool:
-        """Takes every command that waits; False when told to stop."""
-        while int(self._commands.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            message = self._commands.recv()
-            try:
-                command = self._decoder.decode(message)
-            except msgspec.ValidationError as error:
-                outputs += _refusals(message, str(error))
-                continue
-            if isinstance(command, Abort):
-                outputs += engine.abort(command.id, command.index, command.if_waiting)
-            elif isinstance(command, Shutdown):
-                return False
-            elif isinstance(command, InspectCache):
-                if command.reset:
-                    engine.reset_cache()
-                self.send(StepOutputs([], engine.stats()))
-                self.send(CacheReport(engine.cache_summary()))
-            elif isinstance(command, EncodeVoice):
-                refusal = engine.encode_voice(command)
-                if refusal is not None:
-                    self.send(refusal)
-            elif isinstance(command, DropVoice):
-                if engine.voices is not None:
-                    engine.voices.drop(command.key)
-            else:
-                try:
-                    engine.add(command)
-                except RequestError as error:
-                    outputs += _refusals(message, str(error))
-        return True
-
-    def _parent_lives(self) -> bool:
-        return os.getppid() == self.launch.parent_pid
-
-
-def _refusals(message: bytes, error: str) -> list[Output]:
-    """An error for each sequence of a request that cannot be run, or whose fields have not even the right types."""
-    command = msgspec.msgpack.decode(message)
-    n = command.get("params", {}).get("n", 1)
-    return [Output(command["id"], index, finish_reason="error", error=error) for index in range(n)]
-
-
-def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Asks the kernel, where it can be asked, to signal this process when the one that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
-
-
-def main(build: Build | None = None, argument: str | None = None) -> int:
-    """The engine process; the exit status. `argument` is a Launch as JSON, by default the last of the command line."""
-    die_with_parent()
-    # The terminal's Ctrl-C and a service manager's SIGTERM go to every process; the server drains, then says
-    # Shutdown.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    launch = msgspec.json.decode(
-        argument or sys.argv[-1],
-        type=Launch,
-        dec_hook=lambda kind, value: kind(value),  # paths, as texts
-    )
-    logs.set_up("info", launch.log_format, "%(levelname)s %(name)s: %(message)s")
-    if os.getppid() != launch.parent_pid:  # it ended before the kernel was asked to tell
-        return 1
-    process = EngineProcess(launch)
-    try:
-        engine = process.load(build)
-        return process.serve(engine) if engine else 1
-    finally:
-        process.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -365,7 +365,8 @@ class Scheduler:
         n_decodes = len(step.chunks)
         budget = self.max_step_tokens - (n_decodes if self.canonical_decode else 0)
         budget = max(budget, PAGE_SIZE)  # decodes may slow a prefill, not stop it
-        load = Load.of(step.chunks, self.block_size) if self.cost and self._decodes else None
+        cost = self.cost
+        load = Load.of(step.chunks, self.block_size) if cost and (self._decodes or cost.is_shared) else None
         n_rows = self.max_logit_rows - n_decodes
         candidates = (s for s in self._waiting[:] if not self._is_held(s))
         candidate = next(candidates, None)
@@ -378,10 +379,9 @@ class Scheduler:
                 continue
             if not sequence:
                 break
-            most = budget
-            if self.cost and load:
-                most = self.cost.room(load, sequence.n_computed, budget)
-                most = most if load.n_rows else max(most, min(budget, PAGE_SIZE))
+            most = cost.room(load, sequence.n_computed, budget) if cost and load else budget
+            if not (load and load.n_rows):
+                most = max(most, min(budget, PAGE_SIZE))
             length = self._chunk_length(sequence, most, n_rows)
             if not length:
                 break  # first come, first served: nobody overtakes a prefill that lacks budget or pages

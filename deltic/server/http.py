@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,13 +29,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from deltic import __version__
-from deltic.config import ServerConfig
-from deltic.engine.client import EngineClient
-from deltic.models.speech_shapes import SAMPLE_RATE, SpeechShape
+from deltic.models.speech_shapes import SAMPLE_RATE
 from deltic.server import anthropic, anthropic_protocol, protocol, speech, speech_protocol
 from deltic.server.access import Access
 from deltic.server.audio import MEDIA_TYPES
-from deltic.server.chat import ChatTemplate, render
+from deltic.server.chat import render
 from deltic.server.completions import chat_completions, completions
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import RATE_HEADERS, TICKET, Ticket
@@ -51,17 +48,15 @@ from deltic.server.responses import (
     list_input_items,
 )
 from deltic.server.responses_protocol import ResponsesRequest
-from deltic.server.service import Service, SpeechParts
-from deltic.server.speech_prompt import Prompter
+from deltic.server.service import Kind, Server, Service, SpeechParts
 from deltic.server.speech_socket import PATH, converse
 from deltic.server.transport import (
+    BODY,
     SERVER_SEND,
     error_response,
     json_response,
     read_body,
 )
-from deltic.server.voices import VoiceStore
-from deltic.text import Tokenizer
 
 log = logging.getLogger("deltic.server")
 
@@ -89,6 +84,10 @@ class Route:
     """The struct of its JSON body."""
     open_: bool = False
     """No key is needed."""
+    kind: Kind = "text"
+    """What the model makes that is asked when the request names none."""
+    takes_model: bool = False
+    """The query's `model` names one; else the body's does, if there is one."""
     generates: bool = False
     """The limits of a key hold here."""
     form: bool = False
@@ -97,32 +96,13 @@ class Route:
     """The media types of its answers, beside event streams."""
 
 
-def create_app(
-    client: EngineClient,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    model_name: str,
-    config: ServerConfig,
-    defaults: protocol.SamplingDefaults | None = None,
-    *,
-    speech: SpeechShape | None = None,
-    voices: Path | None = None,
-    is_dummy: bool = False,
-) -> FastAPI:
-    """The application. `app.state.service` is its Service.
-
-    speech: of a model that speaks; voices: where uploaded voices are kept; is_dummy: it has another model's tokenizer.
-    Raises TokenizerError."""
-    parts = None
-    if speech is not None:
-        prompts = Prompter(speech, tokenizer, is_dummy=is_dummy)
-        parts = SpeechParts(prompts, VoiceStore(client, voices, config))
-    defaults = defaults or protocol.SamplingDefaults()
-    service = Service(client, tokenizer, template, model_name, config, defaults, parts)
+def create_app(server: Server) -> FastAPI:
+    """The application. `app.state.server` is its Server."""
     # No generated documentation: the bodies are not the framework's, so it would be empty.
     app = Application(title="Deltic", version=__version__, openapi_url=None)
-    app.state.service = service
-    access = Access(config, service.accounts)
+    app.state.server = server
+    config = server.config
+    access = Access(config, server.accounts)
 
     def add(route: Route) -> None:
         async def bound(request: Request) -> ASGIApp:
@@ -131,16 +111,16 @@ def create_app(
             ticket.account = access.check(request, open_=route.open_, takes_form=route.form)
             if route.generates:
                 ticket.enter()
-            return await route.endpoint(service, request)
+            return await route.endpoint(await asked_model(server, route, request), request)
 
         app.add_route(route.path, _answering(bound), methods=[route.method])
 
     for route in ROUTES:
         add(route)
-    if parts is not None:
+    if server.of("speech"):
 
         async def bound_socket(socket: WebSocket) -> None:
-            await converse(service, access, socket, log_request)
+            await converse(server, access, socket, log_request)
 
         app.router.routes.append(WebSocketRoute(PATH, bound_socket))
     app.add_exception_handler(HTTPException, _framework_error)
@@ -152,8 +132,35 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after", *RATE_HEADERS],
         )
-    app.add_middleware(Envelope, service=service)
+    app.add_middleware(Envelope, server=server)
     return app
+
+
+class _Model(msgspec.Struct):
+    """Of a body, what says whose it is."""
+
+    model: str | None = None
+
+
+def _model_in(body: bytes) -> str | None:
+    """None for a body that the endpoint will refuse, too."""
+    try:
+        return msgspec.json.decode(body, type=_Model).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+async def asked_model(server: Server, route: Route, request: Request) -> Service:
+    """The model that a request names, or the first of the route's kind. Raises ApiError (404; what reading a body does).
+
+    Where there is but one, its endpoint looks at the name in the body."""
+    service, name = server.first(route.kind), None
+    if route.takes_model:
+        name = request.query_params.get("model")
+    elif route.body is not None and not route.form and len(server.models) > 1:
+        body = request.scope[BODY] = await read_body(request, server.config.max_body_mb)
+        name = await service.prepare(len(body), lambda: _model_in(body), request)
+    return service if name is None else server.find(name)
 
 
 class Application(FastAPI):
@@ -182,7 +189,7 @@ def _answering(
 
 
 DECLINED = {
-    f"/v1/{name}": f"this server has one model, for text or speech, and {why}"
+    f"/v1/{name}": f"the models here write or speak; this server {why}"
     for names, why in {
         ("embeddings", "rerank", "score"): "makes no embeddings or scores",
         ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
@@ -222,9 +229,9 @@ class Envelope:
     body, by which the engine knows it.
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app = app
-        self._service = service
+        self._server = server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -239,7 +246,7 @@ class Envelope:
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope["deltic.request_id"] = request_id
         status = 0
-        ticket = scope[TICKET] = Ticket(self._service.config)
+        ticket = scope[TICKET] = Ticket(self._server.config)
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -263,11 +270,11 @@ class Envelope:
                     408, "the body did not come in time", code="request_timeout", headers=CLOSE
                 ) from None
             is_whole = not message.get("more_body", False)
-            if self._service.config.log_prompts:
+            if self._server.config.log_prompts:
                 ticket.body += message.get("body", b"")
             return message
 
-        self._service.n_open += 1
+        self._server.n_open += 1
         try:
             await self._app(scope, receive_body, send_marked)
         except Exception:
@@ -276,10 +283,10 @@ class Envelope:
                 error = ApiError(500, f"an error inside the server; its log has more under {request_id}")
                 await error_response(error, scope)(scope, receive, send_marked)
         finally:
-            self._service.n_open -= 1
+            self._server.n_open -= 1
             route = scope.get("deltic.route", "other")
             status = status or CLIENT_GONE
-            self._service.metrics.responses[route, status] += 1
+            self._server.metrics.responses[route, status] += 1
             ticket.end(status)
             if route not in QUIET:
                 log_request(
@@ -304,7 +311,7 @@ class Envelope:
             log.exception("%r %s", scope["path"], request_id)
             status = 500
         finally:
-            self._service.metrics.responses[PATH if scope["path"] == PATH else "other", status] += 1
+            self._server.metrics.responses[PATH if scope["path"] == PATH else "other", status] += 1
             log_request(
                 "WEBSOCKET", PATH if scope["path"] == PATH else "other", status, ticket, request_id, "-"
             )
@@ -333,25 +340,26 @@ def log_request(
 
 
 async def list_models(service: Service, request: Request) -> ASGIApp:
-    """GET /v1/models: the one there is."""
-    ends = dict.fromkeys(("first_id", "last_id"), service.model_name)  # Anthropic's form of a list
-    return json_response({"object": "list", "data": [model_card(service)], "has_more": False} | ends)
+    """GET /v1/models: those there are."""
+    cards = [model_card(one) for one in service.server.models.values()]
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
+    return json_response({"object": "list", "data": cards, "has_more": False} | ends)
 
 
 async def get_model(service: Service, request: Request) -> ASGIApp:
-    """GET /v1/models/{model:path}: the one there is, by its name."""
-    service.check_model(request.path_params["model"])
-    return json_response(model_card(service))
+    """GET /v1/models/{model:path}: one of them, by its name."""
+    return json_response(model_card(service.server.find(request.path_params["model"])))
 
 
 def model_card(service: Service) -> dict[str, Any]:
     info = service.client.info
     limit = protocol.context_limit(info) if info else None
-    at = datetime.datetime.fromtimestamp(service.started_s, datetime.UTC)
+    started_s = service.server.started_s
+    at = datetime.datetime.fromtimestamp(started_s, datetime.UTC)
     return {
         "id": service.model_name,
         "object": "model",
-        "created": service.started_s,
+        "created": started_s,
         "owned_by": "deltic",
         "max_model_len": info.max_model_len if info else None,
         # What other clients look for, under names of their own.
@@ -421,7 +429,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
 
 async def metrics(service: Service, request: Request) -> ASGIApp:
     """GET /metrics: numbers for Prometheus."""
-    return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(service.server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def inspect_cache(service: Service, request: Request) -> ASGIApp:
@@ -437,14 +445,14 @@ async def reset_cache(service: Service, request: Request) -> ASGIApp:
 
 
 async def health(service: Service, request: Request) -> ASGIApp:
-    """GET /health: 200 while requests are taken; a load balancer looks here."""
-    status = service.status()
+    """GET /health: 200 while all models take requests; a load balancer looks here."""
+    status = service.server.status()
     return json_response(status, 200 if status["status"] == "ready" else 503)
 
 
 async def ready(service: Service, request: Request) -> ASGIApp:
-    """GET /ready: 200 once the model is loaded; until then how far it is."""
-    status = service.status()
+    """GET /ready: 200 once all models are loaded; until then how far they are."""
+    status = service.server.status()
     if status["status"] == "ready" and service.client.info is not None:
         return json_response(status | {"model": service.model_name, "start_s": service.client.info.start_s})
     return json_response(status, 503)
@@ -482,21 +490,37 @@ ROUTES = (
         "/v1/audio/speech",
         speech.speak,
         speech_protocol.SpeechRequest,
+        kind="speech",
         generates=True,
         gives=tuple(MEDIA_TYPES.values()),
     ),
-    Route("POST", "/v1/audio/speech/batch", speech.speak_batch, speech_protocol.BatchRequest, generates=True),
-    Route("GET", "/v1/audio/voices", speech.list_voices),
-    Route("POST", "/v1/audio/voices", speech.add_voice, speech_protocol.VoiceForm, form=True, generates=True),
-    Route("DELETE", "/v1/audio/voices/{name}", speech.delete_voice),
+    Route(
+        "POST",
+        "/v1/audio/speech/batch",
+        speech.speak_batch,
+        speech_protocol.BatchRequest,
+        kind="speech",
+        generates=True,
+    ),
+    Route("GET", "/v1/audio/voices", speech.list_voices, kind="speech", takes_model=True),
+    Route(
+        "POST",
+        "/v1/audio/voices",
+        speech.add_voice,
+        speech_protocol.VoiceForm,
+        kind="speech",
+        form=True,
+        generates=True,
+    ),
+    Route("DELETE", "/v1/audio/voices/{name}", speech.delete_voice, kind="speech", takes_model=True),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", get_model),
     Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
     Route("GET", "/metrics", metrics, gives=("text/plain",)),
-    Route("GET", "/cache", inspect_cache),
-    Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest),
-    Route("GET", "/live", live),
+    Route("GET", "/cache", inspect_cache, takes_model=True),
+    Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, takes_model=True),
+    Route("GET", "/live", live, takes_model=True),
     Route("GET", "/", page, open_=True, gives=("text/html",)),
     Route("GET", "/health", health, open_=True),
     Route("GET", "/ready", ready, open_=True),

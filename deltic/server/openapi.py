@@ -82,12 +82,14 @@ def _operation(route: Any, path: str) -> dict[str, Any]:
     if route.open_:
         responses["503"] = {"description": "The engine is not ready.", "content": {"application/json": {}}}
     operation: dict[str, Any] = {"summary": summary or path, "responses": responses}
-    names = re.findall(r"\{(\w+)\}", path)
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    if route.takes_model:
+        parameters.append({"name": "model", "in": "query", "schema": {"type": "string"}})
+    if parameters:
+        operation["parameters"] = parameters
     if not route.open_:
         operation["security"] = [{"key": []}, {}]  # a server may be without keys
     return operation

@@ -67,7 +67,7 @@ async def live(service: Service, request: Request) -> ASGIApp:
         "model": service.model_name,
         "version": __version__,
         **service.status(),
-        "uptime_s": round(time.time() - service.started_s, 3),
+        "uptime_s": round(time.time() - service.server.started_s, 3),
         "n_restarts": client.n_restarts,
         "engine": client.info,
         "stats": msgspec.structs.asdict(client.stats) | {"cache": msgspec.structs.asdict(client.stats.cache)},

@@ -61,7 +61,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
         if said.is_stored:
             turns = (*asked.history, asked.turn)
             items = Turn([(item["id"], _encode(item)) for item in said.output])
-            service.responses.add(response_id, Stored(asked.owner, said.body(), turns, items))
+            service.server.responses.add(response_id, Stored(asked.owner, said.body(), turns, items))
         return event
 
     if asked.request.stream:
@@ -94,7 +94,7 @@ async def _read(
     """The request in a body, and `work` on the chat that it makes. Raises ApiError."""
     body = await read_body(request, service.config.max_body_mb)
     ticket: Ticket = request.scope[TICKET]
-    store, owner = service.responses, ticket.owner
+    store, owner = service.server.responses, ticket.owner
 
     def read() -> tuple[wire.ResponsesRequest, list[tuple[str, bytes]]]:
         asked = protocol.parse(body, wire.ResponsesRequest)
@@ -171,7 +171,7 @@ async def delete_response(service: Service, request: Request) -> ASGIApp:
     """Lets go of a response; those that continue it stay."""
     _stored(service, request)
     response_id = request.path_params["response_id"]
-    service.responses.remove(response_id)
+    service.server.responses.remove(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -215,7 +215,7 @@ async def list_input_items(service: Service, request: Request) -> ASGIApp:
 def _stored(service: Service, request: Request) -> Stored:
     """The response that the path names. Raises ApiError (404)."""
     response_id, ticket = request.path_params["response_id"], request.scope[TICKET]
-    found = service.responses.get(response_id, ticket.owner)
+    found = service.server.responses.get(response_id, ticket.owner)
     if found is None:
         raise ApiError(404, f"Response with id {response_id!r} not found.", kind="invalid_request_error")
     return found
@@ -239,7 +239,7 @@ class ResponseAnswer:
 
     def __init__(self, response_id: str, asked: wire.ResponsesRequest, service: Service) -> None:
         self.output: list[dict[str, Any]] = []
-        self.is_stored = asked.store is not False and bool(service.responses.most)
+        self.is_stored = asked.store is not False and bool(service.server.responses.most)
         self._asked = asked
         self._plain = _echo(asked, service) | {
             "id": response_id,

@@ -1,4 +1,4 @@
-"""The server process: the engine is started first, everything else is imported and built while it loads.
+"""The server process: the engines are started first, everything else is imported and built while they load.
 
 SIGTERM or Ctrl-C: new requests get 503, those that run may finish within `drain_s`, then the rest is ended. A second
 signal ends at once.
@@ -15,18 +15,21 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
 from deltic import logs
-from deltic.config import ConfigError, EngineConfig, ServerConfig
-from deltic.engine.client import PROGRAM, EngineClient, EngineFailed
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
+from deltic.engine.client import EngineClient, EngineFailed
+from deltic.engine.host import PROGRAM, EngineHost
+from deltic.models.checkpoint import model_name, speaks, text_directory
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from deltic.server.service import Service
+    from deltic.server.service import Server, Service
 
 log = logging.getLogger("deltic.server")
 
@@ -37,20 +40,37 @@ KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections: one that is closed as it is used again looks like a failure to them."""
 
 
-def serve(
-    engine_config: EngineConfig, server_config: ServerConfig, *, program: tuple[str, ...] = PROGRAM
-) -> int:
-    """Serves until a signal; returns the exit status, 1 when the model cannot be served.
+class Served(NamedTuple):
+    """A model of the command line."""
 
-    program: the command of the engine process. Raises ConfigError when the address cannot be listened on.
+    name: str
+    about: ModelConfig
+    client: EngineClient
+
+
+def serve(
+    models: Sequence[tuple[EngineConfig, ModelConfig]],
+    config: ServerConfig,
+    *,
+    program: tuple[str, ...] = PROGRAM,
+) -> int:
+    """Serves until a signal; returns the exit status, 1 when a model cannot be served.
+
+    program: the command of the engine process. Raises ConfigError when the address cannot be listened on, or two models have one
+    name.
     """
-    logs.set_up(server_config.log_level, server_config.log_format)
+    names = [about.served_model_name or model_name(engine) for engine, about in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two models are called {name!r}; give --served-model-name to one of them")
+    logs.set_up(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    listener = listen(server_config)
-    client = EngineClient(
-        engine_config, server_config.max_queue, program=program, log_format=server_config.log_format
-    )
-    return uvloop.run(_serve(client, server_config, listener))
+    listener = listen(config)
+    served = [
+        Served(name, about, EngineClient(engine, config.max_queue))
+        for name, (engine, about) in zip(names, models, strict=True)
+    ]
+    return uvloop.run(_serve(served, config, listener, program))
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -83,71 +103,56 @@ class StopSignals:
         self.first.set()
 
 
-async def _serve(client: EngineClient, server_config: ServerConfig, listener: socket.socket) -> int:
+async def _serve(
+    models: list[Served], config: ServerConfig, listener: socket.socket, program: tuple[str, ...]
+) -> int:
     started_s = time.monotonic()
-    await client.start()  # before anything slow: it loads while the rest is imported
+    host = EngineHost([model.client for model in models], program=program, log_format=config.log_format)
+    await host.start()  # before anything slow: it loads while the rest is imported
     signals = StopSignals()
     try:
-        server, service = _build(client, server_config)
+        http, server = _build(models, config)
         # What there is now stays: the collector need not walk it again, which holds up everybody's tokens.
         gc.collect()
         gc.freeze()
-        http = asyncio.create_task(server.serve([listener]))
+        running = asyncio.create_task(http.serve([listener]))
         try:
-            return await _until_stopped(client, service, server_config, signals, listener, started_s)
+            return await _until_stopped(host, server, signals, listener, started_s)
         finally:
             if signals.second.is_set():
-                server.force_exit = True
-            server.should_exit = True
-            await http
-    except (ValueError, OSError) as error:  # the tokenizer, the template, the port
+                http.force_exit = True
+            http.should_exit = True
+            await running
+    except (ConfigError, OSError) as error:  # a model's files, the port
         log.error("%s", error)
         return 1
     finally:
-        if signals.second.is_set() and client.pid is not None:
-            os.kill(client.pid, signal.SIGKILL)
-        await client.stop()
+        if signals.second.is_set() and host.pid is not None:
+            os.kill(host.pid, signal.SIGKILL)
+        await host.stop()
         if signals.first.is_set():
             log.info("stopped")
 
 
-def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.Server, Service]:
-    """The application and its HTTP server. Raises TokenizerError."""
+def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, Server]:
+    """The HTTP server and what it serves. Raises ConfigError, which names the model."""
     # Not at the top of the file: the engine process is to be started before these are imported.
     import uvicorn
 
-    from deltic.models.checkpoint import model_name, speaks, text_directory
-    from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape
-    from deltic.server.chat import ChatTemplate
     from deltic.server.http import create_app
-    from deltic.server.protocol import SamplingDefaults
-    from deltic.server.voices import voices_directory
-    from deltic.text import Tokenizer
+    from deltic.server.service import Server
 
-    engine_config = client.config
-    directory = text_directory(engine_config)
-    tokenizer = Tokenizer.load(directory)
-    dummy, speech = engine_config.dummy, None
-    if speaks(engine_config):
-        speech = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
-    # A model that speaks has no chats, whatever lies in its directory.
-    template = None if speech else ChatTemplate.load(directory, tokenizer, server_config.chat_template)
-    app = create_app(
-        client,
-        tokenizer,
-        template,
-        server_config.served_model_name or model_name(engine_config),
-        server_config,
-        SamplingDefaults.load(directory),
-        speech=speech,
-        voices=voices_directory(engine_config) if speech and speech.variant == "base" else None,
-        is_dummy=dummy is not None,
-    )
-    config = uvicorn.Config(
-        app,
+    server = Server(config)
+    for model in models:
+        try:
+            server.add(_service(server, model))
+        except (ValueError, OSError) as error:  # the tokenizer, the template
+            raise ConfigError(f"{model.name} cannot be served: {error}") from error
+    settings = uvicorn.Config(
+        create_app(server),
         http="httptools",
-        ws="websockets-sansio" if speech else "none",
-        ws_max_size=int(server_config.max_body_mb * 1_000_000),
+        ws="websockets-sansio" if server.of("speech") else "none",
+        ws_max_size=int(config.max_body_mb * 1_000_000),
         ws_per_message_deflate=False,  # audio does not get smaller
         lifespan="off",
         log_config=None,
@@ -156,48 +161,89 @@ def _build(client: EngineClient, server_config: ServerConfig) -> tuple[uvicorn.S
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
-    server = uvicorn.Server(config)
+    http = uvicorn.Server(settings)
     # Signals are StopSignals': the server's own would cut off what the drain lets finish.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
-    return server, app.state.service
+    http.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
+    return http, server
+
+
+def _service(server: Server, model: Served) -> Service:
+    """Raises TokenizerError, CheckpointError, ConfigError."""
+    from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape
+    from deltic.server.chat import ChatTemplate
+    from deltic.server.protocol import SamplingDefaults
+    from deltic.server.service import Service, SpeechParts
+    from deltic.server.speech_prompt import Prompter
+    from deltic.server.voices import VoiceStore, voices_directory
+    from deltic.text import Tokenizer
+
+    engine, client = model.client.config, model.client
+    directory = text_directory(engine)
+    tokenizer = Tokenizer.load(directory)
+    template = speech = None
+    if speaks(engine):
+        # It has no chats, whatever lies in its directory.
+        dummy = engine.dummy
+        shape = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
+        prompts = Prompter(shape, tokenizer, is_dummy=dummy is not None)
+        voices = voices_directory(engine) if shape.variant == "base" else None
+        taken = {other.speech.voices.directory for other in server.models.values() if other.speech}
+        if voices is not None and voices in taken:
+            raise ConfigError(
+                f"two models would keep voices in {voices}; give one of them its own --voices-dir"
+            )
+        speech = SpeechParts(prompts, VoiceStore(client, voices, server.config))
+    else:
+        template = ChatTemplate.load(directory, tokenizer, model.about.chat_template)
+    defaults = SamplingDefaults.load(directory)
+    return Service(server, client, tokenizer, template, model.name, defaults, speech)
 
 
 async def _until_stopped(
-    client: EngineClient,
-    service: Service,
-    config: ServerConfig,
-    signals: StopSignals,
-    listener: socket.socket,
-    started_s: float,
+    host: EngineHost, server: Server, signals: StopSignals, listener: socket.socket, started_s: float
 ) -> int:
     """Serves until the first signal and through the drain; the exit status."""
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    log.info("listening on %s (%.2f s); the model is loading", url, time.monotonic() - started_s)
+    address, port = listener.getsockname()[:2]
+    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    names = " and ".join(server.models)
+    log.info("listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, names)
+    services = list(server.models.values())
+    several = len(services) > 1
     first = asyncio.create_task(signals.first.wait())
-    ready = asyncio.create_task(client.ready())
-    showing = asyncio.create_task(_show_loading(client))
+    ready = asyncio.gather(*(service.client.ready() for service in services))
+    showing = asyncio.create_task(_show_loading(services))
     await asyncio.wait((first, ready), return_when=asyncio.FIRST_COMPLETED)
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)
     if ready.done():
         try:
-            info = ready.result()
+            infos = ready.result()
         except EngineFailed as error:
             first.cancel()
-            log.error("the model cannot be served: %s", error)
+            log.error("%s cannot be served: %s", "a model" if several else "the model", error)
             return 1
-        for notice in info.notices:
-            log.info("%s", notice)
-        log.info("%s is ready on %s after %.2f s", service.model_name, url, time.monotonic() - started_s)
+        for service, info in zip(services, infos, strict=True):
+            for notice in info.notices:
+                log.info("%s%s", f"{service.model_name}: " if several else "", notice)
+        are = "are" if several else "is"
+        log.info("%s %s ready on %s after %.2f s", names, are, url, time.monotonic() - started_s)
         await first
     ready.cancel()
-    await _drain(client, service, config.drain_s, signals)
+    await _drain(host, server, signals)
     return 0
 
 
-async def _show_loading(client: EngineClient) -> None:
+async def _show_loading(services: list[Service]) -> None:
     """Progress of the start until cancelled: a bar in a terminal, else a line for each quarter of a long stage."""
+
+    def stage() -> tuple[str, float] | None:
+        """Models load one after the other."""
+        for service in reversed(services):
+            if loading := service.client.loading:
+                whose = f"{service.model_name}, " if len(services) > 1 else ""
+                return whose + loading.stage, loading.done
+        return None
+
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress
@@ -205,33 +251,34 @@ async def _show_loading(client: EngineClient) -> None:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task("loading", total=1.0)
             while True:
-                if client.loading:
-                    progress.update(bar, description=client.loading.stage, completed=client.loading.done)
+                if told := stage():
+                    progress.update(bar, description=told[0], completed=told[1])
                 await asyncio.sleep(0.1)
     last_s, last = time.monotonic(), ("", 0)
     while True:
         await asyncio.sleep(0.25)
-        if client.loading:
-            now = client.loading.stage, int(client.loading.done * 4)
+        if told := stage():
+            now = told[0], int(told[1] * 4)
             if now != last and time.monotonic() - last_s > 1.0:
-                log.info("loading %s: %.0f %%", client.loading.stage, 100 * client.loading.done)
+                log.info("loading %s: %.0f %%", told[0], 100 * told[1])
                 last_s, last = time.monotonic(), now
 
 
-async def _drain(client: EngineClient, service: Service, drain_s: float, signals: StopSignals) -> None:
+async def _drain(host: EngineHost, server: Server, signals: StopSignals) -> None:
     """Lets open requests finish for `drain_s`, then ends them; a second signal cuts this short."""
-    service.draining = True
-    log.info("stopping; %s open, with %g s to finish", logs.counted(service.n_open, "request"), drain_s)
-    await _while_open(service, drain_s, signals)
+    server.draining = True
+    drain_s = server.config.drain_s
+    log.info("stopping; %s open, with %g s to finish", logs.counted(server.n_open, "request"), drain_s)
+    await _while_open(server, drain_s, signals)
     if signals.second.is_set():
         return
-    if service.n_open:
-        log.warning("%s ended unfinished", logs.counted(service.n_open, "request"))
-    await client.stop()
-    await _while_open(service, LAST_WORDS_S, signals)
+    if server.n_open:
+        log.warning("%s ended unfinished", logs.counted(server.n_open, "request"))
+    await host.stop()
+    await _while_open(server, LAST_WORDS_S, signals)
 
 
-async def _while_open(service: Service, seconds: float, signals: StopSignals) -> None:
+async def _while_open(server: Server, seconds: float, signals: StopSignals) -> None:
     deadline_s = time.monotonic() + seconds
-    while service.n_open and not signals.second.is_set() and time.monotonic() < deadline_s:
+    while server.n_open and not signals.second.is_set() and time.monotonic() < deadline_s:
         await asyncio.sleep(0.02)

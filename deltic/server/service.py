@@ -1,4 +1,4 @@
-"""What the routes share: the engine's client, the tokenizer, the settings, and the state of the process."""
+"""What the routes share: of a model its engine's client, tokenizer and template; of the process the settings, the keys, its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 
@@ -16,10 +16,10 @@ from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.engine.request import EngineInfo
-from deltic.metrics import Metrics
+from deltic.metrics import Exposition, Metrics
 from deltic.server.chat import ChatTemplate
 from deltic.server.constraint import Constrainer, NotInline
-from deltic.server.errors import ApiError
+from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import FairThread
 from deltic.server.generation import RETRY_LATER, queue_full, unavailable
 from deltic.server.limits import TICKET, Accounts
@@ -41,7 +41,72 @@ CACHE_ANSWER_S = 10.0
 MAX_PREPARING = 2
 """Bodies of the largest size allowed, or as many smaller ones as make up this much, that a key may have wait for that thread."""
 
+Kind = Literal["text", "speech"]
+"""What a model makes."""
+
+STATES = ("stopping", "stopped", "failed", "restarting", "starting", "ready")
+"""Of a model, the worst first."""
+
 T = TypeVar("T")
+
+
+@dataclass
+class Server:
+    """What the process has once, and its models. Raises ConfigError for keys that cannot be meant."""
+
+    config: ServerConfig
+    models: dict[str, Service] = field(default_factory=dict, init=False)
+    """By name, in the order of the command line."""
+    metrics: Exposition = field(init=False)
+    accounts: Accounts = field(init=False)
+    responses: ResponseStore = field(init=False)
+    worker: FairThread = field(init=False)
+    """One thread, so that large prompts cannot take the engine's cores."""
+    started_s: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    """Set when the process is told to stop: no new requests."""
+    n_open: int = 0
+    """HTTP requests that have not been answered whole."""
+    n_sockets: int = 0
+
+    def __post_init__(self) -> None:
+        self.accounts = Accounts(self.config)
+        self.responses = ResponseStore(self.config.max_stored_responses)
+        self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
+        self.metrics = Exposition(self.accounts.numbers())
+
+    def add(self, service: Service) -> None:
+        self.models[service.model_name] = service
+        self.metrics.models[service.model_name] = service.metrics
+
+    def of(self, kind: Kind) -> list[Service]:
+        """The models that make this."""
+        return [service for service in self.models.values() if service.kind == kind]
+
+    def first(self, kind: Kind) -> Service:
+        """The model of a request that names none; one of the other kind, which will say so, where there is no other."""
+        return next(iter(self.of(kind)), next(iter(self.models.values())))
+
+    def find(self, name: str) -> Service:
+        """Raises ApiError (404)."""
+        if name not in self.models:
+            known = ", ".join(map(repr, self.models))
+            said = f"no model {name!r}; this server has {known}"
+            raise ApiError(404, said, param="model", code="model_not_found")
+        return self.models[name]
+
+    def status(self) -> dict[str, Any]:
+        """For /health and /ready: of the model that is worst off; when there are several, of each by its name."""
+        each = {name: service.status() for name, service in self.models.items()}
+        worst = min(each, key=lambda name: STATES.index(each[name]["status"]))
+        if len(each) == 1:
+            return each[worst]
+        status = dict(each[worst])
+        if "message" in status and not self.draining:
+            status["message"] = f"{worst}: {status['message']}"
+        return status | {
+            "models": {name: told | {"kind": self.models[name].kind} for name, told in each.items()}
+        }
 
 
 @dataclass
@@ -52,52 +117,45 @@ class SpeechParts:
     voices: VoiceStore
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "audio"))
     """One thread for files of audio."""
-    n_sockets: int = 0
 
 
 @dataclass
 class Service:
-    """What the routes need, and what the process knows of its own end. Raises ConfigError for keys that cannot be meant."""
+    """What the routes need of one model."""
 
+    server: Server
     client: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate | None
     model_name: str
-    config: ServerConfig
-    defaults: SamplingDefaults
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speech: SpeechParts | None = None
     """None: the model writes text."""
     metrics: Metrics = field(init=False)
-    accounts: Accounts = field(init=False)
     constrainer: Constrainer = field(init=False)
-    responses: ResponseStore = field(init=False)
-    started_s: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
-    """Set when the process is told to stop: no new requests."""
-    n_open: int = 0
-    """HTTP requests that have not been answered whole."""
-    worker: FairThread = field(init=False)
-    """One thread, so that large prompts cannot take the engine's cores."""
 
     def __post_init__(self) -> None:
         client = self.client
-        self.accounts = Accounts(self.config)
-        self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
         self.constrainer = Constrainer(self.tokenizer, self.template.call_form if self.template else None)
-        self.responses = ResponseStore(self.config.max_stored_responses)
         self.metrics = Metrics(
             lambda: client.stats,
             lambda: client.n_restarts,
             lambda: client.state == "ready",
-            keys=self.accounts.numbers(),
             about=self._about,
             has_speech=self.speech is not None,
         )
 
+    @property
+    def config(self) -> ServerConfig:
+        return self.server.config
+
+    @property
+    def kind(self) -> Kind:
+        return "text" if self.speech is None else "speech"
+
     def _about(self) -> dict[str, str]:
         info = self.client.info
-        told = {"version": __version__, "model": self.model_name}
-        return told | ({"device": info.device} if info else {})
+        return {"version": __version__} | ({"device": info.device} if info else {})
 
     def admit(self, *, speech: bool = False) -> EngineInfo:
         """What the engine has, for a request that is about to be read. speech: it is to be spoken, not written.
@@ -109,7 +167,7 @@ class Service:
             self.speaking()
         elif self.speech is not None:
             raise self._other_kind("speaks and does not write; use /v1/audio/speech")
-        if self.draining:
+        if self.server.draining:
             raise unavailable(SHUTTING_DOWN)
         try:
             return self.client.check_room(1)
@@ -132,7 +190,7 @@ class Service:
 
         Raises ApiError: 503 while there is no engine to ask, or when it dies; 504 when it does not answer in time.
         """
-        if self.draining:
+        if self.server.draining:
             raise unavailable(SHUTTING_DOWN)
         try:
             async with asyncio.timeout(CACHE_ANSWER_S):
@@ -150,9 +208,9 @@ class Service:
             ) from None
 
     def status(self) -> dict[str, Any]:
-        """For /health and /ready."""
+        """What it does: one of STATES, and why it is not ready."""
         client = self.client
-        if self.draining:
+        if self.server.draining:
             return {"status": "stopping", "message": SHUTTING_DOWN}
         status: dict[str, Any] = {"status": client.state}
         if client.state != "ready":
@@ -170,7 +228,7 @@ class Service:
         if size <= INLINE_BYTES:
             with suppress(NotInline):
                 return work()
-        done = self.worker.submit(request.scope[TICKET].owner, size, work)
+        done = self.server.worker.submit(request.scope[TICKET].owner, size, work)
         if done is None:
             raise ApiError(
                 429,
@@ -181,13 +239,10 @@ class Service:
         return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise ApiError(
-                404,
-                f"no model {name!r}; this server has {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        """Raises ApiError: 404 for a name of none, 400 for that of another where it cannot choose any more."""
+        if name is not None and self.server.find(name) is not self:
+            said = f"{name!r} cannot answer a part of what {self.model_name!r} was asked; send that by itself"
+            raise bad_request("model", said)
 
 
 async def _result(future: asyncio.Future[T]) -> T:

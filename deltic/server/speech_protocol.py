@@ -100,6 +100,7 @@ class VoiceForm(Struct, kw_only=True, forbid_unknown_fields=True):
     audio_sample: Annotated[bytes, Meta(extra_json_schema={"format": "binary"})] | None = None
     speaker_embedding: str | None = None
     """A JSON list of numbers."""
+    model: str | None = None
 
 
 class SessionConfig(SpeechFields, tag="session.config"):

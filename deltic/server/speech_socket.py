@@ -25,9 +25,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from deltic.server import protocol
 from deltic.server.access import Access
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.generation import unavailable
 from deltic.server.limits import TICKET, Account, Ticket
-from deltic.server.service import Service
-from deltic.server.speech import Utterance, parts, plan, utterance
+from deltic.server.service import Server, Service
+from deltic.server.speech import Utterance, plan, utterance
 from deltic.server.speech_protocol import ClientMessage, InputDone, InputText, SessionClose, SessionConfig
 from deltic.server.transport import MAX_CONTAINERS, error_response, log_failure
 
@@ -50,32 +51,44 @@ Note = Callable[[str, str, int, Ticket, str, str], None]
 """http.log_request."""
 
 
-async def converse(service: Service, access: Access, socket: WebSocket, note: Note) -> None:
+async def converse(server: Server, access: Access, socket: WebSocket, note: Note) -> None:
     """One socket from its handshake to its end. What refuses it is an HTTP answer. note: is told of each part."""
     ticket: Ticket = socket.scope[TICKET]
-    speech = parts(service)
     try:
         ticket.account = access.check_socket(socket)
-        service.admit(speech=True)
-        if speech.n_sockets >= MAX_SOCKETS:
+        _admit(server)
+        if server.n_sockets >= MAX_SOCKETS:
             raise ApiError(
                 429, f"{MAX_SOCKETS} WebSockets are open, as many as may be", code="too_many_sockets"
             )
     except ApiError as error:
         await socket.send_denial_response(error_response(error, socket.scope))
         return
-    speech.n_sockets += 1
+    server.n_sockets += 1
     try:
         await socket.accept()
-        await _Conversation(service, socket, ticket.account, note).run()
+        await _Conversation(server, socket, ticket.account, note).run()
     except WebSocketDisconnect:
         log.debug("a client left its WebSocket")
     finally:
-        speech.n_sockets -= 1
+        server.n_sockets -= 1
+
+
+def _admit(server: Server) -> None:
+    """Raises ApiError if no model would take a request; which it is to be, the first message says."""
+    refusals = []
+    for service in server.of("speech"):
+        try:
+            service.admit(speech=True)
+            return
+        except ApiError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
+    service: Service
     config: SessionConfig
     utterance: int
     index: int
@@ -100,8 +113,9 @@ class _End:
 class _Conversation:
     """Two tasks: one reads and cuts, one speaks. Whichever ends first ends the other."""
 
-    def __init__(self, service: Service, socket: WebSocket, account: Account | None, note: Note) -> None:
-        self._service = service
+    def __init__(self, server: Server, socket: WebSocket, account: Account | None, note: Note) -> None:
+        self._server = server
+        self._service = server.first("speech")
         self._note = note
         self._socket = socket
         # Who asks, for what is prepared; that the client is there, the two tasks watch.
@@ -190,11 +204,16 @@ class _Conversation:
             if config.response_format not in (None, "pcm"):
                 raise bad_request("response_format", "stream_audio needs pcm")
             config.response_format = "pcm"
-        info = self._service.client.info
-        assert info is not None  # the handshake has seen to it; whether there is a place shows with the parts
-        # Whether it can be said so shows now, not with the first part.
-        plan(self._service, config, "a", info, streamed=config.stream_audio)
-        self._config, self._splitter = config, Splitter(config.split_granularity)
+        first = self._server.first("speech")
+        service = first if config.model is None else self._server.find(config.model)
+        service.speaking()
+        info = service.client.info
+        if info is None:
+            raise unavailable(service.client.why_unavailable())
+        # Whether it can be said so shows now, not with the first part; whether there is a place shows with that.
+        plan(service, config, "a", info, streamed=config.stream_audio)
+        self._service, self._config = service, config
+        self._splitter = Splitter(config.split_granularity)
 
     async def _queue(self, item: _Part | _End) -> None:
         while self._n_waiting and self._n_waiting + item.size > MAX_WAITING:
@@ -204,7 +223,7 @@ class _Conversation:
         self._waiting.put_nowait(item)
 
     async def _queue_part(self, text: str, config: SessionConfig) -> None:
-        await self._queue(_Part(config, self._utterance, self._n_parts, text))
+        await self._queue(_Part(self._service, config, self._utterance, self._n_parts, text))
         self._n_parts += 1
 
     async def _finish(self, config: SessionConfig) -> None:
@@ -229,7 +248,7 @@ class _Conversation:
     async def _say(self, part: _Part) -> None:
         """Answers a part. One that is refused for what others, or its key, have running waits for its turn, as long as a request
         may: its text is nowhere else."""
-        service, config = self._service, part.config
+        service, config = part.service, part.config
         place = {"utterance_index": part.utterance, "sentence_index": part.index}
         form = config.response_format or "wav"
         rate = config.sample_rate or 24000
@@ -241,7 +260,7 @@ class _Conversation:
         scope = self._socket.scope
         scope["deltic.answer_id"] = "-"
         status, n_bytes = LEFT, 0
-        service.n_open += 1
+        self._server.n_open += 1
         try:
             while True:
                 try:
@@ -257,14 +276,14 @@ class _Conversation:
             status = error.status
             await self._fail(error, **place)
         finally:
-            service.n_open -= 1
+            self._server.n_open -= 1
             ticket.end(status)
             self._note("PART", PATH, status, ticket, scope["deltic.request_id"], scope["deltic.answer_id"])
         await self._send("audio.done", **place, total_bytes=n_bytes, error=status != 200)
 
     async def _answer(self, part: _Part, ticket: Ticket) -> int:
         """Speaks a part; how many bytes that was. Raises ApiError; a 429 comes before the first."""
-        service, config = self._service, part.config
+        service, config = part.service, part.config
         ticket.enter()
         info = service.admit(speech=True)
         planned = await service.prepare(

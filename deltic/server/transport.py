@@ -20,6 +20,9 @@ log = logging.getLogger("deltic.server")
 SERVER_SEND = "deltic.send"
 """In the scope: the HTTP server's own `send`."""
 
+BODY = "deltic.body"
+"""In the scope: a body that was read to see whose it is, until it is read once more."""
+
 ANTHROPIC = "/v1/messages"
 """How the paths of Anthropic's API begin."""
 
@@ -36,6 +39,9 @@ T = TypeVar("T")
 async def read_body(request: Request, max_mb: float, is_json: bool = True) -> bytes:
     """The whole body. Raises ApiError: 413 as soon as it is larger than allowed, whatever Content-Length says; 400 for
     JSON with more than MAX_CONTAINERS."""
+    kept: bytes | None = request.scope.pop(BODY, None)
+    if kept is not None:
+        return kept
     limit = int(max_mb * 1_000_000)
     # The rest is not read, so the connection cannot be used again.
     too_large = ApiError(

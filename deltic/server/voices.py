@@ -104,6 +104,7 @@ class VoiceStore:
         """Reads what there is in `directory`; files that cannot be read are passed over, and said in the log."""
         self._client = client
         self._config = config
+        self.directory = directory
         self._files = directory / "names" if directory else None
         self._stored: dict[str, Stored] = {}
         self._encoding = asyncio.Semaphore(2)

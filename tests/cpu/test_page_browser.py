@@ -20,10 +20,12 @@ import pytest
 from deltic.remote import LocalServer
 from tests.golden import make
 from tests.served import Served, wait_for
+from tests.tiny_speech import tiny_speech
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.select import Select  # noqa: E402
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -497,3 +499,31 @@ def test_pictures(page: Page, scheme: str, tmp_path: Path) -> None:
         for each in loading:
             each.result()
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_of_several_models_one_is_chosen(driver: Any) -> None:
+    """Chats are with those that write; the live view shows any."""
+    speech = str(tiny_speech("custom_voice"))
+    running = Served(
+        "--served-model-name", "first", "--and", "built-in", "--served-model-name", "second", "--and", speech
+    )
+    try:
+        page = Page(driver, running.process)
+        choice = Select(page.one("#models"))
+        names = ["first", "second", Path(speech).name]
+        assert [option.text for option in choice.options] == names
+        assert [option.is_enabled() for option in choice.options] == [True, True, False]
+        choice.select_by_visible_text("second")
+        assert page.one("#prompt").get_attribute("placeholder") == "Message second"
+        page.ask(SUM)
+        assert page.run("return sent.at(-1).model") == "second"
+        page.go("#live")
+        wait_for(lambda: page.all("#tiles dd"))
+        choice.select_by_visible_text(names[2])
+        running.http.post("/v1/audio/speech", json={"input": "hello", "voice": "vivian", "max_new_tokens": 5})
+        n_steps = running.http.get("/live", params={"model": names[2]}).json()["stats"]["n_steps"]
+        wait_for(lambda: f"of {n_steps} steps" in page.one("#step-line").text)
+        page.go("#chat")
+        wait_for(lambda: page.one("#models").get_attribute("value") == "first")
+    finally:
+        running.close()

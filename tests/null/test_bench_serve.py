@@ -161,7 +161,10 @@ def test_a_leak_of_a_kilobyte_a_request_breaks_the_soak():
 @pytest.mark.parametrize(("n_restarts", "n_violations"), [(2.0, 0), (1.0, 1), (3.0, 1)])
 def test_restarts_that_are_no_kills_break_the_soak(n_restarts, n_violations):
     run = soak(0, 0.0)
-    run.recoveries_s, run.gauges = [0.4, 0.5], gauges(f"deltic_engine_restarts_total {n_restarts}\n")
+    run.recoveries_s, run.gauges = (
+        [0.4, 0.5],
+        gauges(f'deltic_engine_restarts_total{{model="m"}} {n_restarts}\n'),
+    )
     run.check_restarts()
     assert len(run.violations) == n_violations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -26,7 +25,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deltic.config import EngineConfig
-from deltic.engine.client import EngineClient, EngineFailed, EngineUnavailable, QueueFull
+from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.engine.host import EngineHost
 from deltic.engine.request import (
     CacheReport,
     CacheStats,
@@ -34,14 +34,12 @@ from deltic.engine.request import (
     Event,
     Loading,
     Output,
-    Ready,
     Request,
     SamplingParams,
     SpeechStats,
     Stats,
-    StepOutputs,
 )
-from tests.fakes import POISON, expected_tokens
+from tests.fakes import expected_tokens
 
 FAKES = str(Path(__file__).resolve().parents[1] / "fakes.py")
 
@@ -102,14 +100,22 @@ async def engine(
     **config: Any,
 ) -> AsyncIterator[EngineClient]:
     """A client whose engine is ready."""
-    program = (sys.executable, FAKES, "--step-ms", str(step_ms))
-    client = EngineClient(EngineConfig(**config), max_queue, on_event, program=program)
-    await client.start()
-    try:
-        await client.ready()
+    client = EngineClient(EngineConfig(**config), max_queue, on_event)
+    async with hosted(client, step_ms=step_ms):
         yield client
+
+
+@asynccontextmanager
+async def hosted(*clients: EngineClient, step_ms: float = 0.0) -> AsyncIterator[EngineHost]:
+    """The host of these clients, which are ready."""
+    host = EngineHost(clients, program=(sys.executable, FAKES, "--step-ms", str(step_ms)))
+    await host.start()
+    try:
+        for client in clients:
+            await client.ready()
+        yield host
     finally:
-        await client.stop()
+        await host.stop()
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -131,41 +137,6 @@ def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[Any], No
 
     run.__name__ = test.__name__
     return run
-
-
-@in_loop
-async def test_from_start_to_stop() -> None:
-    events: list[Event] = []
-    program = (sys.executable, FAKES)
-    client = EngineClient(EngineConfig(n_pages=64), 20, events.append, program=program)
-    with pytest.raises(EngineUnavailable, match="loading"):
-        submit(client, request())
-    await client.start()
-    assert client.state == "starting" and client.info is None
-    info = await client.ready()
-    assert client.state == "ready" and client.info is info and info.n_pages == 64
-    assert isinstance(events[0], Loading) and any(isinstance(event, Ready) for event in events)
-
-    requests = [request(str(i), 100 + i, max_tokens=10 + i, n=1 + i % 3) for i in range(10)]
-    streams = [submit(client, r) for r in requests]
-    with pytest.raises(ValueError, match="in use"):
-        submit(client, request("3"))
-    for r, outputs in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
-        assert tokens(outputs) == expected_tokens(r.prompt_ids, r.params)
-        assert reasons(outputs) == ["length"] * r.params.n
-    assert client.n_open == 0 and client.stats.n_generated_tokens > 0
-    assert any(isinstance(event, StepOutputs) for event in events)
-
-    pid = client.pid
-    assert pid is not None
-    await client.stop()
-    assert client.state == "stopped" and client.pid is None and not Path(f"/proc/{pid}").exists()
-    assert client._directory is not None and not client._directory.exists()
-    with pytest.raises(EngineUnavailable, match="shutting down"):
-        submit(client, request())
-    with pytest.raises(EngineFailed, match="stopped"):
-        await client.ready()
-    await client.stop()
 
 
 @in_loop
@@ -261,39 +232,17 @@ async def test_abort_storm() -> None:
 
 
 @in_loop
-async def test_killed_under_load_and_back() -> None:
-    async with engine(step_ms=2.0, max_num_seqs=4) as client:
-        await collect(submit(client, request("before", max_tokens=5)))
-        streams = [submit(client, request(str(i), 100, max_tokens=3000, n=1 + i % 2)) for i in range(8)]
-        await anext(streams[0])
-        assert client.pid is not None
-        pid, n_steps = client.pid, client.stats.n_steps
-        os.kill(pid, signal.SIGKILL)
-        for i, stream in enumerate(streams):
-            outputs = await collect(stream)
-            assert reasons(outputs) == ["error"] * (1 + i % 2)
-            assert "SIGKILL" in (outputs[-1].error or "")
-        assert client.state == "restarting" and client.n_open == 0 and client.stats.n_running == 0
-        with pytest.raises(EngineUnavailable, match="restarted"):
-            submit(client, request())
-        await client.ready()
-        assert client.pid not in (None, pid) and client.n_restarts == 1
-        r = request("0", max_tokens=20)  # an id of the old process's, free again
-        assert tokens(await collect(submit(client, r))) == expected_tokens(r.prompt_ids, r.params)
-        assert client.stats.n_steps >= n_steps + 20  # counters go on
-
-
-@in_loop
 async def test_questions_about_the_cache_are_answered_in_their_order() -> None:
     events: list[Event] = []
-    async with engine(on_event=events.append) as client:
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGSTOP)
+    client = EngineClient(EngineConfig(), 100, events.append)
+    async with hosted(client) as host:
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.inspect_cache(), 0.05)
         asked = [asyncio.create_task(client.inspect_cache(reset=bool(i % 2))) for i in range(4)]
         await asyncio.sleep(0.05)
-        os.kill(client.pid, signal.SIGCONT)
+        os.kill(host.pid, signal.SIGCONT)
         reports = await asyncio.gather(*asked)
         told = [event for event in events if isinstance(event, CacheReport)]
         assert len(told) == 5 and all(a is b for a, b in zip(reports, told[1:], strict=True))
@@ -302,12 +251,13 @@ async def test_questions_about_the_cache_are_answered_in_their_order() -> None:
 
 @in_loop
 async def test_an_engine_that_dies_does_not_tell_of_its_cache() -> None:
-    async with engine() as client:
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGSTOP)
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client) as host:
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGSTOP)
         asked = [asyncio.create_task(client.inspect_cache()) for _ in range(2)]
         await asyncio.sleep(0.05)
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(host.pid, signal.SIGKILL)
         for error in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(error, EngineUnavailable) and "SIGKILL" in str(error)
         with pytest.raises(EngineUnavailable, match="restarted"):
@@ -319,13 +269,14 @@ async def test_an_engine_that_dies_does_not_tell_of_its_cache() -> None:
 @in_loop
 async def test_an_answer_about_the_cache_that_comes_while_it_stops() -> None:
     events: list[Event] = []
-    async with engine(on_event=events.append) as client:
-        assert client.pid is not None
-        pid = client.pid
+    client = EngineClient(EngineConfig(), 100, events.append)
+    async with hosted(client) as host:
+        assert host.pid is not None
+        pid = host.pid
         os.kill(pid, signal.SIGSTOP)
         asked = asyncio.create_task(client.inspect_cache())
         await asyncio.sleep(0.05)
-        stopping = asyncio.create_task(client.stop())
+        stopping = asyncio.create_task(host.stop())
         with pytest.raises(EngineUnavailable, match="shutting down"):
             await asked
         os.kill(pid, signal.SIGCONT)
@@ -336,16 +287,17 @@ async def test_an_answer_about_the_cache_that_comes_while_it_stops() -> None:
 
 @in_loop
 async def test_questions_about_voices_are_answered_or_end_with_the_process() -> None:
-    async with engine() as client:
-        assert client.pid is not None
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client) as host:
+        assert host.pid is not None
         client.drop_voice("a")
         answers = await asyncio.gather(*(client.encode_voice(EncodeVoice(key=key)) for key in "aba"))
         assert [answer.key for answer in answers] == ["a", "b", "a"]
         assert all(answer.error == "this model does not speak" for answer in answers)
-        os.kill(client.pid, signal.SIGSTOP)
+        os.kill(host.pid, signal.SIGSTOP)
         asked = [asyncio.create_task(client.encode_voice(EncodeVoice(key="a"))) for _ in range(2)]
         await asyncio.sleep(0.05)
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(host.pid, signal.SIGKILL)
         for error in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(error, EngineUnavailable) and "SIGKILL" in str(error)
         with pytest.raises(EngineUnavailable, match="restarted"):
@@ -395,160 +347,17 @@ def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() ->
 
 
 @in_loop
-async def test_steps_that_fail_restart_the_process_in_the_end() -> None:
-    async with engine() as client:
-        for i in range(3):
-            bad = Request(id=str(i), prompt_ids=[POISON], params=SamplingParams())
-            (output,) = await collect(submit(client, bad))
-            assert output.finish_reason == "error"
-        await until(lambda: client.state != "ready")
-        await client.ready()
-        assert client.n_restarts == 1
-        assert reasons(await collect(submit(client, request()))) == ["length"]
-
-
-@in_loop
-async def test_a_configuration_that_cannot_work_is_not_tried_again() -> None:
-    client = EngineClient(EngineConfig(model="missing"), 1, program=(sys.executable, FAKES))
-    await client.start()
-    with pytest.raises(EngineFailed, match="no checkpoint at 'missing'"):
-        await client.ready()
-    assert client.state == "failed" and client.n_restarts == 0
-    with pytest.raises(EngineUnavailable, match="no checkpoint"):
-        submit(client, request())
-    await client.stop()
-
-
-@in_loop
-async def test_a_process_that_dies_at_once_is_given_up() -> None:
-    client = EngineClient(EngineConfig(), 1, program=(sys.executable, "-c", "raise SystemExit(7)"))
-    await client.start()
-    with pytest.raises(EngineFailed, match="exit status 7"):
-        await client.ready()
-    assert client.state == "failed" and client.n_restarts == 2
-    await client.stop()
-
-
-@in_loop
-async def test_killed_by_a_signal_without_a_name() -> None:
-    async with engine(step_ms=2.0) as client:
-        stream = submit(client, request(max_tokens=3000))
-        await anext(stream)
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGRTMIN + 6)
-        outputs = await collect(stream)
-        assert f"killed by signal {signal.SIGRTMIN + 6}" in (outputs[-1].error or "")
-        await client.ready()
-        assert reasons(await collect(submit(client, request()))) == ["length"]
-
-
-@in_loop
-async def test_a_process_that_cannot_be_started_again_is_a_failure() -> None:
-    async with engine() as client:
-        assert client._directory is not None and client.pid is not None
-        shutil.rmtree(client._directory)  # no place for the next process's sockets
-        os.kill(client.pid, signal.SIGKILL)
-        await until(lambda: client.state == "failed")
-        with pytest.raises(EngineFailed, match=r"cannot be started again: .*no socket"):
-            await client.ready()
-
-
-@in_loop
-async def test_a_supervisor_that_fails_ends_the_requests_and_the_process() -> None:
-    async with engine(step_ms=2.0) as client:
-        stream = submit(client, request(max_tokens=3000, n=2))
-        await anext(stream)
-        assert client.pid is not None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client, "_is_ready", lambda: 1 // 0)
-            os.kill(client.pid, signal.SIGKILL)
-            outputs = await collect(stream)
-        assert reasons(outputs) == ["error"] * 2 and "ZeroDivisionError" in (outputs[-1].error or "")
-        assert client.state == "failed" and client.n_open == 0
-        with pytest.raises(EngineUnavailable, match="lost control"):
-            submit(client, request())
-
-
-@in_loop
 async def test_a_message_that_is_no_event_does_not_hold_up_the_next() -> None:
-    async with engine() as client:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client) as host:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with context, context.socket(zmq.PUSH) as socket:
-            socket.connect(f"ipc://{client._directory}/0-events")
+            socket.connect(f"ipc://{host._directory}/0-0-events")
             time.sleep(0.05)  # the loop stands still: it finds both messages at once
             for message in (b"\xff", msgspec.msgpack.encode(Loading("late", 0.5))):
                 socket.send(message)
             time.sleep(0.05)
             await until(lambda: client.loading is not None, 2.0)
-
-
-@in_loop
-async def test_the_pool_of_torch_is_told_not_to_spin() -> None:
-    code = "import os; raise SystemExit(5 if os.environ.get('OMP_WAIT_POLICY') == 'PASSIVE' else 6)"
-    client = EngineClient(EngineConfig(), 1, program=(sys.executable, "-c", code))
-    await client.start()
-    with pytest.raises(EngineFailed, match="exit status 5"):
-        await client.ready()
-    await client.stop()
-
-
-@in_loop
-async def test_stop_drains_then_aborts() -> None:
-    async with engine(step_ms=2.0) as client:
-        short = submit(client, request("short", max_tokens=20))
-        long = submit(client, request("long", max_tokens=3000))
-        left = submit(client, request("left", max_tokens=3000))
-        stopping = asyncio.create_task(client.stop(drain_s=0.4))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineUnavailable):
-            submit(client, request("late"))
-        assert reasons(await collect(short)) == ["length"]
-        client.abort("left")  # while it drains
-        assert reasons(await collect(left)) == ["abort"] and not stopping.done()
-        outputs = await collect(long)
-        assert reasons(outputs) == ["abort"] and len(tokens(outputs)) > 20
-        await stopping
-
-
-@in_loop
-async def test_stop_just_after_the_process_died() -> None:
-    async with engine(step_ms=2.0) as client:
-        stream = submit(client, request(max_tokens=3000))
-        await anext(stream)
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGKILL)
-        await until(lambda: client.state == "restarting")
-        assert client.n_open == 1
-        await client.stop()
-        assert reasons(await collect(stream)) == ["abort"]
-
-
-@in_loop
-async def test_a_process_that_dies_as_it_gets_ready() -> None:
-    async with engine() as client:
-        assert client._process is not None
-        ready = Ready(client.info or pytest.fail())
-        os.kill(client._process.pid, signal.SIGKILL)
-        await until(lambda: client.state == "restarting")
-        client._take(ready, [])
-        assert client.state == "ready"  # as it believes, until it hangs up
-        await until(lambda: client.state == "restarting")
-        await client.ready()
-        assert reasons(await collect(submit(client, request()))) == ["length"]
-
-
-@in_loop
-async def test_stop_while_it_loads_or_restarts() -> None:
-    client = EngineClient(EngineConfig(), 1, program=(sys.executable, "-c", "import time; time.sleep(60)"))
-    await client.start()
-    start = time.monotonic()
-    await client.stop(drain_s=10)
-    assert client.pid is None and time.monotonic() - start < 2
-    client = EngineClient(EngineConfig(), 1, program=(sys.executable, "-c", "raise SystemExit(7)"))
-    await client.start()
-    await until(lambda: client.state == "restarting")
-    await client.stop()
-    assert client.pid is None and client.state == "stopped"
 
 
 @in_loop

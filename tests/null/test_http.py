@@ -22,7 +22,7 @@ from deltic.engine.request import Loading, Output, Request, TokenLogprob
 from deltic.models.checkpoint import DEMO
 from deltic.server import protocol, transport
 from deltic.server.answer import Choice, Scores
-from deltic.server.service import INLINE_BYTES, Service
+from deltic.server.service import INLINE_BYTES, Server
 from deltic.text import Tokenizer
 from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, saying, served
 
@@ -472,13 +472,13 @@ def test_metrics_count(engine: FakeEngineClient) -> None:
 
     text = asyncio.run(go())
     for line in (
-        'deltic_sequences_finished_total{finish_reason="stop"} 2.0',
+        'deltic_sequences_finished_total{finish_reason="stop",model="fake"} 2.0',
         'deltic_http_responses_total{code="400",route="/v1/completions"} 1.0',
         'deltic_http_responses_total{code="404",route="other"} 1.0',
-        "deltic_time_to_first_token_seconds_count 2.0",
-        "deltic_inter_token_latency_seconds_count 10.0",
-        "deltic_generation_length_tokens_sum 12.0",
-        "deltic_pages 64.0",
+        'deltic_time_to_first_token_seconds_count{model="fake"} 2.0',
+        'deltic_inter_token_latency_seconds_count{model="fake"} 10.0',
+        'deltic_generation_length_tokens_sum{model="fake"} 12.0',
+        'deltic_pages{model="fake"} 64.0',
     ):
         assert line in text, line
 
@@ -693,7 +693,7 @@ def test_a_web_page_cannot_drive_a_server_without_keys(engine: FakeEngineClient)
 def test_a_path_cannot_write_into_the_log(
     engine: FakeEngineClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Service, "check_model", lambda self, name: 1 / 0)
+    monkeypatch.setattr(Server, "find", lambda self, name: 1 / 0)
     with caplog.at_level(logging.INFO, "deltic.server"):
         assert get(engine, "/v1/models/a%0D%1B[2Kforged").status_code == 500
         assert get(engine, "/v1/models/a%0Aforged").status_code == 404
@@ -822,7 +822,7 @@ def test_large_bodies_that_wait_are_bounded_and_left_when_their_client_has_gone(
     with served(app) as url:
         assert asyncio.run(go(url)) == [200, 200]
     assert len(begun) == 2, "the bodies of clients that had left were worked on"
-    wait_for(lambda: not any(app.state.service.worker._sizes.values()))
+    wait_for(lambda: not any(app.state.server.worker._sizes.values()))
 
 
 def test_a_body_of_brackets_is_refused_and_text_full_of_them_is_not(engine: FakeEngineClient) -> None:
@@ -909,7 +909,10 @@ def test_a_client_that_leaves_frees_its_request(
     wait_for(lambda: engine.n_open == 0)
     assert time.monotonic() - left_s < 0.5
     assert sorted(engine.aborts) == sorted((request.id, None) for request in engine.requests)
-    assert 'deltic_sequences_finished_total{finish_reason="abort"} 4.0' in httpx.get(f"{live}/metrics").text
+    assert (
+        'deltic_sequences_finished_total{finish_reason="abort",model="fake"} 4.0'
+        in httpx.get(f"{live}/metrics").text
+    )
 
 
 def test_a_client_that_reads_late_gets_all(engine: FakeEngineClient) -> None:
@@ -964,7 +967,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(engine: FakeEngineC
         )
         thread.start()
         wait_for(lambda: engine.requests)
-        app.state.service.draining = True
+        app.state.server.draining = True
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and "shutting down" in error_of(refused)["message"]
         assert httpx.get(f"{url}/health").status_code == 503

@@ -36,6 +36,8 @@ WITHOUT_TORCH = [
     "engine.tree",
     "models.fingerprint",
     "engine.client",
+    "engine.host",
+    "engine.process",
     "models.shapes",
     "models.checkpoint",
 ]

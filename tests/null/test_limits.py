@@ -22,7 +22,7 @@ from deltic.config import ConfigError, ServerConfig
 from deltic.engine.cache import Cache
 from deltic.engine.request import Request, SamplingParams
 from deltic.engine.scheduler import Scheduler
-from deltic.metrics import MAX_KEYS, REST, KeyNumbers, Metrics, Stats
+from deltic.metrics import MAX_KEYS, REST, Exposition, KeyNumbers
 from deltic.server.limits import Account, Accounts
 from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fakes import EOS, FakeRunner, expected_tokens
@@ -423,7 +423,7 @@ def test_an_exception_is_a_field(lines: io.StringIO) -> None:
 
 def test_the_number_of_labels_is_bounded() -> None:
     keys = [KeyNumbers(f"k{i}", n_prompt_tokens=1) for i in range(MAX_KEYS + 7)]
-    text = Metrics(Stats, lambda: 0, lambda: True, keys=keys).exposition().decode()
+    text = Exposition(keys).text().decode()
     assert text.count('kind="prompt"') == MAX_KEYS + 1
     assert f'deltic_key_tokens_total{{key="{REST}",kind="prompt"}} 7.0' in text
 
@@ -436,6 +436,9 @@ def test_what_runs_here(engine: FakeEngineClient) -> None:
 
     text = asyncio.run(go())
     assert 'deltic_build_info{device="none",model="fake",version="' in text
-    assert "process_resident_memory_bytes" in text and "deltic_pages_used_ratio 0.0" in text
-    assert "deltic_prefill_time_seconds_count 1.0" in text and "deltic_decode_time_seconds_count 1.0" in text
+    assert "process_resident_memory_bytes" in text and 'deltic_pages_used_ratio{model="fake"} 0.0' in text
+    assert (
+        'deltic_prefill_time_seconds_count{model="fake"} 1.0' in text
+        and 'deltic_decode_time_seconds_count{model="fake"} 1.0' in text
+    )
     assert "deltic_key" not in text

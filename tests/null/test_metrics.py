@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from deltic.engine.request import CacheStats, Stats
-from deltic.metrics import Histogram, Metrics
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from deltic.engine.request import CacheStats, SpeechStats, Stats
+from deltic.metrics import Exposition, Histogram, Metrics
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_included() -> None:
@@ -17,26 +21,66 @@ def test_histogram_buckets_are_cumulative_and_bounds_included() -> None:
     }  # fmt: skip
 
 
+def exposition(*models: tuple[str, Metrics]) -> Exposition:
+    every = Exposition()
+    every.models.update(models)
+    return every
+
+
 def test_exposition_has_the_engine_s_numbers_of_the_moment() -> None:
     stats = Stats(n_running=3, n_pages_used=5, n_pages=9)
     metrics = Metrics(lambda: stats, lambda: 2, lambda: True)
     metrics.finished["stop"] += 4
-    metrics.responses["/v1/completions", 429] += 1
     metrics.ttft_s.observe(0.02)
-    text = metrics.exposition().decode()
+    every = exposition(("m", metrics))
+    every.responses["/v1/completions", 429] += 1
+    text = every.text().decode()
     for line in (
-        "deltic_sequences_running 3.0",
-        "deltic_pages_used 5.0",
-        "deltic_engine_ready 1.0",
-        "deltic_engine_restarts_total 2.0",
-        'deltic_sequences_finished_total{finish_reason="stop"} 4.0',
+        'deltic_sequences_running{model="m"} 3.0',
+        'deltic_pages_used{model="m"} 5.0',
+        'deltic_engine_ready{model="m"} 1.0',
+        'deltic_engine_restarts_total{model="m"} 2.0',
+        'deltic_sequences_finished_total{finish_reason="stop",model="m"} 4.0',
         'deltic_http_responses_total{code="429",route="/v1/completions"} 1.0',
-        "deltic_time_to_first_token_seconds_count 1.0",
-        'deltic_time_to_first_token_seconds_bucket{le="0.02"} 1.0',
+        'deltic_time_to_first_token_seconds_count{model="m"} 1.0',
+        'deltic_time_to_first_token_seconds_bucket{le="0.02",model="m"} 1.0',
     ):
         assert line in text, line
     stats.n_running = 7
-    assert "deltic_sequences_running 7.0" in metrics.exposition().decode()
+    assert 'deltic_sequences_running{model="m"} 7.0' in every.text().decode()
+
+
+def test_of_several_models_a_family_comes_once() -> None:
+    """As Prometheus' own parser reads it; names may have anything in them."""
+    stats = {
+        "a/text": Stats(n_running=1),
+        'b "speech"\n': Stats(n_running=2, speech=SpeechStats(n_streams=4)),
+    }
+    every = exposition(
+        *(
+            (name, Metrics(lambda s=s: s, lambda: 0, lambda: True, has_speech=s.speech is not None))
+            for name, s in stats.items()
+        )
+    )
+    for metrics in every.models.values():
+        metrics.finished["stop"] += 1
+        metrics.itl_s.observe(0.01)
+    families = list(text_string_to_metric_families(every.text().decode()))
+    assert len({family.name for family in families}) == len(families)
+    of = {family.name: family.samples for family in families}
+    assert {s.labels["model"]: s.value for s in of["deltic_sequences_running"]} == {
+        name: s.n_running for name, s in stats.items()
+    }
+    assert [s.labels["model"] for s in of["deltic_sequences_finished"]] == list(stats)
+    assert [(s.labels["model"], s.value) for s in of["deltic_speech_streams"]] == [('b "speech"\n', 4.0)]
+    counts = [s for s in of["deltic_inter_token_latency_seconds"] if s.name.endswith("_count")]
+    assert [(s.labels["model"], s.value) for s in counts] == [(name, 1.0) for name in stats]
+    assert all(
+        "model" in s.labels
+        for name, samples in of.items()
+        if name.startswith("deltic_") and "http" not in name
+        for s in samples
+    )
 
 
 def test_the_prefix_cache_s_numbers():
@@ -45,8 +89,12 @@ def test_the_prefix_cache_s_numbers():
         n_pages_evicted=7, n_checkpoints_evicted=2, read_bytes={"host": 1024}, written_bytes={"host": 4096, "disk": 512},
         n_damaged=1, n_pages=20, n_checkpoints=6,
     )  # fmt: skip
-    text = Metrics(lambda: Stats(cache=cache), lambda: 0, lambda: True).exposition().decode()
-    told = {line for line in text.splitlines() if line.startswith("deltic_prefix")}
+    text = exposition(("m", Metrics(lambda: Stats(cache=cache), lambda: 0, lambda: True))).text().decode()
+    told = {
+        re.sub(r'model="m",|,model="m"|{model="m"}', "", line)
+        for line in text.splitlines()
+        if line.startswith("deltic_prefix")
+    }
     assert told == {
         "deltic_prefix_cache_lookups_total 5.0",
         "deltic_prefix_cache_hits_total 4.0",

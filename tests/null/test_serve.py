@@ -25,10 +25,11 @@ from deltic.server.serve import listen
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
-from deltic.config import EngineConfig, ServerConfig
+from deltic.config import EngineConfig, ModelConfig, ServerConfig
 from deltic.server.serve import serve
 program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}")
-sys.exit(serve(EngineConfig(**{engine}), ServerConfig(**{server}), program=program))
+models = [(EngineConfig(**{engine}), ModelConfig(served_model_name=name)) for name in {names}]
+sys.exit(serve(models, ServerConfig(**{server}), program=program))
 """
 LONG = {"prompt": [5, 6, 7], "max_tokens": 3000, "ignore_eos": True}
 
@@ -36,9 +37,15 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 3000, "ignore_eos": True}
 class Server:
     """A server process; `log` is what it wrote."""
 
-    def __init__(self, step_ms: float, engine: dict[str, Any], server: dict[str, Any]) -> None:
+    def __init__(
+        self, step_ms: float, engine: dict[str, Any], server: dict[str, Any], names: tuple[str | None, ...]
+    ) -> None:
         program = PROGRAM.format(
-            fakes=str(ROOT / "tests/fakes.py"), step_ms=step_ms, engine=engine, server={"port": 0} | server
+            fakes=str(ROOT / "tests/fakes.py"),
+            step_ms=step_ms,
+            engine=engine,
+            names=names,
+            server={"port": 0} | server,
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
@@ -53,7 +60,7 @@ class Server:
 
     def url(self) -> str:
         """Once it is ready."""
-        wait_for(lambda: any("is ready on" in line for line in list(self.log)))
+        wait_for(lambda: any(" ready on " in line for line in list(self.log)))
         found = re.search(r"http://\S+", "".join(self.log))
         assert found
         return found.group()
@@ -69,8 +76,13 @@ class Server:
 
 
 @contextmanager
-def server_of(step_ms: float = 1.0, engine: dict[str, Any] | None = None, **server: Any) -> Iterator[Server]:
-    running = Server(step_ms, engine or {}, server)
+def server_of(
+    step_ms: float = 1.0,
+    engine: dict[str, Any] | None = None,
+    names: tuple[str | None, ...] = (None,),
+    **server: Any,
+) -> Iterator[Server]:
+    running = Server(step_ms, engine or {}, server, names)
     try:
         yield running
     finally:
@@ -86,7 +98,7 @@ def wait_for(condition: Any, seconds: float = 10.0) -> None:
 
 
 def n_running(url: str) -> int:
-    found = re.search(r"^deltic_sequences_running (\S+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    found = re.search(r"^deltic_sequences_running{.*} (\S+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)
     assert found
     return int(float(found.group(1)))
 
@@ -126,6 +138,26 @@ def test_drain_lets_requests_finish() -> None:
     assert not any("Traceback" in line for line in server.log), server.log
 
 
+def test_several_models_start_answer_and_drain_together() -> None:
+    with server_of(step_ms=2, drain_s=20, names=("a", "b")) as server:
+        url = server.url()
+        assert any(f"a and b are ready on {url}" in line for line in server.log)
+        asked = [Ask(url, model=name, max_tokens=200, stream=True) for name in ("a", "b")]
+        wait_for(lambda: all(one.text for one in asked))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(10) == 0
+        for one in asked:
+            one.join()
+            assert one.text.endswith("data: [DONE]\n\n")
+    assert any("2 requests open, with 20 s to finish" in line for line in server.log)
+
+
+def test_one_of_several_that_cannot_be_served_is_named() -> None:
+    with server_of(engine={"model": "/no/such/model"}, names=("a", "b")) as server:
+        assert server.end(20) == 1
+    assert "ERROR a cannot be served: /no/such/model: no such directory" in "".join(server.log)
+
+
 def test_who_waits_too_long_for_a_place_is_told_to_come_again() -> None:
     with server_of(step_ms=5, queue_timeout_s=0.5, engine={"max_num_seqs": 1}) as server:
         url = server.url()
@@ -136,7 +168,7 @@ def test_who_waits_too_long_for_a_place_is_told_to_come_again() -> None:
         assert late.json()["error"]["code"] == "queue_timeout"
         first.join()
         assert first.text.endswith("data: [DONE]\n\n")
-        counted = 'deltic_sequences_finished_total{finish_reason="queue_timeout"} 1.0'
+        counted = 'deltic_sequences_finished_total{finish_reason="queue_timeout",model="built-in"} 1.0'
         assert counted in httpx.get(f"{url}/metrics").text
 
 
@@ -185,8 +217,8 @@ def test_the_engine_dies_under_load_and_comes_back() -> None:
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
         again = httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 3})
         assert again.status_code == 200
-        assert "deltic_engine_restarts_total 1.0" in httpx.get(f"{url}/metrics").text
-        assert "deltic_pages_used 0.0" in httpx.get(f"{url}/metrics").text
+        assert 'deltic_engine_restarts_total{model="built-in"} 1.0' in httpx.get(f"{url}/metrics").text
+        assert 'deltic_pages_used{model="built-in"} 0.0' in httpx.get(f"{url}/metrics").text
 
 
 def test_a_model_that_cannot_be_served() -> None:

@@ -395,11 +395,14 @@ def test_metrics_and_the_log(engine: FakeSpeechClient, caplog: pytest.LogCapture
 
     with caplog.at_level(logging.INFO, "deltic.server"):
         told = asyncio.run(go())
-    assert "deltic_speech_samples_total 15360.0" in told and "deltic_speech_continuous_total 1.0" in told
-    assert 'deltic_speech_ended_total{reason="stop"} 2.0' in told
     assert (
-        "deltic_speech_first_audio_seconds_count 2.0" in told
-        and "deltic_speech_underrun_seconds_count 1.0" in told
+        'deltic_speech_samples_total{model="fake"} 15360.0' in told
+        and 'deltic_speech_continuous_total{model="fake"} 1.0' in told
+    )
+    assert 'deltic_speech_ended_total{model="fake",reason="stop"} 2.0' in told
+    assert (
+        'deltic_speech_first_audio_seconds_count{model="fake"} 2.0' in told
+        and 'deltic_speech_underrun_seconds_count{model="fake"} 1.0' in told
     )
     assert "generated_tokens=5" in caplog.text and "Hello" not in caplog.text
 

@@ -1,0 +1,353 @@
+"""The host of the engine process: starts, deaths, restarts and stops, of one model and of several."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deltic.config import EngineConfig
+from deltic.engine.client import EngineClient, EngineFailed, EngineUnavailable
+from deltic.engine.host import EngineHost
+from deltic.engine.request import Event, Loading, Ready, Request, SamplingParams, StepOutputs
+from tests.fakes import POISON, expected_tokens
+from tests.null.test_client import FAKES, collect, hosted, in_loop, reasons, request, submit, tokens, until
+
+
+@in_loop
+async def test_from_start_to_stop() -> None:
+    events: list[Event] = []
+    client = EngineClient(EngineConfig(n_pages=64), 20, events.append)
+    host = EngineHost([client], program=(sys.executable, FAKES))
+    with pytest.raises(EngineUnavailable, match="loading"):
+        submit(client, request())
+    await host.start()
+    assert client.state == "starting" and client.info is None
+    info = await client.ready()
+    assert client.state == "ready" and client.info is info and info.n_pages == 64
+    assert isinstance(events[0], Loading) and any(isinstance(event, Ready) for event in events)
+
+    requests = [request(str(i), 100 + i, max_tokens=10 + i, n=1 + i % 3) for i in range(10)]
+    streams = [submit(client, r) for r in requests]
+    with pytest.raises(ValueError, match="in use"):
+        submit(client, request("3"))
+    for r, outputs in zip(requests, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens(outputs) == expected_tokens(r.prompt_ids, r.params)
+        assert reasons(outputs) == ["length"] * r.params.n
+    assert client.n_open == 0 and client.stats.n_generated_tokens > 0
+    assert any(isinstance(event, StepOutputs) for event in events)
+
+    pid = host.pid
+    assert pid is not None
+    await host.stop()
+    assert client.state == "stopped" and host.pid is None and not Path(f"/proc/{pid}").exists()
+    assert host._directory is not None and not host._directory.exists()
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        submit(client, request())
+    with pytest.raises(EngineFailed, match="stopped"):
+        await client.ready()
+    await host.stop()
+
+
+@in_loop
+async def test_killed_under_load_and_back() -> None:
+    client = EngineClient(EngineConfig(max_num_seqs=4), 100)
+    async with hosted(client, step_ms=2.0) as host:
+        await collect(submit(client, request("before", max_tokens=5)))
+        streams = [submit(client, request(str(i), 100, max_tokens=3000, n=1 + i % 2)) for i in range(8)]
+        await anext(streams[0])
+        assert host.pid is not None
+        pid, n_steps = host.pid, client.stats.n_steps
+        os.kill(pid, signal.SIGKILL)
+        for i, stream in enumerate(streams):
+            outputs = await collect(stream)
+            assert reasons(outputs) == ["error"] * (1 + i % 2)
+            assert "SIGKILL" in (outputs[-1].error or "")
+        assert client.state == "restarting" and client.n_open == 0 and client.stats.n_running == 0
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            submit(client, request())
+        await client.ready()
+        assert host.pid not in (None, pid) and client.n_restarts == 1
+        r = request("0", max_tokens=20)  # an id of the old process's, free again
+        assert tokens(await collect(submit(client, r))) == expected_tokens(r.prompt_ids, r.params)
+        assert client.stats.n_steps >= n_steps + 20  # counters go on
+
+
+@in_loop
+async def test_steps_that_fail_restart_the_process_in_the_end() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client):
+        for i in range(3):
+            bad = Request(id=str(i), prompt_ids=[POISON], params=SamplingParams())
+            (output,) = await collect(submit(client, bad))
+            assert output.finish_reason == "error"
+        await until(lambda: client.state != "ready")
+        await client.ready()
+        assert client.n_restarts == 1
+        assert reasons(await collect(submit(client, request()))) == ["length"]
+
+
+@in_loop
+async def test_a_configuration_that_cannot_work_is_not_tried_again() -> None:
+    client = EngineClient(EngineConfig(model="missing"), 1)
+    host = EngineHost([client], program=(sys.executable, FAKES))
+    await host.start()
+    with pytest.raises(EngineFailed, match="no checkpoint at 'missing'"):
+        await client.ready()
+    assert client.state == "failed" and client.n_restarts == 0
+    with pytest.raises(EngineUnavailable, match="no checkpoint"):
+        submit(client, request())
+    await host.stop()
+
+
+@in_loop
+async def test_a_process_that_dies_at_once_is_given_up() -> None:
+    client = EngineClient(EngineConfig(), 1)
+    host = EngineHost([client], program=(sys.executable, "-c", "raise SystemExit(7)"))
+    await host.start()
+    with pytest.raises(EngineFailed, match="exit status 7"):
+        await client.ready()
+    assert client.state == "failed" and client.n_restarts == 2
+    await host.stop()
+
+
+@in_loop
+async def test_killed_by_a_signal_without_a_name() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client, step_ms=2.0) as host:
+        stream = submit(client, request(max_tokens=3000))
+        await anext(stream)
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGRTMIN + 6)
+        outputs = await collect(stream)
+        assert f"killed by signal {signal.SIGRTMIN + 6}" in (outputs[-1].error or "")
+        await client.ready()
+        assert reasons(await collect(submit(client, request()))) == ["length"]
+
+
+@in_loop
+async def test_a_process_that_cannot_be_started_again_is_a_failure() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client) as host:
+        assert host._directory is not None and host.pid is not None
+        shutil.rmtree(host._directory)  # no place for the next process's sockets
+        os.kill(host.pid, signal.SIGKILL)
+        await until(lambda: client.state == "failed")
+        with pytest.raises(EngineFailed, match=r"cannot be started again: .*no socket"):
+            await client.ready()
+
+
+@in_loop
+async def test_a_supervisor_that_fails_ends_the_requests_and_the_process() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client, step_ms=2.0) as host:
+        stream = submit(client, request(max_tokens=3000, n=2))
+        await anext(stream)
+        assert host.pid is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("deltic.engine.host._describe", lambda code: 1 // 0)
+            os.kill(host.pid, signal.SIGKILL)
+            outputs = await collect(stream)
+        assert reasons(outputs) == ["error"] * 2 and "ZeroDivisionError" in (outputs[-1].error or "")
+        assert client.state == "failed" and client.n_open == 0
+        with pytest.raises(EngineUnavailable, match="lost control"):
+            submit(client, request())
+
+
+@in_loop
+async def test_the_pool_of_torch_is_told_not_to_spin() -> None:
+    code = "import os; raise SystemExit(5 if os.environ.get('OMP_WAIT_POLICY') == 'PASSIVE' else 6)"
+    client = EngineClient(EngineConfig(), 1)
+    host = EngineHost([client], program=(sys.executable, "-c", code))
+    await host.start()
+    with pytest.raises(EngineFailed, match="exit status 5"):
+        await client.ready()
+    await host.stop()
+
+
+@in_loop
+async def test_stop_drains_then_aborts() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client, step_ms=2.0) as host:
+        short = submit(client, request("short", max_tokens=20))
+        long = submit(client, request("long", max_tokens=3000))
+        left = submit(client, request("left", max_tokens=3000))
+        stopping = asyncio.create_task(host.stop(drain_s=0.4))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable):
+            submit(client, request("late"))
+        assert reasons(await collect(short)) == ["length"]
+        client.abort("left")  # while it drains
+        assert reasons(await collect(left)) == ["abort"] and not stopping.done()
+        outputs = await collect(long)
+        assert reasons(outputs) == ["abort"] and len(tokens(outputs)) > 20
+        await stopping
+
+
+@in_loop
+async def test_stop_just_after_the_process_died() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client, step_ms=2.0) as host:
+        stream = submit(client, request(max_tokens=3000))
+        await anext(stream)
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGKILL)
+        await until(lambda: client.state == "restarting")
+        assert client.n_open == 1
+        await host.stop()
+        assert reasons(await collect(stream)) == ["abort"]
+
+
+@in_loop
+async def test_a_process_that_dies_as_it_gets_ready() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client) as host:
+        assert host._process is not None
+        ready = Ready(client.info or pytest.fail())
+        os.kill(host._process.pid, signal.SIGKILL)
+        await until(lambda: client.state == "restarting")
+        client._take(ready, [])
+        assert client.state == "ready"  # as it believes, until it hangs up
+        await until(lambda: client.state == "restarting")
+        await client.ready()
+        assert reasons(await collect(submit(client, request()))) == ["length"]
+
+
+@in_loop
+async def test_stop_while_it_loads_or_restarts() -> None:
+    client = EngineClient(EngineConfig(), 1)
+    host = EngineHost([client], program=(sys.executable, "-c", "import time; time.sleep(60)"))
+    await host.start()
+    start = time.monotonic()
+    await host.stop(drain_s=10)
+    assert host.pid is None and time.monotonic() - start < 2
+    client = EngineClient(EngineConfig(), 1)
+    host = EngineHost([client], program=(sys.executable, "-c", "raise SystemExit(7)"))
+    await host.start()
+    await until(lambda: client.state == "restarting")
+    await host.stop()
+    assert host.pid is None and client.state == "stopped"
+
+
+# Several models in one process.
+
+
+def clients_of(*configs: EngineConfig) -> list[EngineClient]:
+    return [EngineClient(config, 100) for config in configs]
+
+
+def two() -> list[EngineClient]:
+    return clients_of(EngineConfig(), EngineConfig())
+
+
+@in_loop
+async def test_two_models_serve_the_same_ids_at_the_same_time() -> None:
+    clients = clients_of(EngineConfig(n_pages=128), EngineConfig(n_pages=64))
+    async with hosted(*clients):
+        assert [client.info and client.info.n_pages for client in clients] == [128, 64]
+        requests = [request(str(i), 100 + i, max_tokens=20 + i, n=1 + i % 3) for i in range(6)]
+        sent = [(r, submit(client, r)) for r in requests for client in clients]
+        for r, outputs in zip(
+            [r for r, _ in sent], await asyncio.gather(*(collect(s) for _, s in sent)), strict=True
+        ):
+            assert tokens(outputs) == expected_tokens(r.prompt_ids, r.params)
+            assert reasons(outputs) == ["length"] * r.params.n
+        assert all(client.stats.n_steps > 0 and client.n_open == 0 for client in clients)
+
+
+@in_loop
+async def test_a_long_answer_of_one_does_not_hold_up_the_other() -> None:
+    long, short = clients = two()
+    async with hosted(*clients, step_ms=5.0):
+        await anext(submit(long, request("long", max_tokens=3000)))
+        for i in range(3):
+            await collect(submit(short, request(str(i), max_tokens=20)))
+        assert long.n_open == 1
+        long.abort("long")
+
+
+@in_loop
+async def test_an_abort_reaches_its_own_model() -> None:
+    stays, goes = clients = two()
+    async with hosted(*clients, step_ms=2.0):
+        streams = [submit(client, request("same", max_tokens=60)) for client in clients]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        goes.abort("same")
+        assert reasons(await collect(streams[1])) == ["abort"]
+        assert reasons(await collect(streams[0])) == ["length"]
+        await until(lambda: goes.stats.n_slots_used == stays.stats.n_slots_used == 0)
+
+
+@in_loop
+async def test_a_death_ends_the_requests_of_all_and_all_come_back() -> None:
+    clients = two()
+    async with hosted(*clients, step_ms=2.0) as host:
+        streams = [submit(client, request("a", max_tokens=3000)) for client in clients]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGKILL)
+        for stream in streams:
+            outputs = await collect(stream)
+            assert reasons(outputs) == ["error"] and "SIGKILL" in (outputs[-1].error or "")
+        for client in clients:
+            await client.ready()
+            assert client.n_restarts == 1
+            assert reasons(await collect(submit(client, request()))) == ["length"]
+
+
+@in_loop
+async def test_steps_of_one_model_that_fail_restart_all() -> None:
+    good, bad = clients = two()
+    async with hosted(*clients, step_ms=2.0):
+        stream = submit(good, request(max_tokens=3000))
+        for i in range(3):
+            poisoned = Request(id=str(i), prompt_ids=[POISON], params=SamplingParams())
+            assert reasons(await collect(submit(bad, poisoned))) == ["error"]
+        assert reasons(await collect(stream)) == ["error"]
+        await good.ready()
+        await bad.ready()
+
+
+@in_loop
+async def test_a_model_that_cannot_be_served_is_named_to_all() -> None:
+    good, bad = EngineConfig(), EngineConfig(model="missing")
+    for clients in (clients_of(good, bad), clients_of(bad, good)):
+        host = EngineHost(clients, program=(sys.executable, FAKES))
+        await host.start()
+        for client in clients:
+            with pytest.raises(EngineFailed, match=r"^missing: no checkpoint at 'missing'"):
+                await client.ready()
+            assert client.state == "failed" and client.n_restarts == 0
+        await host.stop()
+
+
+@in_loop
+async def test_two_models_with_one_trace_are_refused() -> None:
+    clients = clients_of(*(EngineConfig(trace=Path(file)) for file in ("trace.json", "./trace.json")))
+    host = EngineHost(clients, program=(sys.executable, FAKES))
+    await host.start()
+    with pytest.raises(EngineFailed, match=r"--trace .*/trace.json: each model needs a file of its own"):
+        await clients[0].ready()
+    await host.stop()
+    assert not Path("trace.json").exists()
+
+
+@in_loop
+async def test_stop_drains_all_models() -> None:
+    clients = two()
+    async with hosted(*clients, step_ms=2.0) as host:
+        pid = host.pid
+        short = [submit(client, request("short", max_tokens=20)) for client in clients]
+        long = [submit(client, request("long", max_tokens=3000)) for client in clients]
+        await host.stop(drain_s=0.4)
+        assert [reasons(await collect(stream)) for stream in short + long] == [["length"]] * 2 + [
+            ["abort"]
+        ] * 2
+        assert host.pid is None and not Path(f"/proc/{pid}").exists()
+        assert [client.state for client in clients] == ["stopped"] * 2
