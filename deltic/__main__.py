@@ -489,7 +489,12 @@ def _bench_quality(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status. 2: wrong arguments or settings, 130: interrupted."""
-    arguments = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    # argparse would take no more than the MODEL of `--and=MODEL` as what stands behind it.
+    words = [
+        part for word in words for part in (("--and", word[6:]) if word.startswith("--and=") else (word,))
+    ]
+    arguments = parser().parse_args(words)
     try:
         check_environment()
         status = int(arguments.command(arguments) or 0)

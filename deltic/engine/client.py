@@ -45,6 +45,7 @@ from deltic.engine.request import (
     VoiceEncoded,
 )
 from deltic.logs import counted
+from deltic.models.checkpoint import model_name
 
 log = logging.getLogger("deltic.engine.client")
 
@@ -145,8 +146,12 @@ class EngineClient:
         config: EngineConfig,
         max_queue: int,
         on_event: Callable[[Event], None] | None = None,
+        *,
+        name: str | None = None,
     ) -> None:
+        """name: what messages call the model, if not by its own name."""
         self.config = config
+        self.name = name or model_name(config)
         self.max_queue = max_queue
         self.state: State = "starting"
         self.info: EngineInfo | None = None
@@ -278,7 +283,7 @@ class EngineClient:
         self._events_fd = self._events.fileno()
         asyncio.get_running_loop().add_reader(self._events_fd, self.receive)
         self._commands_endpoint = f"{endpoint}-commands"
-        return ModelLaunch(self.config, commands=self._commands_endpoint, events=f"{endpoint}-events")
+        return ModelLaunch(self.name, self.config, self._commands_endpoint, f"{endpoint}-events")
 
     def hang_up(self) -> None:
         """Closes the sockets of a process that is gone."""
@@ -384,7 +389,7 @@ class EngineClient:
             while self._drops:
                 self._send(DropVoice(self._drops.pop()))
             if self.n_restarts:
-                log.info("%s is ready again", event.info.model_name)
+                log.info("%s is ready again", self.name)
 
     def _note_ended(self, stream: Stream, n: int) -> None:
         """`n` sequences of `stream` had their last output."""

@@ -42,7 +42,7 @@ from deltic.engine.request import (
 )
 from deltic.engine.scheduler import RequestError
 from deltic.engine.trace import Trace
-from deltic.models.checkpoint import model_name, speaks, text_directory
+from deltic.models.checkpoint import speaks, text_directory
 
 log = logging.getLogger("deltic.engine")
 
@@ -63,6 +63,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class ModelLaunch(msgspec.Struct, frozen=True):
     """One model of a Launch."""
 
+    name: str
+    """For messages."""
     config: EngineConfig
     commands: str
     """Endpoint that the process binds; the client connects to it once the process is ready."""
@@ -88,7 +90,7 @@ class ServedModel:
     """Once it is built."""
 
     def __init__(self, launch: ModelLaunch, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.config = launch.config
+        self.name, self.config = launch.name, launch.config
         self.commands = context.socket(zmq.PULL)
         self._events = context.socket(zmq.PUSH)
         for socket in (self.commands, self._events):
@@ -215,7 +217,7 @@ class EngineProcess:
             )
             if isinstance(error, RuntimeError) and not out_of_memory:
                 raise
-            name = f"{model_name(model.config)}: " if len(self.models) > 1 else ""
+            name = f"{model.name}: " if len(self.models) > 1 else ""
             model.send(StartFailed(name + (OUT_OF_MEMORY if out_of_memory else text)))
             return False
         if "torch" in sys.modules:  # its threads have nothing left to do that is worth a core
@@ -242,8 +244,7 @@ class EngineProcess:
                 raise ConfigError(f"--trace {file}: each model needs a file of its own")
 
     def _import_build(self, start_s: dict[str, float]) -> Build:
-        for model in self.models:
-            model.progress("import", 0.0)
+        self.models[0].progress("import", 0.0)  # of the others, nothing until their turn
         start = time.perf_counter()
         if any(_may_use_gpu(model.config) for model in self.models):
             threading.Thread(target=_wake_gpu, daemon=True).start()

@@ -214,8 +214,9 @@ def _refuse(plan: SpeechPlan, config: EngineConfig, n_fit: int) -> None:
             f"give at most {n_fit * PAGE_SIZE}"
         )
     needed = (plan.total_bytes - plan.pages_bytes + n_seq_pages * plan.page_bytes) / FREE_SHARE
+    smaller = {None: "--quantize int8, ", "int8": "--quantize int4, "}.get(plan.quantize, "")
     raise ConfigError(
         f"the model does not fit: weights {plan.weight_bytes / 1e9:.1f} GB, vocoder {plan.vocoder_bytes / 1e9:.1f} GB and "
-        f"workspace {plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used; take --quantize int8, fewer --max-num-seqs, "
+        f"workspace {plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used; take {smaller}fewer --max-num-seqs, "
         f"or a machine with at least {math.ceil(needed / 1e9)} GB free"
     )

@@ -67,7 +67,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     listener = listen(config)
     served = [
-        Served(name, about, EngineClient(engine, config.max_queue))
+        Served(name, about, EngineClient(engine, config.max_queue, name=name))
         for name, (engine, about) in zip(names, models, strict=True)
     ]
     return uvloop.run(_serve(served, config, listener, program))

@@ -87,6 +87,17 @@ class Server:
         """The model of a request that names none; one of the other kind, which will say so, where there is no other."""
         return next(iter(self.of(kind)), next(iter(self.models.values())))
 
+    def admit_speech(self) -> None:
+        """Before it is known which model a request asks: raises ApiError, as `Service.admit`, if none that speaks would take it."""
+        refusals = []
+        for service in self.of("speech") or [self.first("speech")]:
+            try:
+                service.admit(speech=True)
+                return
+            except ApiError as error:
+                refusals.append(error)
+        raise refusals[0]
+
     def find(self, name: str) -> Service:
         """Raises ApiError (404)."""
         if name not in self.models:
@@ -98,7 +109,11 @@ class Server:
     def status(self) -> dict[str, Any]:
         """For /health and /ready: of the model that is worst off; when there are several, of each by its name."""
         each = {name: service.status() for name, service in self.models.items()}
-        worst = min(each, key=lambda name: STATES.index(each[name]["status"]))
+        # Of those that load the last that has begun: the ones before it have loaded, and wait for the others.
+        worst = min(
+            reversed(each),
+            key=lambda name: (STATES.index(each[name]["status"]), "loading" not in each[name]),
+        )
         if len(each) == 1:
             return each[worst]
         status = dict(each[worst])

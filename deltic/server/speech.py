@@ -438,11 +438,11 @@ async def list_voices(service: Service, request: Request) -> ASGIApp:
 
 async def add_voice(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/voices: a voice to clone, from a form with audio_sample or speaker_embedding."""
-    service.admit(speech=True)
+    service.server.admit_speech()
     asked = await _voice_form(request, service.config.max_body_mb)
     if asked.model is not None:
         service = service.server.find(asked.model)
-        service.admit(speech=True)
+    service.admit(speech=True)
     speech = parts(service)
     if speech.prompts.shape.variant != "base":
         said = f"voices can be added to a Base model; {service.model_name!r} has its own"

@@ -56,7 +56,7 @@ async def converse(server: Server, access: Access, socket: WebSocket, note: Note
     ticket: Ticket = socket.scope[TICKET]
     try:
         ticket.account = access.check_socket(socket)
-        _admit(server)
+        server.admit_speech()
         if server.n_sockets >= MAX_SOCKETS:
             raise ApiError(
                 429, f"{MAX_SOCKETS} WebSockets are open, as many as may be", code="too_many_sockets"
@@ -72,18 +72,6 @@ async def converse(server: Server, access: Access, socket: WebSocket, note: Note
         log.debug("a client left its WebSocket")
     finally:
         server.n_sockets -= 1
-
-
-def _admit(server: Server) -> None:
-    """Raises ApiError if no model would take a request; which it is to be, the first message says."""
-    refusals = []
-    for service in server.of("speech"):
-        try:
-            service.admit(speech=True)
-            return
-        except ApiError as error:
-            refusals.append(error)
-    raise refusals[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -525,5 +525,7 @@ def test_of_several_models_one_is_chosen(driver: Any) -> None:
         wait_for(lambda: f"of {n_steps} steps" in page.one("#step-line").text)
         page.go("#chat")
         wait_for(lambda: page.one("#models").get_attribute("value") == "first")
+        two_that_speak = "{a: {kind: 'speech'}, b: {kind: 'speech'}}"
+        assert page.run(f"listModels({two_that_speak}); return model") == "a", "where none has chats"
     finally:
         running.close()

@@ -316,12 +316,13 @@ async def test_steps_of_one_model_that_fail_restart_all() -> None:
 
 @in_loop
 async def test_a_model_that_cannot_be_served_is_named_to_all() -> None:
-    good, bad = EngineConfig(), EngineConfig(model="missing")
-    for clients in (clients_of(good, bad), clients_of(bad, good)):
+    for bad_name, said in ((None, "missing"), ("mine", "mine")):
+        clients = [*clients_of(EngineConfig()), EngineClient(EngineConfig(model="missing"), 1, name=bad_name)]
+        clients = clients if bad_name else clients[::-1]
         host = EngineHost(clients, program=(sys.executable, FAKES))
         await host.start()
         for client in clients:
-            with pytest.raises(EngineFailed, match=r"^missing: no checkpoint at 'missing'"):
+            with pytest.raises(EngineFailed, match=rf"^{said}: no checkpoint at 'missing'"):
                 await client.ready()
             assert client.state == "failed" and client.n_restarts == 0
         await host.stop()

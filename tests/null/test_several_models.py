@@ -169,7 +169,10 @@ def test_a_form_names_its_model(several: Several) -> None:
     assert upload().status_code == 400, "the first that speaks has its own voices"
     assert upload(model="nobody").json()["error"]["code"] == "model_not_found"
     assert upload(model="writer").json()["error"]["code"] == "unsupported_model"
-    assert upload(model="cloner").json()["voice"]["name"] == "anna"
+    several.speaker.state = "restarting"
+    assert upload().status_code == 503
+    assert upload(model="cloner").json()["voice"]["name"] == "anna", "it is not the first that is asked"
+    several.speaker.state = "ready"
     assert several.get(f"{VOICES}?model=cloner")["voices"] == ["anna"]
     several.post(SPEECH, {"input": "Hi.", "voice": "anna", "model": "cloner"})
     assert several.asked() == ["cloner"]
@@ -261,6 +264,8 @@ def test_ready_when_all_are(several: Several) -> None:
     )
     several.refusal(CHAT, {"messages": HELLO, "model": "org/other"}, 503)
     several.post(CHAT, {"messages": HELLO})  # the others go on
+    several.cloner.state, several.cloner.loading = "starting", Loading("plan", 0.1)
+    assert several.get("/ready")["loading"]["stage"] == "plan", "of the last that has begun"
     several.speaker.state = "failed"
     assert several.get("/health")["status"] == "failed", "the worst"
 
@@ -340,6 +345,7 @@ def test_each_model_has_its_own_flags(started: list[Any], monkeypatch: pytest.Mo
         ("serve a --and --threads 1", "--and needs a MODEL behind it"),
         ("serve a --and --and b", "--and needs a MODEL behind it"),
         ("serve a --and b --port 9", "--port is the whole server's; give it before the first --and"),
+        ("serve a --and=b --port 9", "--port is the whole server's"),
         ("serve a --and b --and c --api-key k", "--api-key is the whole server's"),
         ("serve a --and b --threads 0", "--threads 0: must be from 1"),
         ("serve --port 0 --and built-in", "two models are called 'built-in'; give --served-model-name"),
