@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.tiny_speech import tiny_speech
 
 
-@pytest.mark.slow
-def test_a_minute_of_random_traffic_break_no_promise(tmp_path: Path):
-    command = [sys.executable, "-m", "deltic.bench.soak", "--minutes", "1", "--kill-engine", "0.5"]
+def test_seconds_of_random_traffic_break_no_promise(tmp_path: Path):
+    command = [sys.executable, "-m", "deltic.bench.soak", "--minutes", "0.4", "--kill-engine", "0.2"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=400)
     assert done.stdout, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
