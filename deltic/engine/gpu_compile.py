@@ -16,6 +16,7 @@ import importlib
 import json
 import logging
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -33,11 +34,12 @@ import torch
 import triton
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import KernelInterface
+from triton.runtime.jit import JITCallable, KernelInterface
 
 from deltic.config import n_usable_cpus
 from deltic.engine.plan import Plan
 from deltic.engine.speech_plan import SpeechPlan
+from deltic.ops import gpu
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
 
 Progress = Callable[[str, float], None]
@@ -122,6 +124,18 @@ def _marker(plan: P, levers: Levers) -> Path:
     return Path(triton.knobs.cache.dir) / f"deltic-{digest.hexdigest()[:24]}.json"
 
 
+def fix_keys() -> None:
+    """Gives every kernel its key, in one order, before any is used; 0.1 s, the first time.
+
+    The key of a kernel that calls functions with global constants depends, in Triton 3.6, on whether these were given theirs before: what
+    a worker compiled, or another process that served other models, would not be found.
+    """
+    for name in sorted(module.name for module in pkgutil.iter_modules(gpu.__path__)):
+        for function in vars(importlib.import_module(f"{gpu.__name__}.{name}")).values():
+            if isinstance(function, JITCallable):
+                function.cache_key  # noqa: B018
+
+
 # Compiling.
 
 
@@ -133,7 +147,6 @@ class Compilation:
         self.begun = time.perf_counter()
         self.errors: list[str] = []
         self._jobs: deque[Job] = deque()
-        self._order = ""
         self._n_jobs = self._n_done = self._n_compiled = 0
         self._lock = threading.Lock()
         self._stderr: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -152,8 +165,7 @@ class Compilation:
         self._threads: list[threading.Thread] = []
 
     def give(self, jobs: list[Job]) -> None:
-        """Has them compiled, the longest sources first. jobs: in the order in which their kernels are first started."""
-        self._order = json.dumps([*dict.fromkeys((job.module, job.name) for job in jobs)])
+        """Has them compiled, the longest sources first."""
         self._jobs.extend(sorted(jobs, key=lambda job: -len(job.kernel.src)))
         self._n_jobs = len(jobs)
         self._threads = [
@@ -166,7 +178,6 @@ class Compilation:
         """Gives one worker a kernel after the other."""
         assert worker.stdin is not None and worker.stdout is not None
         with suppress(OSError, IndexError, ValueError):  # no job is left, or the worker has failed
-            worker.stdin.write(self._order + "\n")
             while True:
                 job = self._jobs.popleft()
                 worker.stdin.write(json.dumps([job.module, job.name, job.specialisation]) + "\n")
@@ -244,8 +255,11 @@ def begin_compiling(
 
     `wait` is to be called before a kernel is started; weights can be read meanwhile. Does not raise: what fails is logged.
     """
+    if INTERPRETED:
+        return Kernels(None, None)
+    fix_keys()
     n_workers = min(MAX_WORKERS, n_usable_cpus())
-    if INTERPRETED or n_workers < 2:
+    if n_workers < 2:
         return Kernels(None, None)
     compilation = None
     try:
@@ -278,19 +292,11 @@ def _set_target(target: GPUTarget) -> Any:
 
 
 def work(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
-    """Compiles the kernels on the lines of `jobs`; answers each with how many that were not in the cache, and an error.
-
-    The first line names all of them, in the order in which they will be started: the key of a kernel that calls functions with
-    global constants depends, in Triton 3.6, on whether another kernel that calls them was given its key before.
-    """
+    """Compiles the kernels on the lines of `jobs`; answers each with how many that were not in the cache, and an error."""
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     launcher = _set_target(target)
-    importlib.import_module(
-        "deltic.models.qwen_gpu"
-    )  # and with it most kernels, while there is nothing to do yet
-    for module, name in json.loads(jobs.readline() or "[]"):
-        getattr(importlib.import_module(module), name).cache_key  # noqa: B018
+    fix_keys()  # and so imports the kernels, while there is nothing to do yet
     for line in jobs:
         error = ""
         hits.clear()
