@@ -1,11 +1,12 @@
-"""The published package (qwen-tts, torch) on this CPU: ms a frame and RTF of a random checkpoint of a published size.
+"""The published package (qwen-tts, torch) on this machine: ms a frame and RTF of a random checkpoint of a published size.
 
     python -m venv /tmp/qwen-tts && /tmp/qwen-tts/bin/pip install qwen-tts
-    /tmp/qwen-tts/bin/python bench/speech/qwen_tts_cpu.py --shape 0.6b --threads 2
+    /tmp/qwen-tts/bin/python bench/speech/qwen_tts.py --shape 0.6b --threads 2
 
 Run in an environment of its own, where Deltic is not installed. A frame is 80 ms of audio. Codes (prompt, talker and predictor;
 everything the package does from text to codes) and waveform are timed apart; beside it, from Deltic's environment:
-`deltic bench speech --dummy qwen3-tts-0.6b --threads 2 --n 1 --max-new-tokens 49`. The text vocabulary of the checkpoint is small:
+`deltic bench speech --dummy qwen3-tts-0.6b --threads 2 --n 1 --max-new-tokens 49`. On a GPU (`--device cuda`) attention is torch's, not
+flash-attn's. The text vocabulary of the checkpoint is small:
 its table is only read by a prompt. Ends with a line of JSON.
 """
 
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -108,7 +110,7 @@ def main() -> None:
         if not arguments.checkpoint:
             write(path, arguments.shape)
         model = package().Qwen3TTSModel.from_pretrained(
-            str(path), device_map="cpu", dtype=getattr(torch, arguments.dtype)
+            str(path), device_map=arguments.device, dtype=getattr(torch, arguments.dtype)
         )
     measure(model, 4, 0)
     rounds = []
@@ -129,11 +131,12 @@ def main() -> None:
         "shape": arguments.shape,
         "dtype": arguments.dtype,
         "threads": arguments.threads,
+        "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
     print(
         json.dumps(
-            {"bench": "qwen_tts_cpu", **about, "machine": platform.machine(), **told, "rounds": rounds}
+            {"bench": "qwen_tts", **about, "machine": platform.machine(), **told, "rounds": rounds}
         )
     )
 
