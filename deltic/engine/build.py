@@ -22,7 +22,7 @@ def is_for_gpu(config: EngineConfig) -> bool:
         return config.device == "cuda"
     cpu_only = config.quantize is not None or (Path(config.model) / PACKED).exists()
     has_gpu = torch.cuda.is_available() and find_spec("triton") is not None
-    return has_gpu and not cpu_only and not speaks(config)
+    return has_gpu and not cpu_only
 
 
 def build_for_device(config: EngineConfig, progress: Callable[[str, float], None]) -> StepRunner:

@@ -42,7 +42,7 @@ from deltic.engine.request import (
 )
 from deltic.engine.scheduler import RequestError
 from deltic.engine.trace import Trace
-from deltic.models.checkpoint import speaks, text_directory
+from deltic.models.checkpoint import text_directory
 
 log = logging.getLogger("deltic.engine")
 
@@ -301,12 +301,7 @@ def _refusals(message: bytes, error: str) -> list[Output]:
 
 def _may_use_gpu(config: EngineConfig) -> bool:
     """What `build.is_for_gpu` will say, as far as that can be told before torch is imported."""
-    if config.device is not None:
-        return config.device == "cuda"
-    try:
-        return config.quantize is None and not speaks(config)
-    except ValueError:  # the build will say what is wrong
-        return False
+    return config.quantize is None if config.device is None else config.device == "cuda"
 
 
 def _wake_gpu() -> None:
