@@ -34,7 +34,7 @@ import torch
 import triton
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITCallable, KernelInterface
+from triton.runtime.jit import JITCallable
 
 from deltic.config import n_usable_cpus
 from deltic.engine.plan import Plan
@@ -87,27 +87,19 @@ def collecting() -> Iterator[dict[Job, None]]:
     The target and the chip's sizes are those of the current device. Not to be used beside launches of other threads.
     """
     jobs: dict[Job, None] = {}
-    warmup, hook = KernelInterface.warmup, triton.knobs.runtime.jit_cache_hook
+    hook = triton.knobs.runtime.jit_cache_hook
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         jobs[Job(fn.module, fn.name, compile["specialization_data"])] = None
         return True  # do not compile
 
-    def noted(kernel: Any, *args: Any, **options: Any) -> Any:
-        # attention_prefill.flash corrects a field of what it compiled
-        return warmup(kernel, *args, **options) or SimpleNamespace(
-            metadata=SimpleNamespace(tensordesc_meta=[{"block_size": [0, 0]}])
-        )
-
     launches.compile_only = True
     triton.knobs.runtime.jit_cache_hook = note
-    KernelInterface.warmup = noted
     try:
         yield jobs
     finally:
         launches.compile_only = False
         triton.knobs.runtime.jit_cache_hook = hook
-        KernelInterface.warmup = warmup
 
 
 def _marker(plan: P, levers: Levers) -> Path:

@@ -26,23 +26,23 @@ from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PREPARE_WARPS = 8
-SPECIALISED = triton.__version__.startswith("3.6.")
-"""Whether Hopper runs the specialised flash kernel: 13 % faster, the same bits; `flash` corrects a fault of this version for it."""
 
 
 @dataclass(frozen=True)
 class FlashTile:
     """How the flash kernel is cut and compiled. No field changes what is computed for a token.
 
-    heads: query heads of a tile (1, or 2 where the group is even). specialised: one warp group copies, two compute (Hopper's
-    warp specialisation; num_warps then counts the warps of one group). kv_outer: the programs of one key head follow each
+    heads: query heads of a tile (1, or 2 where the group is even). kv_outer: the programs of one key head follow each
     other, so its keys and values stay in the L2 cache; else the longest tiles of all heads come first.
+
+    Left out: warps that specialise (one group copies, two compute). Triton 3.6 makes it 13 % faster on Hopper, but what it makes
+    gives NaN now and then where the GPU is shared with other processes, whenever one of them has its turn in the midst of it (a
+    test on the GPU asserts that the bits stay).
     """
 
     heads: int
     num_warps: int
     num_stages: int
-    specialised: bool = False
     kv_outer: bool = True
 
 
@@ -112,8 +112,7 @@ def _prepare_kernel(
 @triton.jit(do_not_specialize=["stride_table"])
 def _flash_kernel(
     queries, tiles, proj, out, n_tokens, position, place, page_table, stride_table, rows_page, scale,
-    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SPECIALISED: tl.constexpr,
-    GATED: tl.constexpr,
+    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """One program: the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0).
 
@@ -125,11 +124,9 @@ def _flash_kernel(
     i_h = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * HEADS
     i_kv = i_h // (NQ // NK)
     n = tl.load(n_tokens + i_b)
-    n_tiles = tl.load(position + i_b) // 64 + 1
-    if SPECIALISED:  # the compiler cannot divide a kernel with an early end
-        n_tiles *= tl.minimum(n, 1)
-    elif n == 0:
+    if n == 0:
         return
+    n_tiles = tl.load(position + i_b) // 64 + 1
     p_table = page_table + tl.load(place + i_b).to(tl.int64) * stride_table
     ROWS: tl.constexpr = HEADS * 64
     o_m = tl.arange(0, ROWS)
@@ -140,15 +137,12 @@ def _flash_kernel(
     b_max = tl.full([ROWS], -float("inf"), tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_acc = tl.zeros([ROWS, D], tl.float32)
-    for j in tl.range(0, n_tiles, warp_specialize=SPECIALISED):
+    for j in range(n_tiles):
         row = tl.load(p_table + j) * rows_page + i_kv * 64
         b_k = tiles.load([row, 0])
         b_s = tl.dot(b_q, b_k.T)
         # only the last tile has keys behind the row. Key 0 is never masked, so b_max is finite after the first tile
-        if SPECIALISED:
-            o_key = (j - n_tiles + 1) * 64 + o_n
-            b_s = tl.where(o_key[None, :] <= o_last[:, None], b_s, -float("inf"))
-        elif j == n_tiles - 1:
+        if j == n_tiles - 1:
             b_s = tl.where(o_n[None, :] <= o_last[:, None], b_s, -float("inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_shift = b_new * scale
@@ -165,23 +159,15 @@ def _flash_kernel(
     o_gate = (o_t * ROW + o_m // 64 * D)[:, None]
     o_out = (o_t * (NQ * D) + o_m // 64 * D)[:, None]
     b_weight = (1.0 / b_sum)[:, None]
-    if SPECIALISED:
-        o_d = tl.arange(0, D)[None, :]
-        b_out = b_acc * b_weight
+    # one half of the columns after the other: the gate does not fit in the registers beside the whole of b_acc
+    b_halves = tl.split(tl.permute(tl.reshape(b_acc, [ROWS, 2, D // 2]), (0, 2, 1)))
+    for half in tl.static_range(2):
+        o_d = half * (D // 2) + tl.arange(0, D // 2)[None, :]
+        b_out = b_halves[half] * b_weight
         if GATED:
             b_gate = tl.load(p_gate + o_gate + o_d, mask=(o_t < n)[:, None], other=0.0).to(tl.float32)
             b_out = b_out / (1.0 + tl.exp2(b_gate * -LOG2_E))
-        tl.store(p_out + o_out + o_d, b_out.to(tl.bfloat16), mask=(o_t < n * 64)[:, None])
-    else:
-        # one half of the columns after the other: the gate does not fit in the registers beside the whole of b_acc
-        b_halves = tl.split(tl.permute(tl.reshape(b_acc, [ROWS, 2, D // 2]), (0, 2, 1)))
-        for half in tl.static_range(2):
-            o_d = half * (D // 2) + tl.arange(0, D // 2)[None, :]
-            b_out = b_halves[half] * b_weight
-            if GATED:
-                b_gate = tl.load(p_gate + o_gate + o_d, mask=(o_t < n)[:, None], other=0.0).to(tl.float32)
-                b_out = b_out / (1.0 + tl.exp2(b_gate * -LOG2_E))
-            tl.store(p_out + o_out + o_d, b_out.to(tl.bfloat16))
+        tl.store(p_out + o_out + o_d, b_out.to(tl.bfloat16))
 
 
 def flash_tile(heads: AttentionHeads) -> FlashTile:
@@ -190,8 +176,6 @@ def flash_tile(heads: AttentionHeads) -> FlashTile:
     capability = (9, 0) if INTERPRETED else torch.cuda.get_device_capability()
     if torch.version.hip is not None or capability < (9, 0):
         return FlashTile(heads=1, num_warps=4, num_stages=1)  # less shared memory
-    if SPECIALISED and pair == 2 and heads.dim >= 128 and capability[0] == 9:
-        return FlashTile(heads=2, num_warps=4, num_stages=2, specialised=True)
     return FlashTile(heads=pair, num_warps=4 * pair, num_stages=2)
 
 
@@ -238,10 +222,7 @@ def flash(
     out: Tensor,
     tile: FlashTile,
 ) -> None:
-    """out = bfloat16(softmax(q k^T d^-0.5) v * sigmoid(gate)), causal, after `prepare`. Arguments as in `attention_prefill`.
-
-    Not started early (no PDL): a step that divides its warps cannot wait in all of them.
-    """
+    """out = bfloat16(softmax(q k^T d^-0.5) v * sigmoid(gate)), causal, after `prepare`. Arguments as in `attention_prefill`."""
     n_blocks, d = blocks.n.shape[0], heads.dim
     rows_page = pages.stride(0) // d
     queries = TensorDescriptor(query, [query.numel() // d, d], [d, 1], [BLOCK * tile.heads, d])
@@ -254,14 +235,9 @@ def flash(
         d**-0.5 * LOG2_E.value,
     )  # fmt: skip
     meta: dict[str, Any] = {
-        "NQ": heads.n_q, "NK": heads.n_kv, "D": d, "HEADS": tile.heads, "SPECIALISED": tile.specialised, "GATED": heads.is_gated,
+        "NQ": heads.n_q, "NK": heads.n_kv, "D": d, "HEADS": tile.heads, "GATED": heads.is_gated,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
-    if tile.specialised and not INTERPRETED:
-        # Triton 3.6 gives half of the query tile to each computing group and copies it in two, but leaves the size of the
-        # whole tile in the descriptor it fills at launch
-        compiled = _flash_kernel.warmup(*args, grid=grid, **meta)
-        compiled.metadata.tensordesc_meta[0]["block_size"][0] = BLOCK
     launch(_flash_kernel, grid, *args, **meta)
 
 
