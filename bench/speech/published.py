@@ -1,7 +1,7 @@
 """The published package (qwen-tts, torch) on this machine: ms a frame and RTF of a random checkpoint of a published size.
 
     python -m venv /tmp/qwen-tts && /tmp/qwen-tts/bin/pip install qwen-tts
-    /tmp/qwen-tts/bin/python bench/speech/qwen_tts.py --shape 0.6b --threads 2
+    /tmp/qwen-tts/bin/python bench/speech/published.py --shape 0.6b --threads 2
 
 Run in an environment of its own, where Deltic is not installed. A frame is 80 ms of audio. Codes (prompt, talker and predictor;
 everything the package does from text to codes) and waveform are timed apart; beside it, from Deltic's environment:

@@ -111,7 +111,9 @@ def create_app(server: Server) -> FastAPI:
             ticket.account = access.check(request, open_=route.open_, takes_form=route.form)
             if route.generates:
                 ticket.enter()
-            return await route.endpoint(await asked_model(server, route, request), request)
+            service = await asked_model(server, route, request)
+            ticket.model = service.model_name if len(server.models) > 1 else ""
+            return await route.endpoint(service, request)
 
         app.add_route(route.path, _answering(bound), methods=[route.method])
 
@@ -325,6 +327,8 @@ def log_request(
     fields["seconds"] = round(time.monotonic() - ticket.started_s, 3)
     text = f"{method} {route} {status} {fields['seconds']:.3f} s"
     more: dict[str, Any] = {"key": ticket.account.name} if ticket.account else {}
+    if ticket.model:
+        more["model"] = ticket.model
     if ticket.first_s is not None:
         more["first_token_seconds"] = round(ticket.first_s - ticket.started_s, 3)
     if usage := ticket.usage:

@@ -100,7 +100,7 @@ class Ticket:
     """One HTTP request on its way through the server. Made by the Envelope, under TICKET in the request's scope."""
 
     __slots__ = (
-        "_deadline_s", "_is_open", "account", "body", "first_s", "queue_timeout_s", "started_s", "usage",
+        "_deadline_s", "_is_open", "account", "body", "first_s", "model", "queue_timeout_s", "started_s", "usage",
     )  # fmt: skip
 
     def __init__(self, config: ServerConfig | None = None) -> None:
@@ -110,6 +110,8 @@ class Ticket:
         self.started_s = time.monotonic()
         self.account: Account | None = None
         """Of the key that it came with; None without keys, and on routes that need none."""
+        self.model = ""
+        """Its name, where the server has several."""
         self.usage: Usage | None = None
         """Of its answer, once that has ended in whatever way."""
         self.first_s: float | None = None

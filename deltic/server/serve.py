@@ -108,9 +108,9 @@ async def _serve(
 ) -> int:
     started_s = time.monotonic()
     host = EngineHost([model.client for model in models], program=program, log_format=config.log_format)
-    await host.start()  # before anything slow: it loads while the rest is imported
     signals = StopSignals()
     try:
+        await host.start()  # before anything slow: it loads while the rest is imported
         http, server = _build(models, config)
         # What there is now stays: the collector need not walk it again, which holds up everybody's tokens.
         gc.collect()
@@ -123,7 +123,7 @@ async def _serve(
                 http.force_exit = True
             http.should_exit = True
             await running
-    except (ConfigError, OSError) as error:  # a model's files, the port
+    except (ConfigError, OSError) as error:  # a model's files, the port, no process to be had
         log.error("%s", error)
         return 1
     finally:

@@ -19,8 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deltic.config import ConfigError, ServerConfig
-from deltic.server.serve import listen
+from deltic import logs
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
+from deltic.server.serve import listen, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -149,7 +150,16 @@ def test_several_models_start_answer_and_drain_together() -> None:
         for one in asked:
             one.join()
             assert one.text.endswith("data: [DONE]\n\n")
-    assert any("2 requests open, with 20 s to finish" in line for line in server.log)
+    said = "".join(server.log)
+    assert "2 requests open, with 20 s to finish" in said
+    assert all(re.search(rf"POST /v1/completions 200 .* model={name} ", said) for name in ("a", "b"))
+
+
+def test_an_engine_process_that_cannot_be_started_is_an_error_of_one_line() -> None:
+    models = [(EngineConfig(), ModelConfig())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "set_up", lambda *_: None)
+        assert serve(models, ServerConfig(port=0), program=("/no/such/program",)) == 1
 
 
 def test_one_of_several_that_cannot_be_served_is_named() -> None:
