@@ -24,7 +24,6 @@ from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.norm import LANES, pieces
 from deltic.ops.gpu.sample_kernels import (
-    _ID_MASK,
     _LEAST_T,
     _LOWEST,
     _fixed,
@@ -192,9 +191,8 @@ def _drawn(v, there, id, n_codes, t, k, top_p, u24):
         if top_p < 1:
             lo, kept = _halve(c, _pack(w), lo, hi, zero, _share(kept, top_p))
         w = tl.where(c >= lo, w, 0)
-        first = (id ^ _ID_MASK).to(tl.int64)  # lower ids come first
-        cut, _s = _halve(first, _pack(w), zero, zero + _ID_MASK + 1, zero, _threshold(kept, u24))
-        token = _id_of(tl.min(tl.where((first >= cut) & (w > 0), first, _ID_MASK), 0))
+        drawn = (tl.cumsum(w, 0) >= _threshold(kept, u24)) & (w > 0)
+        token = tl.min(tl.where(drawn, id, n_codes), 0)
     return token, bad
 
 
