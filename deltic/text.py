@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -170,12 +171,35 @@ class Tokenizer:
         return -(-n_bytes // (shrinks * self._max_token_bytes))
 
     @cached_property
+    def _keeps_text(self) -> bool:
+        """Whether nothing of a text is dropped: it is normalised by NFC at most, and no added token takes white space with it."""
+        added = self._backend.get_added_tokens_decoder().values()
+        strips = any(token.lstrip or token.rstrip for token in added)
+        return not strips and isinstance(self._backend.normalizer, normalizers.NFC | None)
+
+    @cached_property
+    def added_characters(self) -> frozenset[str]:
+        """Those of the added tokens."""
+        return frozenset("".join(self._added.values()))
+
+    @cached_property
+    def has_known_cuts(self) -> bool:
+        """Whether text is cut by one of the family's patterns, and nothing else is done to it that looks across a cut."""
+        stage = self._backend.pre_tokenizer
+        match json.loads(stage.__getstate__()) if stage is not None else None:
+            case {
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                ]
+            }:
+                return self._keeps_text and regex in PRE_TOKENIZERS.values()
+        return False
+
+    @cached_property
     def _max_token_bytes(self) -> int:
         """Bytes of the longest token, or of any text where text may be dropped. Takes 0.1 s for a large vocabulary."""
-        drops = any(
-            token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values()
-        )
-        if drops or not isinstance(self._backend.normalizer, normalizers.NFC | None):
+        if not self._keeps_text:
             return sys.maxsize
         # One character of the byte-level alphabet is one byte; of an added token, it may be more.
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=False)), default=1)
@@ -192,10 +216,12 @@ def _byte_of_character() -> dict[str, int]:
 
 _BYTE_OF_CHARACTER = _byte_of_character()
 
-_PRE_TOKENIZER = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}"
-    r"| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PRE_TOKENIZERS = {
+    marks: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    % ((r"[\p{L}\p{M}]", r"\p{L}\p{M}") if marks else (r"\p{L}", r"\p{L}"))
+    for marks in (False, True)
+}
+"""The family's, by whether combining marks count as letters."""
 
 
 def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
@@ -204,9 +230,7 @@ def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
     # Qwen3.5 and later count combining marks as letters; Next and before do not.
     model_type = str(read_json(directory / "config.json").get("model_type", ""))
     marks = model_type.startswith("qwen3_5")
-    regex = settings.get("pretokenize_regex") or _PRE_TOKENIZER % (
-        (r"[\p{L}\p{M}]", r"\p{L}\p{M}") if marks else (r"\p{L}", r"\p{L}")
-    )
+    regex = settings.get("pretokenize_regex") or PRE_TOKENIZERS[marks]
     vocabulary, merges = str(directory / "vocab.json"), str(directory / "merges.txt")
     backend = tokenizers.Tokenizer(models.BPE.from_file(vocabulary, merges))
     backend.normalizer = normalizers.NFC()
@@ -227,6 +251,58 @@ def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
                 f"gives {backend.token_to_id(entry['content'])}; vocab.json does not belong to tokenizer_config.json"
             )
     return backend
+
+
+class IncrementalEncoder:
+    """Text to ids as it comes: all of `push` and `flush` together are the ids of the whole text without the white space at its end,
+    for any cut.
+
+    What is given out no further text can change: it is encoded up to the last place where the family's pre-tokenizer cuts whatever
+    follows, once. With another pre-tokenizer nothing comes before `flush`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._held: list[str] = []
+
+    def push(self, text: str) -> list[int]:
+        """The ids that are certain now."""
+        last = self._held[-1][-1:] if self._held else ""
+        cut = self._last_cut(last + text) - len(last)
+        if cut < 0:
+            self._held += [text] * bool(text)
+            return []
+        ready = "".join([*self._held, text[:cut]])
+        self._held = [text[cut:]]
+        return self._tokenizer.encode(ready)
+
+    def flush(self) -> list[int]:
+        """The ids of what is left, at the end of the text."""
+        rest, self._held = "".join(self._held).rstrip(), []
+        return self._tokenizer.encode(rest)
+
+    def _last_cut(self, text: str) -> int:
+        """The last place before which the tokens of `text` are those of any text that begins with it; -1: there is none."""
+        if not self._tokenizer.has_known_cuts:
+            return -1
+        kept = self._tokenizer.added_characters
+        places = range(len(text) - 1, 0, -1)
+        return next((i for i in places if _is_boundary(text[i - 1], text[i]) and text[i] not in kept), -1)
+
+
+def _is_ever(character: str, kind: str) -> bool:
+    """Whether a character is of a major category in Unicode 3.2 and in Python's: then it is in the library's, whatever that is."""
+    return unicodedata.ucd_3_2_0.category(character)[0] == unicodedata.category(character)[0] == kind
+
+
+def _is_boundary(before: str, after: str) -> bool:
+    """Whether it is certain that a token of the family's ends between two characters, whatever stands around them: before a space,
+    unless that is behind white space (whose last character may go with what follows), and before punctuation behind a letter. NFC
+    composes neither with what is before it.
+    """
+    if after == " ":
+        return before.isprintable() and before != " "  # no other white space is printable
+    return _is_ever(before, "L") and _is_ever(after, "P") and unicodedata.is_normalized("NFC", after)
 
 
 class Detokenizer:

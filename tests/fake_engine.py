@@ -24,7 +24,7 @@ from deltic.engine.request import CacheReport, EngineInfo, Loading, Output, Requ
 from deltic.server.chat import ChatTemplate
 from deltic.server.http import create_app
 from deltic.server.service import Server, Service
-from deltic.text import Tokenizer
+from deltic.text import PRE_TOKENIZERS, Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -51,10 +51,15 @@ TEMPLATE = """
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones."""
+    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones. Text is cut as the family's is."""
     alphabet = {byte: character for character, byte in byte_alphabet().items()}
     backend = tokenizers.Tokenizer(models.BPE({alphabet[byte]: byte for byte in range(256)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(PRE_TOKENIZERS[False]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
         [tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIAL]

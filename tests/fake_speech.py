@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from deltic.config import ServerConfig
@@ -48,7 +49,7 @@ def wave(n_frames: int) -> bytes:
 
 
 class FakeSpeechClient(FakeEngineClient):
-    """Says `n_frames` frames, or as many as max_tokens lets it, `batch` in one output."""
+    """Says `n_frames` frames, or as many as max_tokens lets it, `batch` in one output; each when its text is there."""
 
     def __init__(self, variant: str = "custom_voice", **info: Any) -> None:
         shape = speech_shape(variant)
@@ -65,6 +66,8 @@ class FakeSpeechClient(FakeEngineClient):
         """Of the voices that it has, by key, the reference frames."""
         self.encoded: list[EncodeVoice] = []
         self.dropped: list[str] = []
+        self.max_tokens: dict[str, int | None] = {}
+        """Those that came with more of a request's text, last."""
 
     async def encode_voice(self, command: EncodeVoice) -> VoiceEncoded:
         await asyncio.sleep(0)
@@ -75,6 +78,15 @@ class FakeSpeechClient(FakeEngineClient):
         if command.key not in self.voices:
             return VoiceEncoded(key=command.key, error="no such voice")
         return VoiceEncoded(key=command.key, n_frames=self.voices[command.key])
+
+    def add_text(
+        self, request_id: str, text_ids: list[int], is_last: bool = False, max_tokens: int | None = None
+    ) -> None:
+        (request,) = (request for request in self.requests if request.id == request_id)
+        assert request.speech is not None and request.speech.is_open and request_id in self.streams
+        texts = (*request.speech.trailing_ids, *text_ids)
+        request.speech = msgspec.structs.replace(request.speech, trailing_ids=texts, is_open=not is_last)
+        self.max_tokens[request_id] = max_tokens
 
     def drop_voice(self, key: str) -> None:
         self.dropped.append(key)
@@ -91,7 +103,11 @@ class FakeSpeechClient(FakeEngineClient):
         frame_bytes = 2 * FRAME_SAMPLES
         await asyncio.sleep(self.token_s)
         for start in range(0, n_frames, self.batch):
-            while self.hold:
+            while self.hold or (
+                stream.n_open
+                and request.speech.is_open
+                and start + self.batch > len(request.speech.trailing_ids)
+            ):
                 await asyncio.sleep(0.002)
             if self.fail_after is not None and start >= self.fail_after:
                 stream.push(Output(request.id, finish_reason="error", error="the step failed"))

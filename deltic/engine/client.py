@@ -25,6 +25,7 @@ from deltic.config import EngineConfig
 from deltic.engine.process import ModelLaunch
 from deltic.engine.request import (
     Abort,
+    AddText,
     CacheReport,
     CacheStats,
     Command,
@@ -220,6 +221,13 @@ class EngineClient:
         if self.n_open + min(n, self.info.max_num_seqs) > self.info.max_num_seqs + self.max_queue:
             raise QueueFull(n_waiting, self._retry_after_s(n_waiting))
         return self.info
+
+    def add_text(
+        self, request_id: str, text_ids: list[int], is_last: bool = False, max_tokens: int | None = None
+    ) -> None:
+        """Sends more of the text of a request whose `Speech.is_open`. One that has ended is left alone."""
+        if request_id in self._streams:
+            self._send(AddText(request_id, text_ids, is_last, max_tokens))
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> None:
         """Ends a request, or one of its sequences, within a step; its last outputs are delivered. if_waiting: unless it ever had

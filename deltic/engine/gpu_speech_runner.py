@@ -48,6 +48,7 @@ class SpeechPlaces(Places):
     def __init__(self, workspace: GpuSpeechWorkspace, end_id: int, n_drawn: int, max_len: int) -> None:
         super().__init__(cast(GpuWorkspace, workspace), (end_id,), n_drawn)
         self._max_len = max_len
+        self._n_texts = [0] * len(self._owner)
 
     def take(self, place: int, sequence: Sequence) -> None:
         if self._owner[place] is sequence:
@@ -60,12 +61,19 @@ class SpeechPlaces(Places):
             self._write(part, place, value)
         seed = np.array([(sequence.seed ^ PREDICTOR_KEY) & (2**64 - 1)], np.uint64).view(np.int32)
         self._write("code_seed", place, seed)
-        texts = np.array(speech.trailing_ids[: self._max_len], np.int32)
-        self._write("n_trailing", place, len(texts))
-        if len(texts):
-            self._write("trailing", place, texts)
+        self._n_texts[place] = 0
+        self._write("n_trailing", place, 0)
         if sequence.request.params.repetition_penalty != 1:  # rows of the prompt are no codes
             self._write("history", place, np.full(sequence.n_prompt, -1, np.int32))
+
+    def put_texts(self, place: int, sequence: Sequence) -> None:
+        """Brings the place's texts up to date: those of an utterance that is spoken while it is written become more."""
+        texts = (sequence.request.speech or DEFAULT_SPEECH).trailing_ids
+        known, n = self._n_texts[place], min(len(texts), self._max_len)
+        if known < n:
+            self._write("trailing", place, np.array(texts[known:n], np.int32), known)
+            self._write("n_trailing", place, n)
+            self._n_texts[place] = n
 
 
 class GpuSpeechRunner(SpeechRunner):
@@ -238,6 +246,7 @@ class GpuSpeechRunner(SpeechRunner):
         assert place is not None and slot is not None
         self.places.take(place, sequence)
         self.places.put_pages(place, sequence)
+        self.places.put_texts(place, sequence)
         self.places.feed(place, token, position, slot, done)
         self.places.remember(place, sequence, token, position)
 
@@ -314,16 +323,19 @@ class GpuSpeechRunner(SpeechRunner):
         return held[1], held[2]
 
     def _run_ahead(self, step: Step) -> None:
-        """Starts the next decode of every sequence that draws in this step, where it has a page for one token more."""
+        """Starts the next decode of every sequence that draws in this step, where it has a page for one token more, and a text."""
         sequences, n_keys = [], 0
         for draw in step.draws if self.levers.run_ahead else []:
             sequence = draw.sequence
             position = len(sequence.tokens)
-            is_last = position + 1 - sequence.n_prompt >= sequence.request.params.max_tokens
-            if is_last or position >= len(sequence.pages) * PAGE_SIZE:
+            frame, speech = position - sequence.n_prompt, sequence.request.speech or DEFAULT_SPEECH
+            is_last = frame + 1 >= sequence.request.params.max_tokens
+            will_lack_text = speech.is_open and frame >= len(speech.trailing_ids)
+            if is_last or will_lack_text or position >= len(sequence.pages) * PAGE_SIZE:
                 continue
             assert sequence.place is not None
             self.places.put_pages(sequence.place, sequence)
+            self.places.put_texts(sequence.place, sequence)
             sequences.append(sequence)
             n_keys = max(n_keys, position + 1)
         # What nobody asked for is of sequences that have ended, or that have no chunk in this step: preempted ones, mostly.

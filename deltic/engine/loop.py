@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from deltic.engine.constraint import Guides
 from deltic.engine.request import (
     MAX_BIASES,
     MAX_LOGPROBS,
+    AddText,
     Constraint,
     EncodeVoice,
     EngineInfo,
@@ -96,6 +97,9 @@ class SpeechStepRunner(StepRunner, Protocol):
 
     def check_speech(self, request: Request) -> Any:
         """The encoded voice that the request names, None without one. Raises RequestError for what the model cannot speak."""
+
+    def check_texts(self, text_ids: Iterable[int]) -> None:
+        """Raises RequestError for an id that is none of a text."""
 
 
 Build = Callable[[EngineConfig, Progress], StepRunner]
@@ -215,6 +219,19 @@ class Engine:
         if self.trace is not None:
             self.trace.arrived(request)
 
+    def add_text(self, command: AddText) -> list[Output]:
+        """More of a text that is spoken while it is written. One that cannot be said ends its request: the last Outputs."""
+        try:
+            if self._speaker is not None:
+                self._speaker.check_texts(command.text_ids)
+                self.scheduler.add_text(command)
+            return []
+        except RequestError as error:
+            ended = self.abort(command.id)
+            for output in ended:
+                output.finish_reason, output.error = "error", str(error)
+            return ended
+
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
         """Ends a request or one of its sequences at once: their last Outputs. Unknown ids are ignored. if_waiting: unless they
         ever had a place."""
@@ -232,7 +249,15 @@ class Engine:
         return VoiceEncoded(command.key, error=f"this model {why}")
 
     def has_work(self) -> bool:
-        return self.scheduler.n_open > 0 or (self.stage is not None and self.stage.has_work())
+        return self._n_active > 0 or (self.stage is not None and self.stage.has_work())
+
+    @property
+    def _n_active(self) -> int:
+        """Open sequences that a step may bring on: not those that wait for more of their text, or behind such."""
+        scheduler = self.scheduler
+        if self.stage is None or not scheduler.n_open:
+            return scheduler.n_open
+        return 0 if scheduler.is_blocked else scheduler.n_open - scheduler.n_stalled
 
     def share(self, others: list[Engine]) -> None:
         """Who else has work, in turns with this engine in one thread: nobody's next token comes before all have had theirs. So the
@@ -258,14 +283,14 @@ class Engine:
         return outputs
 
     def _speak(self, stage: SpeechStage) -> list[Output]:
-        if stage.comes_first() or not self.scheduler.n_open:
+        if stage.comes_first() or not self._n_active:
             return self._vocode(stage)
         stage.step_begins()
         return self._step() + self._vocode(stage)
 
     def _vocode(self, stage: SpeechStage) -> list[Output]:
         """Audio that is done, and the next that the vocoder makes. Where it fails, the sequence ends, too."""
-        outputs = stage.vocode(self.scheduler.n_open)
+        outputs = stage.vocode(self._n_active)
         for output in outputs:
             if output.finish_reason == "error":
                 log.error("%s", output.error)
@@ -277,7 +302,7 @@ class Engine:
         start = time.perf_counter()
         step = self.scheduler.plan()
         if step is None:
-            if self.scheduler.n_open and not ended:  # all that is open waits for a mask, or for the tiers
+            if self.scheduler.n_open and not ended:  # all that is open waits for a mask, the tiers, or a text
                 wait_s = MOVE_WAIT_S if self._is_alone else SHARED_WAIT_S
                 (self.guides if self.guides.n_busy else self.cache.store).wait(wait_s)
             return self._traced(ended)

@@ -27,6 +27,7 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.loop import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
 from deltic.engine.request import (
     Abort,
+    AddText,
     CacheReport,
     Command,
     DropVoice,
@@ -136,6 +137,8 @@ class ServedModel:
                 continue
             if isinstance(command, Abort):
                 outputs += engine.abort(command.id, command.index, command.if_waiting)
+            elif isinstance(command, AddText):
+                outputs += engine.add_text(command)
             elif isinstance(command, Shutdown):
                 return False
             elif isinstance(command, InspectCache):

@@ -76,6 +76,8 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     trailing_ids: tuple[int, ...] = ()
     """Text ids still to be said: one is fed with each frame, then the pad row."""
+    is_open: bool = False
+    """More of them are to come, by AddText. A frame whose id is not there yet is not computed before it is, or the text has ended."""
     voice: str = ""
     """Key of the encoded voice whose speaker vector and reference frames the prompt's rows name; "": none."""
     is_primed: bool = False
@@ -140,6 +142,17 @@ class Abort(msgspec.Struct, tag="abort"):
     """Only a request that never had a place."""
 
 
+class AddText(msgspec.Struct, tag="add_text"):
+    """More of the text of a request whose `Speech.is_open`. One that is not open is left alone: it may have just ended."""
+
+    id: str
+    text_ids: list[int]
+    """Behind its trailing_ids."""
+    is_last: bool = False
+    max_tokens: int | None = None
+    """Lowers the request's, where that follows from the length of the text."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine process leaves its loop and exits 0."""
 
@@ -150,7 +163,7 @@ class InspectCache(msgspec.Struct, tag="inspect_cache"):
     reset: bool = False
 
 
-Command = Request | Abort | InspectCache | EncodeVoice | DropVoice | Shutdown
+Command = Request | AddText | Abort | InspectCache | EncodeVoice | DropVoice | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -323,6 +336,16 @@ class StartFailed(msgspec.Struct, tag="start_failed"):
 Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | StartFailed
 
 
+def mixed_seed(seed: int, index: int) -> int:
+    """The seed of sequence `index`: the request's own for the first, else 63 bits of splitmix64 of both."""
+    if index == 0:
+        return seed
+    x = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) >> 1
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence in the engine: its tokens and what it owns.
@@ -380,6 +403,24 @@ class Sequence:
         """Tokens known but not computed: the whole prompt at first, one while decoding."""
         return len(self.tokens) - self.n_computed
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The first sequence of the request brings them, with its first token; computed again later, it does not."""
+        return self.request.params.prompt_logprobs is not None and self.index == 0 and self.n_generated == 0
+
+    @property
+    def lacks_text(self) -> bool:
+        """Speech: whether the frame of its last token goes with a text that has not come yet. It stalls until then."""
+        speech = self.request.speech
+        return speech is not None and speech.is_open and self.n_generated > len(speech.trailing_ids)
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether its next token can be: it is known which ids that may be, and the text that goes before it is there."""
+        if self.request.speech is not None and self.lacks_text:
+            return False
+        return self.guide is None or bool(self.guide.is_ready)
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -428,6 +469,14 @@ class Step:
     @property
     def n_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
+
+    def put_decodes_first(self) -> None:
+        """Sequences that came back from host memory decode, and were planned among the prefills."""
+        order = sorted(range(len(self.chunks)), key=lambda i: not self.chunks[i].is_decode)
+        place = {old: new for new, old in enumerate(order)}
+        self.chunks = [self.chunks[i] for i in order]
+        for draw in self.draws:
+            draw.chunk = place[draw.chunk]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,10 @@ drawn; requests come and go in between.
 A sequence starts behind the longest prefix that the cache has. It is held back while that is brought from a lower tier, and
 while another prefill, which goes first in any case, computes what both begin with: those behind it may overtake it then.
 
-Nothing waits for ever. Prefills are admitted only while the pages for all of them are to be had, so once no decode
+A sequence that speaks a text which is still being written may run out of it. It stalls then: it keeps what it owns and sits the steps
+out until more comes (`add_text`). Preempted, it waits, and others pass.
+
+Nothing waits for ever, if texts end. Prefills are admitted only while the pages for all of them are to be had, so once no decode
 runs they cannot be short of any. A decode that needs a page takes it from the youngest that runs, and `add`
 refuses a request that would not fit alone; so the oldest decode ends, and then the next. A sequence that
 loses its pages comes back with them from host memory, or is computed again from its tokens, so that its output does not
@@ -36,6 +39,7 @@ from deltic.engine.constraint import Guides
 from deltic.engine.cost import Load, StepCost
 from deltic.engine.request import (
     PAGE_SIZE,
+    AddText,
     Chunk,
     Draw,
     FinishReason,
@@ -44,6 +48,7 @@ from deltic.engine.request import (
     Sequence,
     Step,
     StepResult,
+    mixed_seed,
 )
 from deltic.engine.tree import DEVICE
 
@@ -55,48 +60,14 @@ class RequestError(ValueError):
     """A request that this engine cannot run; the message says why and what would do."""
 
 
-def _put_decodes_first(step: Step) -> None:
-    """Sequences that came back from host memory decode, and were planned among the prefills."""
-    chunks = step.chunks
-    order = sorted(range(len(chunks)), key=lambda i: not chunks[i].is_decode)
-    place = {old: new for new, old in enumerate(order)}
-    step.chunks = [chunks[i] for i in order]
-    for draw in step.draws:
-        draw.chunk = place[draw.chunk]
-
-
 def _rank(sequence: Sequence) -> tuple[int, int, int, int]:
     """Who goes first: the lower rank. Unique among the open sequences."""
     return sequence.request.priority, sequence.turn, sequence.arrival, sequence.index
 
 
-def _mixed_seed(seed: int, index: int) -> int:
-    """The seed of sequence `index`: the request's own for the first, else 63 bits of splitmix64 of both."""
-    if index == 0:
-        return seed
-    x = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return (x ^ (x >> 31)) >> 1
-
-
 def _n_most_computed(n_prompt: int, max_tokens: int) -> int:
     """Tokens of a sequence that may come to be computed. The last one drawn never is, so it needs no room."""
     return n_prompt + max(0, max_tokens - 1)
-
-
-def _wants_prompt_logprobs(sequence: Sequence) -> bool:
-    """The first sequence of the request brings them, with its first token; computed again later, it does not."""
-    return (
-        sequence.request.params.prompt_logprobs is not None
-        and sequence.index == 0
-        and sequence.n_generated == 0
-    )
-
-
-def _can_draw(sequence: Sequence) -> bool:
-    """Whether it is known which ids its next token may be."""
-    return sequence.guide is None or bool(sequence.guide.is_ready)
 
 
 class Scheduler:
@@ -149,6 +120,8 @@ class Scheduler:
         self.max_logit_rows = max_logit_rows
         self.eos_token_ids = frozenset(eos_token_ids)
         self.cost = StepCost(max_itl_ms / 1000) if max_itl_ms is not None else None
+        self.is_blocked = False
+        """Nothing that is open can run until a text or a request comes, or one ends: all stall, or wait for what stalled ones have."""
         self.n_preemptions = 0
         self.n_prompt_tokens = 0
         self.n_generated_tokens = 0
@@ -169,6 +142,11 @@ class Scheduler:
     def n_running(self) -> int:
         """Sequences that have a place."""
         return self.cache.places.n - self.cache.places.n_free
+
+    @property
+    def n_stalled(self) -> int:
+        """Open sequences that lack text: no step can bring them on."""
+        return sum(sequence.lacks_text for sequence in self.sequences())
 
     def sequences(self) -> Iterable[Sequence]:
         """Every open sequence."""
@@ -210,7 +188,7 @@ class Scheduler:
             Sequence(
                 request,
                 index,
-                _mixed_seed(seed, index),
+                mixed_seed(seed, index),
                 array("i") if index else prompt,
                 n_prompt,
                 arrival=self._n_arrived,
@@ -230,6 +208,7 @@ class Scheduler:
             self.cache.want_junction(other, group[0])
         self._n_arrived += 1
         self._n_open += params.n
+        self.is_blocked = False
         self._open[request.id] = dict(enumerate(group))
         insort(self._waiting, group[0], key=_rank)
 
@@ -242,6 +221,20 @@ class Scheduler:
         waiting = (s for s in self._waiting if s.request.priority == request.priority)
         own = (s.turn + s.request.params.n for s in waiting if s.request.owner == request.owner)
         return max(self._turn, max(own, default=0))
+
+    def add_text(self, command: AddText) -> None:
+        """More of the text of a request, whose sequences go on with it. One that is not open is left alone."""
+        group = self._open.get(command.id)
+        request = next(iter(group.values())).request if group else None  # all have the same
+        if request is None or request.speech is None or not request.speech.is_open:
+            return
+        texts = *request.speech.trailing_ids, *command.text_ids
+        self.is_blocked = False
+        is_open = not command.is_last
+        request.speech = msgspec.structs.replace(request.speech, trailing_ids=texts, is_open=is_open)
+        if command.max_tokens is not None:
+            most = min(command.max_tokens, request.params.max_tokens)
+            request.params = msgspec.structs.replace(request.params, max_tokens=most)
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
         """Ends a request or one of its sequences, unless, if_waiting, it ever had a place; what it owned is free on return."""
@@ -273,6 +266,7 @@ class Scheduler:
         self.cache.release(sequence, keep_state=reason != "error")
         sequence.finish_reason = reason
         sequence.guide = None
+        self.is_blocked = False
         self._n_open -= 1
         group = self._open[sequence.request.id]
         del group[sequence.index]
@@ -316,8 +310,8 @@ class Scheduler:
         return [self._end(g.sequence, "error" if g.error else "stop", g.error or None) for g in ended]
 
     def plan(self) -> Step | None:
-        """The next step, or None when nothing is open, or nothing can run before the tiers have moved something or a mask is
-        there. Pages and slots are handed out here.
+        """The next step, or None when nothing is open, or nothing can run before the tiers have moved something, or a mask or
+        a text is there. Pages and slots are handed out here.
 
         Raises RuntimeError if sequences are open and none can run, which would be a fault of this file.
         """
@@ -328,23 +322,26 @@ class Scheduler:
         self._grow_decodes()
         for sequence in self._decodes:
             if sequence.n_pending == 1:
-                if not _can_draw(sequence):
+                if not sequence.can_draw:
                     continue  # it sits this step out
                 step.draws.append(Draw(len(step.chunks), sequence))
             step.chunks.append(Chunk(sequence, sequence.n_computed, 1))
         if self._prefills or self._waiting:
             self._plan_prefills(step)
             if not self.canonical_decode:
-                _put_decodes_first(step)
+                step.put_decodes_first()
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
+                return None
+            self.is_blocked = self.n_stalled > 0
+            if self.is_blocked:
                 return None
             raise RuntimeError(f"{self._n_open} sequences are open and none can run: the scheduler is stuck")
         return step
 
     def _grow_decodes(self) -> None:
         """Room for one token more in each decode; the youngest of all that run make way, themselves included."""
-        full = [s for s in self._decodes if s.n_computed == len(s.pages) * PAGE_SIZE]
+        full = [s for s in self._decodes if s.n_computed == len(s.pages) * PAGE_SIZE and not s.lacks_text]
         for sequence in sorted(full, key=_rank):
             if sequence.slot is not None:
                 self.cache.move_tail(sequence)
@@ -385,12 +382,12 @@ class Scheduler:
             length = self._chunk_length(sequence, most, n_rows)
             if not length:
                 break  # first come, first served: nobody overtakes a prefill that lacks budget or pages
-            if length == sequence.n_pending and not all(map(_can_draw, [sequence, *sequence.siblings])):
+            if length == sequence.n_pending and not all(s.can_draw for s in [sequence, *sequence.siblings]):
                 length = (sequence.n_computed + length - 1) // PAGE_SIZE * PAGE_SIZE - sequence.n_computed
                 if length <= 0:  # all but its end is done: others may pass
                     i += 1
                     continue
-            wants_logprobs = _wants_prompt_logprobs(sequence)
+            wants_logprobs = sequence.wants_prompt_logprobs
             chunk = Chunk(sequence, sequence.n_computed, length, wants_logprobs)
             self.cache.plan_checkpoints(chunk)
             step.chunks.append(chunk)
@@ -410,7 +407,9 @@ class Scheduler:
                 i += 1
 
     def _is_held(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence is better off waiting on: for its pages, or for a prefill that it shares them with."""
+        """Whether a waiting sequence is better off waiting on: for its text, its pages, or a prefill that it shares them with."""
+        if sequence.lacks_text:
+            return True
         if sequence.waits_for is not None:
             other, n_tokens = sequence.waits_for
             if other.slot is not None and other.n_computed < n_tokens:
@@ -431,7 +430,7 @@ class Scheduler:
             return False
         running = chain(self._prefills, self._decodes)
         n_promised = sum(max(0, pages_for(len(s.tokens)) - len(s.pages)) for s in running)
-        known = [] if _wants_prompt_logprobs(sequence) else cache.look_up(sequence)
+        known = [] if sequence.wants_prompt_logprobs else cache.look_up(sequence)
         path = cache.usable(sequence, known)
         if self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step):
             return None
@@ -450,7 +449,7 @@ class Scheduler:
         for member in group:
             if not member.n_preempted:
                 member.queued_s = time.monotonic() - member.arrived_at
-        if not sequence.n_preempted and not _wants_prompt_logprobs(sequence):
+        if not sequence.n_preempted and not sequence.wants_prompt_logprobs:
             cache.note_lookup(sequence)
         self._waiting.remove(sequence)
         self._prefills.insert(i, sequence)
@@ -462,7 +461,7 @@ class Scheduler:
 
         That one goes first, so it takes no longer than to compute the same beside it.
         """
-        if _wants_prompt_logprobs(sequence):
+        if sequence.wants_prompt_logprobs:
             return False
         ending = (
             chunk.sequence for chunk in step.chunks if not chunk.is_decode
@@ -479,7 +478,7 @@ class Scheduler:
 
         All that is pending, or else a multiple of 64: the grid on which a prefill may be cut.
         """
-        if _wants_prompt_logprobs(sequence):
+        if sequence.wants_prompt_logprobs:
             budget = min(budget, n_rows)
         elif n_rows < 1:
             return 0
@@ -527,7 +526,7 @@ class Scheduler:
         for member in (sequence, *sequence.siblings):
             self.cache.preempt(member)
         sequence.n_preempted += 1
-        if _wants_prompt_logprobs(sequence):
+        if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs = [None]
         insort(self._waiting, sequence, key=_rank)
         self.n_preemptions += 1

@@ -99,11 +99,18 @@ class Stream:
     """When playback runs dry; None: nothing was heard yet."""
     end: Output | None = None
     """The terminal Output, once the sequence has ended."""
+    is_stalled: bool = False
+    """The sequence had no text for its next frame, when its last one came."""
     is_dropped: bool = False
 
     @property
     def n_left(self) -> int:
         return len(self.codes) - self.n_taken
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next steps bring more frames."""
+        return self.end is None and not self.is_stalled
 
     @property
     def is_awaited(self) -> bool:
@@ -160,7 +167,8 @@ class SpeechStage:
     # What the engine asks.
 
     def has_work(self) -> bool:
-        return bool(self._streams) or self._flight is not None
+        """Whether there are frames that can become audio, or do."""
+        return self._flight is not None or any(s.n_left and self._has_slot(s) for s in self._streams.values())
 
     def has_request(self, request_id: str) -> bool:
         """Whether audio of a request is still to come, though its sequences may have ended."""
@@ -206,6 +214,9 @@ class SpeechStage:
                 stream = self._open(sequence, now)
             if stream is not None and t == len(stream.codes):  # not one that was computed again
                 stream.codes.append(np.array(result.codes[i], np.int32))
+                if stream.is_stalled and stream.dry_at is not None:
+                    stream.dry_at = max(stream.dry_at, now)  # it was late for want of text
+                stream.is_stalled = sequence.lacks_text
         self.step_s = _smoothed(self.step_s, now - self._step_at)
         return self.hold(outputs)
 
@@ -264,8 +275,8 @@ class SpeechStage:
     # What goes to the vocoder.
 
     def vocode(self, n_open: int) -> list[Output]:
-        """Takes what the vocoder has finished and gives it the next chunks. n_open: the scheduler's open sequences; without any,
-        it waits for the chunks. A vocoder that fails ends its streams with an error."""
+        """Takes what the vocoder has finished and gives it the next chunks. n_open: the scheduler's open sequences that do not stall;
+        without any, it waits for the chunks. A vocoder that fails ends its streams with an error."""
         is_busy = n_open > 0
         outputs: list[Output] = []
         if self._flight is not None and (self._flight.pending.is_done() or not is_busy):
@@ -305,10 +316,10 @@ class SpeechStage:
         first_frames, n_unheard = self._first_frames(), n_open
         ready: list[Stream] = []
         for stream in self._streams.values():
-            is_open = stream.end is None
-            n_unheard -= is_open and (stream.dry_at is not None or not stream.is_streamed)
+            goes_on = is_busy and stream.goes_on
+            n_unheard -= goes_on and (stream.dry_at is not None or not stream.is_streamed)
             first = (stream.first_frames or first_frames) if stream.is_streamed else 1
-            if stream.n_left and (stream.dry_at is not None or not is_open or stream.n_left >= first):
+            if stream.n_left and (stream.dry_at is not None or not goes_on or stream.n_left >= first):
                 ready.append(stream)
         if is_busy and self._gathers(ready):
             return []
@@ -371,14 +382,14 @@ class SpeechStage:
 
     def _turn_s(self) -> float:
         """Of a step and a frame for each stream that lives; where the vocoder runs beside the steps, of the slower."""
-        n_live = sum(stream.is_streamed and stream.end is None for stream in self._streams.values())
+        n_live = sum(stream.is_streamed and stream.goes_on for stream in self._streams.values())
         both = self.step_s, self.frame_s * n_live
         return max(both) if self._is_beside else sum(both)
 
     def _gathers(self, ready: list[Stream]) -> bool:
         """Whether streams that cannot be kept up with anyway should wait for a batch that is worth it: it wins them time."""
         n_left = sum(stream.n_left for stream in ready)
-        is_alive = all(stream.end is None and stream.dry_at is not None for stream in ready)
+        is_alive = all(stream.goes_on and stream.dry_at is not None for stream in ready)
         return bool(ready) and is_alive and n_left < WORTH_FRAMES and self._turn_s() > FRAME_S
 
     def _land(self) -> list[Output]:

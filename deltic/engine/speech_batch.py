@@ -107,7 +107,9 @@ class SpeechBatch:
         self._counts[:] = at, n, n_frames, 2 * n_frames, self._n_texts
 
     def _fill_frame(self, m: int, sequence: Sequence, frame: int, code0: int) -> None:
-        trailing = (sequence.request.speech or DEFAULT_SPEECH).trailing_ids
+        speech = sequence.request.speech or DEFAULT_SPEECH
+        trailing = speech.trailing_ids
+        assert frame < len(trailing) or not speech.is_open
         text = trailing[frame] if frame < len(trailing) else self.shape.ids.tts_pad
         self._code0[m], self._side[m] = code0, SIDE_KEPT
         self._text_row[m] = self._text(text)

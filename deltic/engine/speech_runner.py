@@ -7,7 +7,7 @@ what is made of the codes, and when, is `speech.py`'s to say.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +162,7 @@ class SpeechRunner:
         ):  # fmt: skip
             if not least <= value <= most:  # false for NaN too
                 raise RequestError(f"speech.{field} = {value}: must be from {least} to {most}")
-        texts = speech.trailing_ids
-        if texts and not 0 <= min(texts) <= max(texts) < shape.text_vocab_size:
-            raise RequestError(
-                f"speech.trailing_ids has an id outside the text vocabulary (0 to {shape.text_vocab_size - 1})"
-            )
+        self.check_texts(speech.trailing_ids)
         sides = {row % N_SIDE for row in request.prompt_ids}
         voice = None
         if speech.voice:
@@ -186,6 +182,12 @@ class SpeechRunner:
         if speech.is_primed and (voice is None or voice.codes is None):
             raise RequestError("speech.is_primed needs a voice with reference codes")
         return voice
+
+    def check_texts(self, text_ids: Iterable[int]) -> None:
+        """Raises RequestError for an id that is none of a text."""
+        n = self.plan.shape.text_vocab_size
+        if not all(0 <= i < n for i in text_ids):
+            raise RequestError(f"speech.trailing_ids has an id outside the text vocabulary (0 to {n - 1})")
 
     def step(self, step: Step) -> StepResult:
         """Runs one forward and the draws. Row i of the logits is chunk i's; each chunk leaves the talker's last output in its slot."""

@@ -32,7 +32,7 @@ from deltic.server.generation import Generation, timed_out, unavailable
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.parser import Delta
 from deltic.server.service import Service, SpeechParts
-from deltic.server.speech_prompt import Words
+from deltic.server.speech_prompt import OpenText, Words
 from deltic.server.speech_protocol import (
     BatchItem,
     BatchRequest,
@@ -59,12 +59,15 @@ class Plan:
     words: Words
     stored: Stored | None
     streamed: bool
+    open_text: OpenText | None = None
+    """What `words.body` is of, where it may still be growing."""
 
 
 def plan(
-    service: Service, fields: SpeechFields, text: str, info: engine.EngineInfo, *, streamed: bool
+    service: Service, fields: SpeechFields, text: str | OpenText, info: engine.EngineInfo, *, streamed: bool
 ) -> Plan:
-    """Slow for long texts: see Service.prepare. Raises ApiError (400, 404)."""
+    """text: an open one has its first id, and a prompt that streams it. Slow for long texts: see Service.prepare. Raises ApiError
+    (400, 404)."""
     speech = parts(service)
     service.check_model(fields.model)
     name = speech_protocol.voice_name(fields)
@@ -77,7 +80,7 @@ def plan(
     if manner.only_vector:
         reference = ""
     words = speech.prompts.words(text, manner.instructions, reference, protocol.context_limit(info))
-    return Plan(fields, manner, words, stored, streamed)
+    return Plan(fields, manner, words, stored, streamed, text if isinstance(text, OpenText) else None)
 
 
 def parts(service: Service) -> SpeechParts:
@@ -123,9 +126,10 @@ class Utterance:
     """One text that is spoken: a request of the engine, made once its voice is there."""
 
     def __init__(
-        self, service: Service, plan: Plan, sent: engine.Request, n_frames: int, ticket: Ticket
+        self, service: Service, plan: Plan, sent: engine.Request, n_frames: int, ticket: Ticket, limit: int
     ) -> None:
-        """n_frames: of the voice, in the prompt; ticket: of the HTTP request, or WebSocket's part, that it answers."""
+        """n_frames: of the voice, in the prompt; ticket: of the HTTP request, or WebSocket's part, that it answers; limit: of rows and
+        frames together. What `sent` has not of an open text is sent as it comes."""
         self._service = service
         self.plan = plan
         self.sent = sent
@@ -133,6 +137,8 @@ class Utterance:
         self._generation = Generation(service.client, service.metrics, [sent], [self._spoken], ticket)
         self._started_s = ticket.started_s
         self._n_frames = n_frames
+        self._limit = limit
+        self._n_given = len(plan.words.body)
 
     @property
     def finish_reason(self) -> str | None:
@@ -157,7 +163,7 @@ class Utterance:
 
         end = "aborted"
         try:
-            await self._generation.run(take_pieces)
+            await self._generate(take_pieces)
             end = str(spoken.finish_reason)
             n_codes = self.sent.params.max_tokens
             is_bound = n_codes == speech_protocol.clone_limit(len(self.plan.words.body))
@@ -172,7 +178,44 @@ class Utterance:
         finally:
             first_s = spoken.first_s and spoken.first_s - self._started_s
             took_s = time.monotonic() - self._started_s
-            numbers.note(end, first_s, took_s, spoken.seconds, spoken.late_s if self.plan.streamed else None)
+            # Of a text that is spoken while it is written, nobody can tell whether the audio was late or the text.
+            is_timed = self.plan.streamed and self.plan.open_text is None
+            numbers.note(end, first_s, took_s, spoken.seconds, spoken.late_s if is_timed else None)
+
+    async def _generate(self, take: Callable[[list[Piece]], None]) -> None:
+        """As Generation.run; the rest of an open text is sent beside it. Raises ApiError (400) also when that becomes too long."""
+        assert self.sent.speech is not None
+        if not self.sent.speech.is_open:
+            await self._generation.run(take)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                feeding = group.create_task(self._feed())
+                # What is below sends the request before it waits, so before the task above begins.
+                await self._generation.run(take)
+                feeding.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _feed(self) -> None:
+        """Sends the rest of the text as it is written. Raises ApiError (400) when it becomes too long."""
+        text, sent, shape = self.plan.open_text, self.sent, parts(self._service).prompts.shape
+        assert text is not None and sent.speech is not None
+        n_given, is_last, max_tokens = self._n_given, False, None
+        n_rows = len(sent.prompt_ids) + len(sent.speech.trailing_ids) + 1 - n_given  # without the body
+        while not is_last:
+            await text.wait(n_given + 1)
+            ids, is_last = text.ids[n_given:], text.is_whole
+            n_given += len(ids)
+            if n_rows + n_given > self._limit:
+                raise _too_long(self._limit)
+            if is_last:
+                ids.append(shape.ids.tts_eos)
+                max_tokens = speech_protocol.frames_limit(
+                    self.plan.fields, shape, n_given, len(sent.prompt_ids), self._limit
+                )
+                sent.params = msgspec.structs.replace(sent.params, max_tokens=max_tokens)
+            self._service.client.add_text(sent.id, ids, is_last, max_tokens)
 
     async def stream(self, take: Callable[[bytes], None]) -> None:
         """As run, in the form and at the rate that were asked for: a part of a file that never ends."""
@@ -217,7 +260,10 @@ async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticke
     speech, manner, fields = parts(service), plan.manner, plan.fields
     voice = await _in_time(ticket, _voice(speech, plan))
     n_frames = voice.n_frames if voice and plan.words.reference else 0
-    shape = speech.prompts.shape
+    shape, text = speech.prompts.shape, plan.open_text
+    if text is not None:
+        await _in_time(ticket, text.wait(speech.prompts.least_body(plan.words, n_frames)))
+    is_open = text is not None and not text.is_whole
     rows = speech.prompts.rows(
         plan.words,
         language_id=manner.language_id,
@@ -225,15 +271,12 @@ async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticke
         has_voice=voice is not None,
         n_frames=n_frames,
         streams_text=manner.streams_text,
+        is_open=is_open,
     )
     limit = protocol.context_limit(info)
-    if len(rows.prompt) + len(rows.trailing) > limit:
-        raise bad_request(
-            "input",
-            f"has more text than {limit} rows of prompt and speech can hold",
-            "context_length_exceeded",
-        )
-    n_text = len(plan.words.body)
+    if len(rows.prompt) + len(rows.trailing) + is_open > limit:
+        raise _too_long(limit)
+    n_text = None if is_open else len(plan.words.body)
     max_tokens = speech_protocol.frames_limit(fields, shape, n_text, len(rows.prompt), limit)
     key = voice.key if voice else ""
     sent = engine.Request(
@@ -242,10 +285,15 @@ async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticke
         params=speech_protocol.sampling_params(fields, shape, max_tokens),
         cache_salt=key,
         speech=speech_protocol.speech_params(
-            fields, shape, plan.streamed, trailing_ids=rows.trailing, voice=key, is_primed=n_frames > 0
+            fields, shape, plan.streamed, trailing_ids=rows.trailing, is_open=is_open, voice=key, is_primed=n_frames > 0
         ),
-    )
-    return Utterance(service, plan, sent, n_frames, ticket)
+    )  # fmt: skip
+    return Utterance(service, plan, sent, n_frames, ticket, limit)
+
+
+def _too_long(limit: int) -> ApiError:
+    said = f"has more text than {limit} rows of prompt and speech can hold"
+    return bad_request("input", said, "context_length_exceeded")
 
 
 async def _voice(speech: SpeechParts, plan: Plan) -> engine.VoiceEncoded | None:

@@ -104,7 +104,8 @@ class VoiceForm(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SessionConfig(SpeechFields, tag="session.config"):
-    """How a WebSocket's text is said, from its next utterance on."""
+    """How a WebSocket's text is said, from its next utterance on. Where the prompt's form is text beside frames (`non_streaming_mode`
+    false, Base's default), an utterance that is not split is spoken while it is written."""
 
     stream_audio: bool = False
     """Audio comes as it is made, in `pcm`; otherwise one message a part, in `response_format`."""
@@ -275,8 +276,10 @@ def _language(fields: SpeechFields, shape: SpeechShape, speaker: str | None) -> 
         raise bad_request("language", f"{fields.language!r} is none of {known}") from None
 
 
-def frames_limit(fields: SpeechFields, shape: SpeechShape, n_text: int, n_prompt: int, limit: int) -> int:
-    """Codes that may be drawn. n_text: tokens to be said; n_prompt: rows; limit: of rows and frames together.
+def frames_limit(
+    fields: SpeechFields, shape: SpeechShape, n_text: int | None, n_prompt: int, limit: int
+) -> int:
+    """Codes that may be drawn. n_text: tokens to be said, if that is known yet; n_prompt: rows; limit: of rows and frames together.
 
     Raises ApiError (400) when the prompt leaves no room."""
     room = limit - n_prompt
@@ -289,7 +292,7 @@ def frames_limit(fields: SpeechFields, shape: SpeechShape, n_text: int, n_prompt
     given = fields.max_new_tokens
     if given is None:
         given = min(MOST_NEW_TOKENS, shape.sampling.max_new_tokens)
-        if shape.variant == "base":
+        if shape.variant == "base" and n_text is not None:
             given = min(given, clone_limit(n_text))
     return min(given, room)
 

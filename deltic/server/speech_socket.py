@@ -4,6 +4,9 @@ The client says how (`session.config`), sends text (`input.text`) and ends an ut
 `session.close`. A part, a whole utterance unless `split_granularity` cuts it, is one request of the engine and is answered by
 `audio.start`, binary audio and `audio.done`; an utterance by `session.done`; what went wrong by `error`, and the socket goes on. One
 part is spoken while the text of the next ones is still coming; when much text waits, no more is read.
+
+A part that is a whole utterance, by a prompt that has its text beside the frames, is spoken while it is written: it begins with its first
+words, and the engine gets the others as they come. Its audio is that of the same text at once.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from deltic.server.errors import ApiError, bad_request
 from deltic.server.generation import unavailable
 from deltic.server.limits import TICKET, Account, Ticket
 from deltic.server.service import Server, Service
-from deltic.server.speech import Utterance, plan, utterance
+from deltic.server.speech import Utterance, parts, plan, utterance
+from deltic.server.speech_prompt import OpenText
 from deltic.server.speech_protocol import ClientMessage, InputDone, InputText, SessionClose, SessionConfig
 from deltic.server.transport import MAX_CONTAINERS, error_response, log_failure
 
@@ -80,12 +84,12 @@ class _Part:
     config: SessionConfig
     utterance: int
     index: int
-    text: str
+    text: str | OpenText
 
     @property
     def size(self) -> int:
-        """Characters, of MAX_WAITING."""
-        return len(self.text)
+        """Characters, of MAX_WAITING; of an open text those so far."""
+        return len(self.text) if isinstance(self.text, str) else self.text.n_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,9 @@ class _Conversation:
         self._account = account
         self._config: SessionConfig | None = None
         self._splitter = Splitter("none")
+        self._is_open = False  # a text is spoken while it is written
+        self._text: OpenText | None = None  # the one that is written now, once it has a word
+        self._is_inside = False  # an utterance that has begun, if only with white space
         self._utterance = self._n_parts = 0
         self._waiting: asyncio.Queue[_Part | _End | None] = asyncio.Queue()
         self._n_waiting = 0  # characters, of the part that is spoken, too
@@ -137,8 +144,8 @@ class _Conversation:
                 async with asyncio.timeout(CONFIG_S if self._config is None else IDLE_S):
                     message = await self._socket.receive()
             except TimeoutError:
-                if self._n_waiting:
-                    continue
+                if self._n_waiting > (self._text.n_characters if self._text else 0):
+                    continue  # there is more to say than what waits for its end
                 await self._end(f"no message came for {IDLE_S if self._config else CONFIG_S:g} s")
                 return
             if message["type"] == "websocket.disconnect":
@@ -172,13 +179,18 @@ class _Conversation:
         if (config := self._config) is None:
             raise bad_request("type", "the first message must be session.config")
         if isinstance(taken, InputText):
-            if len(taken.text) + self._splitter.n_held > MAX_WAITING:
+            n_held = self._text.n_characters if self._text else self._splitter.n_held
+            if len(taken.text) + n_held > MAX_WAITING:
                 raise bad_request(
                     "text", f"more than {MAX_WAITING} characters before an end; send input.done"
                 )
-            for part in self._splitter.push(taken.text):
-                await self._queue_part(part, config)
-        elif isinstance(taken, InputDone) or self._splitter.n_held or self._n_parts:
+            if self._is_open:
+                await self._write(taken.text, config)
+            else:
+                for part in self._splitter.push(taken.text):
+                    await self._queue_part(part, config)
+            self._is_inside |= bool(taken.text)
+        elif isinstance(taken, InputDone) or self._is_inside:
             await self._finish(config)
         if isinstance(taken, SessionClose):
             self._is_closing = True
@@ -186,7 +198,7 @@ class _Conversation:
 
     async def _configure(self, config: SessionConfig) -> None:
         """Holds from the next utterance on. Raises ApiError, and what was said before still holds."""
-        if self._splitter.n_held or self._n_parts:
+        if self._is_inside:
             raise bad_request("type", "session.config must come before an utterance, not inside")
         if config.stream_audio:
             if config.response_format not in (None, "pcm"):
@@ -199,26 +211,53 @@ class _Conversation:
         if info is None:
             raise unavailable(service.client.why_unavailable())
         # Whether it can be said so shows now, not with the first part; whether there is a place shows with that.
-        plan(service, config, "a", info, streamed=config.stream_audio)
+        planned = plan(service, config, "a", info, streamed=config.stream_audio)
+        self._is_open = planned.manner.streams_text and config.split_granularity == "none"
         self._service, self._config = service, config
         self._splitter = Splitter(config.split_granularity)
 
-    async def _queue(self, item: _Part | _End) -> None:
-        while self._n_waiting and self._n_waiting + item.size > MAX_WAITING:
+    async def _wait_for_room(self, size: int) -> None:
+        """Counts `size` characters as waiting, once there is room for them."""
+        while self._n_waiting and self._n_waiting + size > MAX_WAITING:
             self._said.clear()
             await self._said.wait()
-        self._n_waiting += item.size
-        self._waiting.put_nowait(item)
+        self._n_waiting += size
 
     async def _queue_part(self, text: str, config: SessionConfig) -> None:
-        await self._queue(_Part(self._service, config, self._utterance, self._n_parts, text))
+        await self._wait_for_room(len(text))
+        self._put_part(text, config)
+
+    def _put_part(self, text: str | OpenText, config: SessionConfig) -> None:
+        self._waiting.put_nowait(_Part(self._service, config, self._utterance, self._n_parts, text))
         self._n_parts += 1
 
+    async def _write(self, piece: str, config: SessionConfig) -> None:
+        """More of a text that is spoken while it is written. What comes when it has been said, or was refused, is dropped."""
+        text = self._text
+        if text is None:
+            piece, text = piece.lstrip(), parts(self._service).prompts.open_text()
+        if not piece or text.is_over:
+            return
+        ids = await self._service.prepare(len(piece), lambda: text.encoder.push(piece), self._request)
+        # What waits before this text does not need its end; and alone it is never more than may wait. So this ends.
+        await self._wait_for_room(len(piece))
+        text.add(piece, ids)
+        if self._text is None:
+            self._text = text
+            self._put_part(text, config)
+        elif text.is_over:
+            self._n_waiting -= len(piece)
+
     async def _finish(self, config: SessionConfig) -> None:
+        if (text := self._text) is not None:
+            text.end(await self._service.prepare(text.n_characters, text.encoder.flush, self._request))
+            self._text = None
         if rest := self._splitter.flush():
             await self._queue_part(rest, config)
-        await self._queue(_End(self._utterance, self._n_parts))
-        self._utterance, self._n_parts = self._utterance + 1, 0
+        end = _End(self._utterance, self._n_parts)
+        await self._wait_for_room(end.size)
+        self._waiting.put_nowait(end)
+        self._utterance, self._n_parts, self._is_inside = self._utterance + 1, 0, False
 
     # Out.
 
@@ -227,6 +266,8 @@ class _Conversation:
         while (item := await self._waiting.get()) is not None:
             if isinstance(item, _Part):
                 await self._say(item)
+                if isinstance(item.text, OpenText):
+                    item.text.is_over = True
             else:
                 await self._send("session.done", utterance_index=item.utterance, total_sentences=item.n_parts)
             self._n_waiting -= item.size
@@ -236,13 +277,17 @@ class _Conversation:
     async def _say(self, part: _Part) -> None:
         """Answers a part. One that is refused for what others, or its key, have running waits for its turn, as long as a request
         may: its text is nowhere else."""
-        service, config = part.service, part.config
+        service, config, text = part.service, part.config, part.text
+        if isinstance(text, OpenText):
+            await text.wait(1)
+            text = "".join(text.written).rstrip()
         place = {"utterance_index": part.utterance, "sentence_index": part.index}
         form = config.response_format or "wav"
         rate = config.sample_rate or 24000
-        await self._send("audio.start", **place, sentence_text=part.text, format=form, sample_rate=rate)
+        await self._send("audio.start", **place, sentence_text=text, format=form, sample_rate=rate)
         ticket = Ticket(service.config)
         ticket.account = self._account
+        ticket.model = service.model_name if len(self._server.models) > 1 else ""
         limits = (service.config.request_timeout_s, service.config.queue_timeout_s)
         until_s = ticket.started_s + min(filter(None, limits), default=math.inf)
         scope = self._socket.scope
@@ -275,7 +320,7 @@ class _Conversation:
         ticket.enter()
         info = service.admit(speech=True)
         planned = await service.prepare(
-            len(part.text),
+            len(part.text) if isinstance(part.text, str) else 0,
             lambda: plan(service, config, part.text, info, streamed=config.stream_audio),
             self._request,
         )

@@ -136,6 +136,56 @@ def test_a_text_is_spoken_as_it_is_written(custom: Served) -> None:
     assert all(audio == said(custom, SAY | {"input": text}) for text, audio in heard.items())
 
 
+def test_a_text_is_spoken_while_it_is_written(custom: Served) -> None:
+    """Word by word, two at once, beside one that leaves in the middle of a word: the samples of the text at once."""
+    url = custom.process.url.replace("http", "ws") + PATH
+    headers = {"authorization": f"Bearer {custom.process.api_key}"}
+    config = {"voice": "vivian", "max_new_tokens": 60, "non_streaming_mode": False}
+    words = ["hello", " world,", " the", " speech", " is", " writ", "ten", " now."]
+
+    def at_once(seed: int) -> bytes:
+        return said(custom, config | {"input": "".join(words), "seed": seed, "response_format": "pcm"})
+
+    expected = {seed: audio for seed in range(8) if len(audio := at_once(seed)) > 35 * FRAME_BYTES}
+    first, second = list(expected)[:2]
+
+    async def speak(seed: int, n_words: int) -> bytes:
+        audio, n_early = b"", 0
+        async with connect(url, additional_headers=headers) as socket:
+
+            async def write() -> None:
+                nonlocal n_early
+                for word in words[:n_words]:
+                    await socket.send(json.dumps({"type": "input.text", "text": word}))
+                    await asyncio.sleep(0.05)
+                n_early = len(audio)
+                if n_words == len(words):
+                    await socket.send(json.dumps({"type": "input.done"}))
+                    await socket.send(json.dumps({"type": "session.close"}))
+                else:
+                    await socket.close()
+
+            more = {"type": "session.config", "stream_audio": True, "seed": seed}
+            await socket.send(json.dumps(config | more))
+            writing = asyncio.create_task(write())
+            async for message in socket:
+                if isinstance(message, bytes):
+                    audio += message
+                else:
+                    assert json.loads(message)["type"] != "error", message
+            await writing
+        assert n_words < len(words) or 0 < n_early < len(audio)
+        return audio
+
+    async def together() -> list[bytes]:
+        return await asyncio.gather(
+            speak(first, len(words)), speak(second, len(words)), speak(first, 6)
+        )  # fmt: skip
+
+    assert asyncio.run(together())[:2] == [expected[first], expected[second]]
+    wait_for(lambda: is_empty(custom))
+
+
 def test_a_cloned_voice_survives_a_restart(tmp_path: Path) -> None:
     keep = ("--voices-dir", str(tmp_path))
     body = {**SAY, "voice": "ada"}

@@ -25,7 +25,7 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.gpu_speech_build import build_gpu_speech_runner
 from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
 from deltic.engine.loop import Engine
-from deltic.engine.request import Chunk, Request, SamplingParams, Sequence, Step, StepResult
+from deltic.engine.request import AddText, Chunk, Request, SamplingParams, Sequence, Step, StepResult
 from deltic.engine.speech import SpeechStage, to_pcm
 from deltic.engine.speech_plan import SpeechPlan
 from deltic.models import tts_gpu
@@ -183,6 +183,28 @@ def test_cuts_and_the_cache_change_nothing() -> None:
     assert cut.frames(request) == expected and cut.n_prefill_tokens == 130
     cut.run(request)
     assert cut.codes["long", 0] == expected and cut.n_prefill_tokens == 132
+
+
+def test_a_text_that_comes_in_pieces_changes_nothing() -> None:
+    """Where it stalls nothing runs ahead; what came meanwhile is on the device before the frame that needs it."""
+    speaking, _, requests, _ = said("base", True)
+    n, more, speech = 12 if HAS_GPU else 2, msgspec.structs.replace, requests[-1].speech
+    assert speech is not None
+    texts = tuple(range(20, 20 + n))
+    params = more(requests[-1].params, max_tokens=n + 1, min_tokens=n + 1)
+    request = more(requests[-1], params=params, speech=more(speech, trailing_ids=texts))
+    expected = speaking.frames(request)
+    engine = speaking.engine
+    for n_first in (0, 1, 5) if HAS_GPU else (0,):
+        id, opened = f"from {n_first}", more(speech, trailing_ids=texts[:n_first], is_open=True)
+        engine.add(more(request, id=id, speech=opened))
+        for at in range(n_first, n):
+            while engine.has_work():
+                engine.step()
+            assert engine.scheduler.n_stalled == 1 and len(speaking.codes.get((id, 0), [])) == at
+            engine.add_text(AddText(id, [texts[at]], at == n - 1))
+        speaking.run()
+        assert speaking.codes[id, 0] == expected
 
 
 @needs_gpu

@@ -75,6 +75,18 @@ def test_what_stands_in_each_row() -> None:
     assert found == [*((i, codec_side(ids.codec_pad)) for i in texts[:27]), *((pad, side) for side in sides)]
 
 
+@pytest.mark.parametrize("n_frames", [0, 5, 12, 40])
+def test_a_prompt_is_the_same_once_it_can_be_made(n_frames: int) -> None:
+    """Of a text whose end is not there yet: the same rows, and of what follows them the beginning."""
+    given = {"speaker": None, "has_voice": True, "n_frames": n_frames}
+    whole, least = rows(CLONED, **given), PROMPTS.least_body(CLONED, n_frames)
+    assert least == max(1, n_frames + 1 - 10 if n_frames else 1)
+    for n in range(least, 17):
+        some = rows(dataclasses.replace(CLONED, body=CLONED.body[:n]), **given, is_open=True)
+        assert some.prompt == whole.prompt and some.trailing == whole.trailing[: len(some.trailing)]
+        assert len(some.trailing) == n - least or n_frames == 5
+
+
 def test_words() -> None:
     words = PROMPTS.words(" Hi<|im_end|>\n", "low ", " one", 100)
     assert bytes(words.body) == b"Hi<|im_end|>" and bytes(words.reference) == b"one"

@@ -6,6 +6,7 @@ client here plays from its first audio on, and notes by how much each piece is l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from deltic.engine.loop import Engine
-from deltic.engine.request import Output, Request, SamplingParams, Sequence, Speech, Step, StepResult
+from deltic.engine.request import AddText, Output, Request, SamplingParams, Sequence, Speech, Step, StepResult
 from deltic.engine.scheduler import RequestError
 from deltic.engine.speech import FRAME_S, SpeechStage
 from tests.fakes import POISON, FakeRunner
@@ -91,6 +92,10 @@ class SpeakingRunner(FakeRunner):
 
     def check_speech(self, request: Request) -> Any:
         return SimpleNamespace(state="primed") if request.speech and request.speech.is_primed else None
+
+    def check_texts(self, text_ids: Iterable[int]) -> None:
+        if max(text_ids, default=0) >= 1000:
+            raise RequestError("no such text")
 
     def step(self, step: Step) -> StepResult:
         self.clock.now += self.cost_s + self.row_s * step.n_tokens
@@ -173,10 +178,13 @@ class Play:
         self.clock.now += 1e-4
         self.hear(self.engine.step())
 
-    def run(self) -> None:
+    def run_to_rest(self) -> None:
         while self.engine.has_work():
             self.turn()
             assert self.clock.now < 1000, "it never ends"
+
+    def run(self) -> None:
+        self.run_to_rest()
         self.check_idle()
 
     def check_idle(self) -> None:
@@ -442,3 +450,74 @@ def test_an_id_is_in_use_until_its_audio_is_out() -> None:
     assert play.clients["0", 0].end == "abort"
     play.check_idle()
     assert not play.engine.has_work()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_where_texts_stall_all_is_heard_that_was_drawn(is_async: bool, seed: int) -> None:
+    rng, play = Random(seed), Play(is_async=is_async, max_num_seqs=8 if seed else 3)
+    left: dict[int, int] = {}
+    for name in range(7):
+        n_first = rng.randint(0, 3)
+        left[name] = 20 - n_first
+        play.ask(
+            name, 20, is_open=True, trailing_ids=(1,) * n_first, is_streamed=rng.random() < 0.7,
+            first_chunk_frames=rng.choice((0, 6)),
+        )  # fmt: skip
+    n_rests = 0
+    while left:
+        for _ in range(rng.randint(0, 6)):
+            play.turn()
+        if play.engine.scheduler.n_stalled == play.engine.scheduler.n_open:
+            play.run_to_rest()
+            n_rests += 1
+            for name, n in left.items():
+                assert len(play.clients[str(name), 0].audio) == 20 - n
+        name = rng.choice(list(left))
+        n = min(left[name], rng.randint(1, 5))
+        left[name] -= n
+        assert play.engine.add_text(AddText(str(name), [1] * n, not left[name])) == []
+        if not left[name]:
+            del left[name]
+    play.run()
+    for name in range(7):
+        play.check_whole(name)
+    assert n_rests or not seed
+
+
+def test_late_text_is_no_underrun() -> None:
+    play = Play()
+    play.ask(0, 8, is_open=True, trailing_ids=(1,) * 4)
+    play.run_to_rest()
+    play.clock.now += 5.0
+    play.engine.add_text(AddText("0", [1] * 4, True))
+    play.run()
+    play.check_whole(0)
+    stats = play.engine.stats().speech
+    assert stats is not None and stats.n_underruns == 0
+
+
+def test_text_that_is_none_ends_its_request() -> None:
+    play = Play()
+    play.ask(0, 8, is_open=True, trailing_ids=(1,) * 4)
+    play.ask(1, 8)
+    play.turn()
+    play.hear(play.engine.add_text(AddText("0", [1000])))
+    assert play.clients["0", 0].end == "error"
+    assert play.engine.add_text(AddText("2", [1])) == []
+    play.run()
+    play.check_whole(1)
+
+
+def test_where_no_step_can_run_nothing_is_kept_back() -> None:
+    """As when a preempted sequence waits behind others whose texts stall: its first chunk gets no larger."""
+    play = Play()
+    play.ask(0, 20, first_chunk_frames=6)
+    assert play.engine.stage is not None
+    while play.engine.n_steps < 4:
+        play.turn()
+    assert not play.clients["0", 0].audio
+    play.hear(play.engine.stage.vocode(0))
+    assert len(play.clients["0", 0].audio) == 3 and not play.engine.stage.has_work()
+    play.run()
+    play.check_whole(0)

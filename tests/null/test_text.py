@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from deltic.models.checkpoint import DEMO
-from deltic.text import TRUSTED, Detokenizer, StopMatcher, Tokenizer, TokenizerError
+from deltic.text import (
+    PRE_TOKENIZERS,
+    TRUSTED,
+    Detokenizer,
+    IncrementalEncoder,
+    StopMatcher,
+    Tokenizer,
+    TokenizerError,
+    _is_boundary,
+)
 from tests.fake_engine import ADDED, SPECIAL, byte_alphabet, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -42,6 +52,98 @@ def test_decode_equals_the_library_s(ids: list[int], skip: bool) -> None:
 @given(st.text(max_size=60))
 def test_text_survives_the_round_trip(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@cache
+def merging(marks: bool) -> Tokenizer:
+    """A tokenizer of the family that merges a lot."""
+    said = "the don't DON'T we'll 'round 123 3.14 ... !!\n\n \n\t你好，世界。こんにちは、नमस्ते दोस्त। é à naïve <think> 한국어 ½ a\u0301b"
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(tokenizers.Regex(PRE_TOKENIZERS[marks]), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([split, bytes_of]), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = [" ".join(said[i : i + n] for i in range(0, len(said), n)) for n in (2, 3, 5, 11, 200)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=900, min_frequency=1, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts * 3, trainer)
+    backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    backend.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in ADDED])
+    return Tokenizer(backend)
+
+
+PIECES = st.one_of(
+    st.text(max_size=3),
+    st.sampled_from(
+        ["the", " the", " don't", "'ll ", "'", "DON'T", "12", " 3.14", "\n", "\r\n", "  ", " \n ", "\t", "!", "!!\n", "...", '"', "你好", "，",
+         "世界。", "नमस्ते", "。\n", "e", "\u0301", "\u1100", "\u1161", "\u11a8", "\u212b", "\u0344", "<think>", "</thi", "nk>", "<|im_", "end|>",
+         "<|im_end|>", "<tool_call>", " <", "\u00a0", "\u3000", "\u200d", "👩", "½", "\u0600", "\x1c", "\x85", "\ufffd", "\u037e", "\u1885"]
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(PIECES, max_size=30).map("".join),
+    st.sampled_from(["built-in", "marks", "none", "bytes"]),
+    st.data(),
+)
+def test_incremental_ids_are_those_of_the_whole_text(text: str, name: str, data: st.DataObject) -> None:
+    tokenizer = {"built-in": BUILT_IN, "bytes": TOKENIZER}.get(name) or merging(name == "marks")
+    encoder = IncrementalEncoder(tokenizer)
+    given_out = [encoder.push(part) for part in cut(data, text)]
+    ids = [i for part in given_out for i in part]
+    assert ids + encoder.flush() == tokenizer.encode(text.rstrip())
+    # What was given out does not depend on what comes behind.
+    other = data.draw(PIECES)
+    assert ids == tokenizer.encode(text + other + ".")[: len(ids)]
+
+
+def test_where_text_is_cut() -> None:
+    def pushed(tokenizer: Tokenizer, text: str) -> list[str]:
+        encoder = IncrementalEncoder(tokenizer)
+        return [tokenizer.decode(ids) for c in text if (ids := encoder.push(c))] + [
+            tokenizer.decode(encoder.flush())
+        ]
+
+    tokenizer = merging(False)
+    assert pushed(tokenizer, "Hello, world! It's 5 o'clock.\n\nYes ") == [
+        "Hello", ",", " world", "!", " It", "'s", " 5", " o", "'clock", ".\n\nYes", ""
+    ]  # fmt: skip
+    assert pushed(tokenizer, "你好，世界今天。“好”") == ["你好", "，世界今天", "。“好", "”"]
+    assert pushed(tokenizer, "a <think> b<x") == ["a", " <think>", " b<x"]
+    assert pushed(tokenizer, "a  b   c") == ["a", "  b", "   c"]
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_no_token_crosses_a_cut(marks: bool) -> None:
+    """Of all characters, some; the rule was held against every one."""
+    split = pre_tokenizers.Split(tokenizers.Regex(PRE_TOKENIZERS[marks]), "isolated")
+    characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
+
+    def pieces(text: str) -> list[str]:
+        return [piece for piece, _ in split.pre_tokenize_str(text)]
+
+    places = [(c, " ") for c in characters[:: 997 - marks]] + [("a", c) for c in characters[:0x3100:7]]
+    places += [(c, "，") for c in [*characters[: 0x2000 : 11 + marks], "\u1885", "\u1886"]]
+    n = 0
+    for before, after in places:
+        if _is_boundary(before, after):
+            n += 1
+            for right in (after, after + "s", after + " ", after + "\n", after + "\u0301"):
+                left = f"'{before}"
+                assert pieces(left + right) == pieces(left) + pieces(right), (before, right)
+    assert n > 500
+
+
+def test_another_tokenizer_gives_nothing_out_early() -> None:
+    backend = tokenizers.Tokenizer.from_str(merging(False)._backend.to_str())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder = IncrementalEncoder(Tokenizer(backend))
+    assert encoder.push("Hello, world! ") == encoder.push("Yes.") == []
+    assert encoder.flush() == Tokenizer(backend).encode("Hello, world! Yes.")
 
 
 def test_characters_are_never_split() -> None:
