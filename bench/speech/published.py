@@ -134,11 +134,7 @@ def main() -> None:
         "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-    print(
-        json.dumps(
-            {"bench": "qwen_tts", **about, "machine": platform.machine(), **told, "rounds": rounds}
-        )
-    )
+    print(json.dumps({"bench": "qwen_tts", **about, "machine": platform.machine(), **told, "rounds": rounds}))
 
 
 if __name__ == "__main__":
