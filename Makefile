@@ -8,7 +8,7 @@ ARGS ?=
 
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 
-.PHONY: install serve test bench soak soak-speech oracle lint wheel clean
+.PHONY: install serve test test-cpu test-others bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -30,8 +30,21 @@ install: $(VENV)/.installed
 serve: $(VENV)/.installed
 	$(BIN)/deltic serve $(ARGS)
 
+# Everything, on two CPUs at a time: the tests of the CPU's engine, which has two threads, beside the others, which have one. What
+# those print comes when they are done. With ARGS, e.g. make test ARGS="tests/null -k name", what they say, in one run.
 test: $(VENV)/.test-installed
+ifeq ($(strip $(ARGS)),)
+	$(MAKE) --no-print-directory --keep-going --jobs=$$(getconf _NPROCESSORS_ONLN) test-cpu test-others
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
+
+test-cpu:
+	$(BIN)/python -m pytest tests/cpu
+
+test-others:
+	@mkdir -p build
+	$(BIN)/python -m pytest --ignore=tests/cpu > build/test-others.log 2>&1; status=$$?; cat build/test-others.log; exit $$status
 
 # ARGS are `deltic bench serve`'s, e.g. make bench ARGS="--dummy qwen3.5-0.8b --n 1,2,4"
 bench: $(VENV)/.test-installed

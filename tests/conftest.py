@@ -1,10 +1,13 @@
-"""Without a GPU, Triton's kernels are interpreted. That is decided when Triton is first imported, which other libraries do too: so
-it is said here, before any test is read, and without torch, which some tests do without."""
+"""What is decided when a library is first imported, and so is said here, before any test is read, and without torch, which some
+tests do without."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+# Without a GPU, Triton's kernels are interpreted; other libraries import it, too. Threads of torch and NumPy spin while they wait for
+# each other: where two runs of tests share the CPUs (Makefile), that takes minutes. The engine's own threads are not these.
 if not any(Path("/dev").glob("nvidia*")) and not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -68,7 +68,7 @@ def test_greedy_against_oracle(name: str) -> None:
     """64 greedy tokens of three prompts: logits within the tolerance, tokens equal."""
     options = {"kind": name, **CHECKPOINTS[name]}
     runner = build(model=str(tiny_checkpoint(**options)))
-    engine = Engine(runner)
+    engine, weights = Engine(runner), plain(runner.model.weights)
     errors, n_clear = [], 0
     for length in (1, 97, 150):
         ids, drawn, rows = prompt(length), [], []
@@ -80,9 +80,7 @@ def test_greedy_against_oracle(name: str) -> None:
                 drawn += output.token_ids
                 rows.append(runner.logits(1)[0].clone())
                 logprobs += [entry.logprob for entry in output.logprobs or []]
-        expected = forward(
-            plain(runner.model.weights), runner.plan.shape, ids + drawn[:-1], precision="bfloat16"
-        )[length - 1 :]
+        expected = forward(weights, runner.plan.shape, ids + drawn[:-1], precision="bfloat16")[length - 1 :]
         error = (torch.stack(rows) - expected)[:, :N_REAL_VOCAB].abs().amax(-1)
         errors.append(error)
         expected[:, N_REAL_VOCAB:] = -torch.inf

@@ -1,6 +1,6 @@
 """GPU kernels: natively where there is a GPU, else in Triton's interpreter. Without Triton all of it is skipped.
 
-`tests/conftest.py` says which, before Triton is imported; the interpreter is mended here.
+`tests/conftest.py` says which, before Triton is imported; the interpreter is mended here, and made quicker.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # also where there is a driver and torch cannot use it
     from tests.gpu.mended_interpreter import mend
+    from tests.gpu.quick_interpreter import quicken
 
     mend()
+    quicken()
 
 
 def pytest_ignore_collect(collection_path: object) -> bool | None:

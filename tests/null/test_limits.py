@@ -279,7 +279,7 @@ def test_a_request_that_waits_too_long_is_ended(
     assert response.status_code in (503, 529) or (stream and path == "/v1/responses")
     if response.status_code != 200:
         assert response.headers["retry-after"] == "1"
-    engine.hold, engine.token_s = False, 0.2
+    engine.hold, engine.token_s, engine.batch = False, 0.2, 100
     assert asyncio.run(go(queue_timeout_s=0.1)).status_code == 200, "it had its place"
     engine.hold, engine.token_s = True, 0.0
     both = asyncio.run(go(queue_timeout_s=10.0, request_timeout_s=0.1))

@@ -111,10 +111,10 @@ def test_any_json_is_parsed_or_refused(body: type[msgspec.Struct], data: st.Data
     ids=range(6),
 )
 def test_hostile_json_is_refused_soon(body: type[msgspec.Struct], text: bytes) -> None:
-    before_s = time.monotonic()
+    before_s = time.process_time()
     with pytest.raises(ApiError):
         protocol.parse(text, body)
-    assert time.monotonic() - before_s < 1
+    assert time.process_time() - before_s < 1
 
 
 @SCHEMA.parametrize()
