@@ -249,14 +249,12 @@ def begin_compiling(
     """
     if INTERPRETED:
         return Kernels(None, None)
-    fix_keys()
     n_workers = min(MAX_WORKERS, n_usable_cpus())
-    if n_workers < 2:
-        return Kernels(None, None)
     compilation = None
     try:
+        fix_keys()
         marker = _marker(plan, levers)
-        if marker.exists() and not again:
+        if n_workers < 2 or (marker.exists() and not again):
             return Kernels(None, None)
         compilation = Compilation(n_workers)
         compilation.give(collect(plan, levers))

@@ -12,7 +12,7 @@ A sequence that speaks a text which is still being written may run out of it. It
 out until more comes (`add_text`). Preempted, it waits, and others pass.
 
 Nothing waits for ever, if texts end. Prefills are admitted only while the pages for all of them are to be had, so once no decode
-runs they cannot be short of any. A decode that needs a page takes it from the youngest that runs, and `add`
+runs they cannot be short of any. A decode that needs a page takes it from one that stalls, or the youngest that runs, and `add`
 refuses a request that would not fit alone; so the oldest decode ends, and then the next. A sequence that
 loses its pages comes back with them from host memory, or is computed again from its tokens, so that its output does not
 change: where prefill and decode give the same bits, by prefill; where they do not (GPU), its prompt by prefill, and what it had
@@ -340,13 +340,14 @@ class Scheduler:
         return step
 
     def _grow_decodes(self) -> None:
-        """Room for one token more in each decode; the youngest of all that run make way, themselves included."""
+        """Room for one token more in each decode. Those that stall make way, then the youngest of all that run, themselves included."""
         full = [s for s in self._decodes if s.n_computed == len(s.pages) * PAGE_SIZE and not s.lacks_text]
         for sequence in sorted(full, key=_rank):
             if sequence.slot is not None:
                 self.cache.move_tail(sequence)
             while sequence.slot is not None and not self.cache.grow(sequence, sequence.n_computed + 1):
-                self._preempt(max(chain(self._decodes, self._prefills), key=_rank))
+                running = chain(self._decodes, self._prefills)
+                self._preempt(max(running, key=lambda s: (s.lacks_text, _rank(s))))
         for sequence in self._decodes if self.n_lookahead else []:
             self._look_ahead(sequence, sequence.n_computed + 1)
 

@@ -261,8 +261,10 @@ async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticke
     voice = await _in_time(ticket, _voice(speech, plan))
     n_frames = voice.n_frames if voice and plan.words.reference else 0
     shape, text = speech.prompts.shape, plan.open_text
-    if text is not None:
-        await _in_time(ticket, text.wait(speech.prompts.least_body(plan.words, n_frames)))
+    least = speech.prompts.least_body(plan.words, n_frames)
+    if text is not None and len(text.ids) < least and not text.is_whole:
+        await _in_time(ticket, text.wait(least))
+        voice = await _in_time(ticket, _voice(speech, plan))  # the engine may have lost it meanwhile
     is_open = text is not None and not text.is_whole
     rows = speech.prompts.rows(
         plan.words,

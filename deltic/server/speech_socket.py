@@ -122,6 +122,7 @@ class _Conversation:
         self._waiting: asyncio.Queue[_Part | _End | None] = asyncio.Queue()
         self._n_waiting = 0  # characters, of the part that is spoken, too
         self._said = asyncio.Event()
+        self._n_bytes = 0  # of audio that was sent of the part that is spoken
         self._is_closing = False
 
     async def run(self) -> None:
@@ -238,7 +239,8 @@ class _Conversation:
             piece, text = piece.lstrip(), parts(self._service).prompts.open_text()
         if not piece or text.is_over:
             return
-        ids = await self._service.prepare(len(piece), lambda: text.encoder.push(piece), self._request)
+        size = text.n_characters + len(piece)  # all of it, where nothing was certain until now
+        ids = await self._service.prepare(size, lambda: text.encoder.push(piece), self._request)
         # What waits before this text does not need its end; and alone it is never more than may wait. So this ends.
         await self._wait_for_room(len(piece))
         text.add(piece, ids)
@@ -292,12 +294,12 @@ class _Conversation:
         until_s = ticket.started_s + min(filter(None, limits), default=math.inf)
         scope = self._socket.scope
         scope["deltic.answer_id"] = "-"
-        status, n_bytes = LEFT, 0
+        status, self._n_bytes = LEFT, 0
         self._server.n_open += 1
         try:
             while True:
                 try:
-                    n_bytes = await self._answer(part, ticket)
+                    await self._answer(part, ticket)
                     break
                 except ApiError as error:
                     wait_s = float(error.headers.get("retry-after", "1"))
@@ -312,10 +314,10 @@ class _Conversation:
             self._server.n_open -= 1
             ticket.end(status)
             self._note("PART", PATH, status, ticket, scope["deltic.request_id"], scope["deltic.answer_id"])
-        await self._send("audio.done", **place, total_bytes=n_bytes, error=status != 200)
+        await self._send("audio.done", **place, total_bytes=self._n_bytes, error=status != 200)
 
-    async def _answer(self, part: _Part, ticket: Ticket) -> int:
-        """Speaks a part; how many bytes that was. Raises ApiError; a 429 comes before the first."""
+    async def _answer(self, part: _Part, ticket: Ticket) -> None:
+        """Speaks a part. Raises ApiError; a 429 comes before the first byte."""
         service, config = part.service, part.config
         ticket.enter()
         info = service.admit(speech=True)
@@ -327,26 +329,26 @@ class _Conversation:
         spoken = await utterance(service, planned, info, ticket)
         self._socket.scope["deltic.answer_id"] = spoken.sent.id
         if config.stream_audio:
-            return await self._stream(spoken)
-        data = await spoken.file()
-        await self._socket.send_bytes(data)
-        return len(data)
+            await self._stream(spoken)
+        else:
+            await self._send_audio(await spoken.file())
 
-    async def _stream(self, spoken: Utterance) -> int:
-        """Sends audio as it comes, as fast as the client reads; how many bytes."""
+    async def _stream(self, spoken: Utterance) -> None:
+        """Sends audio as it comes, as fast as the client reads."""
         pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
         running = asyncio.create_task(spoken.stream(pieces.put_nowait))
         running.add_done_callback(lambda _: pieces.put_nowait(None))
-        n_bytes = 0
         try:
             while (piece := await pieces.get()) is not None:
-                await self._socket.send_bytes(piece)
-                n_bytes += len(piece)
+                await self._send_audio(piece)
             await running
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        return n_bytes
+
+    async def _send_audio(self, audio: bytes) -> None:
+        await self._socket.send_bytes(audio)
+        self._n_bytes += len(audio)
 
     async def _fail(self, error: ApiError, **place: int) -> None:
         log_failure(error, self._socket.scope)

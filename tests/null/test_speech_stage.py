@@ -497,6 +497,20 @@ def test_late_text_is_no_underrun() -> None:
     assert stats is not None and stats.n_underruns == 0
 
 
+def test_who_stalls_makes_way_for_who_runs() -> None:
+    """However much older it is: else a listener would wait in the middle of a word for what another has not written."""
+    play = Play(n_pages=3)
+    play.ask(0, 100, prompt=[20] * 60, is_open=True, trailing_ids=(1,) * 20)
+    play.run_to_rest()
+    play.ask(1, 70, prompt=[30] * 60)
+    play.run_to_rest()
+    play.check_whole(1)
+    assert play.engine.scheduler.n_stalled == 1 and play.engine.scheduler.n_preemptions == 1
+    play.engine.add_text(AddText("0", [1] * 80, True))
+    play.run()
+    play.check_whole(0)
+
+
 def test_text_that_is_none_ends_its_request() -> None:
     play = Play()
     play.ask(0, 8, is_open=True, trailing_ids=(1,) * 4)

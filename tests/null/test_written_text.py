@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from random import Random
@@ -16,6 +17,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from deltic.engine.request import Request
 from deltic.server import speech_socket
+from deltic.server.service import INLINE_BYTES
 from deltic.server.speech_prompt import OpenText
 from deltic.server.speech_socket import PATH
 from deltic.text import IncrementalEncoder
@@ -173,6 +175,26 @@ def test_a_prompt_waits_for_as_many_words_as_its_reference_has_frames(reference:
     assert written.speech.trailing_ids == at_once.speech.trailing_ids[: len(written.speech.trailing_ids)]
 
 
+def test_a_voice_that_is_lost_while_its_prompt_waits_is_made_again() -> None:
+    """As when the engine's process is started again."""
+    engine = FakeSpeechClient("base")
+    config = {"type": "session.config", "stream_audio": True, "ref_audio": INLINE, "ref_text": "ref"}
+
+    async def go(url: str) -> None:
+        async with connect(url.replace("http", "ws") + PATH) as socket:
+            await send(socket, config, text("One two "))
+            await until(lambda: engine.voices)
+            await asyncio.sleep(0.05)
+            engine.voices.clear()
+            await send(socket, text("three four five six"), DONE)
+            got = await received(socket, "session.done")
+            assert kinds(got) == PART and not got[2]["error"]
+
+    with served(make_speech_app(engine), ws="websockets-sansio") as url:
+        asyncio.run(go(url))
+    assert len(engine.requests) == 1 and len(engine.encoded) == 2
+
+
 def test_only_white_space_is_nothing(engine: FakeSpeechClient, live: str) -> None:
     async def go() -> None:
         async with connect(live) as socket:
@@ -223,6 +245,9 @@ def test_what_fails_ends_one_utterance(engine: FakeSpeechClient, live: str) -> N
             await send(socket, text("Hello there."), text(" More."), DONE)
             got = await received(socket, "session.done")
             assert [m["message"] for m in got if kinds([m]) == ["error"]] == ["the step failed"]
+            (done,) = (m for m in got if kinds([m]) == ["audio.done"])
+            n_heard = sum(len(message) for message in got if isinstance(message, bytes))
+            assert done["error"] and done["total_bytes"] == n_heard > 0
             engine.fail_after, engine.n_frames = None, 4
             await send(socket, text("Hel"), text("lo."), DONE)
             got = await received(socket, "session.done")
@@ -306,6 +331,28 @@ def test_much_text_waits(engine: FakeSpeechClient, live: str, monkeypatch: pytes
 
     asyncio.run(go())
     assert trailing(engine.requests[-2]) == (b"x" * 9 + b" ")[1:] + (b"x" * 9 + b" ") * 8 + b"x" * 9
+
+
+def test_a_long_word_in_small_pieces_does_not_hold_up_others(
+    live: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is encoded with its end is all of it."""
+    threads: list[str] = []
+    push = IncrementalEncoder.push
+
+    def noted(self: IncrementalEncoder, text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return push(self, text)
+
+    monkeypatch.setattr(IncrementalEncoder, "push", noted)
+
+    async def go() -> None:
+        async with connect(live) as socket:
+            await send(socket, OPEN, text("x" * INLINE_BYTES), text(" "))
+            await received(socket, "error")  # it is too long to be said
+
+    asyncio.run(go())
+    assert [name.startswith("prepare") for name in threads] == [False, True]
 
 
 def test_sentences_are_parts_of_their_own(engine: FakeSpeechClient, live: str) -> None:
