@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from deltic.engine.request import AddText, Output, Request
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, request_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STREAMING = [case for case in CASES if case["is_streaming"] and not case["wide"]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 
 def texts_of(request: Request) -> tuple[int, ...]:

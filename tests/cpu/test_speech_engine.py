@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,8 @@ from deltic.models.tts_weights import empty_speech_weights, load_speech_weights,
 from deltic.reference import speech as oracle
 from deltic.reference.codec import decode
 from tests.tiny_speech import tiny_speech
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "speech"
 GOLDENS = json.loads((GOLDEN / "cases.json").read_text())
@@ -166,15 +167,6 @@ def request_of(
         id=id, prompt_ids=prompt, params=SamplingParams(**given | params), cache_salt=key,
         speech=Speech(trailing_ids=trailing, voice=key, temperature=temperature),
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The oracle's products are too small to share."""
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 
 def fits(speaking: Speaking, speaker: Tensor) -> bool:

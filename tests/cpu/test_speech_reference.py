@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,10 @@ from deltic.reference import codec, speech
 from tests.golden.make_speech import CODEC_STRIDE, COLUMNS, DIRECTORY, STRIDE
 from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KEPT = json.loads((DIRECTORY / "cases.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = KEPT["cases"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads are of no use to tensors this small, and wait for each other on a machine that does other things."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 @functools.cache

@@ -29,14 +29,7 @@ from deltic.reference.speech import Checkpoint, frame_rows
 from tests.golden.make_speech import DIRECTORY, STRIDE, VOICES
 from tests.tiny_speech import FRAME_SAMPLES, tiny_audio, tiny_speech, write_speech
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As in the engine process."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # The encoders.

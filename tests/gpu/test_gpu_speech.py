@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from functools import cache
 from typing import Any
@@ -39,6 +38,8 @@ from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets,
 from tests.gpu.test_gpu_codec import exact_products  # noqa: F401
 from tests.gpu.test_gpu_engine import without_syncs
 from tests.tiny_speech import N_CODES, tiny_speech
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HAS_GPU = torch.cuda.is_available()
 IS_LONG = HAS_GPU or "DELTIC_TEST_LONG" in os.environ
@@ -89,14 +90,6 @@ class SpeakingGpu(Speaking):
             else:
                 frames.append(frame)
         return result
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 
 @cache
