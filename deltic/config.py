@@ -113,6 +113,11 @@ class EngineConfig:
     )  # fmt: skip
     seed: int = knob(0, "seed of dummy weights")
 
+    @property
+    def may_use_gpu(self) -> bool:
+        """Whether none of these says that the model runs on the CPU."""
+        return self.quantize is None if self.device is None else self.device == "cuda"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

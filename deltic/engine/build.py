@@ -18,11 +18,10 @@ from deltic.models.packed import PACKED
 
 def is_for_gpu(config: EngineConfig) -> bool:
     """Whether the model runs on a GPU: where that is asked for, or else where there is one, and nothing that only the CPU has."""
-    if config.device is not None:
-        return config.device == "cuda"
-    cpu_only = config.quantize is not None or (Path(config.model) / PACKED).exists()
+    if config.device is not None or not config.may_use_gpu:
+        return config.may_use_gpu
     has_gpu = torch.cuda.is_available() and find_spec("triton") is not None
-    return has_gpu and not cpu_only
+    return has_gpu and not (Path(config.model) / PACKED).exists()
 
 
 def build_for_device(config: EngineConfig, progress: Callable[[str, float], None]) -> StepRunner:

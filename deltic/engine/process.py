@@ -249,7 +249,7 @@ class EngineProcess:
     def _import_build(self, start_s: dict[str, float]) -> Build:
         self.models[0].progress("import", 0.0)  # of the others, nothing until their turn
         start = time.perf_counter()
-        if any(_may_use_gpu(model.config) for model in self.models):
+        if any(model.config.may_use_gpu for model in self.models):
             threading.Thread(target=_wake_gpu, daemon=True).start()
         from deltic.engine.build import build_for_device  # imports torch
 
@@ -300,11 +300,6 @@ def _refusals(message: bytes, error: str) -> list[Output]:
     command = msgspec.msgpack.decode(message)
     n = command.get("params", {}).get("n", 1)
     return [Output(command["id"], index, finish_reason="error", error=error) for index in range(n)]
-
-
-def _may_use_gpu(config: EngineConfig) -> bool:
-    """What `build.is_for_gpu` will say, as far as that can be told before torch is imported."""
-    return config.quantize is None if config.device is None else config.device == "cuda"
 
 
 def _wake_gpu() -> None:

@@ -20,7 +20,7 @@ import zmq
 from deltic.config import EngineConfig
 from deltic.engine.cost import StepCost
 from deltic.engine.loop import Engine
-from deltic.engine.process import EngineProcess, Launch, ModelLaunch, ServedModel, _may_use_gpu
+from deltic.engine.process import EngineProcess, Launch, ModelLaunch, ServedModel
 from deltic.engine.request import (
     Abort,
     Command,
@@ -294,4 +294,4 @@ def test_steps_in_turns_share_the_shortest_target(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_the_driver_is_woken_only_for_models_that_may_want_it(config: EngineConfig, may: bool) -> None:
-    assert _may_use_gpu(config) == may
+    assert config.may_use_gpu == may
