@@ -330,8 +330,7 @@ class GpuSpeechRunner(SpeechRunner):
             position = len(sequence.tokens)
             frame, speech = position - sequence.n_prompt, sequence.request.speech or DEFAULT_SPEECH
             is_last = frame + 1 >= sequence.request.params.max_tokens
-            will_lack_text = speech.is_open and frame >= len(speech.trailing_ids)
-            if is_last or will_lack_text or position >= len(sequence.pages) * PAGE_SIZE:
+            if is_last or not speech.knows_text(frame) or position >= len(sequence.pages) * PAGE_SIZE:
                 continue
             assert sequence.place is not None
             self.places.put_pages(sequence.place, sequence)

@@ -91,6 +91,10 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first_chunk_frames: int = 0
     """Frames of the first chunk of audio, at most MAX_FIRST_FRAMES; 0: the engine's choice."""
 
+    def knows_text(self, frame: int) -> bool:
+        """Whether it is known what goes with this frame: an id, or, behind the end of the text, the pad row."""
+        return not self.is_open or frame < len(self.trailing_ids)
+
 
 class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """One prompt with its parameters, as the server sends it to the engine."""
@@ -412,14 +416,12 @@ class Sequence:
     def lacks_text(self) -> bool:
         """Speech: whether the frame of its last token goes with a text that has not come yet. It stalls until then."""
         speech = self.request.speech
-        return speech is not None and speech.is_open and self.n_generated > len(speech.trailing_ids)
+        return speech is not None and not speech.knows_text(self.n_generated - 1)
 
     @property
     def can_draw(self) -> bool:
         """Whether its next token can be: it is known which ids that may be, and the text that goes before it is there."""
-        if self.request.speech is not None and self.lacks_text:
-            return False
-        return self.guide is None or bool(self.guide.is_ready)
+        return not self.lacks_text and (self.guide is None or bool(self.guide.is_ready))
 
 
 @dataclass(slots=True)

@@ -109,7 +109,7 @@ class SpeechBatch:
     def _fill_frame(self, m: int, sequence: Sequence, frame: int, code0: int) -> None:
         speech = sequence.request.speech or DEFAULT_SPEECH
         trailing = speech.trailing_ids
-        assert frame < len(trailing) or not speech.is_open
+        assert speech.knows_text(frame)
         text = trailing[frame] if frame < len(trailing) else self.shape.ids.tts_pad
         self._code0[m], self._side[m] = code0, SIDE_KEPT
         self._text_row[m] = self._text(text)
