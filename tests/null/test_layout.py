@@ -6,7 +6,9 @@ The rules are the ones of ARCHITECTURE.md; raise a ceiling there and here, with 
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 145  # the prefix cache is five: pool, tree, residency, tiers, fingerprint; the GPU is 31; the server 31; speech is 30 of all
+MAX_SOURCE_FILES = 175
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 43_000
+MAX_PACKAGE_LINES = 37_000
+"""Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
 LEAVES = {"config", "metrics", "engine.request"}
@@ -94,8 +97,42 @@ def test_server_process_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def n_code_lines(path: Path) -> int:
+    """Lines of a file that hold code. C++ is read line by line: a line is code unless it is empty or begins with //."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return sum(bool(line.strip()) and not line.strip().startswith("//") for line in text.splitlines())
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    lines: set[int] = set()
+    for before, token, after in zip([None, *tokens], tokens, [*tokens[1:], None], strict=False):
+        starts = before is None or before.type in NO_CODE
+        ends = after is not None and after.type in (tokenize.NEWLINE, tokenize.NL)
+        is_docstring = token.type == tokenize.STRING and starts and ends
+        if token.type not in NO_CODE and not is_docstring:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines)
+
+
+def test_only_lines_of_code_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        '"""Doc.\n\nMore."""\n\n# a comment\nx = (  # one\n    1\n)\n\n\ndef f():\n    """Doc."""\n    return """two\nlines"""\n'
+    )
+    assert n_code_lines(file) == 6
+
+
 def test_size_ceilings() -> None:
-    n_lines = {path: len(path.read_text().splitlines()) for path in SOURCES}
+    n_lines = {path: n_code_lines(path) for path in SOURCES}
     long = {str(path.relative_to(ROOT)): n for path, n in n_lines.items() if n > MAX_FILE_LINES}
     assert not long, f"over {MAX_FILE_LINES} lines: {long}"
     assert len([path for path in FILES if path.name != "__init__.py"]) <= MAX_SOURCE_FILES
