@@ -70,15 +70,7 @@ def parser() -> argparse.ArgumentParser:
     run = add(
         "run", _run, "answer a file of requests: JSON lines in, JSON lines out; resumes where it stopped"
     )
-    run.add_argument(
-        "input", metavar="IN.jsonl", help='lines of {"custom_id": ..., "body": {...}}, or bare bodies'
-    )
-    run.add_argument("output", metavar="OUT.jsonl", help="results, one line each, in order of completion")
-    _add_remote(run, positional=False)
-    run.add_argument(
-        "--in-flight", type=int, default=64, metavar="N", help="requests sent at once (default: 64)"
-    )
-    add_flags(run, EngineConfig, skip=("model",))
+    _add_run(run)
 
     say = add("say", _say, "speak a text: into a sound file, or through a pipe into a player")
     say.add_argument("text", metavar="TEXT", help="what to say; - reads it from the input")
@@ -122,14 +114,34 @@ def _add_some_flags(sub: argparse.ArgumentParser, *names: str) -> None:
     add_flags(sub, EngineConfig, skip=tuple(set(EngineConfig.__dataclass_fields__) - set(names)))
 
 
-def _add_remote(sub: argparse.ArgumentParser, positional: bool = True) -> None:
+def _add_remote(sub: argparse.ArgumentParser, positional: bool = True, text: str = REMOTE_HELP) -> None:
     """MODEL and the flags that name a running server."""
     if positional:
         sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=REMOTE_HELP)
-    text = "the same as MODEL" if positional else REMOTE_HELP
+    text = "the same as MODEL" if positional else text
     sub.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
     sub.add_argument("--url", help="use this running server instead of starting one")
     sub.add_argument("--api-key", metavar="KEY", help="key of the server at --url")
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    """What `deltic run` takes."""
+    run.add_argument(
+        "input", metavar="IN.jsonl", help='lines of {"custom_id": ..., "body": {...}}, or bare bodies'
+    )
+    run.add_argument("output", metavar="OUT.jsonl", help="results, one line each, in order of completion")
+    _add_remote(
+        run, positional=False, text=REMOTE_HELP + "; given, it is that of every line, whatever the line says"
+    )
+    run.add_argument(
+        "--in-flight", type=int, default=64, metavar="N", help="requests sent at once (default: 64)"
+    )
+    run.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="drop the errors that the output holds, and try their lines again",
+    )
+    add_flags(run, EngineConfig, skip=("model",))
 
 
 def _add_speech(sub: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """`deltic run IN.jsonl OUT.jsonl`: a file of requests to a file of answers, resumed where it stopped.
 
 A line is what OpenAI's batch API takes, `{"custom_id": ..., "url": "/v1/chat/completions", "body": {...}}`,
-or a bare body with `messages` or `prompt`. The requests go over HTTP to a server (a child of ours without
+or a bare body with `messages`, `prompt` or `input`. The requests go over HTTP to a server (a child of ours without
 --url), so they mean exactly what they mean online. A result line is `{"custom_id", "line", "response":
 {"status_code", "body"}, "error"}`; results come in the order of completion.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,99 +30,55 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from deltic.batch_lines import N_TRIES, ForeignFile, Job, parse, read_results, wait_s
 from deltic.remote import Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 
-PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-"""Where a line may go, and the field its body must have."""
-
-N_TRIES = 5
-"""Tries of a request whose answer says the server is at fault (5xx, lost connection)."""
-
-LINE_START = b'{"custom_id":'
-"""How every result line begins: what tells a truncated one from a file that is not ours."""
-
-
-class BadLine(ValueError):
-    """A line that cannot be sent; the message says why."""
+MAX_UNAVAILABLE = 60
+"""Times that a request may find no engine; the server waits between them as it was told to."""
 
 
 class Stopped(Exception):
     """The run cannot go on; what is written stays and the next run resumes."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One input line. `line` counts from 1."""
-
-    line: int
-    custom_id: str | None
-    path: str = ""
-    body: dict[str, Any] | None = None
-    error: str | None = None
-
-    @property
-    def key(self) -> str | int:
-        """What a result is recognised by when a run resumes."""
-        return self.line if self.custom_id is None else self.custom_id
+def is_result(line: dict[str, Any]) -> bool:
+    """Whether a line of an output file is one of `deltic run`."""
+    return isinstance(line.get("line"), int)
 
 
-def parse(text: bytes, line: int) -> Job:
-    """An input line; one that cannot be sent gets `error` instead of `body`."""
-    custom_id: str | None = None
+def key_of(result: dict[str, Any]) -> str | int:
+    """The key of the job that a result line answers."""
+    key: str | int = result["line"] if result.get("custom_id") is None else result["custom_id"]
+    return key
+
+
+def finished(out: BinaryIO) -> dict[str | int, bool]:
+    """Keys of the results that `out` holds, and whether each is an error; cuts off a last line that was not written to its end."""
     try:
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise BadLine(f"not JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise BadLine("expected a JSON object")
-        body, path = given, None
-        if "body" in given:
-            custom_id = given.get("custom_id")
-            if custom_id is not None and not isinstance(custom_id, str):
-                custom_id, kind = None, type(custom_id).__name__
-                raise BadLine(f"custom_id: expected a string, found {kind}")
-            body, path = given["body"], given.get("url")
-            if given.get("method", "POST") != "POST":
-                raise BadLine(f"method {given['method']!r}: only POST is supported")
-        if not isinstance(body, dict):
-            raise BadLine("body: expected a JSON object")
-        if path is None:
-            path = next((path for path, field in PATHS.items() if field in body), None)
-        if path not in PATHS:
-            known = " or ".join(PATHS)
-            raise BadLine(
-                "the body has neither messages nor prompt" if path is None else f"url {path!r}: use {known}"
-            )
-        if body.get("stream"):
-            raise BadLine("stream: a line is answered whole; leave it out")
-        return Job(line, custom_id, path, body)
-    except BadLine as error:
-        return Job(line, custom_id, error=f"line {line}: {error}")
+        return {key_of(result): result.get("error") is not None for result in read_results(out, is_result)}
+    except ForeignFile as error:
+        raise Stopped(
+            f"line {error.line} of the output is no result of deltic run; give another output file"
+        ) from None
 
 
-def finished(out: BinaryIO) -> set[str | int]:
-    """Keys of the results that `out` holds; cuts off a last line that was not written to its end."""
-    keys: set[str | int] = set()
-    end = 0
+def without_errors(path: Path, out: BinaryIO) -> BinaryIO:
+    """The output file again, less its lines with an error. `out` is closed. Raises Stopped.
+
+    A file of its own takes the place of the old one when it is whole, so that nothing is lost if this process ends meanwhile.
+    """
+    finished(out)
+    new = open_output(path.with_name(path.name + ".retry"))
+    new.truncate(0)
     out.seek(0)
     for line in out:
-        try:
-            result = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            result = None
-        if not isinstance(result, dict) or not isinstance(result.get("line"), int):
-            if out.read(1) or line[: len(LINE_START)] != LINE_START[: len(line)]:
-                number = len(keys) + 1
-                raise Stopped(
-                    f"line {number} of the output is no result of deltic run; give another output file"
-                )
-            break
-        end += len(line)
-        keys.add(result["line"] if result.get("custom_id") is None else result["custom_id"])
-    out.seek(end)
-    out.truncate()
-    return keys
+        if json.loads(line).get("error") is None:
+            new.write(line)
+    new.flush()
+    os.fsync(new.fileno())
+    os.replace(new.name, path)
+    out.close()
+    return new
 
 
 def open_output(path: Path) -> BinaryIO:
@@ -136,7 +93,7 @@ def open_output(path: Path) -> BinaryIO:
     return out
 
 
-def jobs(source: BinaryIO, done: set[str | int]) -> Iterator[Job]:
+def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[Job]:
     """The lines still to do, without empty ones; a custom_id that comes again is an error of that line."""
     seen: set[str] = set()
     for line, text in enumerate(source, 1):
@@ -152,33 +109,40 @@ def jobs(source: BinaryIO, done: set[str | int]) -> Iterator[Job]:
             yield job
 
 
-async def send(endpoint: Endpoint, model: str, job: Job) -> dict[str, Any]:
-    """The job's result line. Waits as long as the server is full. Raises Stopped when it is gone."""
+async def send(endpoint: Endpoint, model: str, job: Job, *, renamed: bool = False) -> dict[str, Any]:
+    """The job's result line. Waits as long as the server is full. Raises Stopped when it is gone.
+
+    model: of lines that name none; renamed: of all lines.
+    """
     result: dict[str, Any] = {"custom_id": job.custom_id, "line": job.line, "response": None, "error": None}
     if job.body is None:
         return result | {"error": {"code": "bad_line", "message": job.error}}
-    n_tries = 0
+    try:
+        asked = json.loads(job.body)
+    except (ValueError, RecursionError) as error:  # a number or nesting beyond Python's own limits
+        return result | {"error": {"code": "bad_line", "message": f"line {job.line}: {error}"}}
+    asked = asked | {"model": model} if renamed else {"model": model} | asked
+    n_tries = n_unavailable = 0
     while True:
         n_tries += 1
         try:
-            reply = await endpoint.open("POST", job.path, {"model": model, **job.body})
+            reply = await endpoint.open("POST", job.path, asked)
             data = await reply.read()
         except EndpointError as error:
             if n_tries >= N_TRIES:
                 raise Stopped(f"{error}; {n_tries} tries") from None
             await asyncio.sleep(0.5 * 2**n_tries)
             continue
-        if reply.status == 429:
-            n_tries -= 1
-            await asyncio.sleep(_retry_after(reply.headers))
-        elif reply.status == 503 or (reply.status >= 500 and n_tries < N_TRIES):
-            if n_tries > 60:
-                raise Stopped(f"{endpoint.url} stays unavailable (HTTP 503)")
-            await asyncio.sleep(_retry_after(reply.headers))
-        elif reply.status in (401, 403):
+        if reply.status in (401, 403):
             raise Stopped(f"{endpoint.url} refused the key (HTTP {reply.status}); give it with --api-key")
-        else:
+        wait = wait_s(reply.status, reply.headers, n_tries)
+        if wait is None:
             break
+        n_tries -= reply.status == 429
+        n_unavailable += reply.status == 503
+        if n_unavailable > MAX_UNAVAILABLE:
+            raise Stopped(f"{endpoint.url} stays unavailable (HTTP 503)")
+        await asyncio.sleep(wait)
     try:
         body = json.loads(data)
     except ValueError:
@@ -189,20 +153,14 @@ async def send(endpoint: Endpoint, model: str, job: Job) -> dict[str, Any]:
     return result
 
 
-def _retry_after(headers: dict[str, str]) -> float:
-    """Seconds to wait, from the server's wish; between 0.1 and 30."""
-    try:
-        return min(30.0, max(0.1, float(headers.get("retry-after", "1"))))
-    except ValueError:
-        return 1.0
-
-
 @dataclass
 class Tally:
     """What a run did."""
 
     n_done: int = 0
     n_errors: int = 0
+    n_old_errors: int = 0
+    """Of those that earlier runs left in the output."""
     n_tokens: int = 0
 
     def add(self, result: dict[str, Any]) -> None:
@@ -211,19 +169,24 @@ class Tally:
         self.n_errors += result["error"] is not None
         body = (result["response"] or {}).get("body")
         usage = body.get("usage") if isinstance(body, dict) else None
-        self.n_tokens += (usage or {}).get("completion_tokens") or 0
+        usage = usage if isinstance(usage, dict) else {}
+        self.n_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
 
 
 async def work(
-    endpoint: Endpoint, model: str, todo: Iterator[Job], out: BinaryIO, n_in_flight: int, progress: Progress
-) -> Tally:
-    """Sends all jobs, `n_in_flight` at once, and writes each result as it comes. Raises Stopped."""
-    tally = Tally()
+    ask: Callable[[Job], Awaitable[dict[str, Any]]],
+    todo: Iterator[Job],
+    out: BinaryIO,
+    n_in_flight: int,
+    progress: Progress,
+    tally: Tally,
+) -> None:
+    """Has all jobs answered by `ask`, `n_in_flight` at once, and writes each result as it comes. Raises Stopped."""
     bar = progress.tasks[0].id
 
     async def client() -> None:
         for job in todo:
-            result = await send(endpoint, model, job)
+            result = await ask(job)
             out.write(json.dumps(result, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             out.flush()
             tally.add(result)
@@ -236,7 +199,6 @@ async def work(
                 group.create_task(client())
     except* (Stopped, OSError) as failures:
         raise failures.exceptions[0] from None
-    return tally
 
 
 async def _run(
@@ -246,10 +208,11 @@ async def _run(
     done = finished(out)
     n_lines = sum(1 for line in source if line.strip())
     source.seek(0)
+    tally = Tally(n_old_errors=sum(done.values()))
     if done:
         console.print(f"resuming: {len(done)} of {n_lines} lines are done", markup=False)
     if all(False for _ in jobs(source, done)):
-        return Tally()
+        return tally
     source.seek(0)
     server = None if arguments.url else LocalServer(server_arguments)
     try:
@@ -258,8 +221,9 @@ async def _run(
         else:
             with console.status("starting the server") as status:
                 endpoint = await server.wait_ready(lambda stage, part: status.update(f"{stage} {part:.0%}"))
-        name = getattr(arguments, "model", None) if arguments.url else None
-        model = name or await model_name(endpoint)
+        given = getattr(arguments, "model", None)
+        model = given if given and arguments.url else await model_name(endpoint)
+        ask = functools.partial(send, endpoint, model, renamed=given is not None)
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -269,14 +233,15 @@ async def _run(
         )
         with Progress(*columns, console=console) as progress:
             progress.add_task("", total=n_lines, completed=len(done), note="")
-            return await work(endpoint, model, jobs(source, done), out, arguments.in_flight, progress)
+            await work(ask, jobs(source, done), out, arguments.in_flight, progress, tally)
+            return tally
     finally:
         if server is not None:
             server.stop()
 
 
 def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
-    """The command. 0: every line has its result or error; 1: stopped early, run again to resume."""
+    """The command. 0: every line has its answer; 1: some have an error, or it stopped early: run again to resume."""
     source, target = Path(arguments.input), Path(arguments.output)
     try:
         if arguments.in_flight < 1:
@@ -285,7 +250,10 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
             raise Stopped(f"{source} is not a file")
         if target.exists() and os.path.samefile(source, target):
             raise Stopped("input and output are the same file")
-        with open_output(target) as out, source.open("rb") as lines:
+        out = open_output(target)
+        if arguments.retry_errors:
+            out = without_errors(target, out)
+        with out, source.open("rb") as lines:
             tally = asyncio.run(_run(arguments, server_arguments, lines, out))
     except (Stopped, EndpointError, ServerFailed) as error:
         print(f"deltic: {error}", file=sys.stderr)
@@ -300,5 +268,9 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"deltic: stopped; run the same command again to go on with {target}", file=sys.stderr)
         return 130
-    print(f"{tally.n_done} lines answered, {tally.n_errors} of them with an error: {target}", file=sys.stderr)
-    return 1 if tally.n_errors else 0
+    n_errors = tally.n_errors + tally.n_old_errors
+    text = f"{tally.n_done} lines answered, {tally.n_errors} of them with an error: {target}"
+    if n_errors:
+        text += f"; it holds {n_errors} errors, which --retry-errors tries again"
+    print(text, file=sys.stderr)
+    return 1 if n_errors else 0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deltic.__main__ import main
-from deltic.jobs import parse
+from deltic.batch_lines import parse
 from tests.fake_openai import FakeOpenAI
 
 
@@ -50,11 +50,13 @@ def test_both_forms_are_answered_with_many_in_flight(tmp_path: Path):
     [
         (b"{", "not JSON"),
         (b"\xff", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
+        (b"[" * 100_000, "expected a JSON object"),
+        (b'{"body": {"prompt": "x", "odd": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}", "not JSON"),
+        (b'{"body": {"prompt": "x", "user": "\xff"}}', "not JSON"),
         (b"3", "expected a JSON object"),
         (b'{"body": 3}', "body: expected"),
         (b'{"custom_id": 3, "body": {}}', "custom_id"),
-        (b'{"body": {"temperature": 1}}', "neither messages nor prompt"),
+        (b'{"body": {"temperature": 1}}', "none of messages, prompt, input"),
         (b'{"url": "/v1/embeddings", "body": {}}', "/v1/embeddings"),
         (b'{"method": "GET", "body": {"prompt": "x"}}', "GET"),
         (b'{"prompt": "x", "stream": true}', "stream"),
@@ -67,7 +69,7 @@ def test_a_bad_line_says_its_number_and_why(text, complaint):
     assert complaint in job.error
 
 
-def test_bad_lines_and_refused_requests_do_not_end_the_run(tmp_path: Path):
+def test_bad_lines_and_refused_requests_do_not_end_the_run(tmp_path: Path, capsys):
     source, out = tmp_path / "in", tmp_path / "out"
     write(source, [*lines(2), {"custom_id": "odd", "body": {"prompt": "x", "odd": 1}}, *lines(1)])
     source.write_bytes(source.read_bytes() + b"\nnonsense\n")
@@ -80,8 +82,47 @@ def test_bad_lines_and_refused_requests_do_not_end_the_run(tmp_path: Path):
         assert "was used before" in by_line[4]["error"]["message"]
         assert by_line[6]["error"]["code"] == "bad_line"
         n_sent = len(server.bodies)
-        assert main(["run", str(source), str(out), "--url", server.url]) == 0, "nothing is left to do"
+        assert main(["run", str(source), str(out), "--url", server.url]) == 1, (
+            "nothing to do, errors are left"
+        )
         assert (len(server.bodies), len(results(out))) == (n_sent, 5)
+        assert "it holds 3 errors" in capsys.readouterr().err
+
+
+def test_errors_are_tried_again_where_asked(tmp_path: Path, capsys):
+    source, out = write(tmp_path / "in", lines(5)), tmp_path / "out"
+    with FakeOpenAI(statuses=[200, 404, 200, 400]) as server:
+        arguments = ["run", str(source), str(out), "--url", server.url, "--in-flight", "1"]
+        assert main(arguments) == 1
+        assert main([*arguments, "--retry-errors"]) == 0
+        assert len(server.bodies) == 7, "what was answered is not asked for again"
+        assert main(arguments) == 0
+    assert "5 of 5" in capsys.readouterr().err
+    assert sorted(row["line"] for row in results(out)) == [1, 2, 3, 4, 5]
+    assert not any(row["error"] for row in results(out))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_given_model_is_that_of_every_line(tmp_path: Path):
+    """A file for OpenAI's batch API names one in each."""
+    told = [{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+             "body": {"model": "gpt-5", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}}]  # fmt: skip
+    source, out = write(tmp_path / "in", [*told, *lines(1)]), tmp_path / "out"
+    with FakeOpenAI() as server:
+        assert main(["run", str(source), str(out), "--url", server.url, "--model", "ours"]) == 0
+    assert [body["model"] for body in server.bodies] == ["ours", "ours"]
+
+
+def test_lines_for_responses_are_sent_there(tmp_path: Path):
+    """The fake has no such path, so its 404 is the answer; a bare body is known by its input."""
+    rows = [{"custom_id": "a", "url": "/v1/responses", "body": {"input": "hi"}}, {"input": "hi"}]
+    source, out = write(tmp_path / "in", rows), tmp_path / "out"
+    with FakeOpenAI() as server:
+        assert main(["run", str(source), str(out), "--url", server.url]) == 1
+    assert [row["response"]["status_code"] for row in results(out)] == [404, 404]
+    assert [parse(json.dumps(row).encode(), 1).path for row in rows] == ["/v1/responses"] * 2
+    refused = parse(b'{"url": "/v1/embeddings", "body": {"input": "x"}}', 1)
+    assert refused.error and "makes no embeddings" in refused.error
 
 
 def test_a_run_resumes_and_repairs_a_truncated_last_line(tmp_path: Path, capsys):
