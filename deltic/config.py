@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -233,6 +234,7 @@ def resolve(cls: type[T], given: dict[str, Any], environ: typing.Mapping[str, st
 
     Raises ConfigError.
     """
+    environ = _ours(environ)
     hints = typing.get_type_hints(cls)
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = set(given) - known
@@ -257,12 +259,27 @@ def resolve(cls: type[T], given: dict[str, Any], environ: typing.Mapping[str, st
     return config
 
 
+_OF_A_SERVICE = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
+"""What Kubernetes tells every pod of a Service whose name begins with `deltic`, behind our prefix."""
+
+
+def _ours(environ: typing.Mapping[str, str]) -> dict[str, str]:
+    """The variables with our prefix, without those that Kubernetes makes of a Service of that name."""
+    return {
+        name: text
+        for name, text in environ.items()
+        if name.startswith(ENV_PREFIX)
+        and not _OF_A_SERVICE.fullmatch(name.removeprefix(ENV_PREFIX))
+        and not (name.endswith("PORT") and text.startswith(("tcp://", "udp://", "sctp://")))
+    }
+
+
 def check_environment(environ: typing.Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError for a DELTIC_ variable that names no setting: a typo must not be ignored."""
     classes = (EngineConfig, ModelConfig, ServerConfig)
     known = {f.name.upper() for cls in classes for f in dataclasses.fields(cls)}
-    for variable in environ:
-        if variable.startswith(ENV_PREFIX) and variable.removeprefix(ENV_PREFIX) not in known:
+    for variable in _ours(environ):
+        if variable.removeprefix(ENV_PREFIX) not in known:
             raise ConfigError(f"{variable} is not a setting of Deltic; unset it or correct its name")
 
 

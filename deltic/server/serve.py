@@ -1,7 +1,7 @@
 """The server process: the engines are started first, everything else is imported and built while they load.
 
 SIGTERM or Ctrl-C: new requests get 503, those that run may finish within `drain_s`, then the rest is ended. A second
-signal ends at once.
+signal ends at once. So does a first one that the event loop does not take.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import contextlib
 import gc
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +26,7 @@ from deltic import logs
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.client import EngineClient, EngineFailed
 from deltic.engine.host import PROGRAM, EngineHost
+from deltic.engine.request import EngineInfo
 from deltic.models.checkpoint import model_name, speaks, text_directory
 
 if TYPE_CHECKING:
@@ -35,6 +38,15 @@ log = logging.getLogger("deltic.server")
 
 LAST_WORDS_S = 2.0
 """After the drain, how long connections have to take the errors of what was ended."""
+
+BLOCKED_S = 10.0
+"""How long the event loop may take to note the first signal, before the process is ended without it."""
+
+BLOCKED_AGAIN_S = 1.0
+"""The same of the second, which asks for the end at once."""
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections: one that is closed as it is used again looks like a failure to them."""
@@ -74,11 +86,12 @@ def serve(
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """The socket of `host` and `port`, bound. Raises ConfigError."""
+    """The socket of `host` and `port`, which listens: a port that was only bound could be another's, too. Raises ConfigError."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -88,16 +101,40 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks for the drain, the second to leave at once."""
+    """SIGTERM and SIGINT: the first asks for the drain, the second to leave at once.
+
+    A thread hands them to the event loop, and ends the process where that is blocked and does not take them.
+    """
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        self._came: queue.SimpleQueue[int] = (
+            queue.SimpleQueue()
+        )  # its `put` may be called in a signal handler
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._note)
+            signal.signal(number, lambda number, _: self._came.put(number))
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._hand_over, args=(loop,), name="signals", daemon=True).start()
 
-    def _note(self) -> None:
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        patience_s = BLOCKED_S
+        while True:
+            self._came.get()
+            is_noted = threading.Event()
+            loop.call_soon_threadsafe(self._note, is_noted)
+            until_s = time.monotonic() + patience_s
+            while not is_noted.wait(0.05):
+                if not self._came.empty():
+                    self._came.get()
+                    until_s = min(until_s, time.monotonic() + BLOCKED_AGAIN_S)
+                if time.monotonic() > until_s:
+                    log.critical("told to stop, but the event loop is blocked; the process ends as it is")
+                    os._exit(1)
+            patience_s = BLOCKED_AGAIN_S
+
+    def _note(self, is_noted: threading.Event) -> None:
+        is_noted.set()
         if self.first.is_set():
             self.second.set()
         self.first.set()
@@ -117,12 +154,12 @@ async def _serve(
         gc.freeze()
         running = asyncio.create_task(http.serve([listener]))
         try:
-            return await _until_stopped(host, server, signals, listener, started_s)
+            return await _until_stopped(host, server, running, signals, listener, started_s)
         finally:
             if signals.second.is_set():
                 http.force_exit = True
             http.should_exit = True
-            await running
+            await asyncio.gather(running, return_exceptions=True)
     except (ConfigError, OSError) as error:  # a model's files, the port, no process to be had
         log.error("%s", error)
         return 1
@@ -200,37 +237,58 @@ def _service(server: Server, model: Served) -> Service:
 
 
 async def _until_stopped(
-    host: EngineHost, server: Server, signals: StopSignals, listener: socket.socket, started_s: float
+    host: EngineHost,
+    server: Server,
+    running: asyncio.Task[None],
+    signals: StopSignals,
+    listener: socket.socket,
+    started_s: float,
 ) -> int:
-    """Serves until the first signal and through the drain; the exit status."""
+    """Serves until the first signal and through the drain, or until the HTTP server, `running`, ends; the exit status."""
     address, port = listener.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-    names = " and ".join(server.models)
-    log.info("listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, names)
+    log.info(
+        "listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, " and ".join(server.models)
+    )
     services = list(server.models.values())
-    several = len(services) > 1
     first = asyncio.create_task(signals.first.wait())
     ready = asyncio.gather(*(service.client.ready() for service in services))
     showing = asyncio.create_task(_show_loading(services))
-    await asyncio.wait((first, ready), return_when=asyncio.FIRST_COMPLETED)
-    showing.cancel()
-    await asyncio.gather(showing, return_exceptions=True)
-    if ready.done():
-        try:
-            infos = ready.result()
-        except EngineFailed as error:
-            first.cancel()
-            log.error("%s cannot be served: %s", "a model" if several else "the model", error)
+    try:
+        await asyncio.wait((first, ready, running), return_when=asyncio.FIRST_COMPLETED)
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
+        if ready.done():
+            if not _tell_ready(services, ready, url, started_s):
+                return 1
+            await asyncio.wait((first, running), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            log.error("the HTTP server ended: %r", running.exception())
             return 1
-        for service, info in zip(services, infos, strict=True):
-            for notice in info.notices:
-                log.info("%s%s", f"{service.model_name}: " if several else "", notice)
-        are = "are" if several else "is"
-        log.info("%s %s ready on %s after %.2f s", names, are, url, time.monotonic() - started_s)
-        await first
-    ready.cancel()
-    await _drain(host, server, signals)
-    return 0
+        await _drain(host, server, signals)
+        return 0
+    finally:
+        for waiting in (first, ready, showing):
+            waiting.cancel()
+        await asyncio.gather(first, ready, showing, return_exceptions=True)
+
+
+def _tell_ready(
+    services: list[Service], ready: asyncio.Future[list[EngineInfo]], url: str, started_s: float
+) -> bool:
+    """Logs what became of the start; False when a model cannot be served."""
+    several = len(services) > 1
+    try:
+        infos = ready.result()
+    except EngineFailed as error:
+        log.error("%s cannot be served: %s", "a model" if several else "the model", error)
+        return False
+    for service, info in zip(services, infos, strict=True):
+        for notice in info.notices:
+            log.info("%s%s", f"{service.model_name}: " if several else "", notice)
+    names, are = " and ".join(service.model_name for service in services), "are" if several else "is"
+    log.info("%s %s ready on %s after %.2f s", names, are, url, time.monotonic() - started_s)
+    return True
 
 
 async def _show_loading(services: list[Service]) -> None:

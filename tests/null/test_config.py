@@ -15,6 +15,7 @@ from deltic.config import (
     EngineConfig,
     ServerConfig,
     add_flags,
+    check_environment,
     free_memory_bytes,
     n_usable_cpus,
     pinned_cpus,
@@ -74,6 +75,30 @@ def test_a_value_out_of_range_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         resolve(cls, {}, {f"DELTIC_{variable}": text})
+
+
+def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting() -> None:
+    of_services = {
+        "DELTIC_SERVICE_HOST": "10.0.0.7",
+        "DELTIC_SERVICE_PORT": "8000",
+        "DELTIC_SERVICE_PORT_HTTP": "8000",
+        "DELTIC_PORT": "tcp://10.0.0.7:8000",
+        "DELTIC_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+        "DELTIC_PORT_8000_TCP_PROTO": "tcp",
+        "DELTIC_PORT_8000_TCP_PORT": "8000",
+        "DELTIC_PORT_8000_TCP_ADDR": "10.0.0.7",
+        "DELTIC_API_SERVICE_HOST": "10.0.0.8",
+        "DELTIC_API_PORT": "udp://10.0.0.8:53",
+        "DELTIC_API_PORT_53_UDP_ADDR": "10.0.0.8",
+    }
+    check_environment(of_services)
+    assert resolve(ServerConfig, {}, of_services) == ServerConfig()
+    assert resolve(ServerConfig, {}, of_services | {"DELTIC_PORT": "8001"}).port == 8001
+    for typo in ("DELTIC_PORTS", "DELTIC_SERVICE", "DELTIC_PORT_8000"):
+        with pytest.raises(ConfigError, match=f"{typo} is not a setting"):
+            check_environment({typo: "8000"})
+    with pytest.raises(ConfigError, match="DELTIC_PORT='http://x': expected int"):
+        resolve(ServerConfig, {}, {"DELTIC_PORT": "http://x"})
 
 
 def test_no_more_threads_than_the_pool_has_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,10 @@ from deltic.server.serve import listen, serve
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
+{before}
 from deltic.config import EngineConfig, ModelConfig, ServerConfig
 from deltic.server.serve import serve
-program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}")
+program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}", "--load-s", "{load_s}")
 models = [(EngineConfig(**{engine}), ModelConfig(served_model_name=name)) for name in {names}]
 sys.exit(serve(models, ServerConfig(**{server}), program=program))
 """
@@ -39,9 +40,18 @@ class Server:
     """A server process; `log` is what it wrote."""
 
     def __init__(
-        self, step_ms: float, engine: dict[str, Any], server: dict[str, Any], names: tuple[str | None, ...]
+        self,
+        step_ms: float,
+        engine: dict[str, Any],
+        server: dict[str, Any],
+        names: tuple[str | None, ...],
+        load_s: float,
+        before: str,
     ) -> None:
+        """before: statements that the process runs first."""
         program = PROGRAM.format(
+            before=before,
+            load_s=load_s,
             fakes=str(ROOT / "tests/fakes.py"),
             step_ms=step_ms,
             engine=engine,
@@ -81,9 +91,11 @@ def server_of(
     step_ms: float = 1.0,
     engine: dict[str, Any] | None = None,
     names: tuple[str | None, ...] = (None,),
+    load_s: float = 0.0,
+    before: str = "",
     **server: Any,
 ) -> Iterator[Server]:
-    running = Server(step_ms, engine or {}, server, names)
+    running = Server(step_ms, engine or {}, server, names, load_s, before)
     try:
         yield running
     finally:
@@ -259,3 +271,67 @@ def test_an_address_in_use_is_told() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"{port}.*--port"):
             listen(ServerConfig(port=port))
+
+
+def test_of_two_servers_on_one_port_the_second_fails() -> None:
+    """As soon as the first has its socket, not only once it accepts."""
+    with listen(ServerConfig(port=0)) as first:
+        port = first.getsockname()[1]
+        with server_of(port=port) as second:
+            assert second.end(20) == 1
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another" in "".join(
+        second.log
+    )
+    assert "ready on" not in "".join(second.log)
+
+
+FAILING = """
+import uvicorn
+async def main_loop(self):
+    raise OSError("no more of anything")
+uvicorn.Server.main_loop = main_loop
+"""
+
+
+def test_an_http_server_that_fails_ends_the_process_with_its_error() -> None:
+    with server_of(before=FAILING) as server:
+        assert server.end(20) == 1
+    assert "the HTTP server ended: OSError('no more of anything')" in "".join(server.log)
+    assert not any("Traceback" in line for line in server.log), server.log
+
+
+def test_ctrl_c_while_a_model_loads_prints_no_traceback() -> None:
+    with server_of(load_s=30) as server:
+        wait_for(lambda: any("listening on" in line for line in list(server.log)))
+        server.process.send_signal(signal.SIGINT)
+        assert server.end(10) == 0
+    assert server.log[-1].endswith(" stopped\n")
+    assert not any("Traceback" in line or "never retrieved" in line for line in server.log), server.log
+
+
+BLOCKING = """
+import asyncio, deltic.server.serve as module, time
+module.BLOCKED_S, module.BLOCKED_AGAIN_S = {patience}, 0.1
+drained = module._tell_ready
+def block(*arguments):
+    drained(*arguments)
+    {block}
+module._tell_ready = block
+"""
+
+
+@pytest.mark.parametrize(
+    ("block", "patience", "n_signals"), [("while True: pass", 0.2, 1), ("while True: pass", 60.0, 2)]
+)
+def test_a_signal_ends_a_process_whose_event_loop_is_blocked(
+    block: str, patience: float, n_signals: int
+) -> None:
+    with server_of(before=BLOCKING.format(block=block, patience=patience)) as server:
+        server.url()
+        engine = server.engine_pid()
+        for _ in range(n_signals):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert server.end(10) == 1
+        assert "the event loop is blocked; the process ends as it is" in server.log[-1]
+        wait_for(lambda: not Path(f"/proc/{engine}").exists())
