@@ -126,6 +126,10 @@ class ModelConfig:
 
     served_model_name: str | None = knob(None, "name in /v1/models and answers (default: the model's own)")
     chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
+    voice_alias: tuple[str, ...] = knob(
+        (), "another name of a voice, for programs that know OpenAI's only, e.g. alloy=ryan; may be given several times",
+        metavar="NAME=VOICE",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

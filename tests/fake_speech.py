@@ -26,6 +26,7 @@ from deltic.models.speech_shapes import (
 from deltic.server.http import create_app
 from deltic.server.service import Server, Service, SpeechParts
 from deltic.server.speech_prompt import Prompter
+from deltic.server.speech_protocol import voice_aliases
 from deltic.server.voices import VoiceStore
 from tests.fake_engine import FakeEngineClient, byte_tokenizer
 
@@ -135,18 +136,25 @@ class FakeSpeechClient(FakeEngineClient):
         stream.flush()
 
 
-def make_speech_app(client: FakeSpeechClient, voices: Path | None = None, **config: Any) -> Any:
+def make_speech_app(
+    client: FakeSpeechClient, voices: Path | None = None, voice_alias: tuple[str, ...] = (), **config: Any
+) -> Any:
     """The application over a fake engine that speaks and the byte tokenizer, as model "fake"."""
     server = Server(ServerConfig(**config))
-    server.add(speech_service_of(server, client, "fake", voices))
+    server.add(speech_service_of(server, client, "fake", voices, voice_alias))
     return create_app(server)
 
 
 def speech_service_of(
-    server: Server, client: FakeSpeechClient, name: str, voices: Path | None = None
+    server: Server,
+    client: FakeSpeechClient,
+    name: str,
+    voices: Path | None = None,
+    voice_alias: tuple[str, ...] = (),
 ) -> Service:
     """A model that speaks, over a fake engine."""
     tokenizer = byte_tokenizer()
     store = VoiceStore(client, voices, server.config)  # type: ignore[arg-type]
-    parts = SpeechParts(Prompter(client.shape, tokenizer, is_dummy=True), store)
+    aliases = voice_aliases(voice_alias, client.shape)
+    parts = SpeechParts(Prompter(client.shape, tokenizer, is_dummy=True), store, aliases)
     return Service(server, client, tokenizer, None, name, speech=parts)  # type: ignore[arg-type]

@@ -381,7 +381,7 @@ def speech_card(parts: SpeechParts) -> dict[str, Any]:
     return {
         "task_type": speech_protocol.TASKS[shape.variant],
         "sample_rate": SAMPLE_RATE,
-        "voices": [*sorted(shape.speakers), *(voice.name for voice in parts.voices.all())],
+        "voices": parts.voice_names(),
         "languages": ["auto", *sorted(shape.languages)],
         "takes_instructions": shape.takes_instructions,
     }

@@ -211,6 +211,7 @@ def _service(server: Server, model: Served) -> Service:
     from deltic.server.protocol import SamplingDefaults
     from deltic.server.service import Service, SpeechParts
     from deltic.server.speech_prompt import Prompter
+    from deltic.server.speech_protocol import voice_aliases
     from deltic.server.voices import VoiceStore, voices_directory
     from deltic.text import Tokenizer
 
@@ -229,7 +230,10 @@ def _service(server: Server, model: Served) -> Service:
             raise ConfigError(
                 f"two models would keep voices in {voices}; give one of them its own --voices-dir"
             )
-        speech = SpeechParts(prompts, VoiceStore(client, voices, server.config))
+        aliases = voice_aliases(model.about.voice_alias, shape)
+        speech = SpeechParts(prompts, VoiceStore(client, voices, server.config), aliases)
+    elif model.about.voice_alias:
+        raise ConfigError(f"--voice-alias names voices of a speech model; {model.name!r} writes text")
     else:
         template = ChatTemplate.load(directory, tokenizer, model.about.chat_template)
     defaults = SamplingDefaults.load(directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -130,8 +130,18 @@ class SpeechParts:
 
     prompts: Prompter
     voices: VoiceStore
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of voices, in lower case, and the voice each means."""
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "audio"))
     """One thread for files of audio."""
+
+    def voice_names(self) -> list[str]:
+        """Speakers of the checkpoint, aliases, and voices that were uploaded."""
+        return [
+            *sorted(self.prompts.shape.speakers),
+            *self.aliases,
+            *(voice.name for voice in self.voices.all()),
+        ]
 
 
 @dataclass

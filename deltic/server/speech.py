@@ -26,7 +26,16 @@ from deltic.engine import request as engine
 from deltic.engine.client import EngineUnavailable
 from deltic.server import protocol, speech_protocol
 from deltic.server.answer import Choice, Piece, Usage
-from deltic.server.audio import MAX_REFERENCE_BYTES, MEDIA_TYPES, RATE, Resampler, encode, wav_header
+from deltic.server.audio import (
+    MAX_REFERENCE_BYTES,
+    MEDIA_TYPES,
+    RATE,
+    STREAMED_FILES,
+    Resampler,
+    StreamedFile,
+    encode,
+    wav_header,
+)
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.generation import Generation, timed_out, unavailable
 from deltic.server.limits import TICKET, Ticket
@@ -70,6 +79,7 @@ def plan(
     (400, 404)."""
     speech = parts(service)
     service.check_model(fields.model)
+    fields = speech_protocol.with_alias(fields, speech.aliases)
     name = speech_protocol.voice_name(fields)
     stored = speech.voices.find(name) if name is not None else None
     shape = speech.prompts.shape
@@ -144,11 +154,6 @@ class Utterance:
     def finish_reason(self) -> str | None:
         return self._spoken.finish_reason
 
-    @property
-    def is_silent(self) -> bool:
-        """Nothing was written: there was no audio, and no header before it."""
-        return not self._spoken.n_bytes and self.plan.manner.form != "wav"
-
     async def run(self, take: Callable[[bytes], None]) -> None:
         """Hands samples to `take` as they come, 16 bits at the engine's rate, until the last. Raises ApiError, as Generation.run
         does, and when a clone did not end."""
@@ -218,8 +223,15 @@ class Utterance:
             self._service.client.add_text(sent.id, ids, is_last, max_tokens)
 
     async def stream(self, take: Callable[[bytes], None]) -> None:
-        """As run, in the form and at the rate that were asked for: a part of a file that never ends."""
+        """As run, in the form and at the rate that were asked for: a file whose size nobody knows yet. Another tempo is one of the
+        whole, and a FLAC begins with its length, so these come in one piece."""
         manner = self.plan.manner
+        if manner.speed != 1.0 or manner.form == "flac":
+            take(await self.file())
+            return
+        if manner.form in STREAMED_FILES:
+            await self._compress(take)
+            return
         resampler = Resampler(manner.rate) if manner.rate != RATE else None
         header = [wav_header(manner.rate)] if manner.form == "wav" else []
 
@@ -232,6 +244,31 @@ class Utterance:
 
         await self.run(convert)
         convert(b"", True)
+
+    async def _compress(self, take: Callable[[bytes], None]) -> None:
+        """As stream, through an encoder, which works in the thread of files: what it takes would hold up everybody's tokens."""
+        file = StreamedFile(self.plan.manner.form, self.plan.manner.rate)
+        pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+        worker, loop = parts(self._service).worker, asyncio.get_running_loop()
+
+        async def encode_all() -> None:
+            last = False
+            while not last:
+                waiting = [await pieces.get()]
+                while not pieces.empty():
+                    waiting.append(pieces.get_nowait())
+                last = waiting[-1] is None
+                pcm = b"".join(piece for piece in waiting if piece is not None)
+                if data := await loop.run_in_executor(worker, file.push, pcm, last):
+                    take(data)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(encode_all())
+                await self.run(pieces.put_nowait)
+                pieces.put_nowait(None)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     async def file(self) -> bytes:
         """All of it, as asked for."""
@@ -328,7 +365,8 @@ async def speak(service: Service, request: Request) -> ASGIApp:
     def work() -> tuple[SpeechRequest, str | None, Plan]:
         asked = protocol.parse(body, SpeechRequest)
         form = _stream_form(asked)
-        return asked, form, plan(service, asked, asked.input, info, streamed=form is not None)
+        streamed = form is not None and asked.speed in (None, 1.0) and asked.response_format != "flac"
+        return asked, form, plan(service, asked, asked.input, info, streamed=streamed)
 
     _, form, planned = await service.prepare(len(body), work, request)
     ticket: Ticket = request.scope[TICKET]
@@ -372,7 +410,7 @@ class RawAudio(EventStream):
 
     async def run(self) -> None:
         await self._spoken.stream(self.write)
-        if self._spoken.is_silent:
+        if self.is_unwritten:
             self.write(b"")  # the response begins all the same
 
     def last(self, error: ApiError | None) -> bytes:
@@ -405,7 +443,7 @@ class EventAudio(EventStream):
             self.write(event("speech.audio.delta", audio=data, response_format=form))
 
         await self._spoken.stream(take)
-        if self._spoken.is_silent:
+        if self.is_unwritten:
             self.write(b"")
 
     def last(self, error: ApiError | None) -> bytes:
@@ -482,8 +520,9 @@ async def list_voices(service: Service, request: Request) -> ASGIApp:
     """GET /v1/audio/voices: the speakers of the checkpoint, and voices that were uploaded."""
     speech = service.speaking()
     stored = speech.voices.all()
-    names = sorted(speech.prompts.shape.speakers) + [voice.name for voice in stored]
-    return json_response({"voices": names, "uploaded_voices": [voice.card() for voice in stored]})
+    return json_response(
+        {"voices": speech.voice_names(), "uploaded_voices": [voice.card() for voice in stored]}
+    )
 
 
 async def add_voice(service: Service, request: Request) -> ASGIApp:

@@ -7,14 +7,17 @@ and `subtalker_*` are the settings of generation_config.json. Each is honoured o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from deltic.config import ConfigError
 from deltic.engine.request import MAX_FIRST_FRAMES, SamplingParams, Speech
 from deltic.models.speech_shapes import SpeechShape
+from deltic.server.audio import OPUS_RATES
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.protocol import GREEDY_BELOW, Probability, Seed
 
@@ -48,7 +51,7 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Another name of `voice`."""
     instructions: Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)] | None = None
     response_format: Literal["wav", "pcm", "flac", "mp3", "opus"] | None = None
-    sample_rate: Literal[24000, 8000] | None = None
+    sample_rate: Literal[8000, 16000, 22050, 24000, 44100, 48000] | None = None
     speed: Annotated[float, Meta(ge=0.25, le=4.0)] | None = None
     task_type: Literal["CustomVoice", "VoiceDesign", "Base"] | None = None
     language: str | None = None
@@ -69,12 +72,17 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     subtalker_top_p: Probability | None = None
 
 
+Fields = TypeVar("Fields", bound=SpeechFields)
+
+
 class SpeechRequest(SpeechFields):
     """POST /v1/audio/speech."""
 
     input: str
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
+    user: str | None = None
+    """Asks for nothing."""
 
 
 class BatchItem(SpeechFields):
@@ -180,10 +188,8 @@ def manner(
     instructions = _instructions(fields, shape, task, model)
     form = fields.response_format or "wav"
     speed = 1.0 if fields.speed is None else fields.speed
-    if streamed and form not in ("pcm", "wav"):
-        raise bad_request("response_format", f"{form} cannot be streamed; ask for pcm or wav")
-    if streamed and speed != 1.0:
-        raise bad_request("speed", "not available in a stream; leave it out")
+    if form == "opus" and fields.sample_rate not in (None, *OPUS_RATES):
+        raise bad_request("sample_rate", f"opus has {', '.join(map(str, OPUS_RATES))}")
     if fields.initial_codec_chunk_frames and not streamed:
         raise bad_request("initial_codec_chunk_frames", "only for a stream")
     whole = shape.variant != "base" if fields.non_streaming_mode is None else fields.non_streaming_mode
@@ -200,6 +206,32 @@ def manner(
         embedding=fields.speaker_embedding,
         streams_text=not whole,
     )
+
+
+def voice_aliases(given: Sequence[str], shape: SpeechShape) -> dict[str, str]:
+    """The voice of each NAME=VOICE, by the name in lower case. Raises ConfigError for what can name no voice of this checkpoint."""
+    aliases: dict[str, str] = {}
+    for text in given:
+        name, _, voice = (part.strip() for part in text.partition("="))
+        if not name or not voice:
+            raise ConfigError(f"--voice-alias {text!r}: must be NAME=VOICE, e.g. alloy=ryan")
+        if shape.variant == "voice_design":
+            raise ConfigError(f"--voice-alias {text!r}: a VoiceDesign model has no voices to name")
+        if shape.variant == "custom_voice" and voice.lower() not in shape.speakers:
+            known = ", ".join(sorted(shape.speakers))
+            raise ConfigError(f"--voice-alias {text!r}: no voice {voice!r}; one of {known}")
+        if name.lower() in shape.speakers or name.lower() in aliases:
+            raise ConfigError(f"--voice-alias {text!r}: {name!r} is the name of another voice already")
+        aliases[name.lower()] = voice
+    return aliases
+
+
+def with_alias(fields: Fields, aliases: Mapping[str, str]) -> Fields:
+    """The fields with the voice that a name stands for (--voice-alias), if it is one of those. Raises as voice_name does."""
+    name = voice_name(fields)
+    if name is None or name.lower() not in aliases:
+        return fields
+    return msgspec.structs.replace(fields, voice=aliases[name.lower()], speaker=None)
 
 
 def voice_name(fields: SpeechFields) -> str | None:

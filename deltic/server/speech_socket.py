@@ -205,6 +205,8 @@ class _Conversation:
             if config.response_format not in (None, "pcm"):
                 raise bad_request("response_format", "stream_audio needs pcm")
             config.response_format = "pcm"
+            if config.speed not in (None, 1.0):
+                raise bad_request("speed", "excludes stream_audio: another tempo is one of a whole part")
         first = self._server.first("speech")
         service = first if config.model is None else self._server.find(config.model)
         service.speaking()

@@ -121,6 +121,11 @@ class EventStream:
         self._transport: asyncio.Transport | None = None
         """Where the body's chunks go, once the response has started and if the HTTP server is the one we know."""
 
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether nothing has been written, so that the response has not begun."""
+        return not self._started and not self._unsent
+
     async def run(self) -> None:
         """Has chunks written until it returns; cancelled when the client leaves. May raise ApiError."""
         raise NotImplementedError
