@@ -9,7 +9,8 @@
 
 Accepted and ignored, since they ask for nothing that could show in an answer: `metadata`, `service_tier`, `cache_control` (the prefix
 cache is automatic), `eager_input_streaming` (always), `defer_loading` (every tool is loaded from the start), `citations` and `caller`
-of blocks given back, redacted thoughts (nobody here can read them).
+of blocks given back, redacted thoughts (nobody here can read them), and
+whatever else stands in what the model said or a tool gave.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ from msgspec import Meta, Struct
 
 from deltic.server import protocol
 from deltic.server.errors import bad_request
+from deltic.server.messages import (
+    AssistantMessage,
+    CalledFunction,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    ToolName,
+    UserMessage,
+)
+from deltic.server.messages import Message as ChatMessage
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """How a line begins that some agents put before their system prompt. It is for Anthropic's servers and other in every request, so
@@ -41,13 +52,17 @@ class Text(Struct, forbid_unknown_fields=True):
     citations: Any = None
 
 
-class ToolReference(Struct, forbid_unknown_fields=True):
+class SaidText(Text, forbid_unknown_fields=False):
+    """Of a model or a tool."""
+
+
+class ToolReference(Struct):
     tool_name: str
     type: Any = None
     cache_control: Any = None
 
 
-class ToolResult(Struct, forbid_unknown_fields=True):
+class ToolResult(Struct):
     tool_use_id: str
     content: str | list[dict[str, Any]] | None = None
     is_error: bool | None = None
@@ -55,43 +70,53 @@ class ToolResult(Struct, forbid_unknown_fields=True):
     cache_control: Any = None
 
 
-class ToolUse(Struct, forbid_unknown_fields=True):
+class ToolUse(Struct):
     id: str
-    name: protocol.ToolName
+    name: ToolName
     input: dict[str, Any]
     type: Any = None
     cache_control: Any = None
     caller: Any = None
 
 
-class Thinking(Struct, forbid_unknown_fields=True):
+class Thinking(Struct):
     thinking: str
     signature: str = ""
     type: Any = None
 
 
-class RedactedThinking(Struct, forbid_unknown_fields=True):
-    data: str
+class RedactedThinking(Struct):
+    data: Any = None
     type: Any = None
 
 
 Block = Text | ToolReference | ToolResult | ToolUse | Thinking | RedactedThinking
 KINDS: dict[str, dict[str, type[Block]]] = {
     "user": {"text": Text, "tool_result": ToolResult},
-    "assistant": {"text": Text, "tool_use": ToolUse, "thinking": Thinking, "redacted_thinking": RedactedThinking},
+    "assistant": {"text": SaidText, "tool_use": ToolUse, "thinking": Thinking, "redacted_thinking": RedactedThinking},
     "system": {"text": Text},
-    "tool_result": {"text": Text, "tool_reference": ToolReference},
+    "tool_result": {"text": SaidText, "tool_reference": ToolReference},
 }  # fmt: skip
-"""The content blocks that are understood, by where they stand."""
+"""The content blocks that are understood, by where they stand. Of the assistant's, others are ignored: a model wrote them."""
 
 
-class Message(Struct, forbid_unknown_fields=True):
-    role: Literal["user", "assistant", "system"]
+class UserTurn(Struct, tag="user", tag_field="role", forbid_unknown_fields=True):
     content: str | list[dict[str, Any]]
 
 
+class SystemTurn(UserTurn, tag="system", tag_field="role"):
+    """A change of settings, as agents tell of it."""
+
+
+class AssistantTurn(UserTurn, tag="assistant", tag_field="role", forbid_unknown_fields=False):
+    """What the model said; as a whole answer is, perhaps."""
+
+
+Message = UserTurn | SystemTurn | AssistantTurn
+
+
 class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
-    name: protocol.ToolName
+    name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -239,15 +264,15 @@ def _tool(plain: dict[str, Any], path: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _messages(asked: CountTokensRequest) -> tuple[list[protocol.Message], bool]:
+def _messages(asked: CountTokensRequest) -> tuple[list[ChatMessage], bool]:
     """The chat's messages, and whether the answer continues the last one. Raises ApiError (400)."""
     system = _texts(_blocks(asked.system or [], "system", "system"))
     if system and system[0].startswith(ATTRIBUTION):
         system[0] = system[0].partition("\n")[2]
     turns: list[tuple[str, list[Block]]] = []
     for i, message in enumerate(asked.messages):
-        role: str = message.role
-        blocks = _blocks(message.content, f"messages[{i}].content", message.role)
+        role = str(message.__struct_config__.tag)
+        blocks = _blocks(message.content, f"messages[{i}].content", role)
         if role == "system":
             text = "\n\n".join(_texts(blocks))
             if not turns:
@@ -258,9 +283,9 @@ def _messages(asked: CountTokensRequest) -> tuple[list[protocol.Message], bool]:
             turns[-1][1].extend(blocks)
         else:
             turns.append((role, blocks))
-    told: list[protocol.Message] = []
+    told: list[ChatMessage] = []
     if text := "\n\n".join(filter(None, system)):
-        told.append(protocol.SystemMessage(content=text))
+        told.append(SystemMessage(content=text))
     called: list[str] = []
     for role, blocks in turns:
         if role == "user":
@@ -284,6 +309,8 @@ def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> l
     for i, plain in enumerate(content):
         name = plain.get("type")
         kind = KINDS[place].get(name) if isinstance(name, str) else None
+        if kind is None and place == "assistant":
+            continue
         if kind is None:
             expected = ", ".join(KINDS[place])
             raise bad_request(
@@ -308,7 +335,7 @@ def _texts(blocks: Sequence[Block]) -> list[str]:
     ]
 
 
-def _user_messages(blocks: list[Block], called: list[str]) -> list[protocol.Message]:
+def _user_messages(blocks: list[Block], called: list[str]) -> list[ChatMessage]:
     """called: ids of the calls before. A reminder beside results goes with the last of them: a message of its own would be a
     question to the template, which drops the thoughts before one."""
     results = [block for block in blocks if isinstance(block, ToolResult)]
@@ -319,23 +346,22 @@ def _user_messages(blocks: list[Block], called: list[str]) -> list[protocol.Mess
         last = [str(results[-1].content), *(text for text in texts if text.startswith(REMINDER))]
         results[-1].content = "\n\n".join(last)
         texts = [text for text in texts if not text.startswith(REMINDER)]
-    told: list[protocol.Message] = [
-        protocol.ToolMessage(content=result.content or "", tool_call_id=result.tool_use_id)
-        for result in results
+    told: list[ChatMessage] = [
+        ToolMessage(content=result.content or "", tool_call_id=result.tool_use_id) for result in results
     ]
     if texts or not told:
-        told.append(protocol.UserMessage(content="\n\n".join(texts)))
+        told.append(UserMessage(content="\n\n".join(texts)))
     return told
 
 
-def _assistant_message(blocks: list[Block]) -> protocol.AssistantMessage:
+def _assistant_message(blocks: list[Block]) -> AssistantMessage:
     thoughts = [_thought(block) for block in blocks if isinstance(block, Thinking)]
     calls = [
-        protocol.ToolCall(function=protocol.CalledFunction(block.name, block.input), id=block.id)
+        ToolCall(function=CalledFunction(block.name, block.input), id=block.id)
         for block in blocks
         if isinstance(block, ToolUse)
     ]
-    return protocol.AssistantMessage(
+    return AssistantMessage(
         content="".join(_texts(blocks)),
         reasoning_content="\n\n".join(thoughts) if any(thoughts) else None,
         tool_calls=calls or None,

@@ -24,6 +24,7 @@ from deltic.server import protocol
 from deltic.server.constraint import tool_schemas
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.grammar import CallForm
+from deltic.server.messages import AssistantMessage, template_messages
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
 CUT = "\udcfe"
@@ -200,10 +201,10 @@ def render(
         raise bad_request(
             "continue_final_message", "excludes add_generation_prompt: the last message goes on"
         )
-    if continued and not isinstance(messages[-1], protocol.AssistantMessage):
+    if continued and not isinstance(messages[-1], AssistantMessage):
         raise bad_request("continue_final_message", "needs a last message of the assistant")
     prompt = template.render(
-        protocol.template_messages(messages),
+        template_messages(messages),
         chat.tools if tools is not None else None,
         add_generation_prompt=not continued and chat.add_generation_prompt is not False,
         continue_final_message=continued,

@@ -25,6 +25,7 @@ from deltic.engine.request import Constraint
 from deltic.server import grammar, protocol
 from deltic.server.errors import bad_request
 from deltic.server.grammar import CallForm
+from deltic.server.messages import ToolName
 from deltic.server.schema import MAX_PATTERN, GrammarError, clean
 from deltic.text import Tokenizer
 
@@ -82,7 +83,7 @@ class Format(Struct):
 
 
 class ToolFunction(Struct, forbid_unknown_fields=True):
-    name: protocol.ToolName
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -21,8 +21,8 @@ from msgspec import Meta, Struct
 
 from deltic.config import ServerConfig
 from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, PAGE_SIZE, EngineInfo, SamplingParams
-from deltic.server.arguments import given_arguments
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.messages import Message
 from deltic.text import TokenizerError, read_json
 
 MAX_STOPS = 32
@@ -96,59 +96,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "suffix": ("",),
-    "refusal": ("",),
-    "annotations": ([],),
 }
 """Values, besides null, with which a field that is not supported is accepted."""
 
 
-class SystemMessage(Struct, tag="system", tag_field="role", kw_only=True, forbid_unknown_fields=True):
-    content: str | list[dict[str, Any]]
-    name: str | None = None
-
-
-class DeveloperMessage(SystemMessage, tag="developer", tag_field="role", kw_only=True):
-    """OpenAI's newer name of the system message."""
-
-
-class UserMessage(SystemMessage, tag="user", tag_field="role", kw_only=True):
-    """What the model is to answer."""
-
-
-class ToolMessage(SystemMessage, tag="tool", tag_field="role", kw_only=True):
-    tool_call_id: str | None = None
-
-
-ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
-
-
-class CalledFunction(Struct, forbid_unknown_fields=True):
-    name: ToolName
-    arguments: str | dict[str, Any] = ""
-
-
-class ToolCall(Struct, kw_only=True, forbid_unknown_fields=True):
-    function: CalledFunction
-    id: str | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
-
-
-class AssistantMessage(Struct, tag="assistant", tag_field="role", kw_only=True, forbid_unknown_fields=True):
-    content: str | list[dict[str, Any]] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    """Another name of `reasoning_content`."""
-    tool_calls: list[ToolCall] | None = None
-    name: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-
-
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 class ChatRequest(Sampling):
@@ -511,66 +463,6 @@ _CHAT_ONLY = (
     "tools", "tool_choice", "enable_thinking", "preserve_thinking", "reasoning_effort", "add_generation_prompt",
     "continue_final_message", "chat_template_kwargs",
 )  # fmt: skip
-
-
-def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as the template expects them: text parts joined, arguments as objects, absent fields left out.
-
-    Raises ApiError (400) for parts that are not text and for arguments that are not a JSON object.
-    """
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _template_message(message: Message, path: str) -> dict[str, Any]:
-    tag = str(message.__struct_config__.tag)
-    plain: dict[str, Any] = {"role": "system" if tag == "developer" else tag}
-    content = _text(message.content, f"{path}.content")
-    if not isinstance(message, AssistantMessage):
-        plain["content"] = content
-        if isinstance(message, ToolMessage) and message.tool_call_id is not None:
-            plain["tool_call_id"] = message.tool_call_id
-        return plain | ({"name": message.name} if message.name is not None else {})
-    check_neutral(message, f"{path}.")
-    plain["content"] = content
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    if reasoning is not None:
-        plain["reasoning_content"] = reasoning
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            _template_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
-        ]
-    elif message.content is None and reasoning is None:
-        raise bad_request(f"{path}.content", "is missing, and the message has no tool_calls")
-    return plain
-
-
-def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        arguments = given_arguments(arguments)
-        if arguments is None:
-            raise bad_request(f"{path}.function.arguments", "expected the text of a JSON object")
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type")
-        if kind != "text":
-            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported; this server reads text only")
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise bad_request(f"{path}[{i}].text", "expected a string")
-        if unknown := part.keys() - {"type", "text", "cache_control"}:
-            raise bad_request(
-                f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
-            )
-        texts.append(text)
-    return "".join(texts)
 
 
 _SWITCHES = ("enable_thinking", "preserve_thinking")

@@ -1,6 +1,6 @@
 """What OpenAI's Responses API says on the wire, and how it becomes the ChatRequest that every door shares.
 
-As in protocol.py, a field is honoured or refused by name. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
+As in protocol.py, a field is honoured or refused by name, but for those of items that a model or a library wrote. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
 Accepted and ignored, since they ask for nothing that could show in an answer: `prompt_cache_retention`, `client_metadata`, and
 `reasoning.summary`: a thought is given whole, as the content of a reasoning item, and never summed up.
 """
@@ -21,6 +21,17 @@ from msgspec import Meta, Raw, Struct
 from deltic.server import protocol
 from deltic.server.arguments import given_arguments
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.messages import (
+    AssistantMessage,
+    CalledCustom,
+    CalledFunction,
+    Message,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    ToolName,
+    UserMessage,
+)
 
 log = logging.getLogger("deltic.server")
 
@@ -67,7 +78,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
 
 class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
-    name: protocol.ToolName
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -79,7 +90,7 @@ class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
     """Functions under a name of their own, as agents send those of a tool server."""
 
     type: Literal["namespace"]
-    name: protocol.ToolName
+    name: ToolName
     tools: list[dict[str, Any]]
     description: str | None = None
 
@@ -143,33 +154,41 @@ class MessageItem(Struct, kw_only=True, forbid_unknown_fields=True):
     phase: str | None = None
 
 
-class CallItem(Struct, kw_only=True, forbid_unknown_fields=True):
+class SaidItem(MessageItem, kw_only=True, forbid_unknown_fields=False):
+    """A message of the assistant. Like all that a model or a library wrote, it may have any further field."""
+
+    status: Any = None
+    phase: Any = None
+
+
+class CallItem(Struct, kw_only=True):
     call_id: str
-    name: protocol.ToolName
+    name: ToolName
     arguments: str
     namespace: str | None = None
-    type: Literal["function_call"] = "function_call"
-    id: str | None = None
-    status: Status | None = None
 
 
-class CallOutputItem(Struct, kw_only=True, forbid_unknown_fields=True):
+class CustomCallItem(Struct, kw_only=True):
+    """A call whose argument is text of any form, as OpenAI's models write."""
+
+    call_id: str
+    name: ToolName
+    input: str
+
+
+class CallOutputItem(Struct, kw_only=True):
     output: str | list[dict[str, Any]]
     call_id: str
-    type: Literal["function_call_output"] = "function_call_output"
-    id: str | None = None
-    status: Status | None = None
-    name: str | None = None
-    namespace: str | None = None
 
 
-class ReasoningItem(Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["reasoning"] = "reasoning"
-    id: str | None = None
+class ReasoningItem(Struct, kw_only=True):
     summary: list[dict[str, Any]] | None = None
     content: list[dict[str, Any]] | None = None
     encrypted_content: str | None = None
-    status: Status | None = None
+
+
+class HostedItem(Struct):
+    """What a tool on OpenAI's servers did for another model. It is ignored: what the model said of it stands in its message."""
 
 
 class Reference(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -182,14 +201,21 @@ class _Kind(Struct):
     role: str | None = None
 
 
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem
 ITEMS: dict[str, type[Item | Reference]] = {
     "message": MessageItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
     "item_reference": Reference,
 }
+_HOSTED_ITEMS = (
+    "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools", "mcp_call",
+    "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output",
+)  # fmt: skip
+ITEMS |= dict.fromkeys(_HOSTED_ITEMS, HostedItem)
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -245,9 +271,11 @@ def parse_item(item: bytes, place: str) -> Item | Reference:
         kind = protocol.parse(item, _Kind)
         name = kind.type or ("message" if kind.role is not None else "item_reference")
         if name not in ITEMS:
-            known = ", ".join(ITEMS)
+            known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
             raise bad_request("type", f"{name!r} is not supported; this server knows {known}")
-        return protocol.parse(item, ITEMS[name])
+        return protocol.parse(
+            item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name]
+        )
     except ApiError as error:
         raise _moved(error, lambda param: f"{place}.{param}" if param else place) from None
 
@@ -360,7 +388,7 @@ def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     plain, told = [], None
     for place, space, tool in flat_tools(tools):
         name = flat_name(tool.name, space.name if space else None)
-        function: dict[str, Any] = {"name": protocol.convert(name, protocol.ToolName, f"{place}.name")}
+        function: dict[str, Any] = {"name": protocol.convert(name, ToolName, f"{place}.name")}
         descriptions = [tool.description]
         if space is not None and space is not told:  # once is enough
             descriptions.insert(0, space.description)
@@ -412,17 +440,17 @@ class Messages:
 
     def __init__(self, instructions: str | None) -> None:
         self._system = [] if instructions is None else [instructions]
-        self._messages: list[protocol.Message] = []
-        self._assistant: protocol.AssistantMessage | None = None
+        self._messages: list[Message] = []
+        self._assistant: AssistantMessage | None = None
         self._stage = _REASONING
 
-    def whole(self) -> list[protocol.Message]:
+    def whole(self) -> list[Message]:
         """Raises ApiError (400) if there is none."""
         if not self._messages and not self._system:
             raise bad_request("input", "is missing or empty")
         if not self._system:
             return self._messages
-        return [protocol.SystemMessage(content="\n\n".join(self._system)), *self._messages]
+        return [SystemMessage(content="\n\n".join(self._system)), *self._messages]
 
     def add(self, item: Item, place: str) -> None:
         """Raises ApiError (400) for what is not text, and for arguments that are not a JSON object."""
@@ -431,33 +459,35 @@ class Messages:
             if thought:
                 self._at(_REASONING).reasoning_content = thought
         elif isinstance(item, CallItem):
-            message = self._at(_CALLS)
-            name = flat_name(item.name, item.namespace)
-            function = protocol.CalledFunction(name, _arguments(item, place))
-            message.tool_calls = message.tool_calls or []
-            message.tool_calls.append(protocol.ToolCall(function=function, id=item.call_id))
+            function = CalledFunction(flat_name(item.name, item.namespace), _arguments(item, place))
+            self._call(ToolCall(function=function, id=item.call_id))
+        elif isinstance(item, CustomCallItem):
+            self._call(ToolCall(custom=CalledCustom(item.name, item.input), id=item.call_id))
         elif isinstance(item, CallOutputItem):
-            self._other(
-                protocol.ToolMessage(content=_text(item.output, f"{place}.output"), tool_call_id=item.call_id)
-            )
-        else:
-            text = _text(item.content, f"{place}.content")
+            self._other(ToolMessage(content=_text(item.output, f"{place}.output"), tool_call_id=item.call_id))
+        elif isinstance(item, MessageItem):
+            text = _text(item.content, f"{place}.content", by=item.role)
             if item.role == "assistant":
                 self._at(_CONTENT).content = text
             elif item.role != "user" and not self._messages:
                 self._system.append(text)
             else:
-                self._other(protocol.UserMessage(content=text))
+                self._other(UserMessage(content=text))
 
-    def _other(self, message: protocol.Message) -> None:
+    def _call(self, call: ToolCall) -> None:
+        message = self._at(_CALLS)
+        message.tool_calls = message.tool_calls or []
+        message.tool_calls.append(call)
+
+    def _other(self, message: Message) -> None:
         self._assistant = None
         self._messages.append(message)
 
-    def _at(self, stage: int) -> protocol.AssistantMessage:
+    def _at(self, stage: int) -> AssistantMessage:
         """The message of the assistant that goes on with `stage`: a new one unless all before it comes earlier."""
         message = self._assistant
         if message is None or self._stage > stage or self._stage == stage != _CALLS:
-            message = protocol.AssistantMessage()
+            message = AssistantMessage()
             self._other(message)
             self._assistant = message
         self._stage = stage
@@ -474,14 +504,14 @@ def _arguments(item: CallItem, place: str) -> dict[str, Any]:
 def _thought(item: ReasoningItem, place: str) -> str:
     """The thought of an item, by whichever of its fields came back."""
     if item.content:
-        return _text(item.content, f"{place}.content")
+        return _text(item.content, f"{place}.content", by="assistant")
     given = item.encrypted_content or ""
     if given.startswith(THOUGHT):
         try:
             return base64.b64decode(given.removeprefix(THOUGHT), validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
             raise bad_request(f"{place}.encrypted_content", "is damaged; send it as it was given") from None
-    return _text(item.summary, f"{place}.summary") if item.summary else ""
+    return _text(item.summary, f"{place}.summary", by="assistant") if item.summary else ""
 
 
 def encrypted(thought: str) -> str:
@@ -496,21 +526,23 @@ _TEXT_FIELDS = {
 _PART_FIELDS = frozenset({"type", "annotations", "logprobs", "cache_control"})
 
 
-def _text(content: str | list[dict[str, Any]], place: str) -> str:
-    """Raises ApiError (400) for a part that is not text."""
-    return content if isinstance(content, str) else "".join(_texts(content, place))
+def _text(content: str | list[dict[str, Any]], place: str, by: str = "tool") -> str:
+    """by: who wrote it. Raises ApiError (400) for a part that is not text, unless it is the assistant's."""
+    return content if isinstance(content, str) else "".join(_texts(content, place, by))
 
 
-def _texts(parts: list[dict[str, Any]], place: str) -> Iterator[str]:
+def _texts(parts: list[dict[str, Any]], place: str, by: str) -> Iterator[str]:
     for i, part in enumerate(parts):
         kind = part.get("type")
         field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+        if field is None and by == "assistant":
+            continue
         if field is None:
             raise bad_request(f"{place}[{i}].type", f"{kind!r} is not supported; this server reads text only")
         text = part.get(field)
         if not isinstance(text, str):
             raise bad_request(f"{place}[{i}].{field}", "expected a string")
-        if unknown := part.keys() - _PART_FIELDS - {field}:
+        if by not in ("assistant", "tool") and (unknown := part.keys() - _PART_FIELDS - {field}):
             raise bad_request(
                 f"{place}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
             )

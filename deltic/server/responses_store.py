@@ -107,7 +107,7 @@ def turn_of(items: list[bytes]) -> Turn:
 
 def _full_item(item: dict[str, Any]) -> tuple[str, bytes]:
     kind = item.setdefault("type", "message")
-    item_id: str = item.get("id") or f"{ID_PREFIXES[kind]}_{secrets.token_hex(16)}"
+    item_id: str = item.get("id") or f"{ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
     content = item.get("content")
     if kind == "message" and isinstance(content, str):
         part = "output_text" if item["role"] == "assistant" else "input_text"

@@ -20,6 +20,7 @@ from deltic.server.answer import Piece, Usage
 from deltic.server.anthropic import MessageAnswer
 from deltic.server.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
 from deltic.server.errors import ApiError
+from deltic.server.messages import template_messages
 from deltic.server.parser import CallDelta, Delta, OutputParser
 from tests.fake_engine import (
     TEMPLATE,
@@ -59,7 +60,7 @@ def chat(variables: set[str] | None = None, **fields: Any) -> protocol.ChatReque
 
 def told(**fields: Any) -> list[dict[str, Any]]:
     """The chat's messages, as the template gets them."""
-    return protocol.template_messages(chat(**fields).messages)
+    return template_messages(chat(**fields).messages)
 
 
 def refused(response: httpx.Response, status: int = 400) -> str:

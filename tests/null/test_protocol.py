@@ -13,6 +13,7 @@ from deltic.engine.request import EngineInfo, SamplingParams
 from deltic.server import constraint, protocol
 from deltic.server.arguments import given_arguments
 from deltic.server.errors import ApiError
+from deltic.server.messages import template_messages
 from deltic.text import TokenizerError
 
 INFO = EngineInfo(
@@ -31,7 +32,7 @@ def chat(**fields: Any) -> SamplingParams:
     protocol.check_neutral(request)
     protocol.stop_strings(request)
     constraint.tool_schemas(request.tools, request.tool_choice)
-    protocol.template_messages(request.messages)
+    template_messages(request.messages)
     protocol.template_settings(request)
     return params(request)
 
@@ -154,8 +155,6 @@ def test_both_apis_refuse(fields: dict[str, Any], param: str) -> None:
             "messages[0].content[0].type",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]}, "messages[0].refusal"),
         (
             {
                 "messages": [
@@ -294,7 +293,7 @@ def test_messages_for_the_template() -> None:
         ]
     }  # fmt: skip
     request = protocol.parse(json.dumps(body).encode(), protocol.ChatRequest)
-    assert protocol.template_messages(request.messages) == [
+    assert template_messages(request.messages) == [
         {"role": "system", "content": "d"},
         {"role": "user", "content": "ab", "name": "n"},
         {

@@ -11,9 +11,10 @@ import httpx
 import msgspec
 import pytest
 
-from deltic.server import protocol, responses
+from deltic.server import responses
 from deltic.server import responses_protocol as wire
 from deltic.server.errors import ApiError
+from deltic.server.messages import AssistantMessage, template_messages
 from deltic.server.responses_store import ResponseStore, Stored, Turn, turn_of
 from tests.fake_engine import FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
 
@@ -246,7 +247,7 @@ def test_items_become_messages(door: Door) -> None:
     )
     parsed = [(f"input[{i}]", wire.parse_item(item, "")) for i, item in enumerate(wire.given_items(asked))]
     chat = wire.chat_request(asked, parsed)  # type: ignore[arg-type]
-    assert protocol.template_messages(chat.messages) == [
+    assert template_messages(chat.messages) == [
         {"role": "system", "content": "Be kind.\n\nBe short."},
         {"role": "user", "content": "Weather?"},
         {
@@ -273,7 +274,7 @@ def test_reasoning_comes_back_in_any_of_its_forms(door: Door) -> None:
         messages.add(wire.parse_item(given, "x"), "x")  # type: ignore[arg-type]
         messages.add(wire.MessageItem(role="assistant", content="Hey"), "x")
         (message,) = messages.whole()
-        assert isinstance(message, protocol.AssistantMessage) and message.content == "Hey"
+        assert isinstance(message, AssistantMessage) and message.content == "Hey"
         return message.reasoning_content
 
     assert thought(content=item["content"]) == "Hm."
@@ -575,7 +576,7 @@ def test_many_items_take_no_time() -> None:
         messages.add(wire.CallItem(call_id="1", name="weather", arguments="{}"), "")
     assert time.monotonic() - before_s < 3
     (message,) = messages.whole()
-    assert isinstance(message, protocol.AssistantMessage) and len(message.tool_calls or ()) == n
+    assert isinstance(message, AssistantMessage) and len(message.tool_calls or ()) == n
 
 
 def test_references_do_not_make_a_body_larger_than_allowed() -> None:
