@@ -37,10 +37,18 @@ class ConfigError(ValueError):
 
 
 def knob(
-    default: Any, text: str, *, choices: tuple[str, ...] | None = None, metavar: str | None = None
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    metavar: str | None = None,
+    several: bool = False,
 ) -> Any:
-    """A dataclass field that is a command-line flag: its default and its help text."""
-    metadata = {"help": text, "choices": choices, "metavar": metavar}
+    """A dataclass field that is a command-line flag: its default and its help text.
+
+    several: the flag may have several values behind it, beside being repeated.
+    """
+    metadata = {"help": text, "choices": choices, "metavar": metavar, "several": several}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -124,12 +132,28 @@ class EngineConfig:
 class ModelConfig:
     """What the HTTP process needs to know of one model."""
 
-    served_model_name: str | None = knob(None, "name in /v1/models and answers (default: the model's own)")
+    served_model_name: tuple[str, ...] = knob(
+        (), "names that requests may use, the first in answers (default: the model's own). One with *, ? or [ in it is a pattern "
+        "for any other name, e.g. '*' or 'gpt-*', and is not listed", metavar="NAME", several=True,
+    )  # fmt: skip
     chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
     voice_alias: tuple[str, ...] = knob(
         (), "another name of a voice, for programs that know OpenAI's only, e.g. alloy=ryan; may be given several times",
         metavar="NAME=VOICE",
     )  # fmt: skip
+
+    def names(self, own: str) -> tuple[str, ...]:
+        """What it is called in /v1/models, first the name in its answers. own: the model's, where no other is given."""
+        return tuple(n for n in dict.fromkeys(self.served_model_name) if not _is_pattern(n)) or (own,)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """What else requests may call it, as fnmatch has it."""
+        return tuple(n for n in dict.fromkeys(self.served_model_name) if _is_pattern(n))
+
+
+def _is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +231,11 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[T], skip: tuple[str, ..
             continue
         if field.default not in (None, ()):
             text += f" (default: {field.default})"
+        several: dict[str, Any] = {"action": "extend", "nargs": "+"} if field.metadata["several"] else {}
         group.add_argument(
             flag,
             type=kind,
-            action="append" if many else "store",
+            **({"action": "append" if many else "store"} | several),
             default=argparse.SUPPRESS,
             choices=field.metadata["choices"],
             metavar=field.metadata["metavar"]

@@ -233,12 +233,12 @@ def make_app(client: FakeEngineClient, template: str | None = TEMPLATE, **config
 
 
 def service_of(
-    server: Server, client: FakeEngineClient, name: str, template: str | None = TEMPLATE
+    server: Server, client: FakeEngineClient, name: str, template: str | None = TEMPLATE, **more: Any
 ) -> Service:
-    """A model that writes, over a fake engine."""
+    """A model that writes, over a fake engine. more: fields of its Service."""
     tokenizer = byte_tokenizer()
     chat = None if template is None else ChatTemplate({"default": template}, tokenizer)
-    return Service(server, client, tokenizer, chat, name)  # type: ignore[arg-type]
+    return Service(server, client, tokenizer, chat, name, **more)  # type: ignore[arg-type]
 
 
 @contextmanager

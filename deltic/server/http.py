@@ -67,7 +67,7 @@ CLOSE = {"connection": "close", "x-should-retry": "false"}
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-QUIET = ("/health", "/ready", "/metrics", "/live", "/cache")
+QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache")
 """Routes that are polled: not worth a line in the log each time."""
 
 Endpoint = Callable[[Service, Request], Awaitable[ASGIApp]]
@@ -345,23 +345,26 @@ def log_request(
 
 async def list_models(service: Service, request: Request) -> ASGIApp:
     """GET /v1/models: those there are."""
-    cards = [model_card(one) for one in service.server.models.values()]
+    cards = [model_card(one, name) for one in service.server.models.values() for name in one.names]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
     return json_response({"object": "list", "data": cards, "has_more": False} | ends)
 
 
 async def get_model(service: Service, request: Request) -> ASGIApp:
-    """GET /v1/models/{model:path}: one of them, by its name."""
-    return json_response(model_card(service.server.find(request.path_params["model"])))
+    """GET /v1/models/{model:path}: one of them, by a name that it answers to."""
+    name = request.path_params["model"]
+    return json_response(model_card(service.server.find(name), name))
 
 
-def model_card(service: Service) -> dict[str, Any]:
+def model_card(service: Service, name: str) -> dict[str, Any]:
+    """What /v1/models says of a model under one of its names; `root` is the first of them."""
     info = service.client.info
     limit = protocol.context_limit(info) if info else None
     started_s = service.server.started_s
     at = datetime.datetime.fromtimestamp(started_s, datetime.UTC)
     return {
-        "id": service.model_name,
+        "id": name,
+        "root": service.model_name,
         "object": "model",
         "created": started_s,
         "owned_by": "deltic",
@@ -370,7 +373,7 @@ def model_card(service: Service) -> dict[str, Any]:
         **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
         **({"speech": speech_card(service.speech)} if service.speech else {}),
         "type": "model",
-        "display_name": service.model_name,
+        "display_name": name,
         "created_at": at.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
     }
@@ -454,6 +457,16 @@ async def health(service: Service, request: Request) -> ASGIApp:
     return json_response(status, 200 if status["status"] == "ready" else 503)
 
 
+async def ping(service: Service, request: Request) -> ASGIApp:
+    """GET /ping: the same as /health, under the name that SageMaker knows."""
+    return await health(service, request)
+
+
+async def load(service: Service, request: Request) -> ASGIApp:
+    """GET /load: how many sequences run or wait; vLLM's balancers know it."""
+    return json_response({"server_load": sum(one.client.n_open for one in service.server.models.values())})
+
+
 async def ready(service: Service, request: Request) -> ASGIApp:
     """GET /ready: 200 once all models are loaded; until then how far they are."""
     status = service.server.status()
@@ -522,11 +535,13 @@ ROUTES = (
     Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
     Route("GET", "/metrics", metrics, gives=("text/plain",)),
+    Route("GET", "/load", load),
     Route("GET", "/cache", inspect_cache, takes_model=True),
     Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, takes_model=True),
     Route("GET", "/live", live, takes_model=True),
     Route("GET", "/", page, open_=True, gives=("text/html",)),
     Route("GET", "/health", health, open_=True),
+    Route("GET", "/ping", ping, open_=True),
     Route("GET", "/ready", ready, open_=True),
     Route("GET", "/version", version, open_=True),
     Route("GET", "/openapi.json", openapi, open_=True),

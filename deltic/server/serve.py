@@ -55,7 +55,8 @@ KEEP_ALIVE_S = 75
 class Served(NamedTuple):
     """A model of the command line."""
 
-    name: str
+    names: tuple[str, ...]
+    """In /v1/models; the first is in its answers."""
     about: ModelConfig
     client: EngineClient
 
@@ -71,16 +72,17 @@ def serve(
     program: the command of the engine process. Raises ConfigError when the address cannot be listened on, or two models have one
     name.
     """
-    names = [about.served_model_name or model_name(engine) for engine, about in models]
-    for name in names:
-        if names.count(name) > 1:
+    names = [about.names(model_name(engine)) for engine, about in models]
+    all_names = [name for own, (_, about) in zip(names, models, strict=True) for name in own + about.patterns]
+    for name in all_names:
+        if all_names.count(name) > 1:
             raise ConfigError(f"two models are called {name!r}; give --served-model-name to one of them")
     logs.set_up(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     listener = listen(config)
     served = [
-        Served(name, about, EngineClient(engine, config.max_queue, name=name))
-        for name, (engine, about) in zip(names, models, strict=True)
+        Served(own, about, EngineClient(engine, config.max_queue, name=own[0]))
+        for own, (engine, about) in zip(names, models, strict=True)
     ]
     return uvloop.run(_serve(served, config, listener, program))
 
@@ -184,7 +186,7 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
         try:
             server.add(_service(server, model))
         except (ValueError, OSError) as error:  # the tokenizer, the template
-            raise ConfigError(f"{model.name} cannot be served: {error}") from error
+            raise ConfigError(f"{model.names[0]} cannot be served: {error}") from error
     settings = uvicorn.Config(
         create_app(server),
         http="httptools",
@@ -233,11 +235,21 @@ def _service(server: Server, model: Served) -> Service:
         aliases = voice_aliases(model.about.voice_alias, shape)
         speech = SpeechParts(prompts, VoiceStore(client, voices, server.config), aliases)
     elif model.about.voice_alias:
-        raise ConfigError(f"--voice-alias names voices of a speech model; {model.name!r} writes text")
+        raise ConfigError(f"--voice-alias names voices of a speech model; {model.names[0]!r} writes text")
     else:
         template = ChatTemplate.load(directory, tokenizer, model.about.chat_template)
     defaults = SamplingDefaults.load(directory)
-    return Service(server, client, tokenizer, template, model.name, defaults, speech)
+    return Service(
+        server,
+        client,
+        tokenizer,
+        template,
+        model.names[0],
+        defaults,
+        speech,
+        aliases=model.names[1:],
+        patterns=model.about.patterns,
+    )
 
 
 async def _until_stopped(

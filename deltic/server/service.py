@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
@@ -99,12 +100,17 @@ class Server:
         raise refusals[0]
 
     def find(self, name: str) -> Service:
-        """Raises ApiError (404)."""
-        if name not in self.models:
-            known = ", ".join(map(repr, self.models))
-            said = f"no model {name!r}; this server has {known}"
-            raise ApiError(404, said, param="model", code="model_not_found")
-        return self.models[name]
+        """The model that a request means: the one so called, else the first of which a pattern fits. Raises ApiError (404)."""
+        services = self.models.values()
+        for service in services:
+            if name in service.names:
+                return service
+        for service in services:
+            if any(fnmatchcase(name, pattern) for pattern in service.patterns):
+                return service
+        known = ", ".join(repr(known) for service in services for known in service.names + service.patterns)
+        said = f"no model {name!r}; this server has {known}"
+        raise ApiError(404, said, param="model", code="model_not_found")
 
     def status(self) -> dict[str, Any]:
         """For /health and /ready: of the model that is worst off; when there are several, of each by its name."""
@@ -156,6 +162,10 @@ class Service:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speech: SpeechParts | None = None
     """None: the model writes text."""
+    aliases: tuple[str, ...] = ()
+    """More names for it in /v1/models."""
+    patterns: tuple[str, ...] = ()
+    """Of names that are not listed, as fnmatch has them."""
     metrics: Metrics = field(init=False)
     constrainer: Constrainer = field(init=False)
 
@@ -173,6 +183,10 @@ class Service:
     @property
     def config(self) -> ServerConfig:
         return self.server.config
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.model_name, *self.aliases)
 
     @property
     def kind(self) -> Kind:

@@ -30,7 +30,7 @@ import sys
 from deltic.config import EngineConfig, ModelConfig, ServerConfig
 from deltic.server.serve import serve
 program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}", "--load-s", "{load_s}")
-models = [(EngineConfig(**{engine}), ModelConfig(served_model_name=name)) for name in {names}]
+models = [(EngineConfig(**{engine}), ModelConfig(served_model_name=(name,) if name else ())) for name in {names}]
 sys.exit(serve(models, ServerConfig(**{server}), program=program))
 """
 LONG = {"prompt": [5, 6, 7], "max_tokens": 3000, "ignore_eos": True}

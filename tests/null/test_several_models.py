@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.request import Loading
 from deltic.remote import Endpoint, model_name
 from deltic.server.audio import encode
+from deltic.server.errors import ApiError
 from deltic.server.http import create_app
 from deltic.server.serve import Served, _service
 from deltic.server.service import INLINE_BYTES, Server
@@ -333,14 +335,60 @@ def test_each_model_has_its_own_flags(started: list[Any], monkeypatch: pytest.Mo
     assert config == ServerConfig(port=9)
     assert models == [
         (EngineConfig(model="a", quantize="int8", max_num_seqs=3), ModelConfig()),
-        (EngineConfig(model="b", max_num_seqs=5), ModelConfig(served_model_name="two")),
+        (EngineConfig(model="b", max_num_seqs=5), ModelConfig(served_model_name=("two",))),
         (EngineConfig(dummy="qwen3-tts-0.6b", threads=1, max_num_seqs=3), ModelConfig()),
     ]
+
+
+def test_a_model_may_have_several_names(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTIC_SERVED_MODEL_NAME", "x,y*")
+    line = "serve a --and b --served-model-name two 2 --threads 1 --served-model-name gpt-*"
+    assert main(line.split()) == 0
+    (_, first), (_, second) = started[0]
+    assert (first.names("a"), first.patterns) == (("x",), ("y*",))
+    assert (second.names("b"), second.patterns) == (("two", "2"), ("gpt-*",))
+    assert ModelConfig(served_model_name=("*",)).names("own") == ("own",)
+
+
+def test_a_model_answers_to_all_its_names() -> None:
+    server = Server(ServerConfig())
+    one, two = FakeEngineClient(saying("one")), FakeEngineClient(saying("two"))
+    server.add(service_of(server, one, "one", aliases=("gpt-4", "first"), patterns=("claude-*", "*")))
+    server.add(service_of(server, two, "two", aliases=("claude-2",), patterns=("claude-*", "*-mini")))
+    with served(create_app(server)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["one", "gpt-4", "first", "two", "claude-2"]
+        for name, shown in (
+            ("gpt-4", "one"),
+            ("two", "two"),
+            ("claude-2", "two"),
+            ("claude-3", "one"),
+            ("gpt-5-mini", "one"),
+        ):
+            answer = client.chat.completions.create(model=name, messages=HELLO)
+            assert (answer.model, answer.choices[0].message.content) == (shown, shown)
+            card = client.models.retrieve(name)
+            assert (card.id, card.root) == (name, shown)  # type: ignore[attr-defined]
+        reply = httpx.post(
+            f"{url}/v1/messages", json={"model": "claude-opus", "messages": HELLO, "max_tokens": 9}
+        )
+        assert reply.json()["model"] == "one"
+        assert httpx.get(f"{url}/load").json() == {"server_load": 0}
+        assert httpx.get(f"{url}/ping").status_code == 200
+        two.state = "restarting"
+        assert httpx.get(f"{url}/ping").status_code == 503
+    server.models.pop("one")
+    server.models["two"].patterns = ("claude-*",)
+    with pytest.raises(
+        ApiError, match=re.escape("no model 'x'; this server has 'two', 'claude-2', 'claude-*'")
+    ):
+        server.find("x")
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
+        ("serve a --served-model-name x * --and b --served-model-name *", "two models are called '*'"),
         ("serve a --and", "--and needs a MODEL behind it"),
         ("serve a --and --threads 1", "--and needs a MODEL behind it"),
         ("serve a --and --and b", "--and needs a MODEL behind it"),
@@ -363,12 +411,12 @@ def test_two_models_cannot_keep_their_voices_in_one_place(tmp_path: Path) -> Non
     server, client = Server(ServerConfig()), FakeSpeechClient("base")
     client.config = EngineConfig(dummy="qwen3-tts-0.6b-base", voices_dir=tmp_path)
     about = ModelConfig()
-    server.add(_service(server, Served("a", about, client)))
+    server.add(_service(server, Served(("a",), about, client)))
     with pytest.raises(ConfigError, match="give one of them its own --voices-dir"):
-        _service(server, Served("b", about, client))
+        _service(server, Served(("b",), about, client))
     client.config = EngineConfig(dummy="qwen3-tts-0.6b-base")
-    server.add(_service(server, Served("b", about, client)))
-    server.add(_service(server, Served("c", about, client)))
+    server.add(_service(server, Served(("b",), about, client)))
+    server.add(_service(server, Served(("c",), about, client)))
 
 
 def test_help_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
