@@ -6,7 +6,9 @@
 Makes an environment of its own for the peers (llama.cpp is compiled for this machine: minutes to half an hour), writes the
 checkpoint and its GGUF forms, checks that all engines give the same logits, then measures in interleaved rounds. Each engine
 is a process that has its model loaded; all but the one that is measured are stopped (SIGSTOP), since idle thread pools spin.
-Ours is timed with everything a step does, theirs without sampling. Writes JSON, a table and a plot to bench/runs/.
+All decode as many tokens behind prompts of one length, and all have computed a prompt of the same length before a prefill counts.
+Options of llama.cpp are tried for each of its formats and each number of sequences. Ours is timed with everything a step does,
+theirs without sampling. With --minutes no round begins that would end too late. Writes JSON, a table and a plot to bench/runs/.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,7 +53,11 @@ BUILD_FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
 LEAST_COSINE = {16: 0.99, 8: 0.9, 4: 0.3}
 """By bits a weight: between the logits of an engine and those of transformers in bfloat16, for it to be the same model."""
 
-WARM_UP_TOKENS = 128
+TUNE_TOKENS = 64
+"""Of each sequence before llama.cpp's options are tried on it."""
+
+PREFILL_WARM_UP = "a prompt of the same length"
+"""What every engine computes just before a prefill that counts; llama.cpp besides the prompt itself once, in its fresh context."""
 
 N_ATTEMPTS = 3
 """Times that a figure is taken when it is disturbed."""
@@ -218,10 +226,11 @@ class Comparison:
             "transformers": (python, "bench.peers_transformers"),
         }
         self.models = models
+        self.begun = time.monotonic()
         self.figures: list[dict[str, Any]] = []
         self.roofs: list[dict[str, Any]] = []
         self.tuning: dict[str, Any] = {}
-        """llama.cpp's options for decode and prefill, and the trials that chose them."""
+        """llama.cpp's options for decode and prefill by lane and number of sequences, and the trials that chose them."""
         self.workloads = [Workload("decode", n) for n in arguments.n] + [
             Workload("prefill", n) for n in arguments.prefill
         ]
@@ -242,17 +251,20 @@ class Comparison:
             print(f"loading {lane.name}", flush=True)
             self._start(lane.name, lane.engine, config)
             if lane.engine == "llama.cpp":
-                worker = self.workers[lane.name]
-                self.tuning = self.tuning or self._tune(worker)
-                worker.ask("use", options=self.tuning["options"])
+                self.tuning[lane.name] = self._tune(self.workers[lane.name])
 
     def _tune(self, worker: Worker) -> dict[str, Any]:
-        """llama.cpp's faster settings on this machine, for all its lanes."""
-        n, vocab_size = min(16, max(self.arguments.n)), self.shape.vocab_size
+        """llama.cpp's faster settings on this machine, for this lane and each number of sequences; it keeps them."""
+        vocab_size = self.shape.vocab_size
         (prompt,) = prompts("tune", 1, 256, vocab_size)
-        batch = prompts("tune", n, 32, vocab_size)
-        found = self.calmly(worker, lambda attempt: worker.ask("tune", prompts=batch, prompt=prompt))
-        print(f"llama.cpp runs with {found['options']}", flush=True)
+        found = {}
+        for n in self.arguments.n:
+            batch = prompts("tune", n, TUNE_TOKENS, vocab_size)
+            take = partial(worker.ask, "tune", prompts=batch, prompt=prompt)
+            found[n] = self.calmly(worker, lambda attempt, take=take: take())  # type: ignore[misc]
+        print(
+            f"{worker.name} runs with { ({n: tried['options'] for n, tried in found.items()}) }", flush=True
+        )
         return found
 
     def _start(self, name: str, engine: str, config: dict[str, Any]) -> None:
@@ -311,10 +323,15 @@ class Comparison:
         a, vocab_size = self.arguments, self.shape.vocab_size
         if workload.kind == "decode":
             batch = prompts(seed, workload.size, a.context, vocab_size)
-            steps = worker.ask("decode", prompts=batch, n_steps=a.steps)["step_s"]
-            return {"tok_s": workload.size / median(steps), "step_s": [round(s, 6) for s in steps]}
+            steps = sorted(worker.ask("decode", prompts=batch, n_steps=a.steps)["step_s"])
+            step_s = {
+                "median": median(steps), "mean": sum(steps) / len(steps), "least": steps[0], "p90": steps[len(steps) * 9 // 10], "most": steps[-1],
+            }  # fmt: skip
+            return {"tok_s": workload.size / step_s["median"]} | {
+                "step_s": {name: round(s, 6) for name, s in step_s.items()}
+            }
         (prompt,) = prompts(seed, 1, workload.size, vocab_size)
-        (warm_up,) = prompts(seed + " warm-up", 1, WARM_UP_TOKENS, vocab_size)
+        (warm_up,) = prompts(seed + " warm-up", 1, workload.size, vocab_size)
         worker.ask("prefill", prompt=warm_up)
         seconds = worker.ask("prefill", prompt=prompt)["seconds"]
         return {"tok_s": workload.size / seconds, "seconds": round(seconds, 6)}
@@ -322,7 +339,12 @@ class Comparison:
     def run(self) -> None:
         """All rounds, into `figures` and `roofs`."""
         machine_worker = self.workers["machine"]
+        longest = 0.0
         for r in range(self.arguments.rounds):
+            begin = time.monotonic()
+            if r and not report.fits(begin - self.begun, longest, self.arguments.minutes * 60):
+                print(f"{self.arguments.minutes:g} minutes would be over before another round is", flush=True)
+                break
             print(f"round {r + 1} of {self.arguments.rounds}", flush=True)
             for i, workload in enumerate(self.workloads):
                 roof = self.calmly(machine_worker, lambda attempt: machine_worker.ask("roofs"))
@@ -331,6 +353,7 @@ class Comparison:
                 print(f"  {workload.name:>12}  machine: {shown}", flush=True)
                 for lane in report.rotated(self.lanes, r + i):
                     self._take(r, workload, lane)
+            longest = max(longest, time.monotonic() - begin)
 
     def _take(self, r: int, workload: Workload, lane: Lane) -> None:
         worker = self.workers[lane.name]
@@ -398,11 +421,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--prefill", default="128,512,2048", help="tokens of a prompt (default: 128,512,2048)"
     )
     parser.add_argument(
-        "--context", type=int, default=64, help="tokens before the first decode step (default: 64)"
+        "--context", type=int, default=128, help="tokens before the first decode step (default: 128)"
     )
     parser.add_argument(
-        "--steps", type=int, default=24, help="decode steps of a figure: their median counts (default: 24)"
+        "--steps", type=int, default=256, help="decode steps of a figure: their median counts (default: 256)"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, metavar="M", help="begin no round that would end later; 0: all rounds (default: 0)"
+    )  # fmt: skip
     parser.add_argument("--engines", help="engines or lanes, such as deltic,llama.cpp-q8_0 (default: all)")
     parser.add_argument(
         "--shape", default="qwen3.5-0.8b", help="a published dense shape (default: qwen3.5-0.8b)"
@@ -468,6 +494,7 @@ def compare(arguments: argparse.Namespace) -> int:
         "bench": "peers", "shape": arguments.shape, "date": now().isoformat(), "machine": machine(), "code": code(),
         "versions": versions, "llama_build": BUILD_FLAGS, "command": command(arguments),
         "threads": arguments.threads, "rounds": len({figure["round"] for figure in figures}), "context": arguments.context, "steps": arguments.steps,
+        "prefill_warm_up": PREFILL_WARM_UP,
         "engines": infos, "costs": {name: dataclasses.asdict(cost) for name, cost in costs.items()},
         "agreement": agreement, "llama_tuning": comparison.tuning, "roofs": roofs,
         "summary": report.summarise(figures, roofs, lanes, costs), "figures": figures,

@@ -94,11 +94,14 @@ class Llama:
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {config['model']}")
         self.n_vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self.model))
-        self.options: dict[str, dict[str, bool]] = {}
+        self.decode_options: dict[int, dict[str, bool]] = {}
+        """By the number of sequences: what `tune` chose."""
+        self.prefill_options: dict[str, bool] = {}
         self.info = {"n_ubatch": UBATCH, "system": ll.llama_print_system_info().decode()}
 
     def tune(self, prompts: list[list[int]], prompt: list[int]) -> dict[str, Any]:
-        """The faster settings of flash attention and, for decodes, of one cache for all sequences; a quick trial of each."""
+        """Chooses the faster settings of flash attention and, for decodes of so many sequences, of one cache for all, by a quick
+        trial of each; they hold from here on."""
         decode: list[dict[str, Any]] = []
         for flash, unified in itertools.product(
             (False, True), (False, True) if len(prompts) > 1 else (False,)
@@ -115,12 +118,9 @@ class Llama:
             "decode": min(decode, key=lambda row: row["step_s"])["options"],
             "prefill": min(prefill, key=lambda row: row["seconds"])["options"],
         }
+        self.decode_options[len(prompts)] = options["decode"]
+        self.prefill_options = options["prefill"]
         return {"options": options, "tried": {"decode": decode, "prefill": prefill}}
-
-    def use(self, options: dict[str, dict[str, bool]]) -> dict[str, Any]:
-        """Settings for decodes and prefills from here on."""
-        self.options = options
-        return {}
 
     def _decode(self, prompts: list[list[int]], n_steps: int, options: dict[str, bool]) -> list[float]:
         length = len(prompts[0])
@@ -142,14 +142,20 @@ class Llama:
         return took
 
     def decode(self, prompts: list[list[int]], n_steps: int) -> dict[str, Any]:
-        return {"step_s": self._decode(prompts, n_steps, self.options["decode"])}
+        return {"step_s": self._decode(prompts, n_steps, self.decode_options[len(prompts)])}
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
-        return {"seconds": self._prefill(prompt, self.options["prefill"])}
+        return {"seconds": self._prefill(prompt, self.prefill_options)}
 
     def check(self, prompt: list[int], follow: list[int], file: str) -> dict[str, Any]:
         """Logits after the prompt, then after each of `follow`, decoded one at a time."""
-        context = Context(self.model, self.n_threads, 1, len(prompt) + len(follow), **self.options["decode"])
+        context = Context(
+            self.model,
+            self.n_threads,
+            1,
+            len(prompt) + len(follow),
+            **self.prefill_options | {"unified": False},
+        )
         context.prefill([prompt])
         found = [self._logits(context)]
         for i, token in enumerate(follow):

@@ -87,6 +87,11 @@ def rotated(lanes: Sequence[Lane], turn: int) -> list[Lane]:
     return [*lanes[at:], *lanes[:at]]
 
 
+def fits(spent_s: float, round_s: float, limit_s: float) -> bool:
+    """Whether another round of that length ends in time; without a limit (0) all do."""
+    return not limit_s or spent_s + round_s <= limit_s
+
+
 def spread(values: Iterable[float]) -> Row:
     """Median, least and greatest."""
     found = sorted(values)
@@ -144,14 +149,18 @@ def summarise(
 
 
 def speed_cells(summary: Row) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: tok/s and the share of the roof; a star where the CPUs were shared with other work."""
+    """Header and rows: tok/s, median and range over the rounds, and the share of the roof; a star where the CPUs were shared with other work."""
     lanes = list(dict.fromkeys(s["lane"] for s in summary["speeds"]))
     rows: dict[str, list[str]] = {}
     for s in summary["speeds"]:
         row = rows.setdefault(s["workload"], [s["workload"]] + ["-"] * len(lanes))
         star = " *" if s["disturbed"] else ""
-        row[1 + lanes.index(s["lane"])] = f"{s['tok_s']['median']:.1f} ({s['roof_share']:.0%}){star}"
-    return ["tok/s (of roof)", *lanes], list(rows.values())
+        tok_s = s["tok_s"]
+        text = (
+            f"{tok_s['median']:.1f} ({tok_s['min']:.1f} .. {tok_s['max']:.1f}; {s['roof_share']:.0%}){star}"
+        )
+        row[1 + lanes.index(s["lane"])] = text
+    return ["tok/s (least .. most; of roof)", *lanes], list(rows.values())
 
 
 def ratio_cells(summary: Row) -> tuple[list[str], list[list[str]]]:

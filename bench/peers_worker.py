@@ -5,7 +5,6 @@
     {"do": "check", "prompt": ..., "follow": [id, ...], "file": f}  ->  {}, and in the file float32 [1 + follow, V]: the logits
                                                                         after the prompt and after each token that follows
     {"do": "tune", "prompts": [...], "prompt": [...]}              ->  {"options": ..., "tried": ...} (llama.cpp only)
-    {"do": "use", "options": ...}                                  ->  {} (llama.cpp only: what `tune` found)
     {"do": "roofs"}                                                 ->  what the machine can do (the machine's worker only)
 
 The first line it writes is {"ready": {...}}: what it is and how it is set. Standard library only: it runs in two environments.

@@ -2,7 +2,7 @@
 
 Everything is the engine's, but for the server: prompts of 65 random tokens, temperature 1, random weights of a shape. A round's figure is
 the time of the middle half of its steps, divided by the tokens that each sequence drew in them; rounds of none, half and all take turns,
-and the figure of each is their median. LOG.md, "Constrained sequences on a GPU", has what came of it.
+the figure of each is their median, and ratios are taken within a round. LOG.md, "Constrained sequences on a GPU", has what came of it.
 `python -m bench.gpu.constrained --dummy qwen3.5-0.8b --n 16,64`
 """
 
@@ -72,10 +72,13 @@ def measure(row: Callable[..., None], arguments: argparse.Namespace) -> None:
             for n_constrained, found in times.items():
                 name = f"{n} {r} {n_constrained}"
                 found.append(ms_a_token(engine, n, n_constrained, arguments.output, grammar, name))
-        free_ms = statistics.median(times[0])
+        free_ms = times[0]
         for n_constrained, found in times.items():
-            ms = statistics.median(found)
-            row(n=n, constrained=n_constrained, ms_a_token=round(ms, 4), times_free=round(ms / free_ms, 3))
+            ms, beside = statistics.median(found), [a / b for a, b in zip(found, free_ms, strict=True)]
+            row(
+                n=n, constrained=n_constrained, ms_a_token=round(ms, 4), times_free=round(statistics.median(beside), 3),
+                round_ms=[round(ms, 4) for ms in found], round_times_free=[round(times, 3) for times in beside],
+            )  # fmt: skip
 
 
 def main() -> None:
@@ -87,7 +90,7 @@ def main() -> None:
     flags.add_argument("--grammar", choices=[*GRAMMARS], default="json", help="default: json")
     flags.add_argument("--memory-gb", type=float, default=60.0, metavar="GB", help="default: 60")
     arguments = flags.parse_args()
-    run("constrained", {"constrained": lambda row: measure(row, arguments)}, arguments)
+    run(f"constrained-{arguments.dummy}", {"constrained": lambda row: measure(row, arguments)}, arguments)
 
 
 if __name__ == "__main__":

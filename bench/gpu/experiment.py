@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from deltic.bench.machine import code, machine, now
+
 DEVICE = "cuda"
 
 
@@ -57,7 +59,9 @@ def run(
     with flags of its own."""
     arguments = arguments or parser().parse_args()
     torch.manual_seed(0)
-    result: dict[str, Any] = {"experiment": name, "torch": torch.__version__, "rows": [], "failed": {}}
+    result: dict[str, Any] = {
+        "experiment": name, "date": now().isoformat(), "machine": machine(), "code": code(), "torch": torch.__version__, "rows": [], "failed": {},
+    }  # fmt: skip
     result["flags"] = {flag: str(value) for flag, value in vars(arguments).items() if flag != "out"}
     if torch.cuda.is_available():
         result["device"] = torch.cuda.get_device_name()

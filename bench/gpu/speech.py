@@ -136,21 +136,21 @@ class Frames:
         for n in self._sizes():
             self.begin(n)
             recording = self.runner.decode_of(n, 512)
-            ms = replayed_ms(recording, self.runner.stream)
+            found = replayed(recording, self.runner.stream)
             self.end(n)
             row(
                 what="decode",
                 n=n,
                 launches=recording.n_launches,
-                ms=round(ms, 4),
-                us_a_launch=round(ms * 1000 / recording.n_launches, 2),
+                us_a_launch=round(found["ms"] * 1000 / recording.n_launches, 2),
+                **found,
             )
         for blocks, recording in sorted(self.runner._prefills.items()):
             row(
                 what="prefill",
                 rows=64 * blocks,
                 launches=recording.n_launches,
-                ms=round(replayed_ms(recording, self.runner.stream), 4),
+                **replayed(recording, self.runner.stream),
             )
         vocoder = self.runner.vocoder
         for (b, f), recording in sorted(vocoder._chunks.items()):
@@ -159,14 +159,14 @@ class Frames:
                 streams=b,
                 frames=f,
                 launches=recording.n_launches,
-                ms=round(replayed_ms(recording, vocoder.stream), 4),
+                **replayed(recording, vocoder.stream),
             )
         for f, recording in sorted(vocoder._skims.items()):
             row(
                 what="skim",
                 frames=f,
                 launches=recording.n_launches,
-                ms=round(replayed_ms(recording, vocoder.stream), 4),
+                **replayed(recording, vocoder.stream),
             )
 
     def beside(self, row: Row) -> None:
@@ -206,10 +206,10 @@ class Frames:
                 )
 
 
-def replayed_ms(
+def replayed(
     recording: Recording, stream: torch.cuda.Stream | None, n_replays: int = 20, n_rounds: int = 3
-) -> float:
-    """Median milliseconds of one of several replays that follow each other."""
+) -> dict[str, float]:
+    """Milliseconds of one of several replays that follow each other: median of the rounds, least and most."""
     times = []
     with torch.cuda.stream(stream):
         recording.run()
@@ -221,7 +221,9 @@ def replayed_ms(
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / n_replays)
-    return float(statistics.median(times))
+    return {
+        "ms": round(statistics.median(times), 4), "ms_least": round(min(times), 4), "ms_most": round(max(times), 4),
+    }  # fmt: skip
 
 
 def both_ms(*pairs: tuple[Recording, torch.cuda.Stream | None], n_replays: int = 40) -> list[float]:
@@ -254,7 +256,7 @@ def main() -> None:
         "beside": frames.beside,
         "kernels": frames.kernels,
     }
-    run("speech", parts, arguments)
+    run(f"frames-{arguments.dummy}", parts, arguments)
 
 
 if __name__ == "__main__":

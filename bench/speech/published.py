@@ -1,13 +1,15 @@
 """The published package (qwen-tts, torch) on this machine: ms a frame and RTF of a random checkpoint of a published size.
 
-    python -m venv /tmp/qwen-tts && /tmp/qwen-tts/bin/pip install qwen-tts
+    python -m venv /tmp/qwen-tts
+    /tmp/qwen-tts/bin/pip install torch==2.13.0 transformers==4.57.3 accelerate einops librosa soundfile
+    /tmp/qwen-tts/bin/pip install --no-deps qwen-tts==0.1.1
     /tmp/qwen-tts/bin/python bench/speech/published.py --shape 0.6b --threads 2
 
-Run in an environment of its own, where Deltic is not installed. A frame is 80 ms of audio. Codes (prompt, talker and predictor;
+Run in an environment of its own, where Deltic is not installed; the bandwidth of reading is measured by the kernels of the checkout. A frame is 80 ms of audio. Codes (prompt, talker and predictor;
 everything the package does from text to codes) and waveform are timed apart; beside it, from Deltic's environment:
 `deltic bench speech --dummy qwen3-tts-0.6b --threads 2 --n 1 --max-new-tokens 49`. On a GPU (`--device cuda`) attention is torch's, not
 flash-attn's. The text vocabulary of the checkpoint is small:
-its table is only read by a prompt. Ends with a line of JSON.
+its table is only read by a prompt. Ends with a line of JSON, which --out writes into a directory, too.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.metadata
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -30,6 +32,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.roofs import read_bandwidth
 from tests import tiny_speech
 
 REAL: dict[str, Any] = {
@@ -103,6 +107,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--out", metavar="DIR", help="write the JSON into this directory, too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
@@ -113,20 +118,22 @@ def main() -> None:
             str(path), device_map=arguments.device, dtype=getattr(torch, arguments.dtype)
         )
     measure(model, 4, 0)
-    rounds = []
+    rounds, read = [], []
     for seed in range(1, arguments.rounds + 1):
+        if arguments.device == "cpu":
+            read.append(read_bandwidth(arguments.threads))
         got = measure(model, arguments.frames, seed)
         rounds.append(got)
         rtf = (got["codes_s"] + got["wave_s"]) / (0.08 * got["frames"])
         said = ", ".join(f"{name} {got[name]:.2f} s" for name in ("codes_s", "wave_s", "cpu_s"))
         print(f"{got['frames']:.0f} frames: {said}, RTF {rtf:.2f}", flush=True)
-    result = {
+    medians = {
         "codes_ms_a_frame": statistics.median(1e3 * r["codes_s"] / r["frames"] for r in rounds),
         "wave_ms_a_frame": statistics.median(1e3 * r["wave_s"] / r["frames"] for r in rounds),
         "cpu_ms_a_frame": statistics.median(1e3 * r["cpu_s"] / r["frames"] for r in rounds),
         "rtf": statistics.median((r["codes_s"] + r["wave_s"]) / (0.08 * r["frames"]) for r in rounds),
     }
-    told = {name: round(value, 3) for name, value in result.items()}
+    told = {name: round(value, 3) for name, value in medians.items()}
     about = {
         "shape": arguments.shape,
         "dtype": arguments.dtype,
@@ -134,7 +141,14 @@ def main() -> None:
         "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-    print(json.dumps({"bench": "qwen_tts", **about, "machine": platform.machine(), **told, "rounds": rounds}))
+    result = {
+        "bench": "published", "version": importlib.metadata.version("qwen-tts"), "date": now().isoformat(), "machine": machine(),
+        "code": code(), **about, **told, "read": read, "rounds": rounds,
+    }  # fmt: skip
+    if arguments.out:
+        path = runs_directory(arguments.out) / f"published-{arguments.shape}-{now():%H%M%S}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

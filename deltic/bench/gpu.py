@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,8 +127,8 @@ def replayed_ms(engine: Engine, n: int, n_keys: int) -> float:
     return runner.replay_ms(n, n_keys)
 
 
-def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> float:
-    """Median milliseconds from a cold prompt of n_tokens to its first token."""
+def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> list[float]:
+    """Milliseconds from a cold prompt of n_tokens to its first token, n times, behind one that is not counted."""
     times = []
     for i in range(n + 1):
         draw = random.Random(1000 + i)
@@ -142,13 +143,38 @@ def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> float:
         while engine.has_work():
             engine.step()
         times.append((time.perf_counter() - begin) * 1000)
-    return statistics.median(times[1:])
+    return times[1:]
+
+
+def decode_row(
+    engine: Engine, shape: ModelShape, roofs: Roofs, n: int, rounds: Sequence[Sequence[float]], context: int
+) -> dict[str, Any]:
+    """What the rounds (seconds of each step) of n sequences come to. context: the mean of their steps."""
+    times = sorted(second for found in rounds for second in found)
+    ms, n_bytes = statistics.median(times) * 1000, decode_bytes(shape, "rows", n, context)
+    runner = engine.runner
+    assert isinstance(runner, GpuRunner)
+    return {
+        "n": n, "step_ms": round(ms, 4), "round_ms": [round(statistics.median(found) * 1000, 4) for found in rounds],
+        "alone_ms": round(replayed_ms(engine, n, context), 4), "p90_ms": round(times[len(times) * 9 // 10] * 1000, 4),
+        "tok_s": round(n / ms * 1000, 1), "gb": round(n_bytes / 1e9, 3), "roof": round(n_bytes / roofs.read / ms * 1000, 4),
+        "launches": runner.n_launches(n),
+    }  # fmt: skip
+
+
+def prefill_row(shape: ModelShape, roofs: Roofs, n_tokens: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:  # fmt: skip
+    """What the rounds (milliseconds of each prompt) come to."""
+    ms = statistics.median(ms for found in rounds for ms in found)
+    return {
+        "ms": round(ms, 3), "round_ms": [round(statistics.median(found), 3) for found in rounds],
+        "tok_s": round(n_tokens / ms * 1000), "roof": round(prefill_operations(shape, n_tokens) / roofs.multiply / ms * 1000, 4),
+    }  # fmt: skip
 
 
 def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """The command `deltic bench gpu`: a table and a JSON file."""
+    """The command `deltic bench gpu`: a table and a JSON file. A round has every number of sequences and every prompt once."""
     _need_gpu()
-    rows = [int(n) for n in arguments.n.split(",")]
+    rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     roofs, shape_name = Roofs.measured(), config.dummy or config.model
     begin = time.perf_counter()
     model = Model.load(config)
@@ -156,58 +182,26 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     begin = time.perf_counter()
     engine = model.engine(parse_levers(config.lever), max(rows))
     record_s = time.perf_counter() - begin
-    found: list[dict[str, Any]] = []
-    title = f"{shape_name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
-    table = Table(
-        "N",
-        "ms a step",
-        "alone",
-        "tok/s",
-        "GB a step",
-        "% of read roof",
-        "launches",
-        title=title,
-        title_justify="left",
-    )
-    console = Console(stderr=True)
-    for n in rows:
-        with console.status(f"N = {n}"):
+    decodes: dict[int, list[list[float]]] = {n: [] for n in rows}
+    prefills: dict[int, list[list[float]]] = {n: [] for n in prompts}
+    with Console(stderr=True).status("") as status:
+        for n in rows:
             decode(engine, n, arguments.prompt, 8, seed=1)
-            times: list[float] = []
-            for seed in range(arguments.rounds):
-                times += decode(engine, n, arguments.prompt, arguments.output, seed=2 + seed)[0]
-            context = arguments.prompt + arguments.output // 2
-            alone = replayed_ms(engine, n, context)
-        ms, n_bytes = statistics.median(times) * 1000, decode_bytes(model.shape, "rows", n, context)
-        runner = engine.runner
-        assert isinstance(runner, GpuRunner)
-        found.append({
-            "n": n, "step_ms": round(ms, 4), "alone_ms": round(alone, 4), "p90_ms": round(sorted(times)[len(times) * 9 // 10] * 1000, 4),
-            "tok_s": round(n / ms * 1000, 1), "gb": round(n_bytes / 1e9, 3), "roof": round(n_bytes / roofs.read / ms * 1000, 4),
-            "launches": runner.n_launches(n),
-        })  # fmt: skip
-        row = found[-1]
-        table.add_row(
-            f"{n}",
-            f"{ms:.3f}",
-            f"{alone:.3f}",
-            f"{row['tok_s']:.0f}",
-            f"{row['gb']:.2f}",
-            f"{row['roof']:.0%}",
-            f"{row['launches']}",
-        )
-    Console().print(table)
-    prefill = {}
-    for n_tokens in (int(n) for n in arguments.prefill.split(",")):
-        ms = prefill_ms(engine, n_tokens)
-        operations = prefill_operations(model.shape, n_tokens)
-        prefill[n_tokens] = {
-            "ms": round(ms, 3),
-            "tok_s": round(n_tokens / ms * 1000),
-            "roof": round(operations / roofs.multiply / ms * 1000, 4),
-        }
+        for i in range(arguments.rounds):
+            for n, found in decodes.items():
+                status.update(f"round {i + 1}, N = {n}")
+                found.append(decode(engine, n, arguments.prompt, arguments.output, seed=2 + i)[0])
+            for n, found in prefills.items():
+                status.update(f"round {i + 1}, prefill of {n}")
+                found.append(prefill_ms(engine, n))
+    context = arguments.prompt + arguments.output // 2
+    measured = [decode_row(engine, model.shape, roofs, n, found, context) for n, found in decodes.items()]
+    prefill = {n: prefill_row(model.shape, roofs, n, found) for n, found in prefills.items()}
+    title = f"{shape_name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
+    Console().print(_table(title, measured))
+    for n_tokens, row in prefill.items():
         print(
-            f"prefill of {n_tokens}: {ms:.2f} ms, {n_tokens / ms * 1000:,.0f} tok/s, {prefill[n_tokens]['roof']:.0%} of the matrix rate"
+            f"prefill of {n_tokens}: {row['ms']:.2f} ms, {row['tok_s']:,} tok/s, {row['roof']:.0%} of the matrix rate"
         )
     print(
         f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
@@ -216,11 +210,24 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     result = {
         "bench": "gpu", "date": now().isoformat(timespec="seconds"), "shape": shape_name, "device": engine.info.device,
         "torch": torch.__version__, "levers": dataclasses.asdict(parse_levers(config.lever)), "machine": machine(), "code": code(),
-        "roofs": dataclasses.asdict(roofs), "weights_s": weights_s, "record_s": record_s, "rows": found, "prefill": prefill,
+        "prompt": arguments.prompt, "output": arguments.output, "rounds": arguments.rounds,
+        "roofs": dataclasses.asdict(roofs), "weights_s": weights_s, "record_s": record_s, "rows": measured, "prefill": prefill,
     }  # fmt: skip
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
     return 0
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """The decodes for people."""
+    heads = ("N", "ms a step", "of the rounds", "alone", "tok/s", "GB a step", "% of read roof", "launches")
+    table = Table(*heads, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(
+            f"{row['n']}", f"{row['step_ms']:.3f}", f"{min(row['round_ms']):.3f} .. {max(row['round_ms']):.3f}",
+            f"{row['alone_ms']:.3f}", f"{row['tok_s']:.0f}", f"{row['gb']:.2f}", f"{row['roof']:.0%}", f"{row['launches']}",
+        )  # fmt: skip
+    return table
 
 
 def prefill_operations(shape: ModelShape, n_tokens: int) -> float:

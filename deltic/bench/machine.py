@@ -23,18 +23,19 @@ def _cpuinfo(field: str) -> str:
     """A field of the first CPU in /proc/cpuinfo; empty where there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(field):
+            if line.partition(":")[0].strip() == field:
                 return line.partition(":")[2].strip()
     return ""
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, instruction sets that matter to the kernels, usable cores, memory in GB, system."""
+    """CPU's name and its family/model numbers, instruction sets that matter to the kernels, usable cores, memory in GB, system."""
     has = set(_cpuinfo("flags").split())
     meminfo = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
     total = re.search(r"^MemTotal:\s*(\d+) kB", meminfo, re.MULTILINE)
     return {
         "cpu": cpu_model(),
+        "cpu_id": f"{_cpuinfo('cpu family')}/{_cpuinfo('model')}",
         "cores": n_usable_cpus(),
         "memory_gb": round(int(total[1]) / 2**20, 1) if total else None,
         "isa": [

@@ -373,6 +373,9 @@ def main() -> int:
         "machine": machine(),
         "client": code(),
         "seed": arguments.seed,
+        "model": arguments.model,
+        "speech": arguments.speech,
+        "serve_args": arguments.serve_args,
     }
     report = head | report
     path = runs_directory(arguments.out) / f"soak-{now():%H%M%S}.json"

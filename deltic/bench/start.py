@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic.bench.machine import code, machine, now, runs_directory
-from deltic.config import ConfigError
+from deltic.config import BUILT_IN, ConfigError
 from deltic.remote import LocalServer, ServerFailed
 
 STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache", "fit")
@@ -60,9 +60,10 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         times = [start[name] for start in starts]
         table.add_row(name, f"{medians[name]:.2f}", f"{min(times):.2f}", f"{max(times):.2f}")
     Console().print(table)
-    path = runs_directory(arguments.out) / f"start-{now():%H%M%S}.json"
+    label = getattr(arguments, "dummy", None) or getattr(arguments, "model", None) or BUILT_IN
+    path = runs_directory(arguments.out) / f"start-{str(label).replace('/', '-')}-{now():%H%M%S}.json"
     result = {
-        "bench": "start", "date": now().isoformat(timespec="seconds"), "arguments": server_arguments,
+        "bench": "start", "date": now().isoformat(timespec="seconds"), "label": label, "arguments": server_arguments,
         "machine": machine(), "code": code(), "starts": starts,
     }  # fmt: skip
     path.write_text(json.dumps(result, indent=1) + "\n")

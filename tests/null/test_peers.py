@@ -14,6 +14,7 @@ from bench.peers_report import (
     Lane,
     Workload,
     draw,
+    fits,
     markdown_table,
     pairs,
     ratio_cells,
@@ -87,7 +88,9 @@ def test_disturbed_figures_count_only_where_there_are_no_others() -> None:
     found[0]["others"] = 1.0
     summary = summarise(found, roofs, [A, B], COSTS)
     assert ratio_cells(summary)[1] == [["decode 1", "1.25 (0.50 .. 2.00) *"]]
-    assert speed_cells(summary)[1] == [["decode 1", "12.5 (125%) *", "10.0 (100%)"]]
+    assert speed_cells(summary)[1] == [
+        ["decode 1", "12.5 (5.0 .. 20.0; 125%) *", "10.0 (10.0 .. 10.0; 100%)"]
+    ]
 
 
 def test_the_roof_is_memory_for_one_row_and_multiplies_for_many() -> None:
@@ -108,7 +111,7 @@ def test_tables_have_a_cell_for_every_lane(tmp_path) -> None:
     summary = summarise(figures([8], [4]) + figures([80], [], "prefill 64"), roofs, [A, B], COSTS)
     header, rows = speed_cells(summary)
     assert header[1:] == ["deltic-bf16", "llama.cpp-bf16"]
-    assert rows[0] == ["decode 1", "8.0 (80%)", "4.0 (40%)"]
+    assert rows[0] == ["decode 1", "8.0 (8.0 .. 8.0; 80%)", "4.0 (4.0 .. 4.0; 40%)"]
     assert rows[1][2] == "-"
     assert ratio_cells(summary)[1] == [["decode 1", "2.00 (2.00 .. 2.00)"]]
     assert markdown_table(header, rows).splitlines()[1] == "| --- | ---: | ---: |"
@@ -140,6 +143,17 @@ def test_models_that_do_not_fit_together_are_refused(monkeypatch) -> None:
 def test_a_bad_flag_is_refused_before_anything_is_made(flags: list[str], capsys) -> None:
     assert peers.main([*flags, "--engines", "deltic"]) == 1
     assert capsys.readouterr().err.startswith("bench.peers: ")
+
+
+def test_no_round_begins_that_would_end_too_late() -> None:
+    assert fits(600.0, 300.0, 900.0) and not fits(601.0, 300.0, 900.0)
+    assert fits(1e9, 1e9, 0.0), "without a limit"
+
+
+def test_all_engines_decode_256_tokens_behind_equal_prompts() -> None:
+    arguments = peers.parse([])
+    assert (arguments.context, arguments.steps) == (128, 256)
+    assert {len(prompt) for prompt in peers.prompts("0", 16, arguments.context, 1000)} == {128}
 
 
 def test_prompts_repeat_for_the_same_seed_only() -> None:

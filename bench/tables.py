@@ -1,0 +1,565 @@
+"""The tables of the documents, made from the raw runs that are kept: `python -m bench.tables` rewrites them, `--check` only looks.
+
+A document says where: what stands between `<!-- table NAME -->` and `<!-- end -->` is written by the function of that name in
+`TABLES`. A run counts when its tree is not known to have had uncommitted changes; where it was a copy without
+history, the table says that no commit was recorded. Of each kind the newest counts, with those that were taken at the
+same commit in the same directory as further rounds of it. A cell is a median with the least and the most of its rounds.
+`bench.figures` takes the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md")
+MARKED = re.compile(r"(<!-- table (?P<name>[a-z-]+) -->)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+GPU = "h200"
+"""In the names of directories whose runs are of a GPU."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A result file that is kept."""
+
+    path: Path
+    data: Row
+
+    @property
+    def made_by(self) -> Row:
+        """Version, commit and whether the tree had changes; of a load generator its own."""
+        found: Row = self.data.get("code") or self.data.get("client") or {}
+        return found
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        return str(self.path.parent), self.made_by.get("commit")
+
+
+class Runs:
+    """All result files below a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @cached_property
+    def clean(self) -> list[Run]:
+        """Those of trees without changes that say when they were made, oldest first."""
+        files = sorted(self.directory.glob("*/*.json"))
+        found = [Run(path, json.loads(path.read_text())) for path in files]
+        kept = [r for r in found if r.data.get("date") and not r.made_by.get("modified") and not r.data.get("failed")]  # fmt: skip
+        return sorted(kept, key=lambda run: str(run.data["date"]))
+
+    def newest(self, name: str, gpu: bool = False) -> list[Run]:
+        """The newest whose file is called so (a pattern), and the others of its directory and commit; oldest first."""
+        found = [run for run in self.clean if run.path.match(name) and (GPU in run.path.parent.name) == gpu]
+        return [run for run in found if run.key == found[-1].key]
+
+
+def shown(value: float) -> str:
+    """Three figures."""
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3}f}"
+
+
+def ranged(values: Iterable[float], middle: float | None = None) -> str:
+    """Median, or the middle that is given, with least and most."""
+    found = sorted(values)
+    told = shown(median(found) if middle is None else middle)
+    return f"{told} ({shown(found[0])} .. {shown(found[-1])})" if len(found) > 1 else told
+
+
+def spread(found: Row) -> str:
+    """The same of a row with median, min and max."""
+    return ranged((found["min"], found["max"]), found["median"])
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+
+
+def machine(data: Row) -> str:
+    """What it ran on, in words."""
+    found = data["machine"]
+    cpu = found["cpu"] + (f" (family/model {found['cpu_id']})" if found.get("cpu_id") else "")
+    return (f"{data['device']}, " if "device" in data else "") + f"{found['cores']} cores of an {cpu}"
+
+
+def source(runs: Sequence[Run], *commands: str) -> str:
+    """Where the figures above come from: directory, date, commit, machine, and what takes them again."""
+    parts = []
+    for directory, commit in dict.fromkeys(run.key for run in runs):
+        of = [run for run in runs if run.key == (directory, commit)]
+        made = f"commit {commit}" if commit else "commit not recorded"
+        where = dict.fromkeys(machine(run.data) for run in of if "machine" in run.data)
+        parts.append(f"[{Path(directory).name}](RUNS/{Path(directory).name}), {made}, {' and '.join(where)}")
+    again = " and ".join(f"`{command}`" for command in commands)
+    return f"{'Run' if len(runs) == 1 else 'Runs'}: {'; '.join(parts)}; by {again}."
+
+
+def missing(*commands: str) -> str:
+    return f"No run of a clean tree is kept; {' and '.join(f'`{command}`' for command in commands)} takes one."  # fmt: skip
+
+
+GPU_SHAPES = ("qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
+
+
+def gpu_runs(runs: Runs) -> list[Run]:
+    """The newest of each shape."""
+    return [found[-1] for shape in GPU_SHAPES if (found := runs.newest(f"gpu-{shape}-[0-9]*.json", gpu=True))]
+
+
+def gpu_cell(row: Row) -> str:
+    """Milliseconds of a step; runs that kept no rounds have their ninth decile instead."""
+    if "round_ms" in row:
+        return ranged(row["round_ms"], row["step_ms"])
+    return f"{shown(row['step_ms'])} (p90 {shown(row['p90_ms'])})"
+
+
+def gpu(runs: Runs) -> str:
+    """Decodes and prefills on a GPU, beside the roofs."""
+    again = "python -m bench.figures gpu-text"
+    found = gpu_runs(runs)
+    if not found:
+        return missing(again)
+    sizes = [row["n"] for row in found[0].data["rows"]]
+    rows = []
+    for run in found:
+        by_n = {row["n"]: row for row in run.data["rows"]}
+        # A prefill without rounds has no range, and is left out.
+        prefill = next((p for p in run.data["prefill"].values() if "round_ms" in p), None)
+        cells = [gpu_cell(by_n[n]) for n in sizes]
+        rows.append(
+            [run.data["shape"], *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"]
+        )
+        shares = [percent(by_n[n]["roof"]) for n in sizes]
+        rows.append(["of the roof", *shares, percent(prefill["roof"]) if prefill else "–"])
+    read = [run.data["roofs"]["read"] / 1e12 for run in found]
+    multiply = [run.data["roofs"]["multiply"] / 1e12 for run in found]
+    launches = ", ".join(f"{run.data['rows'][0]['launches']} ({run.data['shape']})" for run in found)
+    lengths = {(run.data.get("prompt"), run.data.get("output")) for run in found}
+    told = " or ".join(f"{a} prompt and {b} generated tokens each" for a, b in lengths if a)
+    text = (
+        f"{told or 'Prompt and generated tokens are not in these runs'}. The roof of a decode is the bytes it must move over the "
+        f"bandwidth of reading, {min(read):.2f} to {max(read):.2f} TB/s, that of a prefill its operations over the rate of a large "
+        f"product, {min(multiply):.0f} to {max(multiply):.0f} TFLOP/s, both measured in each run. Kernels in a decode of one "
+        f"sequence: {launches}."
+    )
+    header = ["ms", *(f"N = {n}" for n in sizes), "prefill of 8,192"]
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
+
+
+def start(runs: Runs, on_gpu: bool = False) -> str:
+    """Seconds from the command to ready."""
+    again = f"python -m bench.figures {'gpu-more' if on_gpu else 'cpu --only start'}"
+    found = runs.newest("start-*.json", gpu=on_gpu)
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        starts = run.data["starts"]
+        cells = [ranged(one[stage] for one in starts) for stage in ("ready", "import", "weights", "compile")]
+        rows.append([str(run.data.get("label", "")), str(len(starts)), *cells])
+    header = ["model", "starts", "ready over HTTP, s", "of it importing torch", "weights", "compiling"]
+    return "\n\n".join((grid(header, rows), source(found, again)))
+
+
+def constrained(runs: Runs) -> str:
+    """What sequences under a schema cost on a GPU beside free ones."""
+    again = "python -m bench.figures gpu-more"
+    found = runs.newest("constrained-*.json", gpu=True)
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        for row in run.data["rows"]:
+            times = ranged(row["round_times_free"], row["times_free"])
+            rows.append([run.data["flags"]["dummy"], f"{row['n']}", f"{row['constrained']}", ranged(row["round_ms"], row["ms_a_token"]), times])  # fmt: skip
+    header = ["model", "sequences", "under a schema", "ms a token", "times all free"]
+    return "\n\n".join((grid(header, rows), source(found, again)))
+
+
+WIDTHS = {16: "bfloat16", 8: "8 bits", 4: "4 bits"}
+OURS = {"deltic-bf16": 16, "deltic-int8": 8, "deltic-int4": 4}
+
+
+def workload_name(name: str) -> str:
+    kind, size = name.split()
+    return f"decode, N = {size}" if kind == "decode" else f"prefill of {size}"
+
+
+def peer_rows(data: Row) -> Iterator[tuple[Row, list[Row], list[Row]]]:
+    """(our speed, theirs, ratios) of each workload and width. Prefills count where all engines had been warmed up alike."""
+    summary = data["summary"]
+    for ours in (row for row in summary["speeds"] if row["lane"] in OURS):
+        if ours["workload"].startswith("prefill") and "prefill_warm_up" not in data:
+            continue
+        ratios = [row for row in summary["ratios"] if (row["workload"], row["ours"]) == (ours["workload"], ours["lane"])]  # fmt: skip
+        speed = {row["lane"]: row for row in summary["speeds"] if row["workload"] == ours["workload"]}
+        yield ours, [speed[row["theirs"]] for row in ratios], ratios
+
+
+def peer_name(lane: str) -> str:
+    engine, _, form = lane.rpartition("-")
+    return engine if form == "bf16" else f"{engine} {form.upper()}"
+
+
+def peers_run(runs: Runs) -> Run | None:
+    """The newest; of several in one night the one with the most rounds."""
+    found = runs.newest("peers-*.json")
+    return max(found, key=lambda run: int(run.data["rounds"]), default=None)
+
+
+def peers(runs: Runs) -> str:
+    """Tokens a second beside llama.cpp and transformers."""
+    again = "python -m bench.peers --n 1,16 --prefill 512"
+    run = peers_run(runs)
+    if run is None:
+        return missing(again)
+    data, rows = run.data, []
+    for ours, theirs, ratios in peer_rows(data):
+        name = f"{workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"
+        peers_cell = " · ".join(f"{peer_name(row['lane'])} {spread(row['tok_s'])}" for row in theirs)
+        rows.append([
+            name, f"{spread(ours['tok_s'])}, {percent(ours['roof_share'])}", peers_cell, " · ".join(spread(row["ratio"]) for row in ratios),
+        ])  # fmt: skip
+    read = [roof["read"] / 1e9 for roof in data["roofs"]]
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    n_others = sum(figure["others"] > 0.15 for figure in data["figures"])
+    text = (
+        f"{data['rounds']} interleaved rounds, {data['threads']} threads; decodes of {data['steps']} tokens behind prompts of "
+        f"{data['context']}, the same for all; ratios are taken within a round. Memory read {ranged(read)} GB/s meanwhile. "
+        f"Other work took part of the CPUs in {n_others} of {len(data['figures'])} figures; such count only where a cell has no others. "
+        f"{versions}, llama.cpp built with `{data['llama_build']}`."
+    )
+    header = ["tokens a second", "Deltic, of its roof", "peers", "ours / theirs"]
+    return "\n\n".join((grid(header, rows), text, source([run], again)))
+
+
+def peers_claim(runs: Runs) -> str:
+    """One sentence: the least and the greatest ratio of medians, and of any round."""
+    run = peers_run(runs)
+    if run is None:
+        return "No run beside llama.cpp and transformers is kept."
+    ratios = [row["ratio"] for _, _, found in peer_rows(run.data) for row in found]
+    medians = [row["median"] for row in ratios]
+    least = min(row["min"] for row in ratios)
+    does = " and ".join(
+        dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in peer_rows(run.data))
+    )
+    return (
+        f"On the CPU it was measured on it {does} {shown(min(medians))} to {shown(max(medians))} times as fast as llama.cpp "
+        f"and transformers, the least of any round {shown(least)}."
+    )
+
+
+def headline(runs: Runs) -> str:
+    """The short table of the README."""
+    rows = []
+    for run in gpu_runs(runs)[1:]:
+        for row in (run.data["rows"][0], run.data["rows"][-1]):
+            one = f"{run.data['shape']}, {run.data['device'].removeprefix('NVIDIA ')}, a step of {row['n']}"
+            rows.append([one, f"{gpu_cell(row)} ms", f"{percent(row['roof'])} of the roof"])
+    run = peers_run(runs)
+    wanted = {("decode 1", "deltic-bf16"), ("decode 16", "deltic-int8"), ("prefill 512", "deltic-bf16")}
+    for ours, _, ratios in peer_rows(run.data) if run else ():
+        if (ours["workload"], ours["lane"]) in wanted:
+            beside = " · ".join(f"{spread(row['ratio'])} times {peer_name(row['theirs'])}" for row in ratios)
+            name = f"{run.data['shape']}, {run.data['threads']} CPU threads, {workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"  # type: ignore[union-attr]
+            rows.append([name, f"{spread(ours['tok_s'])} tok/s", beside])
+    return grid(["random weights", "Deltic, median (least .. most)", "beside it"], rows)
+
+
+def prefix(runs: Runs) -> str:
+    """Time to first token with the prefix cache."""
+    again = "python -m bench.prefix --dummy qwen3.5-0.8b --quantize int8", "python -m bench.prefix"
+    found = [
+        kept[-1] for name in ("qwen3.5-0.8b-int8", "built-in-bf16") if (kept := runs.newest(f"prefix-{name}-*.json"))
+    ]  # fmt: skip
+    if not found:
+        return missing(*again)
+    names = {
+        "system": "another 64-token question behind a 448-token system message / the first",
+        "repeat": "the same 512 tokens again / the first time",
+        "cold 512": "a cold prompt of 512, cache on / off",
+        "cold 2048": "a cold prompt of 2,048, cache on / off",
+        "restart": "tokens found after a restart with `--cache-dir` / before it",
+        "short": "time of 2,000 prompts of 200 tokens that share 128, cache on / off",
+    }
+    by_run = [{row["item"]: row for row in run.data["summary"]} for run in found]
+    rows = [
+        [text, *(spread(items[item]) if items.get(item, {}).get("median") is not None else "–" for items in by_run)]
+        for item, text in names.items()
+    ]  # fmt: skip
+    header = ["", *(f"{run.data['model']}, {run.data['quantize'] or 'bf16'}, {run.data['rounds']} rounds" for run in found)]  # fmt: skip
+    return "\n\n".join((grid(header, rows), source(found, *again)))
+
+
+def agent(runs: Runs) -> str:
+    """How much of an agent trace's prompts is reused."""
+    again = (
+        "python -m bench.agent --dummy qwen3.5-0.8b --quantize int8 --sessions 3 --parallel 3 --max-tokens 12000 "
+        "--memory-share 0.25 --cold-rounds 0"
+    )
+    found = runs.newest("agent-*.json")
+    if not found:
+        return missing(again)
+    data, rows = found[-1].data, []
+    for run in data["runs"]:
+        memory = f"{run['label']}, {run['held']['bytes'] / 1e9:.1f} GB"
+        tokens = (run["reuse"], run["best_reuse"], run["reuse_of_best"])
+        first = f"{run['ttft_p50_s']:.2f} s, {run['ttft_p95_s']:.1f} s"
+        rows.append([memory, *(f"{100 * share:.1f} %" for share in tokens), first])
+    header = ["memory", "prompt tokens reused", "best possible on the 64-token grid", "of the best", "time to first token, p50, p95"]  # fmt: skip
+    return "\n\n".join((grid(header, rows), source(found[-1:], again)))
+
+
+def quality(runs: Runs) -> str:
+    """What the formats lose."""
+    again = "deltic bench quality"
+    found = runs.newest("quality-built-in-*.json")
+    if not found:
+        return missing(again)
+    data, rows = found[-1].data, []
+    for row in data["rows"]:
+        loss = (f"{row['kl_mean']:.1e} ± {row['kl_error']:.0e}", f"{row['kl_p99']:.4f}", f"{row['kl_max']:.3f}", f"{100 * row['same_argmax']:.2f} %")  # fmt: skip
+        size = (f"{row['bytes'] / 1e6:.1f}", f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.5f}")
+        rows.append([row["format"], *size, *(("",) * 4 if row["format"] == "bf16" else loss)])
+    header = ["format", "MB", "bits a weight", "perplexity", "KL to bf16, mean", "p99", "largest", "same most likely token"]  # fmt: skip
+    text = f"{data['tokens']:,} tokens of held-out text that the built-in model knows; KL in nats a token."
+    return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
+
+
+def serve(runs: Runs) -> str:
+    """The built-in model over HTTP."""
+    again = "deltic bench serve --n 1,4,16 --requests-per-n 32"
+    found = runs.newest("serve-built-in-*.json")
+    if not found:
+        return missing(again)
+    by_run = [{row["value"]: row for row in run.data["rows"]} for run in found]
+    at_once = sorted(set.intersection(*(set(rows) for rows in by_run)))
+
+    def line(text: str, value: Callable[[Row], float]) -> list[str]:
+        return [text, *(ranged(value(rows[n]) for rows in by_run) for n in at_once)]
+
+    rows = [
+        line("all answers together, tokens a second", lambda row: row["output_tok_s"]),
+        line("of one request, after its first token", lambda row: row["decode_tok_s"]),
+        line("time to first token, ms, p50", lambda row: row["ttft_ms"]["p50"]),
+        line("p95", lambda row: row["ttft_ms"]["p95"]),
+    ]
+    data = found[-1].data
+    lengths = data["rows"][0]["mean_prompt_tokens"], data["rows"][0]["mean_output_tokens"]
+    text = f"Prompts of {lengths[0]:.0f} and answers of {lengths[1]:.0f} tokens, {len(found)} runs."
+    header = ["requests at once", *(f"{n:g}" for n in at_once)]
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
+
+
+def served(runs: Runs) -> str:
+    """What serving costs beside the engine alone."""
+    again = "python -m bench.served"
+    found = runs.newest("served-*.json")
+    if not found:
+        return missing(again)
+    data = found[-1].data
+    rounds = data["rounds"]
+    rows = [
+        ["served / engine alone, tokens a second", ranged(r["served_tok_s"] / r["offline_tok_s"] for r in rounds)],
+        ["served, tokens a second", ranged(r["served_tok_s"] for r in rounds)],
+        ["engine alone, tokens a second", ranged(r["offline_tok_s"] for r in rounds)],
+        ["a step beside the probes, ms", ranged(1e3 * r["step_s"] for r in rounds)],
+        ["first token of a 64-token prompt that comes alone, ms", ranged(1e3 * r["prefill_s"] for r in rounds)],
+        [f"while {data['n'] - 1} others decode, ms", ranged(1e3 * t for r in rounds for t in r["ttft_s"])],
+    ]  # fmt: skip
+    header = [f"{data['shape']}, {data['quantize'] or 'bf16'}, {data['n']} streams", f"{len(rounds)} rounds"]
+    return "\n\n".join((grid(header, rows), source(found[-1:], again)))
+
+
+def host(runs: Runs) -> str:
+    """What the host's own work costs."""
+    again = "python -m bench.host"
+    found = runs.newest("host-*.json")
+    if not found:
+        return missing(again)
+    names = {
+        "engine_host_us": "engine, beside its program, µs a step",
+        "server_us_a_token": "HTTP process, µs a token",
+        "host_us_a_sequence": "both, µs a step and sequence",
+    }
+    by_run = [{row["n"]: row for row in run.data["rows"]} for run in found]
+    rows = [[text, *(ranged(r[n][name] for r in by_run) for n in by_run[0])] for name, text in names.items()]
+    header = [f"{len(found)} runs, built-in model", *(f"{n} sequences" for n in by_run[0])]
+    return "\n\n".join((grid(header, rows), source(found, again)))
+
+
+def speech(runs: Runs) -> str:
+    """Speech on a CPU, beside the published package."""
+    again = "python -m bench.figures cpu --only speech"
+    ours, theirs = runs.newest("speech-*.json"), runs.newest("published-*.json")
+    if not ours:
+        return missing(again)
+    rows = []
+    for label in sorted({run.data["label"] for run in ours}):
+        of = [run.data for run in ours if run.data["label"] == label]
+        samples = [sample for data in of for sample in data["rows"][0]["samples"]]
+        audio = of[0]["rows"][0]["mean_audio_s"]
+        rows.append([
+            f"Deltic, {label}", f"{audio:.1f} s", ranged(s["e2e_s"] / s["audio_s"] for s in samples), ranged(s["ttfa_s"] for s in samples),
+        ])  # fmt: skip
+    rounds = [r for run in theirs for r in run.data["rounds"]]
+    if rounds:
+        rtf = ranged((r["codes_s"] + r["wave_s"]) / (0.08 * r["frames"]) for r in rounds)
+        frames = median(r["frames"] for r in rounds)
+        name = f"qwen-tts {theirs[-1].data['version']}, {theirs[-1].data['dtype']}"
+        rows.append([name, f"{0.08 * frames:.1f} s", rtf, "– (whole answers)"])
+    read = [roof / 1e9 for run in theirs for roof in run.data.get("read", ())]
+    text = f"One stream, {len(ours) + len(theirs)} runs in turns" + (f"; memory read {ranged(read)} GB/s meanwhile" if read else "") + "."  # fmt: skip
+    header = ["", "audio", "RTF", "first audio, s"]
+    return "\n\n".join((grid(header, rows), text, source([*ours, *theirs], again)))
+
+
+def gpu_speech(runs: Runs) -> str:
+    """Speech on a GPU, over HTTP and on the device."""
+    again = "python -m bench.figures gpu-speech"
+    shapes = ("qwen3-tts-1.7b", "qwen3-tts-0.6b")
+    found = [kept[-1] for shape in shapes if (kept := runs.newest(f"speech-{shape}-*.json", gpu=True))]
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        for row in run.data["rows"]:
+            streams = (
+                f"{row['value']:g} {'streams' if row['mode'] == 'closed' else 'requests a second at random'}"
+            )
+            first = f"{row['ttfa_ms']['p50']:.1f} / {row['ttfa_ms']['p95']:.1f}"
+            late = percent(row["continuous"])
+            samples = [s["e2e_s"] / s["audio_s"] for s in row["samples"] if s["audio_s"]]
+            rows.append(
+                [run.data["label"], streams, first, ranged(samples), shown(row["audio_s_per_s"]), late]
+            )
+    header = ["", "", "first audio, ms, p50 / p95", "RTF", "seconds of audio a second", "never late"]
+    parts = [grid(header, rows)]
+    frames = runs.newest("frames-qwen3-tts-*.json", gpu=True)
+    for run in frames[-1:]:
+        alone = [row for row in run.data["rows"] if row.get("what") == "decode"]
+        told = "; ".join(
+            f"{ranged((row['ms_least'], row['ms_most']), row['ms'])} ms at {row['n']}" for row in alone
+        )
+        parts.append(
+            f"A frame on the device ({run.data['flags']['dummy']}, {alone[0]['launches']} kernels), by number of streams: {told}."
+        )
+    return "\n\n".join((*parts, source([*found, *frames[-1:]], again)))
+
+
+def soak(runs: Runs) -> str:
+    """All soaks that are kept."""
+    again = "python -m deltic.bench.soak"
+    found = [run for run in runs.clean if run.path.match("soak-*.json")]
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        data = run.data
+        growth = [
+            f"{name} {sizes['second_third_mb']:.1f} → {sizes['last_third_mb']:.1f}" for name, sizes in data["memory_growth"].items() if sizes
+        ]  # fmt: skip
+        kind = "speech" if data.get("speech", "speech" in run.path.parent.name) else "text"
+        kills = f"{data['kills']} ({ranged(data['recoveries_s'])} s)" if data["kills"] else "0"
+        where = f"[{run.path.parent.name}](RUNS/{run.path.parent.name}/{run.path.name})"
+        rows.append([
+            kind, where, f"{data['minutes']:.3g}", f"{data['requests']:,}", f"{data['generated_tokens_checked']:,}", kills,
+            ", ".join(growth), str(len(data["violations"])),
+        ])  # fmt: skip
+    header = ["", "run", "minutes", "requests", "tokens or frames checked", "engine kills (until ready)", "MB, second third → last", "violations"]  # fmt: skip
+    return grid(header, rows)
+
+
+def stalls(runs: Runs) -> str:
+    """The time between tokens while long prompts arrive."""
+    again = "deltic bench stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2"
+    found = runs.newest("stalls-*.json")
+    if not found:
+        return missing(again)
+    data, rows = found[-1].data, []
+    for row in data["rows"]:
+        alone, beside = (" / ".join(f"{row[name][p]:,.0f}" for p in ("p50", "p99", "max")) for name in ("alone_ms", "beside_ms"))  # fmt: skip
+        target = f"{row['target_ms']:g} ms" if row["target_ms"] else "none"
+        rows.append([target, f"{alone} ms", f"{beside} ms", f"{row['prompt_s']:.1f} s, {row['prompt_tok_s']:.0f} tokens/s"])  # fmt: skip
+    header = ["bound", f"ITL of {data['n']} answers alone, p50 / p99 / max", f"beside {data['prompt_tokens']:,}-token prompts", "a prompt"]  # fmt: skip
+    return "\n\n".join((grid(header, rows), source(found[-1:], again)))
+
+
+TABLES: dict[str, Callable[[Runs], str]] = {
+    "headline": headline, "peers-claim": peers_claim, "gpu": gpu, "gpu-start": lambda runs: start(runs, on_gpu=True),
+    "constrained": constrained, "gpu-speech": gpu_speech, "peers": peers, "prefix": prefix, "agent": agent, "quality": quality,
+    "serve": serve, "served": served, "host": host, "speech": speech, "start": start, "soak": soak, "stalls": stalls,
+}  # fmt: skip
+
+
+def broken(part: str) -> str:
+    """A paragraph in lines of at most 110 columns; a table as it is."""
+    return (
+        part
+        if part.startswith("|")
+        else textwrap.fill(part, 110, break_long_words=False, break_on_hyphens=False)
+    )
+
+
+def filled(text: str, runs: Runs, document: Path) -> str:
+    """The document with its marked parts made anew. Raises KeyError for a name that is not in TABLES.
+
+    A part that begins on the marker's line stays in its sentence. Lines of prose are broken; a table's are not.
+    """
+    to_runs = os.path.relpath(runs.directory, document.parent)
+
+    def one(found: re.Match[str]) -> str:
+        made = "\n\n".join(
+            map(broken, TABLES[found["name"]](runs).replace("](RUNS/", f"]({to_runs}/").split("\n\n"))
+        )
+        gap = "\n" if found["body"].startswith("\n") else ""
+        return f"{found[1]}{gap}{made}{gap}{found[4]}"
+
+    return MARKED.sub(one, text)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The command. With --check exit status 1 where a document is not what the runs say."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; say which documents would change"
+    )
+    arguments = parser.parse_args(given)
+    runs, stale = Runs(ROOT / "bench" / "runs"), []
+    for name in DOCUMENTS:
+        document = ROOT / name
+        text = document.read_text()
+        made = filled(text, runs, document)
+        if made != text:
+            stale.append(name)
+            if not arguments.check:
+                document.write_text(made)
+    print(f"{'stale' if arguments.check else 'written'}: {', '.join(stale) or 'nothing'}")
+    return 1 if arguments.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""The documents' tables are what the kept runs say, and no figure stands beside them that no run says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import figures, tables
+from bench.tables import DOCUMENTS, ROOT, Runs, filled
+
+MEASURED = re.compile(
+    r"\d[\d.,]*\s?(ms|µs|us|s|[GT]B/s|[GT]?FLOP/s|tok/s|tokens/s|%|times|x|TFLOP/s)(?![\w/])"
+)
+MACHINE = {"cpu": "A CPU", "cores": 2}
+CLEAN = {"version": "0", "commit": "c0ffee", "modified": False}
+
+
+def keep(directory: Path, name: str, **data: Any) -> None:
+    """A result file, of a clean tree unless `data` says otherwise."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(
+        json.dumps({"machine": MACHINE, "code": CLEAN, "date": "2026-01-01"} | data)
+    )
+
+
+def serve_row(n: int, output: float, prompt: float) -> dict[str, Any]:
+    return {
+        "value": n, "output_tok_s": output, "prompt_tok_s": prompt, "decode_tok_s": 1.0, "ttft_ms": {"p50": 1.0, "p95": 2.0},
+        "mean_prompt_tokens": 124.0, "mean_output_tokens": 128.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_documents_tables_are_those_of_the_kept_runs(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert tables.MARKED.search(text)
+    assert filled(text, Runs(ROOT / "bench" / "runs"), ROOT / name) == text, "run python -m bench.tables"
+
+
+def test_every_table_is_in_a_document() -> None:
+    used = [m["name"] for name in DOCUMENTS for m in tables.MARKED.finditer((ROOT / name).read_text())]
+    assert sorted(used) == sorted(tables.TABLES)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
+def test_no_measured_figure_is_written_by_hand(name: str) -> None:
+    text = tables.MARKED.sub("", (ROOT / name).read_text())
+    text = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+    assert [found[0] for found in MEASURED.finditer(text)] == []
+
+
+def test_answers_tokens_a_second_are_the_answers_and_runs_of_a_commit_are_rounds(tmp_path: Path) -> None:
+    for i, output in enumerate((4400.0, 4416.0, 4500.0)):
+        rows = [serve_row(1, output, 4257.0), serve_row(16, 10809.0, 10271.0)]
+        keep(tmp_path / "b", f"serve-built-in-{i}.json", rows=rows, client=CLEAN, date=f"2026-01-02T{i}")
+    keep(tmp_path / "a", "serve-built-in-9.json", rows=[serve_row(1, 1.0, 1.0)], date="2026-01-01")
+    made = tables.serve(Runs(tmp_path))
+    assert (
+        "| all answers together, tokens a second | 4,416 (4,400 .. 4,500) | 10,809 (10,809 .. 10,809) |"
+        in made
+    )
+    assert "124 and answers of 128 tokens, 3 runs" in made
+    assert "[b](RUNS/b), commit c0ffee, 2 cores of an A CPU" in made
+
+
+def test_a_run_of_a_changed_tree_is_not_used(tmp_path: Path) -> None:
+    keep(tmp_path / "a", "serve-built-in-1.json", rows=[serve_row(1, 7.0, 1.0)])
+    keep(tmp_path / "b", "serve-built-in-2.json", rows=[], date="2026-02-01", code=CLEAN | {"modified": True})
+    assert "7.00" in tables.serve(Runs(tmp_path))
+    assert "No run of a clean tree is kept" in tables.host(Runs(tmp_path))
+
+
+def peers_run(**more: Any) -> dict[str, Any]:
+    def one(median: float) -> dict[str, Any]:
+        return {"median": median, "min": median - 1, "max": median + 1, "n": 3}
+
+    speeds = [
+        {"workload": work, "lane": lane, "tok_s": one(value), "roof_share": 0.5, "disturbed": False}
+        for work in ("decode 1", "prefill 512")
+        for lane, value in (("deltic-bf16", 30.0), ("llama.cpp-bf16", 20.0))
+    ]
+    ratios = [
+        {"workload": row["workload"], "ours": "deltic-bf16", "theirs": "llama.cpp-bf16", "ratio": one(1.5)}
+        for row in speeds[::2]
+    ]
+    return {
+        "shape": "qwen3.5-0.8b", "summary": {"speeds": speeds, "ratios": ratios}, "roofs": [{"read": 5e10}], "versions": {}, "figures": [],
+        "rounds": 3, "threads": 2, "steps": 256, "context": 128, "llama_build": "-D",
+    } | more  # fmt: skip
+
+
+def test_prefills_count_where_all_were_warmed_up_alike(tmp_path: Path) -> None:
+    keep(tmp_path / "a", "peers-1.json", **peers_run())
+    made = tables.peers(Runs(tmp_path))
+    assert "prefill" not in made.split("\n\n")[0]
+    assert (
+        "| decode, N = 1, bfloat16 | 30.0 (29.0 .. 31.0), 50 % | llama.cpp 20.0 (19.0 .. 21.0) | 1.50 (0.500 .. 2.50) |"
+        in made
+    )
+    assert "decodes of 256 tokens behind prompts of 128, the same for all" in made
+    keep(tmp_path / "a", "peers-2.json", **peers_run(prefill_warm_up="same", date="2026-01-02", rounds=5))
+    assert "| prefill of 512, bfloat16 |" in tables.peers(Runs(tmp_path))
+    assert "decodes and prefills 1.50 to 1.50 times" in tables.peers_claim(Runs(tmp_path))
+
+
+def test_a_gpus_prefill_without_rounds_is_left_out(tmp_path: Path) -> None:
+    row = {"n": 1, "step_ms": 2.0, "p90_ms": 2.1, "roof": 0.5, "launches": 9}
+    old = {"shape": "qwen3.5-27b", "device": "NVIDIA H200", "roofs": {"read": 4e12, "multiply": 8e14}}
+    keep(
+        tmp_path / "1-h200",
+        "gpu-qwen3.5-27b-1.json",
+        rows=[row],
+        prefill={"8192": {"ms": 674.0, "roof": 0.7}},
+        **old,
+    )
+    made = tables.gpu(Runs(tmp_path))
+    assert "| qwen3.5-27b | 2.00 (p90 2.10) | – |" in made
+    new = {"date": "2026-02-01", "prompt": 128, "output": 256}
+    rounds = {"8192": {"ms": 600.0, "round_ms": [590.0, 600.0, 610.0], "roof": 0.7}}
+    keep(
+        tmp_path / "2-h200", "gpu-qwen3.5-27b-1.json", rows=[row | {"round_ms": [1.9, 2.0, 2.2]}], prefill=rounds, **old | new
+    )  # fmt: skip
+    made = tables.gpu(Runs(tmp_path))
+    assert "| qwen3.5-27b | 2.00 (1.90 .. 2.20) | 600 (590 .. 610) |" in made
+    assert made.split("\n\n")[1].startswith("128 prompt and 256 generated tokens each.")
+
+
+def test_a_name_that_no_table_has_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        filled("<!-- table nothing -->\n<!-- end -->", Runs(tmp_path), ROOT / "README.md")
+
+
+def test_a_part_in_a_sentence_stays_in_it(tmp_path: Path) -> None:
+    text = "It runs. <!-- table peers-claim -->old<!-- end --> More."
+    made = filled(text, Runs(tmp_path), ROOT / "README.md")
+    assert (
+        made
+        == "It runs. <!-- table peers-claim -->No run beside llama.cpp and transformers is kept.<!-- end --> More."
+    )
+
+
+@pytest.mark.parametrize("plan", sorted(figures.PLANS))
+def test_every_step_can_be_chosen_and_its_commands_are_whole(plan: str) -> None:
+    words = dict.fromkeys(("out", "scratch", "peers", "published", "threads", "peer_minutes"), "W")
+    for step in figures.PLANS[plan]:
+        assert figures.chosen(figures.PLANS[plan], step.name, "") == [step]
+        assert step not in figures.chosen(figures.PLANS[plan], "", step.name)
+        assert all("{" not in command.format(**words) for command in step.commands)
+    with pytest.raises(ValueError, match="no step nothing; there are"):
+        figures.chosen(figures.PLANS[plan], "nothing", "")
+
+
+def test_steps_without_time_are_passed_over_and_copies_get_their_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = f"""python -c 'import json; json.dump({{{{"client": {{{{"version": "1"}}}}}}}}, open("{tmp_path}/x.json", "w"))'"""
+    steps = [
+        figures.Step("a", 0.1, (write,)),
+        figures.Step("b", 100, ()),
+        figures.Step("c", 0.1, ("python -c 1/0",)),
+    ]
+    arguments = argparse.Namespace(plan="cpu", minutes=1.0, peers="p", published="q", commit="abc")
+    assert figures.run(steps, arguments, tmp_path, tmp_path) == ["b", "c"]
+    assert json.loads((tmp_path / "x.json").read_text())["client"] == {
+        "version": "1",
+        "commit": "abc",
+        "modified": False,
+    }
+    said = capsys.readouterr().out
+    assert "[2/3] b: about 100 minutes" in said and "passed over" in said and "FAILED with status 1" in said
+
+
+def test_a_changed_tree_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures, "code", lambda: {"modified": True})
+    assert figures.main(["cpu"]) == 1
+    assert "commit them" in capsys.readouterr().err
