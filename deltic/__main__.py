@@ -6,6 +6,7 @@ Each subcommand imports what it needs when it runs, so `deltic --help` answers a
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -20,12 +21,17 @@ from deltic.config import (
     ServerConfig,
     add_flags,
     check_environment,
+    config_file,
     n_usable_cpus,
     resolve,
 )
 
 MODEL_HELP = "checkpoint directory or hub name (default: the small built-in model)"
 REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
+CONFIG_HELP = (
+    "settings of deltic serve by their flags' names, as TOML or YAML; what is on the command line, or in a DELTIC_ variable, "
+    "counts more. Further models are tables [[and]]"
+)
 AND_HELP = (
     "one more model, with its own engine and model flags behind it; may be given several times. What is the server's comes "
     "before. A request names its model; DELTIC_ variables hold for all models. Example: deltic serve Qwen/Qwen3.5-4B --port 8080 "
@@ -51,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     _add_model(serve)
     serve.usage = "deltic serve [-h] [MODEL] [flags] [--and MODEL [flags]] ..."
     serve.add_argument("--and", dest="further", nargs=argparse.REMAINDER, help=AND_HELP)
+    _add_config(serve)
     add_flags(serve, EngineConfig, skip=("model",))
     add_flags(serve, ModelConfig)
     add_flags(serve, ServerConfig)
@@ -90,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
     plan = add("plan", _plan, "print what fits in memory and the speed to expect")
     _add_model(plan)
+    _add_config(plan)
     add_flags(plan, EngineConfig, skip=("model",))
 
     warmup = add("warmup", _warmup, "compile the GPU's kernels for a model ahead of its first start")
@@ -107,6 +115,10 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=MODEL_HELP)
+
+
+def _add_config(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
 
 
 def _add_some_flags(sub: argparse.ArgumentParser, *names: str) -> None:
@@ -331,25 +343,43 @@ def _add_bench_quality(sub: argparse.ArgumentParser) -> None:
     _add_some_flags(sub, "dummy", "weights_cache", "threads", "seed")
 
 
-def _given(arguments: argparse.Namespace, config_class: Any) -> dict[str, Any]:
+def _given(arguments: argparse.Namespace | None, config_class: Any) -> dict[str, Any]:
     """The settings of `config_class` that were on the command line."""
-    return {
-        name: value for name, value in vars(arguments).items() if name in config_class.__dataclass_fields__
-    }
+    words = vars(arguments) if arguments else {}
+    return {name: value for name, value in words.items() if name in config_class.__dataclass_fields__}
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     groups = [arguments]
     while (words := groups[-1].further) is not None:
         groups.append(_further(words))
+    tables = _tables(arguments)
+    if len(groups) > 1 and len(tables) > 1:
+        raise ConfigError(
+            "there are models behind --and, and in the file of --config; give them in one place"
+        )
+    pairs = list(itertools.zip_longest(groups, tables))
     models = [
-        (resolve(EngineConfig, _given(group, EngineConfig)), resolve(ModelConfig, _given(group, ModelConfig)))
-        for group in groups
+        (
+            resolve(EngineConfig, _given(group, EngineConfig), table=table or {}),
+            resolve(ModelConfig, _given(group, ModelConfig), table=table or {}),
+        )
+        for group, table in pairs
     ]
-    server_config = resolve(ServerConfig, _given(arguments, ServerConfig))
+    server_config = resolve(ServerConfig, _given(arguments, ServerConfig), table=tables[0])
     from deltic.server.serve import serve
 
     return serve(models, server_config) or 0
+
+
+def _tables(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of each model, and the first also of the server, what the file of --config says. Raises ConfigError."""
+    path = config_file(vars(arguments).get("config"))
+    if path is None:
+        return [{}]
+    from deltic.config_file import read_config
+
+    return read_config(path)
 
 
 def _further(words: Sequence[str]) -> argparse.Namespace:
@@ -357,7 +387,8 @@ def _further(words: Sequence[str]) -> argparse.Namespace:
     group = parser().parse_args(["serve", *words])
     if not {"model", "dummy"} & vars(group).keys():
         raise ConfigError("--and needs a MODEL behind it, or --dummy SHAPE")
-    if misplaced := _given(group, ServerConfig):
+    misplaced = _given(group, ServerConfig) | ({"config": None} if "config" in group else {})
+    if misplaced:
         flag = "--" + next(iter(misplaced)).replace("_", "-")
         raise ConfigError(f"{flag} is the whole server's; give it before the first --and")
     return group
@@ -401,7 +432,12 @@ def _say(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    config = resolve(EngineConfig, _given(arguments, EngineConfig))
+    table, *others = _tables(arguments)
+    if others:
+        raise ConfigError(
+            "deltic plan is about one model, and the file of --config has several; give it one's flags"
+        )
+    config = resolve(EngineConfig, _given(arguments, EngineConfig), table=table)
     from deltic.fit import report
 
     print(report(config))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import re
@@ -249,19 +250,32 @@ def _switch(text: str) -> bool:
     return bool(("off", "on", "0", "1", "false", "true", "no", "yes").index(text.strip().lower()) % 2)
 
 
-def _scalar(hint: Any) -> tuple[type, bool]:
-    """The type of one value of a field, and whether the flag may be repeated."""
+def json_object(text: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _scalar(hint: Any) -> tuple[Any, bool]:
+    """What makes one value of a field from a text (mostly its type), and whether the flag may be repeated."""
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(h for h in typing.get_args(hint) if h is not type(None))
-    return hint, False
+    return (json_object if typing.get_origin(hint) is dict else hint), False
 
 
-def resolve(cls: type[T], given: dict[str, Any], environ: typing.Mapping[str, str] = os.environ) -> T:
-    """Flags over `DELTIC_<FIELD>` variables over defaults; unknown names and malformed values are errors.
+def resolve(
+    cls: type[T],
+    given: dict[str, Any],
+    environ: typing.Mapping[str, str] = os.environ,
+    table: typing.Mapping[str, Any] = types.MappingProxyType({}),
+) -> T:
+    """Flags over `DELTIC_<FIELD>` variables over those of a file over defaults; unknown flags and malformed values are errors.
 
-    Raises ConfigError.
+    table: of a file; what is not of `cls` is passed over. Raises ConfigError.
     """
     environ = _ours(environ)
     hints = typing.get_type_hints(cls)
@@ -278,14 +292,40 @@ def resolve(cls: type[T], given: dict[str, Any], environ: typing.Mapping[str, st
             values[name] = Path(value) if kind is Path and value is not None else value
         elif variable in environ:
             text = environ[variable]
-            parse, expected = (_switch, "on or off") if kind is bool else (kind, kind.__name__)
-            try:
-                values[name] = tuple(parse(t.strip()) for t in text.split(",")) if many else parse(text)
-            except ValueError:
-                raise ConfigError(f"{variable}={text!r}: expected {expected}") from None
+            items = [item.strip() for item in text.split(",")] if many else [text]
+            parsed = _parsed(kind, items, f"{variable}={text!r}")
+            values[name] = tuple(parsed) if many else parsed[0]
+        elif name in table:
+            found = table[name]
+            items = found if many and isinstance(found, list) else [found]
+            parsed = _parsed(kind, items, f"{name.replace('_', '-')} = {found!r}")
+            values[name] = tuple(parsed) if many else parsed[0]
     config = cls(**values)
     _check(config)
     return config
+
+
+def _parsed(kind: Any, items: list[Any], whence: str) -> list[Any]:
+    """What texts, or the values of a file, say. Raises ConfigError."""
+    expected = "on or off" if kind is bool else EXPECTED.get(kind, kind.__name__)
+    try:
+        return [_value(kind, item) for item in items]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{whence}: expected {expected}") from None
+
+
+EXPECTED = {json_object: "a JSON object", str: "a text", Path: "a path"}
+
+
+def _value(kind: Any, item: Any) -> Any:
+    """Raises ValueError, TypeError."""
+    if isinstance(item, str):
+        return (_switch if kind is bool else kind)(item)
+    if type(item) is {bool: bool, json_object: dict}.get(kind):
+        return item
+    if type(item) in (int, float) and kind in (int, float, str):
+        return kind(str(item))
+    raise TypeError
 
 
 _OF_A_SERVICE = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
@@ -306,10 +346,16 @@ def _ours(environ: typing.Mapping[str, str]) -> dict[str, str]:
 def check_environment(environ: typing.Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError for a DELTIC_ variable that names no setting: a typo must not be ignored."""
     classes = (EngineConfig, ModelConfig, ServerConfig)
-    known = {f.name.upper() for cls in classes for f in dataclasses.fields(cls)}
+    known = {f.name.upper() for cls in classes for f in dataclasses.fields(cls)} | {"CONFIG"}
     for variable in _ours(environ):
         if variable.removeprefix(ENV_PREFIX) not in known:
             raise ConfigError(f"{variable} is not a setting of Deltic; unset it or correct its name")
+
+
+def config_file(given: str | None, environ: typing.Mapping[str, str] = os.environ) -> Path | None:
+    """The file of settings, by --config or DELTIC_CONFIG."""
+    named = environ.get(ENV_PREFIX + "CONFIG") if given is None else given
+    return None if named is None else Path(named)
 
 
 RANGES: dict[str, tuple[float, float]] = {

@@ -1,0 +1,87 @@
+"""A file of settings for `--config`: what the flags say, as TOML or YAML.
+
+model = "Qwen/Qwen3.5-4B"
+port = 8080
+served-model-name = ["chat", "gpt-*"]
+
+[[and]]                 # a further model, as behind --and
+model = "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
+
+AND = "and"
+"""The key of the list of further models."""
+
+
+def read_config(path: Path) -> list[dict[str, Any]]:
+    """What the file says of each model, by the names of fields; of the server with the first. Values are as the file has them.
+
+    Raises ConfigError for a file that cannot be read, and for a key that is no setting.
+    """
+    top = _load(path)
+    further = top.pop(AND, [])
+    if not isinstance(further, list) or not all(isinstance(table, dict) for table in further):
+        raise ConfigError(f"--config {path}: {AND!r} must be a list of tables, one for each further model")
+    tables = [_fields(path, top, (EngineConfig, ModelConfig, ServerConfig))]
+    for table in further:
+        tables.append(_fields(path, table, (EngineConfig, ModelConfig)))
+        if not {"model", "dummy"} & tables[-1].keys():
+            raise ConfigError(f"--config {path}: each table of {AND!r} needs a model (or dummy)")
+    return tables
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            content: Any = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            import yaml  # here: most have none
+
+            try:
+                content = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(" ".join(str(error).split())) from None
+        else:
+            raise ConfigError(f"--config {path}: expected a file called .toml, .yaml or .yml")
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read ({error.strerror})") from None
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, no YAML
+        raise ConfigError(f"--config {path}: {error}") from None
+    if content is None:  # an empty YAML
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected settings, each a name with its value")
+    return content
+
+
+def _fields(path: Path, table: dict[Any, Any], classes: tuple[Any, ...]) -> dict[str, Any]:
+    """A table under the names of fields. Raises ConfigError for what is none of `classes`'."""
+    known = {field.name for cls in classes for field in dataclasses.fields(cls)}
+    fields: dict[str, Any] = {}
+    for key, value in table.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            if name in ServerConfig.__dataclass_fields__:
+                raise ConfigError(
+                    f"--config {path}: {key} is the whole server's; put it at the top of the file"
+                )
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            hint = f"did you mean {near[0].replace('_', '-')}?" if near else "deltic serve --help lists them"
+            raise ConfigError(f"--config {path}: {key} is not a setting of Deltic; {hint}")
+        if name in fields:
+            raise ConfigError(f"--config {path}: {key} is there twice")
+        fields[name] = value
+    return fields
