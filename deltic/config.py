@@ -168,9 +168,13 @@ class ServerConfig:
         "request it was (a KEY that has a '=' needs one)", metavar="[NAME=]KEY",
     )  # fmt: skip
     api_key_file: Path | None = knob(
-        None, "more keys, with limits of their own: TOML, for each name a table of key, max_concurrent, tokens_per_minute",
+        None, "more keys, with limits of their own: TOML, for each name a table of key, max_concurrent, tokens_per_minute, admin",
         metavar="FILE",
     )  # fmt: skip
+    share_cache: bool = knob(
+        False,
+        "let keys of different names find each other's prefixes in the cache, and so learn who asked what before",
+    )
     max_concurrent_per_key: int = knob(
         0, "requests of one key that may be open at once; more are answered 429; 0: any number"
     )

@@ -103,9 +103,12 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     prompt_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    """Lower runs first; of equal priorities owners take turns, and what one owner sent is first come, first served."""
+    """Lower runs first: above 0 of all requests, below 0 of its owner's alone. Of equal ones owners take turns, and what one
+    owner sent is first come, first served."""
     owner: str = ""
     """The name of the API key; "" without keys."""
+    party: str = ""
+    """Prefixes are shared only within a party: an API key's name, without line ends, or "" where all are one."""
     boundaries: list[int] = []
     """Token offsets at which a chat message ends (from the template): where prompts branch."""
     cache_salt: str = ""
@@ -377,7 +380,7 @@ class Sequence:
     arrival: int = 0
     """Order of arrival, to break ties of equal turn."""
     turn: int = 0
-    """In the order of which owners are served."""
+    """In the order of which owners are served. It rises when its owner sends something more urgent."""
     arrived_at: float = 0.0
     """time.monotonic() of its arrival."""
     queued_s: float = 0.0

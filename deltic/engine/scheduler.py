@@ -2,7 +2,8 @@
 
 A sequence waits (owns nothing), prefills (owns a slot, and pages for what was computed) or decodes. Each step
 takes every decode, then fills what is left of the token budget with prefill chunks, first come, first served
-within a priority and an owner, owners in turn. `plan` makes a step, the runner runs it, `commit` takes what was
+within a priority and an owner, owners in turn. A priority above 0 stands back behind all others; one below 0 takes the turn of
+its owner's others, which move back by one, and nobody else's. `plan` makes a step, the runner runs it, `commit` takes what was
 drawn; requests come and go in between.
 
 A sequence starts behind the longest prefix that the cache has. It is held back while that is brought from a lower tier, and
@@ -61,8 +62,9 @@ class RequestError(ValueError):
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int, int]:
-    """Who goes first: the lower rank. Unique among the open sequences."""
-    return sequence.request.priority, sequence.turn, sequence.arrival, sequence.index
+    """Who goes first: the lower rank. Unique among the open sequences. Those of one owner stand in the order of their priorities,
+    then of their arrival; two of different owners change places only when one's owner sends something more urgent."""
+    return max(0, sequence.request.priority), sequence.turn, sequence.arrival, sequence.index
 
 
 def _n_most_computed(n_prompt: int, max_tokens: int) -> int:
@@ -183,7 +185,7 @@ class Scheduler:
         prompt, now = array("i", request.prompt_ids), time.monotonic()
         # Kept once, as an array: a list is nine times as large, and siblings get their copy when they start.
         request = msgspec.structs.replace(request, params=params, prompt_ids=[])
-        turn = self._next_turn(request)
+        turn = self._take_turn(request)
         group = [
             Sequence(
                 request,
@@ -212,15 +214,32 @@ class Scheduler:
         self._open[request.id] = dict(enumerate(group))
         insort(self._waiting, group[0], key=_rank)
 
-    def _next_turn(self, request: Request) -> int:
-        """The turn of a new request: behind those of its owner and priority that wait, but level with the others' first.
+    def _take_turn(self, request: Request) -> int:
+        """The turn of a new request: behind those of its owner that wait and are as urgent, but level with the others' first.
 
         So owners alternate however many one of them sends, none can be overtaken for ever, and a single one is served in the
-        order of arrival.
+        order of arrival. Of its owner's, those that are less urgent move back behind it, in their order.
         """
-        waiting = (s for s in self._waiting if s.request.priority == request.priority)
-        own = (s.turn + s.request.params.n for s in waiting if s.request.owner == request.owner)
-        return max(self._turn, max(own, default=0))
+        groups = (list(group.values()) for group in self._open.values())
+        own = [g for g in groups if g[0].request.owner == request.owner]
+        own = [g for g in own if max(0, g[0].request.priority) == max(0, request.priority)]
+        turn, passed = self._turn, []
+        for group in own:
+            if group[0].request.priority > request.priority:
+                passed.append(group)
+                continue
+            waits = any(s.slot is None for s in group)
+            turn = max(turn, group[0].turn + waits * group[0].request.params.n)
+        after = turn + request.params.n
+        for group in sorted(passed, key=lambda g: _rank(g[0])):
+            after = max(after, group[0].turn)
+            for sequence in group:
+                sequence.turn = after
+            after += group[0].request.params.n
+        if passed:
+            self._waiting.sort(key=_rank)
+            self._prefills.sort(key=_rank)
+        return turn
 
     def add_text(self, command: AddText) -> None:
         """More of the text of a request, whose sequences go on with it. One that is not open is left alone."""
@@ -413,7 +432,7 @@ class Scheduler:
             return True
         if sequence.waits_for is not None:
             other, n_tokens = sequence.waits_for
-            if other.slot is not None and other.n_computed < n_tokens:
+            if other.slot is not None and other.n_computed < n_tokens and _rank(other) < _rank(sequence):
                 return True
             sequence.waits_for = None
         return self.cache.is_loading(sequence)

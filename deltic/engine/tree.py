@@ -47,10 +47,12 @@ class Geometry:
         return (end - start) * (1.0 + (start + end) / 2 / self.even_context)
 
 
-def root_key(salt: str) -> bytes:
-    """The key before the first page: whatever decides KV and state beside the tokens. An adapter would join here."""
+def root_key(party: str, salt: str) -> bytes:
+    """The key before the first page: who shares prefixes, and whatever decides KV and state beside the tokens. An adapter would
+    join here. party: without a line end."""
     # Another hash than that of next_key, lest a salt be made up of another salt's key and tokens.
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"deltic salt").digest()
+    both = f"{party}\n{salt}".encode("utf-8", "surrogatepass")
+    return blake2b(both, digest_size=16, person=b"deltic salt").digest()
 
 
 def next_key(key: bytes, tokens: array[int]) -> bytes:

@@ -32,10 +32,23 @@ class Access:
         self._is_local = _listens_on_loopback(config.host)
         self._origins = config.cors_origin
 
-    def check(self, request: Request, *, open_: bool, takes_form: bool = False) -> Account | None:
-        """Whose key it has; None where none is needed (open_). Raises ApiError (401, 403, 415)."""
+    def check(
+        self, request: Request, *, open_: bool, takes_form: bool = False, is_shared: bool = False
+    ) -> Account | None:
+        """Whose key it has; None where none is needed (open_). is_shared: it asks for what all keys share, which only some may.
+        Raises ApiError (401, 403, 415)."""
         if self._accounts:
-            return None if open_ else self._check_key(request)
+            if open_:
+                return None
+            account = self._check_key(request)
+            if is_shared and not account.is_admin:
+                raise ApiError(
+                    403,
+                    f"key {account.name!r} may not see or reset what all keys share; use a key without a name, or one whose "
+                    "table in --api-key-file has 'admin = true'",
+                    code="not_an_admin",
+                )
+            return account
         self._check_host(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if takes_form and kind == "multipart/form-data":

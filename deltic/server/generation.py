@@ -75,6 +75,7 @@ class Generation:
         try:
             for p, request in enumerate(self._requests):
                 request.owner = self._ticket.owner
+                request.party = self._ticket.party
                 self._client.submit(request, partial(self._deliver, p))
                 self._submitted.append(request)
             self._ticket.take(sum(len(request.prompt_ids) for request in self._requests))

@@ -90,6 +90,8 @@ class Route:
     """The query's `model` names one; else the body's does, if there is one."""
     generates: bool = False
     """The limits of a key hold here."""
+    is_shared: bool = False
+    """It tells of what all keys share, or resets it: for administrators."""
     form: bool = False
     """Its body is not JSON but a form."""
     gives: tuple[str, ...] = ("application/json",)
@@ -108,7 +110,9 @@ def create_app(server: Server) -> FastAPI:
         async def bound(request: Request) -> ASGIApp:
             request.scope["deltic.route"] = route.path
             ticket: Ticket = request.scope[TICKET]
-            ticket.account = access.check(request, open_=route.open_, takes_form=route.form)
+            ticket.account = access.check(
+                request, open_=route.open_, takes_form=route.form, is_shared=route.is_shared
+            )
             if route.generates:
                 ticket.enter()
             service = await asked_model(server, route, request)
@@ -534,11 +538,11 @@ ROUTES = (
     Route("GET", "/v1/models/{model:path}", get_model),
     Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
-    Route("GET", "/metrics", metrics, gives=("text/plain",)),
+    Route("GET", "/metrics", metrics, is_shared=True, gives=("text/plain",)),
     Route("GET", "/load", load),
-    Route("GET", "/cache", inspect_cache, takes_model=True),
-    Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, takes_model=True),
-    Route("GET", "/live", live, takes_model=True),
+    Route("GET", "/cache", inspect_cache, is_shared=True, takes_model=True),
+    Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, is_shared=True, takes_model=True),
+    Route("GET", "/live", live, is_shared=True, takes_model=True),
     Route("GET", "/", page, open_=True, gives=("text/html",)),
     Route("GET", "/health", health, open_=True),
     Route("GET", "/ping", ping, open_=True),

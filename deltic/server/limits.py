@@ -1,9 +1,12 @@
-"""API keys by name, what each may take, and the ticket of every request: who asks, what it took, how long it may take.
+"""API keys by name, what each may take and see, and the ticket of every request: who asks, what it took, how long it may take.
 
 Two limits for each key. Requests at once: one more is refused. Tokens a minute, prompt and answer: a bucket that holds
 a minute's worth and fills evenly. A request is let in while there is anything in it, since nobody knows how long its answer
 will be; what it takes beyond that is a debt that is paid off before the next. So a long prompt is never
 impossible, and over time a key gets its rate and not more.
+
+Keys with names are parties that do not trust each other: one finds none of another's prefixes in the cache, and what
+tells of all of them is for administrators. A key without a name is the operator's.
 """
 
 from __future__ import annotations
@@ -35,14 +38,27 @@ class KeyEntry(Struct, forbid_unknown_fields=True):
     key: str
     max_concurrent: Limit | None = None
     tokens_per_minute: Limit | None = None
+    admin: bool | None = None
+    """Whether it may see and reset what all keys share; None: where it is the only name."""
 
 
 class Account:
     """What one name has taken. Keys of one name share it."""
 
-    def __init__(self, name: str, max_concurrent: int, tokens_per_minute: int) -> None:
-        """Limits of 0 are none."""
+    def __init__(
+        self,
+        name: str,
+        max_concurrent: int,
+        tokens_per_minute: int,
+        *,
+        is_admin: bool = True,
+        party: str = "",
+    ) -> None:
+        """Limits of 0 are none. is_admin: whether it may see and reset what all keys share. party: accounts of one party find
+        each other's prefixes in the cache."""
         self.name = name
+        self.is_admin = is_admin
+        self.party = party
         self.numbers = KeyNumbers(name)
         self._max_concurrent = max_concurrent
         self._tokens_per_minute = tokens_per_minute
@@ -126,6 +142,11 @@ class Ticket:
         """Between whose requests the engine's places are shared out."""
         return self.account.name if self.account else ""
 
+    @property
+    def party(self) -> str:
+        """Among whose requests prefixes in the cache are shared."""
+        return self.account.party if self.account else ""
+
     def left_s(self) -> float | None:
         """Seconds until it must have ended; None for any number."""
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
@@ -164,20 +185,27 @@ class Accounts:
         """Raises ConfigError for keys that cannot be meant, without printing any."""
         # The file first: its limits hold for a name that is given in both.
         entries = [*_in_file(config), *_given(config.api_key)]
+        is_only = len({name for name, _, _ in entries}) == 1
         if not entries and (config.max_concurrent_per_key or config.tokens_per_minute_per_key):
             raise ConfigError(
                 "--max-concurrent-per-key and --tokens-per-minute-per-key need --api-key or --api-key-file"
             )
         self._accounts: dict[str, Account] = {}
         self._of_digest: dict[bytes, Account] = {}
-        for name, entry in entries:
+        for name, party, entry in entries:
             limits = (
                 config.max_concurrent_per_key if entry.max_concurrent is None else entry.max_concurrent,
                 config.tokens_per_minute_per_key
                 if entry.tokens_per_minute is None
                 else entry.tokens_per_minute,
             )
-            account = self._accounts.setdefault(name, Account(name, *limits))
+            account = Account(
+                name,
+                *limits,
+                is_admin=is_only if entry.admin is None else entry.admin,
+                party="" if config.share_cache else party,
+            )
+            account = self._accounts.setdefault(name, account)
             if self._of_digest.setdefault(_digest(entry.key.strip().encode()), account) is not account:
                 raise ConfigError(f"API key {name!r} is also the key of another name; give each its own")
 
@@ -195,14 +223,14 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _given(values: Iterable[str]) -> Iterable[tuple[str, KeyEntry]]:
-    """The entries of `--api-key`: NAME=KEY, or KEY, which is named by its place."""
+def _given(values: Iterable[str]) -> Iterable[tuple[str, str, KeyEntry]]:
+    """The entries of `--api-key`, with name and party: NAME=KEY, or KEY, which is named by its place and the operator's."""
     for place, value in enumerate(values, 1):
         name, separator, key = value.strip().partition("=")
         if not separator:
-            yield f"key-{place}", KeyEntry(name)
+            yield f"key-{place}", "", KeyEntry(name, admin=True)
         elif NAME.fullmatch(name) and key.strip("="):
-            yield name, KeyEntry(key)
+            yield name, name, KeyEntry(key)
         else:
             raise ConfigError(
                 f"--api-key number {place} has a '=', and so is NAME=KEY, but not with a name of letters, digits, '_', '.' "
@@ -210,7 +238,7 @@ def _given(values: Iterable[str]) -> Iterable[tuple[str, KeyEntry]]:
             )
 
 
-def _in_file(config: ServerConfig) -> Iterable[tuple[str, KeyEntry]]:
+def _in_file(config: ServerConfig) -> Iterable[tuple[str, str, KeyEntry]]:
     path = config.api_key_file
     if path is None:
         return
@@ -220,7 +248,7 @@ def _in_file(config: ServerConfig) -> Iterable[tuple[str, KeyEntry]]:
             entry = msgspec.convert(table, KeyEntry)
             if not NAME.fullmatch(name) or not entry.key.strip():
                 raise ValueError("needs a name of letters, digits, '_', '.' and '-', and a key")
-            yield name, entry
+            yield name, name, entry
     except OSError as error:
         raise ConfigError(f"--api-key-file {path} cannot be read ({error.strerror})") from None
     except ValueError as error:  # what msgspec raises for no TOML, and for a table of another form

@@ -18,7 +18,7 @@ from deltic import __version__
 FAILURES = {
     400: "The request cannot be honoured; `param` names the field.",
     401: "No valid API key.",
-    403: "The Host header names another machine.",
+    403: "The Host header names another machine, or the key may not see what all keys share.",
     404: "No such model or object.",
     409: "There is such an object already, or no room for one more.",
     408: "The body did not come in time.",

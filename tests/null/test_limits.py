@@ -142,6 +142,76 @@ def test_limits_of_keys_need_keys() -> None:
         Accounts(ServerConfig(max_concurrent_per_key=1))
 
 
+# Parties: what a key may see.
+
+SHARED = [("GET", "/metrics"), ("GET", "/cache"), ("POST", "/cache/reset"), ("GET", "/live")]
+
+
+def seen(engine: FakeEngineClient, key: str, **config: Any) -> set[int]:
+    """The statuses of what tells of all keys, for one of them."""
+
+    async def go() -> set[int]:
+        async with client_of(engine, key, **config) as client:
+            answers = [await client.request(method, path) for method, path in SHARED]
+        for answer in answers:
+            if answer.status_code == 403:
+                error = answer.json()["error"]
+                assert error["code"] == "not_an_admin" and "admin = true" in error["message"]
+        return {answer.status_code for answer in answers}
+
+    return asyncio.run(go())
+
+
+def test_what_all_keys_share_is_for_administrators(engine: FakeEngineClient, tmp_path: Path) -> None:
+    keys = {"api_key": ("alice=a", "bob=b", "operator")}
+    assert seen(engine, "a", **keys) == seen(engine, "b", **keys) == {403}
+    assert engine.cache["checkpoints"], "nobody has emptied it"
+    assert seen(engine, "operator", **keys) == {200}
+    assert seen(engine, "a", api_key=("alice=a", "alice=older")) == {200}, "there is nobody else"
+    path = tmp_path / "keys.toml"
+    path.write_text('[alice]\nkey = "a"\nadmin = true\n[bob]\nkey = "b"\n[carol]\nkey = "c"\nadmin = false\n')
+    told = [seen(engine, key, api_key_file=path) for key in "abc"]
+    assert told == [{200}, {403}, {403}]
+    path.write_text('[alice]\nkey = "a"\nadmin = false\n')
+    assert seen(engine, "a", api_key_file=path) == {403}
+
+
+@pytest.mark.parametrize(("path", "body"), DOORS)
+@pytest.mark.parametrize("share", [False, True])
+def test_a_named_key_is_a_party(
+    engine: FakeEngineClient, path: str, body: dict[str, Any], share: bool
+) -> None:
+    keys = ("alice=a", "bob=b", "alice=a2", "operator", "other")
+
+    async def go() -> list[str]:
+        for key in ("a", "b", "a2", "operator", "other"):
+            async with client_of(engine, key, api_key=keys, share_cache=share) as client:
+                assert (await client.post(path, json=body)).status_code == 200
+        return [request.party for request in engine.requests]
+
+    assert asyncio.run(go()) == ([""] * 5 if share else ["alice", "bob", "alice", "", ""])
+
+
+def test_parties_find_nothing_of_each_other() -> None:
+    bench, cached = Bench(FakeRunner()), {}
+    asked = [
+        ("alice", ""),
+        ("bob", ""),
+        ("", ""),
+        ("", "alice"),
+        ("", "alice\n"),
+        ("alice", "\n"),
+        ("alice", ""),
+    ]
+    for i, (party, salt) in enumerate(asked):
+        params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+        request = Request(id=str(i), prompt_ids=[7] * 300, params=params, party=party, cache_salt=salt)
+        bench.scheduler.add(request)
+        bench.run()
+        cached[i] = bench.outputs[str(i), 0][0].cached_tokens
+    assert cached == {0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0, 6: 256}
+
+
 # Limits.
 
 
@@ -149,7 +219,7 @@ def test_limits_of_keys_need_keys() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_at_once(engine: FakeEngineClient, path: str, body: dict[str, Any], stream: bool) -> None:
     engine.hold = True
-    keys = {"api_key": ("alice=a", "bob=b"), "max_concurrent_per_key": 2}
+    keys = {"api_key": ("alice=a", "bob=b", "operator"), "max_concurrent_per_key": 2}
 
     async def go() -> None:
         async with client_of(engine, "a", **keys) as client:  # type: ignore[arg-type]
@@ -173,7 +243,7 @@ def test_requests_at_once(engine: FakeEngineClient, path: str, body: dict[str, A
             assert (await client.post(path, content=b"{")).status_code == 400
             assert (await client.post(path, content=b"{")).status_code == 400
             assert (await client.post(path, json=body)).status_code == 200, "errors leave no place taken"
-            text = (await client.get("/metrics")).text
+            text = (await client.get("/metrics", headers={"authorization": "Bearer operator"})).text
         for line in (
             'deltic_key_rate_limited_total{key="alice",limit="requests"} 1.0',
             'deltic_key_requests_open{key="alice"} 0.0',
@@ -336,6 +406,28 @@ def test_what_waits_with_a_lower_priority_costs_its_owner_no_turn() -> None:
     asked = [("a", 1)] * 4 + [("b", 1)] * 3
     order = served_order(asked, priorities={0: 1, 1: 1, 2: 1})
     assert order == ["a3", "b4", "b5", "b6", "a0", "a1", "a2"]
+
+
+def test_no_priority_goes_before_another_owner() -> None:
+    order = served_order([("a", 1)] * 60 + [("b", 1)], priorities=dict.fromkeys(range(60), -(2**31)))
+    assert order[:3] == ["a0", "b60", "a1"]
+    order = served_order([("a", 1)] * 60 + [("b", 1)], priorities={i: -i for i in range(60)})
+    assert order[:3] == ["a59", "b60", "a58"], "each takes the turn of the one before"
+
+
+def test_what_is_urgent_goes_before_its_owners_others() -> None:
+    asked = [("a", 1)] * 3 + [("b", 1)] * 3 + [("a", 1)]
+    assert served_order(asked, priorities={6: -1}) == ["b3", "a6", "a0", "b4", "a1", "b5", "a2"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("aab"), st.integers(1, 2), st.integers(-3, 2)), max_size=16))
+def test_of_one_owner_the_priority_decides_and_then_the_arrival(asked: list[tuple[str, int, int]]) -> None:
+    priorities = {i: priority for i, (_, _, priority) in enumerate(asked)}
+    order = served_order([(owner, n) for owner, n, _ in asked], n_places=2, priorities=priorities)
+    for owner in "ab":
+        own = [int(id[1:]) for id in order if id[0] == owner]
+        assert own == sorted(own, key=lambda i: (priorities[i], i))
 
 
 @settings(deadline=None, max_examples=60)
