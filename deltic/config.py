@@ -187,6 +187,10 @@ class ServerConfig:
     queue_timeout_s: float = knob(
         0.0, "a request that still waits for its place after this many seconds is ended, 503; 0: never"
     )
+    client_timeout_s: float = knob(
+        20.0,
+        "close a connection whose request's head is not whole, or whose body makes no progress, for this many seconds; 0: never",
+    )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
     allow_audio_host: tuple[str, ...] = knob(
         (), "fetch a request's ref_audio from this host if it is an http(s) URL; may be given several times (default: from nowhere)",
@@ -370,6 +374,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_n": (1, math.inf), "max_logprobs": (0, math.inf), "drain_s": (0.0, math.inf), "default_max_tokens": (1, math.inf),
     "max_concurrent_per_key": (0, math.inf), "tokens_per_minute_per_key": (0, math.inf), "request_timeout_s": (0.0, math.inf),
     "max_stored_responses": (0, math.inf), "queue_timeout_s": (0.0, math.inf),
+    "client_timeout_s": (0.0, math.inf),
 }  # fmt: skip
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
 

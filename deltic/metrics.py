@@ -233,6 +233,8 @@ class Exposition(Collector):
         """By name."""
         self.responses: Counter[tuple[str, int]] = Counter()
         """HTTP responses by route and status."""
+        self.closed: Counter[str] = Counter()
+        """Connections that were closed before their client was done with them, by why."""
         self._keys = keys
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -261,6 +263,14 @@ class Exposition(Collector):
         for (route, code), count in self.responses.items():
             responses.add_metric([route, str(code)], count)
         yield responses
+        closed = CounterMetricFamily(
+            "deltic_http_connections_closed",
+            "Connections closed for what their clients did.",
+            labels=["reason"],
+        )
+        for reason, count in self.closed.items():
+            closed.add_metric([reason], count)
+        yield closed
 
 
 MAX_KEYS = 100

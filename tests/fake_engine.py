@@ -15,13 +15,13 @@ from typing import Any
 
 import httpx
 import tokenizers
-import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
 from deltic.config import ServerConfig
 from deltic.engine.client import Deliver, EngineUnavailable, QueueFull, State, Stream
 from deltic.engine.request import CacheReport, EngineInfo, Loading, Output, Request, Stats, TokenLogprob
 from deltic.server.chat import ChatTemplate
+from deltic.server.connections import Connections, HttpServer
 from deltic.server.http import create_app
 from deltic.server.service import Server, Service
 from deltic.text import PRE_TOKENIZERS, Tokenizer
@@ -242,12 +242,13 @@ def service_of(
 
 
 @contextmanager
-def served(app: Any, ws: Any = "none") -> Iterator[str]:
-    """Runs the application under uvicorn in a thread; gives its URL."""
+def served(app: Any, ws: Any = "none", client_timeout_s: float = 20.0, **settings: Any) -> Iterator[str]:
+    """Runs the application in a thread, behind the server's own HTTP connections; gives its URL. settings: of uvicorn.Config."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()  # who connects before the server runs waits
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools", ws=ws))
+    connections = Connections(client_timeout_s, app.state.server.metrics.closed)
+    server = HttpServer(app, connections, ws=ws, **settings)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:

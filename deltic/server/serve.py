@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import queue
+import resource
 import signal
 import socket
 import sys
@@ -48,8 +49,8 @@ BLOCKED_AGAIN_S = 1.0
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
-KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections: one that is closed as it is used again looks like a failure to them."""
+MOST_DESCRIPTORS = 1 << 20
+"""Asked of the system, where it would give more: programs that are started may look at each there could be."""
 
 
 class Served(NamedTuple):
@@ -80,6 +81,7 @@ def serve(
     logs.set_up(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     listener = listen(config)
+    raise_descriptors()
     served = [
         Served(own, about, EngineClient(engine, config.max_queue, name=own[0]))
         for own, (engine, about) in zip(names, models, strict=True)
@@ -100,6 +102,14 @@ def listen(config: ServerConfig) -> socket.socket:
             f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --host or --port"
         ) from error
     return listener
+
+
+def raise_descriptors() -> None:
+    """Lets this process, and those it starts, have as many descriptors as they may: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class StopSignals:
@@ -176,8 +186,7 @@ async def _serve(
 def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, Server]:
     """The HTTP server and what it serves. Raises ConfigError, which names the model."""
     # Not at the top of the file: the engine process is to be started before these are imported.
-    import uvicorn
-
+    from deltic.server.connections import Connections, HttpServer
     from deltic.server.http import create_app
     from deltic.server.service import Server
 
@@ -187,20 +196,14 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
             server.add(_service(server, model))
         except (ValueError, OSError) as error:  # the tokenizer, the template
             raise ConfigError(f"{model.names[0]} cannot be served: {error}") from error
-    settings = uvicorn.Config(
+    http = HttpServer(
         create_app(server),
-        http="httptools",
+        Connections(config.client_timeout_s, server.metrics.closed),
         ws="websockets-sansio" if server.of("speech") else "none",
         ws_max_size=int(config.max_body_mb * 1_000_000),
         ws_per_message_deflate=False,  # audio does not get smaller
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
-    http = uvicorn.Server(settings)
     # Signals are StopSignals': the server's own would cut off what the drain lets finish.
     http.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
     return http, server

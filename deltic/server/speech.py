@@ -390,6 +390,10 @@ def _stream_form(asked: SpeechRequest) -> str | None:
     return asked.stream_format
 
 
+MAX_UNSENT_AUDIO_BYTES = 64_000_000
+"""As for any stream; but a client may well read no faster than it plays: twenty minutes of it."""
+
+
 class Cut(Exception):
     """A raw stream cannot say that it failed, so it must not look whole."""
 
@@ -398,6 +402,7 @@ class RawAudio(EventStream):
     """Audio as it is made, and nothing else."""
 
     __slots__ = ("_spoken",)
+    max_unsent_bytes = MAX_UNSENT_AUDIO_BYTES
 
     def __init__(self, spoken: Utterance) -> None:
         super().__init__()
@@ -430,6 +435,7 @@ class EventAudio(EventStream):
     """Audio as it is made, in events that are named as OpenAI does."""
 
     __slots__ = ("_spoken",)
+    max_unsent_bytes = MAX_UNSENT_AUDIO_BYTES
 
     def __init__(self, spoken: Utterance) -> None:
         super().__init__()

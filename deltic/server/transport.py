@@ -30,6 +30,10 @@ MAX_CONTAINERS = 200_000
 """JSON objects and arrays of a body, nested and side by side. The interpreter stands still while they are made and collected: for
 30 ms then, for 3 s where a body of 16 MB is nothing else."""
 
+MAX_UNSENT_BYTES = 8_000_000
+"""Of a stream, what is kept for a client that does not read, beside what the system keeps: half an hour of an answer, some
+4,000 tokens of one with twenty alternatives each."""
+
 COUNTED_BYTES = 16_384
 """Of a body whose brackets are counted at a time."""
 
@@ -108,7 +112,10 @@ class EventStream:
     while it does not is sent together once it does.
     """
 
-    __slots__ = ("_send", "_sending", "_server_send", "_started", "_transport", "_unsent")
+    __slots__ = ("_n_unsent", "_send", "_sending", "_server_send", "_started", "_transport", "_unsent")
+
+    max_unsent_bytes = MAX_UNSENT_BYTES
+    """Where the stream of a client that does not read ends."""
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -117,6 +124,7 @@ class EventStream:
     def __init__(self) -> None:
         self._started = False
         self._unsent: list[bytes] = []
+        self._n_unsent = 0
         self._sending: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         """Where the body's chunks go, once the response has started and if the HTTP server is the one we know."""
@@ -171,7 +179,13 @@ class EventStream:
             # What `send` would do in the end. Past that and the middleware, a token costs a quarter less.
             transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
             return
+        if self._n_unsent > self.max_unsent_bytes:
+            if transport is not None and not transport.is_closing():
+                log.warning("a client did not read %d bytes of its stream, which was ended", self._n_unsent)
+                transport.abort()  # it has gone, as far as everybody else can tell
+            return
         self._unsent.append(chunk)
+        self._n_unsent += len(chunk)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_unsent())
 
@@ -185,6 +199,7 @@ class EventStream:
         while self._unsent:
             chunk = b"".join(self._unsent)
             self._unsent.clear()
+            self._n_unsent = 0
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._sending = None
 

@@ -1,0 +1,339 @@
+"""HTTP connections and what each may take: bytes of a head, time, a descriptor when they get scarce.
+
+uvicorn's protocol reads requests; it bounds neither what a head takes nor how long a client is silent. Here it is told to: a
+connection that breaks a bound is closed, counted in `deltic_http_connections_closed_total`, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import resource
+import socket
+import time
+from collections import Counter
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from deltic.logs import counted
+from deltic.server.errors import ApiError
+
+log = logging.getLogger("deltic.server")
+
+MAX_HEAD_BYTES = 65_536
+"""Of a request's line and headers together, its trailers included; and of what a client sends that is no part of a request."""
+
+LEAST_BYTES_PER_S = 256
+"""A body that comes more slowly, for the client's whole timeout, is given up."""
+
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections: one that is closed as it is used again looks like a failure to them. A client that
+takes nothing of its answer for as long has stalled."""
+
+RESERVED = 16
+"""Descriptors that connections leave to everything else, and to those that come next."""
+
+WARN_EVERY_S = 60.0
+
+
+class Connections:
+    """The connections of a server."""
+
+    def __init__(self, timeout_s: float, closed: Counter[str] | None = None) -> None:
+        """timeout_s: how long a head may take, and a body make no progress; 0: any time. closed: counts, by why, those closed
+        before their client was done with them."""
+        self.timeout_s = timeout_s
+        self.closed = Counter() if closed is None else closed
+        self.silent: dict[HttpConnection | Handshake, None] = {}
+        """Those whose next request is not whole, the one that has said nothing for the longest first."""
+        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._n_evicted = 0
+        self._warned_s = -WARN_EVERY_S
+
+    def make_room(self, descriptor: int | None = None) -> None:
+        """Closes the connection that has been silent longest when few descriptors are left, as that of a new connection tells: the
+        system gives the lowest that is free. None: none is left."""
+        if (descriptor is not None and descriptor < self._limit - RESERVED) or not self.silent:
+            return
+        oldest = next(iter(self.silent))
+        del self.silent[oldest]
+        oldest.cut("descriptors")
+        self._n_evicted += 1
+        if time.monotonic() - self._warned_s >= WARN_EVERY_S:
+            log.warning(
+                "few descriptors are left of %d: closed %s silent for longest; let the process have more (ulimit -n, LimitNOFILE=)",
+                self._limit,
+                counted(self._n_evicted, "connection"),
+            )
+            self._warned_s, self._n_evicted = time.monotonic(), 0
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection, until it becomes a WebSocket."""
+
+    def __init__(self, all_: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._all = all_
+        self._timer: asyncio.TimerHandle | None = None
+        self._waits_since_s: float | None = None
+        """When the wait began for the rest of a head, or of a body that nobody reads any more."""
+        self._is_head_open = self._is_body_open = False
+        self._n_head_bytes = 0
+        self._n_mute_bytes = 0
+        """Received since the parser last understood something."""
+        self._n_body_bytes = 0
+        """Since `_body_since_s`."""
+        self._body_since_s = 0.0
+        self._n_unsent = self._n_same = 0
+        """Bytes of the answer that the client had not taken at the last look, and how many looks saw as many."""
+        self._refusal: ApiError | None = None
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._all.silent[self] = None
+        self._waits_since_s = time.monotonic()
+        self._look_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self in self._all.silent:  # it is the last to have said something
+            del self._all.silent[self]
+            self._all.silent[self] = None
+            if self._waits_since_s is None and not self._is_body_open:
+                self._waits_since_s = time.monotonic()
+        self._n_mute_bytes += len(data)
+        super().data_received(data)
+        if self._n_mute_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse("head", too_large_head())
+
+    def handle_websocket_upgrade(self) -> None:
+        self._leave()
+        super().handle_websocket_upgrade()
+
+    # What the parser calls. An error that is raised here ends in `send_400_response`.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_head_open = True
+        self._waits_since_s = time.monotonic()
+        self._n_head_bytes = self._n_mute_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def _count_head(self, n_bytes: int) -> None:
+        self._n_head_bytes += n_bytes
+        self._n_mute_bytes = 0
+        if self._n_head_bytes > MAX_HEAD_BYTES:
+            self._refusal = too_large_head()
+            raise self._refusal
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._is_head_open, self._is_body_open = False, True
+        self._waits_since_s = None
+        self._body_since_s, self._n_body_bytes = time.monotonic(), 0
+
+    def on_body(self, body: bytes) -> None:
+        self._n_mute_bytes = 0
+        self._n_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._n_mute_bytes = 0
+        self._is_body_open = False
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._all.silent.pop(self, None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._timer is None or not self.cycle.response_complete:
+            return  # it has ended, or the next answer has begun
+        self._all.silent[self] = None
+        if self._is_head_open or self._is_body_open:
+            self._waits_since_s = time.monotonic()
+
+    def send_400_response(self, msg: str) -> None:
+        refusal = self._refusal
+        if refusal is None:
+            self._refuse(
+                "malformed", ApiError(400, "this is not HTTP as the server reads it", code="invalid_http")
+            )
+        else:
+            self._refuse("head", refusal)
+
+    # Bounds of time.
+
+    def _look_later(self) -> None:
+        self._timer = self.loop.call_later((self._all.timeout_s or KEEP_ALIVE_S) / 4, self._look)
+
+    def _look(self) -> None:
+        """Whether it is still worth its place. Looks again, until the connection has ended."""
+        self._look_later()
+        timeout_s, now_s = self._all.timeout_s, time.monotonic()
+        n_unsent = self.transport.get_write_buffer_size()
+        self._n_same = self._n_same + 1 if n_unsent and n_unsent == self._n_unsent else 0
+        self._n_unsent = n_unsent
+        if self._n_same * (timeout_s or KEEP_ALIVE_S) / 4 >= KEEP_ALIVE_S:
+            log.warning(
+                "a client took nothing of its answer for %d s: its connection was closed", KEEP_ALIVE_S
+            )
+            self.cut("stalled")
+            return
+        if not timeout_s or self.transport.is_closing() or self.flow.read_paused:
+            return
+        if self._waits_since_s is not None:
+            if now_s - self._waits_since_s >= timeout_s:
+                self._give_up("the head of the request")
+        elif self._is_body_open and now_s - self._body_since_s >= timeout_s:
+            if self._n_body_bytes < LEAST_BYTES_PER_S * timeout_s:
+                self._give_up("the body")
+            self._body_since_s, self._n_body_bytes = now_s, 0
+
+    def _give_up(self, what: str) -> None:
+        if not (self._is_head_open or self._is_body_open):
+            self.cut("timeout")  # it has not begun to ask: there is nothing to answer
+            return
+        said = f"{what} did not come in {self._all.timeout_s:g} s"
+        self._refuse("timeout", ApiError(408, said, code="request_timeout"))
+
+    def _refuse(self, why: str, error: ApiError) -> None:
+        """Answers for the application, unless that has begun to, and closes."""
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        if is_answering:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if not (is_answering and cycle.response_started):
+            body = error.body()
+            self.transport.write(
+                STATUS_LINE[error.status]
+                + b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+                % len(body)
+                + body
+            )
+        self._all.closed[why] += 1
+        self._all.silent.pop(self, None)
+        self.transport.close()
+
+    def cut(self, why: str) -> None:
+        """Closes the connection now, whatever was not sent."""
+        self._all.closed[why] += 1
+        self._all.silent.pop(self, None)
+        self.transport.abort()
+
+    def _leave(self) -> None:
+        self._all.silent.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def too_large_head() -> ApiError:
+    return ApiError(431, f"the head of a request may have {MAX_HEAD_BYTES} bytes", code="head_too_large")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server on sockets that are bound, with bounds on what their clients may take, and without its own signals."""
+
+    def __init__(self, app: ASGIApp, connections: Connections, **settings: Any) -> None:
+        """settings: further ones of uvicorn.Config."""
+        given = {
+            "lifespan": "off",
+            "log_config": None,
+            "access_log": False,
+            "server_header": False,
+            "timeout_keep_alive": KEEP_ALIVE_S,
+        }
+        protocol: Any = functools.partial(HttpConnection, connections)
+        super().__init__(uvicorn.Config(app, http=protocol, **given | settings))
+        self._connections = connections
+        self._accepting: list[asyncio.Task[None]] = []
+        self._opening: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Takes connections one by one: uvloop takes all that wait at once, and resets those it has no descriptors for."""
+        await self.lifespan.startup()
+        for listener in sockets:
+            listener.setblocking(False)
+            listener.listen(self.config.backlog)
+            self._accepting.append(asyncio.create_task(self._accept(listener)))
+        self.servers = []
+        self.started = True
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptors, no memory, a client that has gone already
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._connections.make_room()
+                await asyncio.sleep(0.01)
+                continue
+            task = asyncio.create_task(self._open(accepted))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+            self._connections.make_room(accepted.fileno())
+            await asyncio.sleep(0)  # what has to make room does so before the next is taken
+
+    async def _open(self, accepted: socket.socket) -> None:
+        config, loop, silent = self.config, asyncio.get_running_loop(), self._connections.silent
+        bound_s = self._connections.timeout_s or KEEP_ALIVE_S
+        secure: dict[str, Any] = {}
+        if config.ssl is not None:
+            secure = {"ssl": config.ssl, "ssl_handshake_timeout": bound_s, "ssl_shutdown_timeout": bound_s}
+        if accepted.family != socket.AF_UNIX:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made: Any = config.http_protocol_class
+        handshake = Handshake(accepted)
+        silent[handshake] = None
+        try:
+            await loop.connect_accepted_socket(
+                lambda: made(
+                    config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+                ),
+                accepted,
+                **secure,
+            )
+        except (OSError, TimeoutError):  # ssl.SSLError is an OSError
+            log.debug("a TLS handshake failed", exc_info=True)
+        finally:
+            silent.pop(handshake, None)
+
+
+class Handshake:
+    """A connection that is not HTTP's yet."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self._accepted = accepted
+
+    def cut(self, why: str) -> None:
+        """Ends it: its transport sees that the client has gone."""
+        with contextlib.suppress(OSError):
+            self._accepted.shutdown(socket.SHUT_RDWR)

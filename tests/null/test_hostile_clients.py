@@ -1,0 +1,348 @@
+"""Clients that send too much, too slowly, nothing, or read nothing: what each takes is bounded, and others are served."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import Response
+
+from deltic.server import connections
+from deltic.server.connections import MAX_HEAD_BYTES
+from deltic.server.speech_socket import PATH
+from tests.fake_engine import END, FakeEngineClient, make_app, served
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT_S = 0.4
+"""The client's timeout where it is to end."""
+
+
+HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+"""A new connection for each request."""
+
+
+class Raw:
+    """A connection of which every byte is ours."""
+
+    def __init__(self, url: str, is_slow: bool = False) -> None:
+        host, _, port = url.rpartition("//")[2].partition(":")
+        self.socket = socket.socket()
+        if is_slow:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.socket.settimeout(20)
+        self.socket.connect((host, int(port)))
+
+    def send(self, data: bytes) -> bool:
+        """Whether the server still took it."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def answer(self) -> bytes:
+        """All until the server closes."""
+        data = b""
+        try:
+            while piece := self.socket.recv(65536):
+                data += piece
+        except ConnectionError:
+            pass
+        return data
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def n_closed(url: str, why: str) -> int:
+    text = HTTP.get(f"{url}/metrics").text
+    found = re.search(rf'^deltic_http_connections_closed_total{{reason="{why}"}} (\S+)', text, re.MULTILINE)
+    return int(float(found.group(1))) if found else 0
+
+
+@pytest.fixture
+def engine() -> FakeEngineClient:
+    return FakeEngineClient()
+
+
+@pytest.fixture
+def live(engine: FakeEngineClient) -> Iterator[str]:
+    with served(make_app(engine)) as url:
+        yield url
+
+
+START = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHUNKED = START + b"transfer-encoding: chunked\r\n\r\n"
+ENDLESS = {
+    "headers": (b"GET / HTTP/1.1\r\n", b"x: " + b"y" * 997 + b"\r\n"),
+    "one header": (b"GET / HTTP/1.1\r\nx: ", b"y" * 1000),
+    "one header's name": (b"GET / HTTP/1.1\r\n", b"y" * 1000),
+    "request line": (b"GET /", b"y" * 1000),
+    "method": (b"", b"G" * 1000),
+    "empty lines": (b"", b"\r\n" * 500),
+    "chunk's extension": (CHUNKED + b"1;", b"y" * 1000),
+    "trailers": (CHUNKED + b"0\r\n", b"x: " + b"y" * 997 + b"\r\n"),
+    "one trailer": (CHUNKED + b"0\r\nx: ", b"y" * 1000),
+    "handshake": (b"GET %s HTTP/1.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n" % PATH.encode(), b"x: " + b"y" * 997 + b"\r\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_has_no_end_is_refused(live: str, what: str) -> None:
+    client = Raw(live)
+    start, more = ENDLESS[what]
+    client.send(start)
+    n_sent = 0
+    while n_sent < 30_000_000 and client.send(more * 16):
+        n_sent += 16 * len(more)
+    assert n_sent < 30_000_000
+    assert n_closed(live, "head") + n_closed(live, "malformed") == 1
+
+
+@pytest.mark.parametrize("what", ["headers", "request line"])
+def test_a_head_that_is_too_large_is_answered(live: str, what: str) -> None:
+    start, more = ENDLESS[what]
+    client = Raw(live)
+    client.send(start + more * (MAX_HEAD_BYTES // len(more) + 2))
+    head, _, body = client.answer().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ") and b"connection: close" in head
+    assert json.loads(body)["error"]["code"] == "head_too_large"
+
+
+def test_a_head_below_the_limit_is_read(live: str) -> None:
+    assert HTTP.get(f"{live}/health", headers={"x": "y" * 60_000}).status_code == 200
+    client = Raw(live)  # whose head begins where a body ends
+    body = b'{"prompt": "' + b"a" * 100_000 + b'"}'
+    client.send(
+        START
+        + b"content-length: %d\r\n\r\n" % len(body)
+        + body
+        + b"GET /health HTTP/1.1\r\nx: "
+        + b"y" * 60_000
+    )
+    client.send(b"\r\nconnection: close\r\n\r\n")
+    assert re.findall(rb"HTTP/1.1 (\d+)", client.answer()) == [b"400", b"200"]  # the prompt is too long
+
+
+def test_what_is_not_http_is_answered_as_other_errors(live: str) -> None:
+    client = Raw(live)
+    client.send(b"\x16\x03\x01 hello\r\n\r\n")
+    answer = client.answer()
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", None),
+        (b"GET /health HTTP/1.1\r\nx: y", b"408"),
+        (START + b"content-length: 100\r\n\r\n{", b"408"),
+        (CHUNKED + b"5\r\n{", b"408"),
+    ],
+    ids=["nothing", "half a head", "half a body", "half a chunk"],
+)
+def test_silence_ends(engine: FakeEngineClient, sent: bytes, status: bytes | None) -> None:
+    with served(make_app(engine), client_timeout_s=SHORT_S) as url:
+        client = Raw(url)
+        client.send(sent)
+        answer = client.answer()
+        assert (answer[9:12] or None) == status
+        assert n_closed(url, "timeout") == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [(b"GET /health HTTP/1.1\r\nx: ", b"y"), (START + b"content-length: 1000\r\n\r\n", b" ")],
+)
+def test_drops_do_not_keep_a_connection(engine: FakeEngineClient, start: bytes, drop: bytes) -> None:
+    with served(make_app(engine), client_timeout_s=SHORT_S) as url:
+        client = Raw(url)
+        client.send(start)
+        began_s = time.monotonic()
+        while client.send(drop) and time.monotonic() - began_s < 10:
+            time.sleep(0.05)
+        assert time.monotonic() - began_s < 10 and n_closed(url, "timeout") == 1
+
+
+def test_a_second_head_must_be_whole_too(engine: FakeEngineClient) -> None:
+    with served(make_app(engine), client_timeout_s=SHORT_S) as url:
+        client = Raw(url)
+        client.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        client.socket.recv(4096)
+        time.sleep(2 * SHORT_S)  # idle between two requests it may be longer
+        client.send(b"GET /health HTTP/1.1\r\n")
+        assert client.answer().startswith(b"HTTP/1.1 408 ")
+
+
+def test_who_waits_for_an_answer_is_not_silent(engine: FakeEngineClient) -> None:
+    engine.token_s = SHORT_S
+    with served(make_app(engine), client_timeout_s=SHORT_S) as url:
+        answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=30)
+        assert answer.status_code == 200
+
+
+def test_a_body_that_comes_slowly_is_read(engine: FakeEngineClient) -> None:
+    body = b'{"prompt": "a"}' + b" " * 100_000
+
+    def drops() -> Iterator[bytes]:
+        for at in range(0, len(body), 10_000):
+            time.sleep(SHORT_S / 4)
+            yield body[at : at + 10_000]
+
+    with served(make_app(engine), client_timeout_s=SHORT_S) as url:
+        headers = {"content-type": "application/json"}
+        assert (
+            HTTP.post(f"{url}/v1/completions", content=drops(), headers=headers, timeout=30).status_code
+            == 200
+        )
+
+
+def test_who_reads_nothing_of_a_stream_is_cut(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltic.server.transport.EventStream.max_unsent_bytes", 100_000)
+    engine.answer, engine.batch = lambda request, index: [*b"a" * 200_000, END], 100
+    assert engine.info
+    engine.info.max_model_len, engine.info.n_pages = 300_000, 5_000
+    with served(make_app(engine)) as url:
+        client = Raw(url, is_slow=True)
+        body = json.dumps({"prompt": "a", "max_tokens": 250_000, "stream": True, "logprobs": 3}).encode()
+        client.send(START + b"content-length: %d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: engine.aborts, 30)
+        assert b"[DONE]" not in client.answer()
+        assert HTTP.get(f"{url}/health").status_code == 200
+
+
+def test_who_takes_nothing_of_an_answer_is_cut(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", SHORT_S)
+    app = make_app(engine)
+    app.add_route("/large", lambda request: Response(bytes(20_000_000)))
+    with served(app, client_timeout_s=SHORT_S, timeout_keep_alive=1) as url:
+        client = Raw(url, is_slow=True)
+        client.send(b"GET /large HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        wait_for(lambda: n_closed(url, "stalled") == 1, 30)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_tls_handshake_that_never_ends_is_ended(engine: FakeEngineClient, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    with served(make_app(engine), client_timeout_s=1.0, ssl_keyfile=key, ssl_certfile=certificate) as url:
+        client = Raw(url)
+        began_s = time.monotonic()
+        assert client.answer() == b"" and time.monotonic() - began_s < 15
+        silent = Raw(url)
+        silent.socket = ssl._create_unverified_context().wrap_socket(silent.socket)
+        silent.send(b"GET /health HTTP/1.1\r\n")
+        assert silent.answer().startswith(b"HTTP/1.1 408 ")
+        silent.socket.close()
+        assert HTTP.get(f"{url.replace('http', 'https')}/health").status_code == 200
+
+
+FEW = """
+import resource, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, ({n}, {n}))
+from tests.fake_engine import FakeEngineClient, make_app, served
+with served(make_app(FakeEngineClient())) as url:
+    print(url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_silent_connections_lock_nobody_out() -> None:
+    """More of them than there are descriptors."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FEW.format(n=128)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout and process.stderr
+    url = process.stdout.readline().strip()
+    silent = [Raw(url) for _ in range(160)]
+    try:
+        for _ in range(20):
+            silent.append(Raw(url))
+            assert HTTP.get(f"{url}/health").status_code == 200
+        assert n_closed(url, "descriptors") >= 60
+    finally:
+        _, log = process.communicate(timeout=20)
+    assert log.count("few descriptors are left of 128") == 1
+    assert silent[0].answer() == b""
+
+
+def test_the_server_may_have_as_many_descriptors_as_there_are() -> None:
+    code = (
+        "import resource; from deltic.server.serve import raise_descriptors; raise_descriptors();"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    shell = f"ulimit -Sn 64; exec {sys.executable} -c '{code}'"
+    soft, hard = subprocess.run(
+        ["sh", "-c", shell], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout.split()
+    assert int(soft) == min(int(hard) if int(hard) > 0 else 1 << 20, 1 << 20)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("MANY_CONNECTIONS"), reason="ten thousand connections; set MANY_CONNECTIONS=1"
+)
+def test_ten_thousand_idle_connections() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FEW.format(n=12_000)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    url = process.stdout.readline().strip()
+
+    def used() -> tuple[float, int]:
+        text = HTTP.get(f"{url}/metrics").text
+        seconds, memory = (
+            re.search(rf"^process_{name} (\S+)", text, re.MULTILINE)
+            for name in ("cpu_seconds_total", "resident_memory_bytes")
+        )
+        assert seconds and memory
+        return float(seconds.group(1)), int(float(memory.group(1)))
+
+    _, before_bytes = used()
+    idle = []
+    for _ in range(10_000):
+        client = Raw(url)
+        client.send(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert client.socket.recv(4096).startswith(b"HTTP/1.1 200")
+        idle.append(client)
+    cpu_s, after_bytes = used()
+    waits = []
+    for _ in range(100):
+        began_s = time.monotonic()
+        assert HTTP.get(f"{url}/health").status_code == 200
+        waits.append(time.monotonic() - began_s)
+        time.sleep(0.1)
+    print(
+        f"{len(idle)} idle connections: {(after_bytes - before_bytes) / 1e4 / 1e3:.1f} kB each, "
+        f"{(used()[0] - cpu_s) / 10:.3f} CPU seconds a second with 10 requests in it, "
+        f"/health in {sorted(waits)[50] * 1e3:.1f} ms, at most {max(waits) * 1e3:.1f} ms"
+    )
+    process.communicate(timeout=60)
