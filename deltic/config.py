@@ -138,6 +138,16 @@ class ModelConfig:
         "for any other name, e.g. '*' or 'gpt-*', and is not listed", metavar="NAME", several=True,
     )  # fmt: skip
     chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
+    default_chat_template_kwargs: dict[str, Any] | None = knob(
+        None, "settings of the chat template for requests that do not say, e.g. '{\"enable_thinking\": false}'", metavar="JSON"
+    )  # fmt: skip
+    generation_config: str = knob(
+        "auto", "where temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say come from: auto (the "
+        "checkpoint's generation_config.json), none (nowhere), or such a file or its directory", metavar="auto|none|PATH",
+    )  # fmt: skip
+    override_generation_config: dict[str, Any] | None = knob(
+        None, "of these, and max_new_tokens, other values, e.g. '{\"temperature\": 0.6}'", metavar="JSON"
+    )
     voice_alias: tuple[str, ...] = knob(
         (), "another name of a voice, for programs that know OpenAI's only, e.g. alloy=ryan; may be given several times",
         metavar="NAME=VOICE",
@@ -146,6 +156,15 @@ class ModelConfig:
     def names(self, own: str) -> tuple[str, ...]:
         """What it is called in /v1/models, first the name in its answers. own: the model's, where no other is given."""
         return tuple(n for n in dict.fromkeys(self.served_model_name) if not _is_pattern(n)) or (own,)
+
+    @property
+    def shapes_text(self) -> str | None:
+        """A flag that was given and means nothing to a model that speaks."""
+        names = ("default_chat_template_kwargs", "generation_config", "override_generation_config")
+        given = (
+            name for name in names if getattr(self, name) != type(self).__dataclass_fields__[name].default
+        )
+        return next(("--" + name.replace("_", "-") for name in given), None)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -264,6 +283,9 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError
     return value
+
+
+json_object.__name__ = "JSON object"
 
 
 def _scalar(hint: Any) -> tuple[Any, bool]:

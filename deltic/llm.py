@@ -96,6 +96,7 @@ class LLM:
         self._ids = count()
         # Where no SamplingParams are given: the checkpoint's own, for as long as the context lasts.
         defaults = msgspec.structs.asdict(protocol.SamplingDefaults.load(directory))
+        del defaults["max_new_tokens"]
         self.default_params = SamplingParams(max_tokens=self.info.max_model_len, **defaults)
 
     def generate(

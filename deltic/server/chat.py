@@ -20,6 +20,7 @@ import jinja2.meta
 import jinja2.sandbox
 import msgspec
 
+from deltic.config import ConfigError
 from deltic.server import protocol
 from deltic.server.constraint import tool_schemas
 from deltic.server.errors import ApiError, bad_request
@@ -83,6 +84,23 @@ class ChatTemplate:
             except (SyntaxError, RecursionError, MemoryError) as error:  # from Python, which it becomes
                 raise TokenizerError(f"the chat template is nested too deeply ({error})") from error
         self.variables -= _OWN_VARIABLES | _GLOBALS | self._constants.keys()
+        self._defaults: dict[str, Any] = {}
+
+    def set_defaults(self, settings: Mapping[str, Any]) -> None:
+        """Settings for chats that do not say otherwise. Raises ConfigError for what the template does not have."""
+        for name, value in settings.items():
+            if error := self._unknown(name):
+                raise ConfigError(f"--default-chat-template-kwargs: {name}: {error}")
+            if name in protocol.SWITCHES and not isinstance(value, bool):
+                raise ConfigError(f"--default-chat-template-kwargs: {name}: expected true or false")
+        self._defaults = dict(settings)
+
+    def _unknown(self, name: str) -> str | None:
+        """What is wrong with the name of a setting."""
+        if name in self.variables or name in _THINKING:
+            return None
+        known = ", ".join(sorted(self.variables)) or "none"
+        return f"this model's chat template has no such setting; it has: {known}"
 
     @classmethod
     def load(cls, directory: Path, tokenizer: Tokenizer, override: Path | None = None) -> ChatTemplate | None:
@@ -129,24 +147,20 @@ class ChatTemplate:
         settings: Mapping[str, Any] | None = None,
         limit: int | None = None,
     ) -> Prompt:
-        """Messages to ids. settings: further variables, e.g. enable_thinking.
+        """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults.
 
         Raises ApiError (400) when the template refuses the messages or does not know a setting, or when the
         rendered text is certain to have `limit` tokens or more, which is found out without encoding it.
         """
         settings = settings or {}
         for name in settings:
-            if name not in self.variables and name not in _THINKING:
-                known = ", ".join(sorted(self.variables)) or "none"
-                raise bad_request(
-                    f"chat_template_kwargs.{name}",
-                    f"this model's chat template has no such setting; it has: {known}",
-                )
+            if error := self._unknown(name):
+                raise bad_request(f"chat_template_kwargs.{name}", error)
         if continue_final_message:
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CUT}]
         compiled = self._compiled.get("tool_use") if tools else None
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
-        variables = self._constants | dict(settings)
+        variables = self._constants | self._defaults | dict(settings)
         try:
             text = compiled.render(
                 messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables

@@ -41,7 +41,7 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
     """Any door's chat, as a ChatRequest, on its way to the engine. Slow for long ones: see Service.prepare. Raises ApiError."""
     check(service, chat)
     prompt, tools = render(service.template, chat, protocol.context_limit(info))
-    max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.config)
+    max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
     if constraint := service.constrainer.chat(chat, prompt.thinking):
         params = msgspec.structs.replace(params, constraint=constraint)
@@ -228,7 +228,7 @@ def requests_of(
         if isinstance(prompt, str) and (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
             raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
         ids = service.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt
-        max_tokens = protocol.answer_length(asked, len(ids), info, service.config)
+        max_tokens = protocol.answer_length(asked, len(ids), info, service.default_length)
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
         if constraint:
             params = msgspec.structs.replace(params, constraint=constraint)

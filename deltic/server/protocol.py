@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from deltic.config import ServerConfig
+from deltic.config import ConfigError, ModelConfig, ServerConfig
 from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, PAGE_SIZE, EngineInfo, SamplingParams
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.messages import Message
@@ -268,26 +268,59 @@ _UNSUPPORTED = frozenset({*NEUTRAL, "audio", "prediction", "web_search_options"}
 
 
 class SamplingDefaults(Struct, frozen=True):
-    """What a request gets that names no value: the checkpoint's generation_config.json."""
+    """What a request gets that names no value: of the checkpoint's generation_config.json, or as the operator says."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     top_p: Probability = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     min_p: Probability = 0.0
     repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """The operator's only: what a checkpoint says of this is meant for another program's answers."""
 
     @classmethod
-    def load(cls, directory: Path) -> SamplingDefaults:
-        """Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type."""
-        path = directory / "generation_config.json"
-        shipped = read_json(path)
-        values = {name: shipped[name] for name in cls.__struct_fields__ if shipped.get(name) is not None}
+    def load(cls, directory: Path, about: ModelConfig | None = None) -> SamplingDefaults:
+        """about: --generation-config and --override-generation-config. directory: the checkpoint's.
+
+        Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type; ConfigError.
+        """
+        about = about or ModelConfig()
+        path = _generation_config(about.generation_config, directory)
+        shipped = {} if path is None else read_json(path)
+        values = {name: shipped[name] for name in _SHIPPED if shipped.get(name) is not None}
         if shipped.get("do_sample") is False:
             values["temperature"] = 0.0
+        override = about.override_generation_config or {}
+        if unknown := override.keys() - set(cls.__struct_fields__):
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"--override-generation-config: {min(unknown)!r} is none of {known}")
         try:
-            return msgspec.convert(values, cls)
+            msgspec.convert(override, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--override-generation-config: {error}") from error
+        try:
+            return msgspec.convert(values | override, cls)
         except msgspec.ValidationError as error:
             raise TokenizerError(f"{path}: {error}") from error
+
+
+GENERATION_CONFIG = "generation_config.json"
+
+_SHIPPED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _generation_config(source: str, directory: Path) -> Path | None:
+    """The file that --generation-config means; directory: the checkpoint's. Raises ConfigError."""
+    if source == "auto":
+        return directory / GENERATION_CONFIG
+    if source in ("none", "vllm"):  # the latter is vLLM's word for it
+        return None
+    path = Path(source) / GENERATION_CONFIG if Path(source).is_dir() else Path(source)
+    if not path.exists():
+        raise ConfigError(
+            f"--generation-config {source}: there is no file {path}; give auto, none, or a path"
+        )
+    return path
 
 
 def context_limit(info: EngineInfo) -> int:
@@ -296,9 +329,11 @@ def context_limit(info: EngineInfo) -> int:
 
 
 def answer_length(
-    request: ChatRequest | CompletionRequest, n_prompt: int, info: EngineInfo, config: ServerConfig
+    request: ChatRequest | CompletionRequest, n_prompt: int, info: EngineInfo, default: int | None
 ) -> int:
     """max_tokens of the answer: what was asked for, and no more than the context leaves.
+
+    default: where nothing was asked for; None: what the context leaves of a chat, 16 of a completion.
 
     Raises ApiError (400) when the prompt leaves no room, with the limit and the length.
     """
@@ -317,7 +352,7 @@ def answer_length(
         if asked == 0:
             raise bad_request("max_tokens", "must be at least 1")
     if asked is None:
-        asked = config.default_max_tokens or (limit if isinstance(request, ChatRequest) else 16)
+        asked = default or (limit if isinstance(request, ChatRequest) else 16)
     return min(asked, limit - n_prompt)
 
 
@@ -465,7 +500,7 @@ _CHAT_ONLY = (
 )  # fmt: skip
 
 
-_SWITCHES = ("enable_thinking", "preserve_thinking")
+SWITCHES = ("enable_thinking", "preserve_thinking")
 
 
 def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -477,8 +512,8 @@ def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
             raise bad_request(
                 f"chat_template_kwargs.{name}", "is a field of the request, not a template setting"
             )
-    given = [(f"chat_template_kwargs.{name}", name, settings[name]) for name in _SWITCHES if name in settings]
-    given += [(name, name, value) for name in _SWITCHES if (value := getattr(request, name)) is not None]
+    given = [(f"chat_template_kwargs.{name}", name, settings[name]) for name in SWITCHES if name in settings]
+    given += [(name, name, value) for name in SWITCHES if (value := getattr(request, name)) is not None]
     if request.reasoning_effort is not None:
         given.append(("reasoning_effort", "enable_thinking", request.reasoning_effort != "none"))
         settings["reasoning_effort"] = request.reasoning_effort

@@ -241,7 +241,13 @@ def _service(server: Server, model: Served) -> Service:
         raise ConfigError(f"--voice-alias names voices of a speech model; {model.names[0]!r} writes text")
     else:
         template = ChatTemplate.load(directory, tokenizer, model.about.chat_template)
-    defaults = SamplingDefaults.load(directory)
+        if kwargs := model.about.default_chat_template_kwargs:
+            if template is None:
+                raise ConfigError("--default-chat-template-kwargs: this model has no chat template")
+            template.set_defaults(kwargs)
+    if speech and model.about.shapes_text:
+        raise ConfigError(f"{model.about.shapes_text} is for models that write; {model.names[0]!r} speaks")
+    defaults = SamplingDefaults.load(directory, model.about)
     return Service(
         server,
         client,

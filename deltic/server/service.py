@@ -189,6 +189,11 @@ class Service:
         return (self.model_name, *self.aliases)
 
     @property
+    def default_length(self) -> int | None:
+        """Tokens of an answer where the request names no number."""
+        return self.defaults.max_new_tokens or self.config.default_max_tokens
+
+    @property
     def kind(self) -> Kind:
         return "text" if self.speech is None else "speech"
 

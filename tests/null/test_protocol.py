@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltic.config import ServerConfig
+from deltic.config import ConfigError, ModelConfig, ServerConfig
 from deltic.engine.request import EngineInfo, SamplingParams
 from deltic.server import constraint, protocol
 from deltic.server.arguments import given_arguments
@@ -45,7 +45,7 @@ def completion(**fields: Any) -> SamplingParams:
 
 
 def params(request: Any, defaults: protocol.SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
-    max_tokens = protocol.answer_length(request, 10, INFO, CONFIG)
+    max_tokens = protocol.answer_length(request, 10, INFO, None)
     return protocol.sampling_params(request, max_tokens, INFO, defaults, CONFIG)
 
 
@@ -81,6 +81,35 @@ def test_defaults() -> None:
     assert completion(echo=True, logprobs=3).prompt_logprobs == 3
     every = dict.fromkeys(protocol.ChatRequest.__struct_fields__) | {"messages": HELLO}
     assert chat(**every) == SamplingParams(max_tokens=90)
+
+
+def test_defaults_of_the_operator(tmp_path: Path) -> None:
+    def load(**about: Any) -> protocol.SamplingDefaults:
+        return protocol.SamplingDefaults.load(tmp_path, ModelConfig(**about))
+
+    shipped = tmp_path / "generation_config.json"
+    shipped.write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 9}')
+    other = tmp_path / "other.json"
+    other.write_text('{"top_p": 0.5, "transformers_version": "5"}')
+    assert load() == protocol.SamplingDefaults(temperature=0.6, top_k=20)
+    assert load(generation_config="none") == load(generation_config="vllm") == NO_DEFAULTS
+    assert load(generation_config=str(other)) == protocol.SamplingDefaults(top_p=0.5)
+    assert load(generation_config=str(tmp_path)) == load()
+    said = {"temperature": 0, "max_new_tokens": 7}
+    defaults = load(override_generation_config=said)
+    assert defaults == protocol.SamplingDefaults(temperature=0.0, top_k=20, max_new_tokens=7)
+    with pytest.raises(ConfigError, match="--generation-config absent: there is no file absent"):
+        load(generation_config="absent")
+    for wrong, complaint in (
+        ({"temperatur": 1}, "'temperatur' is none of temperature, top_p"),
+        ({"temperature": -1}, r"Expected `float` >= 0.0 - at `\$.temperature`"),
+        ({"top_k": "many"}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ):
+        with pytest.raises(ConfigError, match=f"--override-generation-config: .*{complaint}"):
+            load(override_generation_config=wrong)
+    shipped.write_text('{"temperature": "hot"}')
+    assert load(override_generation_config=said).max_new_tokens == 7, "what is overridden need not be right"
 
 
 def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
@@ -273,11 +302,11 @@ def test_a_prompt_that_is_too_long_is_told_the_limit_and_its_length() -> None:
     request = protocol.parse(b'{"prompt": "x"}', protocol.CompletionRequest)
     for n_prompt in (100, 5000):
         with pytest.raises(ApiError, match=rf"{n_prompt} tokens.*100") as caught:
-            protocol.answer_length(request, n_prompt, INFO, CONFIG)
+            protocol.answer_length(request, n_prompt, INFO, None)
         assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
-    assert protocol.answer_length(request, 99, INFO, CONFIG) == 1
+    assert protocol.answer_length(request, 99, INFO, None) == 1
     with pytest.raises(ApiError, match="empty"):
-        protocol.answer_length(request, 0, INFO, CONFIG)
+        protocol.answer_length(request, 0, INFO, None)
 
 
 def test_messages_for_the_template() -> None:
