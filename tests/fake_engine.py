@@ -17,7 +17,7 @@ import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from deltic.config import ServerConfig
+from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.client import Deliver, EngineUnavailable, QueueFull, State, Stream
 from deltic.engine.request import CacheReport, EngineInfo, Loading, Output, Request, Stats, TokenLogprob
 from deltic.server.chat import ChatTemplate
@@ -105,6 +105,7 @@ class FakeEngineClient:
 
     def __init__(self, answer: Callable[[Request, int], Sequence[int]] | None = None, **info: Any) -> None:
         self.answer = answer or (lambda request, index: [*b"Hello", END])
+        self.config = EngineConfig()
         self.state: State = "ready"
         self.info: EngineInfo | None = EngineInfo(
             **{

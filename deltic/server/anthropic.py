@@ -22,7 +22,7 @@ from deltic.server.anthropic_protocol import CountTokensRequest, MessagesRequest
 from deltic.server.arguments import given_arguments, is_whole
 from deltic.server.chat import render
 from deltic.server.completions import Prepared, chat_generation, prepare_chat
-from deltic.server.errors import ApiError
+from deltic.server.errors import ApiError, renamed
 from deltic.server.generation import Generation
 from deltic.server.limits import TICKET
 from deltic.server.service import Service
@@ -107,12 +107,8 @@ def _renamed(error: ApiError) -> ApiError:
     if error.code == "context_length_exceeded":
         n_prompt, limit = re.findall(r"\d+", error.message)[:2]
         error.message = f"prompt is too long: {n_prompt} tokens > {int(limit) - 1} maximum"
-    elif error.param and error.message.startswith(error.param):
-        theirs = error.param
-        for pattern, name in _NAMES:
-            theirs = re.sub(pattern, name, theirs)
-        error.message = theirs + error.message[len(error.param) :]
-    return error
+        return error
+    return renamed(error, _NAMES)
 
 
 def _event(name: str, **fields: Any) -> bytes:

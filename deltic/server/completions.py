@@ -179,19 +179,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     asked, requests, echo = await service.prepare(len(body), prepare, request)
     n = requests[0].params.n
     tokenizer = service.tokenizer
-    choices = [
-        answer.Choice(
-            index,
-            tokenizer,
-            stops=protocol.stop_strings(asked),
-            skip_special_tokens=asked.skip_special_tokens is not False,
-            logprobs=asked.logprobs is not None,
-            silent=asked.max_tokens == 0,
-            offset=len(echo.texts[index // n]) if echo else 0,
-        )
-        for index in range(len(requests) * n)
-    ]
-    generation = Generation(service.client, service.metrics, requests, choices, request.scope[TICKET])
+    generation = completion_generation(service, asked, requests, echo, request.scope[TICKET])
     usage = wants_usage(asked)
     request_id = request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0]
     said = answer.CompletionAnswer(request_id, service.model_name, tokenizer, usage, asked.logprobs or 0)
@@ -204,6 +192,30 @@ async def completions(service: Service, request: Request) -> ASGIApp:
             if entries is not None:
                 message.prompt_logprobs = answer.prompt_logprobs(entries, tokenizer)
     return json_response(said.body(messages, generation.usage()))
+
+
+def completion_generation(
+    service: Service,
+    asked: protocol.CompletionRequest,
+    requests: list[engine.Request],
+    echo: Echo | None,
+    ticket: Ticket,
+) -> Generation:
+    """As chat_generation, of a completion's prompts. requests: those of `requests_of`."""
+    n = requests[0].params.n
+    choices = [
+        answer.Choice(
+            index,
+            service.tokenizer,
+            stops=protocol.stop_strings(asked),
+            skip_special_tokens=asked.skip_special_tokens is not False,
+            logprobs=asked.logprobs is not None,
+            silent=asked.max_tokens == 0,
+            offset=len(echo.texts[index // n]) if echo else 0,
+        )
+        for index in range(len(requests) * n)
+    ]
+    return Generation(service.client, service.metrics, requests, choices, ticket)
 
 
 def requests_of(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -46,6 +49,10 @@ class ApiError(Exception):
         error = {"type": kind, "message": self.message}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
+    def ollama_body(self) -> bytes:
+        """`{"error": message}`."""
+        return msgspec.json.encode({"error": self.message})
+
 
 _KINDS = {
     401: "authentication_error",
@@ -69,3 +76,14 @@ _ANTHROPIC_KINDS = {
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A 400 about one field; the message is prefixed with its name."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def renamed(error: ApiError, names: Iterable[tuple[str, str]]) -> ApiError:
+    """The error with its field called as in the API that was asked. names: patterns of fields' names, and what becomes of them."""
+    if error.param and error.message.startswith(error.param):
+        theirs = error.param
+        for pattern, name in names:
+            theirs = re.sub(pattern, name, theirs)
+        error.message = theirs + error.message[len(error.param) :]
+        error.param = theirs
+    return error

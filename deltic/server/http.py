@@ -30,7 +30,15 @@ from starlette.websockets import WebSocket
 
 from deltic import __version__
 from deltic.models.speech_shapes import SAMPLE_RATE
-from deltic.server import anthropic, anthropic_protocol, protocol, speech, speech_protocol
+from deltic.server import (
+    anthropic,
+    anthropic_protocol,
+    ollama,
+    ollama_protocol,
+    protocol,
+    speech,
+    speech_protocol,
+)
 from deltic.server.access import Access
 from deltic.server.audio import MEDIA_TYPES
 from deltic.server.chat import render
@@ -195,9 +203,9 @@ def _answering(
 
 
 DECLINED = {
-    f"/v1/{name}": f"the models here write or speak; this server {why}"
+    path if path.startswith("/") else f"/v1/{path}": f"the models here write or speak; this server {why}"
     for names, why in {
-        ("embeddings", "rerank", "score"): "makes no embeddings or scores",
+        ("embeddings", "rerank", "score", "/api/embed"): "makes no embeddings or scores",
         ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
         ("images", "videos"): "makes no pictures",
         ("moderations",): "judges no text",
@@ -208,11 +216,14 @@ DECLINED = {
             "threads",
             "conversations",
         ): "keeps no threads; use /v1/responses with previous_response_id",
+        tuple(
+            f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs")
+        ): "serves what it was started with",
         ("responses/compact",): "shortens no history; send what is to be kept",
     }.items()
-    for name in names
+    for path in names
 }
-"""Doors of OpenAI's API that there are none of here, by how their paths start."""
+"""Doors of OpenAI's API, and of Ollama's, that there are none of here, by how their paths start."""
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
@@ -495,6 +506,8 @@ def _document() -> bytes:
     return msgspec.json.encode(document(ROUTES))
 
 
+OLLAMA_GIVES = ("application/json", ollama.LINES)
+
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
     Route("POST", "/v1/completions", completions, protocol.CompletionRequest, generates=True),
@@ -534,6 +547,19 @@ ROUTES = (
         generates=True,
     ),
     Route("DELETE", "/v1/audio/voices/{name}", speech.delete_voice, kind="speech", takes_model=True),
+    Route("POST", "/api/chat", ollama.chat, ollama_protocol.ChatRequest, generates=True, gives=OLLAMA_GIVES),
+    Route(
+        "POST",
+        "/api/generate",
+        ollama.generate,
+        ollama_protocol.GenerateRequest,
+        generates=True,
+        gives=OLLAMA_GIVES,
+    ),
+    Route("GET", "/api/tags", ollama.tags),
+    Route("GET", "/api/ps", ollama.running),
+    Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest),
+    Route("GET", "/api/version", ollama.version, open_=True),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", get_model),
     Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from deltic import __version__
+from deltic.server.transport import OLLAMA
 
 FAILURES = {
     400: "The request cannot be honoured; `param` names the field.",
@@ -40,6 +41,8 @@ ERROR = {
     "properties": {"error": {"type": "object", "required": ["message", "type"]}},
 }
 
+OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+
 
 def document(routes: Sequence[Any]) -> dict[str, Any]:
     """OpenAPI 3.1. routes: rows of http.ROUTES."""
@@ -62,7 +65,7 @@ def document(routes: Sequence[Any]) -> dict[str, Any]:
         "info": {"title": "Deltic", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": ERROR},
+            "schemas": {**components, "Error": ERROR, "OllamaError": OLLAMA_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -71,7 +74,8 @@ def document(routes: Sequence[Any]) -> dict[str, Any]:
 def _operation(route: Any, path: str) -> dict[str, Any]:
     told = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
     summary = told.removeprefix(f"{route.method} {route.path}").lstrip(".: ")
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    form = "OllamaError" if path.startswith(OLLAMA) else "Error"
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     gives = (*route.gives, "text/event-stream") if route.generates else route.gives
     responses: dict[str, Any] = {
         "200": {"description": "The answer.", "content": {kind: {} for kind in gives}}

@@ -100,11 +100,14 @@ class Server:
         raise refusals[0]
 
     def find(self, name: str) -> Service:
-        """The model that a request means: the one so called, else the first of which a pattern fits. Raises ApiError (404)."""
+        """The model that a request means: the one so called, else the first of which a pattern fits. Raises ApiError (404).
+
+        `:latest` behind a name is what programs for Ollama write."""
         services = self.models.values()
-        for service in services:
-            if name in service.names:
-                return service
+        for called in (name, name.removesuffix(":latest")):
+            for service in services:
+                if called in service.names:
+                    return service
         for service in services:
             if any(fnmatchcase(name, pattern) for pattern in service.patterns):
                 return service

@@ -26,6 +26,9 @@ BODY = "deltic.body"
 ANTHROPIC = "/v1/messages"
 """How the paths of Anthropic's API begin."""
 
+OLLAMA = "/api/"
+"""How those of Ollama's do."""
+
 MAX_CONTAINERS = 200_000
 """JSON objects and arrays of a body, nested and side by side. The interpreter stands still while they are made and collected: for
 30 ms then, for 3 s where a body of 16 MB is nothing else."""
@@ -229,4 +232,6 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     body, status = error.body(), error.status
     if scope["path"].startswith(ANTHROPIC):
         body, status = error.anthropic_body(scope["deltic.request_id"]), error.anthropic_status
+    elif scope["path"].startswith(OLLAMA):
+        body = error.ollama_body()
     return Response(body, status, error.headers, "application/json")
