@@ -237,7 +237,9 @@ class LinesStream(EventStream):
 
 async def tags(service: Service, request: Request) -> ASGIApp:
     """GET /api/tags: the models that write, in Ollama's form."""
-    return json_response({"models": [_card(one) for one in service.server.of("text")]})
+    return json_response(
+        {"models": [_card(one, name) for one in service.server.of("text") for name in one.names]}
+    )
 
 
 async def running(service: Service, request: Request) -> ASGIApp:
@@ -245,7 +247,8 @@ async def running(service: Service, request: Request) -> ASGIApp:
     return json_response(
         {
             "models": [
-                _card(one) | {"expires_at": _time(_NEVER_S), "size_vram": 0, "context_length": _context(one)}
+                _card(one, one.model_name)
+                | {"expires_at": _time(_NEVER_S), "size_vram": 0, "context_length": _context(one)}
                 for one in service.server.of("text")
                 if one.client.info is not None
             ]
@@ -268,7 +271,7 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "tools": template is not None and template.call_form is not None,
         "thinking": template is not None and "enable_thinking" in template.variables,
     }
-    card = _card(service)
+    card = _card(service, service.model_name)
     return json_response(
         {
             "modelfile": f"# served by Deltic\nFROM {card['name']}\n",
@@ -296,8 +299,9 @@ def _context(service: Service) -> int:
     return protocol.context_limit(info) if info else 0
 
 
-def _card(service: Service) -> dict[str, Any]:
-    name = service.model_name if ":" in service.model_name else f"{service.model_name}:latest"
+def _card(service: Service, name: str) -> dict[str, Any]:
+    """name: one of the model's."""
+    name = name if ":" in name else f"{name}:latest"
     return {
         "name": name,
         "model": name,

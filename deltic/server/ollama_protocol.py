@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from deltic.server import protocol
+from deltic.server import messages, protocol
 from deltic.server.errors import ApiError, bad_request
 
 API_VERSION = "0.13.0"
@@ -94,7 +94,7 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CalledFunction(Struct):
-    name: protocol.ToolName
+    name: messages.ToolName
     arguments: dict[str, Any] | str | None = None
 
 
@@ -180,18 +180,18 @@ def is_empty(asked: Asked) -> bool:
 
 def chat_request(asked: Asked) -> protocol.ChatRequest:
     """The chat that a checked body asks for. Raises ApiError (400)."""
-    told: list[protocol.Message] = []
+    told: list[messages.Message] = []
     tools = None
     if isinstance(asked, ChatRequest):
         told = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages or ())]
         tools = asked.tools or None
     elif isinstance(asked, GenerateRequest):
         if asked.system:
-            told.append(protocol.SystemMessage(content=asked.system))
-        told.append(protocol.UserMessage(content=asked.prompt or ""))
+            told.append(messages.SystemMessage(content=asked.system))
+        told.append(messages.UserMessage(content=asked.prompt or ""))
     last = told[-1]
     chat = protocol.ChatRequest(messages=told, tools=tools, **_sampling(asked))
-    if isinstance(last, protocol.AssistantMessage) and not last.tool_calls:
+    if isinstance(last, messages.AssistantMessage) and not last.tool_calls:
         chat.continue_final_message = True
     if isinstance(asked.think, bool):
         chat.enable_thinking = asked.think
@@ -249,22 +249,22 @@ def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given, "strict": True}}
 
 
-def _message(message: Message, path: str) -> protocol.Message:
+def _message(message: Message, path: str) -> messages.Message:
     content = message.content or ""
     if message.role == "system":
-        return protocol.SystemMessage(content=content)
+        return messages.SystemMessage(content=content)
     if message.role == "user":
-        return protocol.UserMessage(content=content)
+        return messages.UserMessage(content=content)
     if message.role == "tool":
-        return protocol.ToolMessage(
+        return messages.ToolMessage(
             content=content, tool_call_id=message.tool_call_id, name=message.tool_name
         )
     calls = [
-        protocol.ToolCall(
-            function=protocol.CalledFunction(call.function.name, call.function.arguments or {}), id=call.id
+        messages.ToolCall(
+            function=messages.CalledFunction(call.function.name, call.function.arguments or {}), id=call.id
         )
         for call in message.tool_calls or ()
     ]
-    return protocol.AssistantMessage(
+    return messages.AssistantMessage(
         content=content, reasoning_content=message.thinking or None, tool_calls=calls or None
     )
