@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import resource
 import types
 import typing
 from collections.abc import Iterator
@@ -210,6 +211,10 @@ class ServerConfig:
         20.0,
         "close a connection whose request's head is not whole, or whose body makes no progress, for this many seconds; 0: never",
     )
+    engine_timeout_s: float = knob(
+        60.0, "an engine that shows no sign of life for so many seconds, though requests are open, is ended and started again (a "
+        "long step on a CPU is one); 0: never", metavar="SECONDS",
+    )  # fmt: skip
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
     allow_audio_host: tuple[str, ...] = knob(
         (), "fetch a request's ref_audio from this host if it is an http(s) URL; may be given several times (default: from nowhere)",
@@ -396,7 +401,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_n": (1, math.inf), "max_logprobs": (0, math.inf), "drain_s": (0.0, math.inf), "default_max_tokens": (1, math.inf),
     "max_concurrent_per_key": (0, math.inf), "tokens_per_minute_per_key": (0, math.inf), "request_timeout_s": (0.0, math.inf),
     "max_stored_responses": (0, math.inf), "queue_timeout_s": (0.0, math.inf),
-    "client_timeout_s": (0.0, math.inf),
+    "client_timeout_s": (0.0, math.inf), "engine_timeout_s": (0.0, math.inf),
 }  # fmt: skip
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
 
@@ -434,7 +439,11 @@ def pinned_cpus(n_threads: int) -> tuple[int, ...]:
     return CPUS[:n_threads]
 
 
-def n_usable_cpus(proc: Path = Path("/proc/self"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+"""Where the kernel tells of processes and of control groups."""
+
+
+def n_usable_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """CPUs this process may use, as threads to start: its affinity mask, and the container's quota when there is one;
     at most MAX_THREADS.
 
@@ -442,29 +451,28 @@ def n_usable_cpus(proc: Path = Path("/proc/self"), cgroup: Path = Path("/sys/fs/
     the last of them.
     """
     n_cpus = len(CPUS)
-    for quota in _cpu_quotas(proc, cgroup):
-        n_cpus = min(n_cpus, max(1, int(quota)))
+    for group in _control_groups("cpu", proc, cgroup):
+        for quota in (
+            _quota(group / "cpu.max"),
+            _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"),
+        ):
+            n_cpus = int(min(n_cpus, max(1.0, quota)))
     return min(n_cpus, MAX_THREADS)
 
 
-def _cpu_quotas(proc: Path, cgroup: Path) -> Iterator[float]:
-    """CPUs that each of the process's control groups may keep busy, from its own up to the root, where limited.
+def _control_groups(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
+    """Directories of the control groups of this process that may limit it, each tree from the process's own group up to the root.
 
-    `cgroup` mounts version 2 (one tree, `cpu.max`), or version 1 (`cpu.cfs_quota_us` in the tree of the cpu controller), or
-    both side by side. Inside a container the path may be one of the host's that is not mounted: the root of what is mounted
-    is then the container's own group.
+    `cgroup` mounts version 2 (one tree), or version 1 (a tree for each controller), or both side by side. Inside a container the
+    path may be one of the host's that is not mounted: the root of what is mounted is then the container's own group.
     """
-    try:
-        lines = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
-    except OSError:
-        lines = []
+    lines = [line.split(":", 2) for line in _lines(proc / "self/cgroup")]
     groups = {name: path for _, names, path in lines for name in names.split(",")}  # version 2 has no name
-    for mounted in (cgroup, cgroup / "unified"):
-        for group in _up(mounted, groups.get("", "/")):
-            yield from _quota(group / "cpu.max")
-    for mounted in (cgroup / "cpu", cgroup / "cpu,cpuacct"):
-        for group in _up(mounted, groups.get("cpu", "/")):
-            yield from _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+    for mounted in cgroup, cgroup / "unified":
+        yield from _up(mounted, groups.get("", "/"))
+    for mounted in cgroup / controller, cgroup / "cpu,cpuacct":
+        if controller in mounted.name.split(","):
+            yield from _up(mounted, groups.get(controller, "/"))
 
 
 def _up(mounted: Path, path: str) -> list[Path]:
@@ -473,43 +481,92 @@ def _up(mounted: Path, path: str) -> list[Path]:
     return [group, *(above for above in group.parents if above.is_relative_to(mounted))]
 
 
-def _quota(*files: Path) -> Iterator[float]:
-    """Quota over period, in one file or two; nothing where there is no limit ("max", or -1)."""
+def _quota(*files: Path) -> float:
+    """Quota over period, in one file or two; infinite where there is no limit ("max", or -1)."""
     try:
         quota, period = " ".join(file.read_text() for file in files).split()
-        if int(quota) > 0:
-            yield int(quota) / int(period)
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
     except (OSError, ValueError):
-        pass
+        return math.inf
 
 
-MEMORY_FILES = (
-    ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-)  # fmt: skip
-"""A container's limit, its usage, and the lines of `memory.stat` beside them that are file cache: cgroup v2, then v1."""
+class FreeMemory(typing.NamedTuple):
+    """Memory that this process may still take."""
+
+    bytes: int
+    limit: str
+    """What sets the bound, in words for behind the figure; empty where it is the machine."""
 
 
-def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process may still take: the machine's available memory, or less under a container limit.
+def free_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Bytes this process may still take, see `free_memory`."""
+    return free_memory(proc, cgroup).bytes
 
-    The file cache counts as free in both: the kernel drops it when memory is asked for, and a checkpoint that was
+
+def memory_bound() -> str:
+    """ " under" and the limit that `free_memory_bytes` follows, for behind its figure; empty where it is the machine."""
+    limit = free_memory().limit
+    return f" under {limit}" if limit else ""
+
+
+def free_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> FreeMemory:
+    """What this process may still take: the machine's available memory, or less under a limit of its own, or of a control group
+    that it is in, at whatever level.
+
+    The file cache counts as free in a group, too: the kernel drops it when memory is asked for, and a checkpoint that was
     just downloaded is all file cache.
     """
-    available = int(_table(meminfo)["MemAvailable:"]) * 1024
-    for limit_file, usage_file, cache_lines in MEMORY_FILES:
-        try:
-            limit = int((cgroup / limit_file).read_text())  # "max" where there is none
-            used = int((cgroup / usage_file).read_text())
-            stat = _table((cgroup / limit_file).with_name("memory.stat"))
-            cache = sum(int(stat.get(line, 0)) for line in cache_lines)
-        except (OSError, ValueError):
-            continue
-        available = min(available, max(0, limit - used + cache))
-    return available
+    free = [FreeMemory(int(_table(proc / "meminfo")["MemAvailable:"]) * 1024, "")]
+    for group in _control_groups("memory", proc, cgroup):
+        for file, usage, cache in MEMORY_FILES:
+            try:
+                limit = int((group / file).read_text())  # "max" where there is none
+                used = int((group / usage).read_text())
+            except (OSError, ValueError):
+                continue
+            stat = _table(group / "memory.stat")
+            left = limit - used + sum(int(stat.get(line, 0)) for line in cache)
+            name = "/" + "/".join(group.relative_to(cgroup).parts)
+            free.append(FreeMemory(max(0, left), f"{file} of the control group {name}, {limit / 1e9:.1f} GB"))
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        taken = sum(int(line.split()[0]) for line in _lines(proc / "self/statm")) * resource.getpagesize()
+        free.append(FreeMemory(max(0, addresses - taken), f"RLIMIT_AS (ulimit -v), {addresses / 1e9:.1f} GB"))
+    return min(free)
+
+
+_FILE_CACHE = ("inactive_file", "active_file")
+
+MEMORY_FILES = (
+    ("memory.max", "memory.current", _FILE_CACHE),
+    (
+        "memory.high",
+        "memory.current",
+        _FILE_CACHE,
+    ),  # beyond it the kernel slows the group down until it hardly moves
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)
+"""A group's limit, its usage, and the lines of `memory.stat` that are file cache; cgroup v2, then v1."""
+
+
+def n_oom_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
+    """Processes of this process's control group that the kernel has ended for want of memory; None where it does not say."""
+    for group in _control_groups("memory", proc, cgroup):
+        for file in "memory.events", "memory.oom_control":  # cgroup v2, v1
+            if found := _table(group / file).get("oom_kill"):
+                return int(found)
+    return None
 
 
 def _table(path: Path) -> dict[str, str]:
-    """First and second word of each line."""
-    rows = (line.split() for line in path.read_text().splitlines())
+    """First and second word of each line; nothing of a file that cannot be read."""
+    rows = (line.split() for line in _lines(path))
     return {row[0]: row[1] for row in rows if len(row) > 1}
+
+
+def _lines(path: Path) -> list[str]:
+    """Those of a file; none where it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from deltic import __version__
 from deltic.bench.machine import cpu_model
-from deltic.config import free_memory_bytes, n_usable_cpus
+from deltic.config import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.ops.table import INSTRUCTION_SETS, KernelError, chosen, cpu_flags, instruction_set
 from deltic.roofs import multiply_peak, read_bandwidth
 
@@ -91,7 +91,9 @@ def report() -> str:
 
 def _cpu(console: Console) -> None:
     n_cpus = n_usable_cpus()
-    console.print(f"{cpu_model()} · {n_cpus} usable CPUs · {free_memory_bytes() / 1e9:.1f} GB free")
+    console.print(
+        f"{cpu_model()} · {n_cpus} usable CPUs · {free_memory_bytes() / 1e9:.1f} GB free{memory_bound()}"
+    )
     try:
         name = instruction_set()
     except KernelError as error:

@@ -404,7 +404,7 @@ class FakeTiers:
         self.notices: list[str] = []
         self.read_bytes = {"host": 0, "disk": 0}
         self.written_bytes = {"host": 0, "disk": 0}
-        self.n_damaged = 0
+        self.n_damaged = self.n_moved = 0
         self.p_failure = p_failure
         self._runner = runner
         self._rng = rng or Random(0)
@@ -444,6 +444,7 @@ class FakeTiers:
             for move, content in zip(ticket.moves, ticket.contents, strict=True):
                 (self._finish_load if ticket.is_load else self._finish_save)(move, content)
             del self._pending[number]
+            self.n_moved += len(ticket.moves)
             done.append((number, ticket.moves))
         return done
 

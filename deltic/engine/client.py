@@ -37,6 +37,8 @@ from deltic.engine.request import (
     InspectCache,
     Loading,
     Output,
+    Ping,
+    Pong,
     Request,
     Shutdown,
     SpeechStats,
@@ -166,6 +168,10 @@ class EngineClient:
         self.refusal: str | None = None
         """Why this process cannot serve the model, once it has said so."""
         self.n_restarts = 0
+        self.n_signs = 0
+        """Events that show that the engine gets on with its work, of all processes."""
+        self.is_stuck = False
+        """Whether it does not, as it answered to the last Ping."""
         self.n_open = 0
         """Sequences whose last output has not come."""
         self._on_event = on_event
@@ -174,6 +180,8 @@ class EngineClient:
         self._encodings: dict[str, deque[asyncio.Future[VoiceEncoded]]] = {}  # by key, in that order, too
         self._drops: set[str] = set()  # voices to be forgotten when there is an engine again
         self._mean_request_s = 1.0
+        self._last_n_steps = 0  # as the process says
+        self._is_pinged = False  # and has not answered
         self._counted = Stats()  # the counters of the processes that died
         self._state_changed = asyncio.Event()
         self._all_ended = asyncio.Event()
@@ -273,7 +281,8 @@ class EngineClient:
         if self.state == "failed":
             return f"the engine is down: {self.failure}"
         if self.state == "restarting":
-            return "the engine is being restarted; try again in a few seconds"
+            why = f" ({self.failure})" if self.failure else ""
+            return f"the engine is being restarted{why}; try again in a few seconds"
         stage = f" ({self.loading.stage}, {self.loading.done:.0%})" if self.loading else ""
         return f"the engine is loading{stage}; try again in a few seconds"
 
@@ -281,7 +290,7 @@ class EngineClient:
 
     def open(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> ModelLaunch:
         """Makes the sockets of the next process, whose names begin with `endpoint`; what to tell it. Raises ZMQError."""
-        self.refusal = None
+        self.refusal, self._is_pinged, self.is_stuck = None, False, False
         endpoint = f"{endpoint}-{self.n_restarts}"
         self._events, self._commands = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (self._events, self._commands):
@@ -328,6 +337,18 @@ class EngineClient:
         """Waits until no request is open."""
         await self._all_ended.wait()
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the engine takes requests, and somebody waits for something that it should say."""
+        return self.state == "ready" and bool(self._streams or self._inspections or self._encodings)
+
+    def ping(self) -> None:
+        """Asks for a sign, unless the last time was not answered yet: that is done between two steps."""
+        self.is_stuck = False
+        if not self._is_pinged:
+            self._is_pinged = True
+            self._send(Ping())
+
     def send_shutdown(self) -> None:
         """Tells the process, with all its engines, to stop."""
         self._send(Shutdown())
@@ -363,7 +384,14 @@ class EngineClient:
 
     def _take(self, event: Event, fed: list[Stream]) -> None:
         """fed: gets the streams that have something to deliver now."""
+        if isinstance(event, Pong):
+            self._is_pinged, self.is_stuck = False, event.is_stuck
+            self.n_signs += not event.is_stuck
+            return
+        if not isinstance(event, StepOutputs) or event.outputs or event.stats.n_steps != self._last_n_steps:
+            self.n_signs += 1
         if isinstance(event, StepOutputs):
+            self._last_n_steps = event.stats.n_steps
             self._count(event.stats)
             streams = self._streams
             for output in event.outputs:

@@ -128,6 +128,7 @@ class GpuRunner:
             n_pages=plan.n_pages,
             n_slots=plan.n_slots,
             device=torch.cuda.get_device_name() if self.is_gpu else "interpreted",
+            on_gpu=self.is_gpu,
             page_bytes=shape.page_bytes(PAGE_SIZE),
             state_bytes=plan.state_bytes,
             even_context=even_context(shape),

@@ -135,6 +135,7 @@ class GpuSpeechRunner(SpeechRunner):
             n_pages=plan.n_pages,
             n_slots=plan.max_num_seqs,
             device=torch.cuda.get_device_name() if self.is_gpu else "interpreted",
+            on_gpu=self.is_gpu,
             canonical_decode=False,
             n_lookahead=1,
             block_size=PAGE_SIZE,

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus, pinned_cpus
+from deltic.config import (
+    ConfigError,
+    EngineConfig,
+    free_memory_bytes,
+    memory_bound,
+    n_usable_cpus,
+    pinned_cpus,
+)
 from deltic.engine.batch import Batch
 from deltic.engine.cache import pages_for
 from deltic.engine.request import PAGE_SIZE
@@ -175,7 +182,7 @@ def make_plan(config: EngineConfig, shape: ModelShape, n_real: int, free_bytes: 
     most = int(config.memory_gb * 1e9) if config.memory_gb is not None else int(free * FREE_SHARE)
     if most > free:
         raise ConfigError(
-            f"--memory-gb {config.memory_gb}: only {free / 1e9:.1f} GB are free; give at most that"
+            f"--memory-gb {config.memory_gb}: only {free / 1e9:.1f} GB are free{memory_bound()}; give at most that"
         )
     plan = _sized(
         Plan(
@@ -329,7 +336,7 @@ def _refuse(plan: Plan, config: EngineConfig, n_fit: int) -> None:
             )
         raise ConfigError(
             f"the model does not fit: weights {plan.weight_bytes / 1e9:.1f} GB and workspace "
-            f"{plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used; take a smaller model, or a machine with at least "
+            f"{plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used{memory_bound()}; take a smaller model, or a machine with at least "
             f"{math.ceil((least + plan.workspace_bytes) / FREE_SHARE / 1e9)} GB free"
         )
     n_seq_pages = pages_for(plan.max_model_len)

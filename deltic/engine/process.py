@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from deltic import logs
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import ConfigError, EngineConfig, memory_bound
 from deltic.engine.loop import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
 from deltic.engine.request import (
     Abort,
@@ -36,6 +36,8 @@ from deltic.engine.request import (
     InspectCache,
     Loading,
     Output,
+    Ping,
+    Pong,
     Ready,
     Shutdown,
     StartFailed,
@@ -47,7 +49,7 @@ from deltic.models.checkpoint import text_directory
 
 log = logging.getLogger("deltic.engine")
 
-OUT_OF_MEMORY = "out of memory while loading; free some, or lower --memory-gb"
+OUT_OF_MEMORY = "out of memory while loading{}; free some, or lower --memory-gb"
 
 CLOSE_S = 4.0
 """How long a process that was told to stop goes on writing to --cache-dir: less than the host waits (SHUTDOWN_S)."""
@@ -102,6 +104,7 @@ class ServedModel:
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         self._outputs: list[Output] = []  # that commands gave, until the step
         self._is_checked, self._checked_s = True, 0.0
+        self._n_moved = 0  # at the last Ping
 
     def send(self, event: Event) -> None:
         self._events.send(self._encoder.encode(event))
@@ -153,12 +156,20 @@ class ServedModel:
             elif isinstance(command, DropVoice):
                 if engine.voices is not None:
                     engine.voices.drop(command.key)
+            elif isinstance(command, Ping):
+                self._pong()
             else:
                 try:
                     engine.add(command)
                 except RequestError as error:
                     outputs += _refusals(message, str(error))
         return True
+
+    def _pong(self) -> None:
+        """Answers a Ping."""
+        store, n_moved = self.engine.cache.store, self._n_moved
+        self._n_moved = store.n_moved
+        self.send(Pong(is_stuck=store.is_loading and n_moved == self._n_moved))
 
     def step(self) -> bool:
         """Runs a step if there is work, and says what came of it and of the commands; whether there was work."""
@@ -221,7 +232,7 @@ class EngineProcess:
             if isinstance(error, RuntimeError) and not out_of_memory:
                 raise
             name = f"{model.name}: " if len(self.models) > 1 else ""
-            model.send(StartFailed(name + (OUT_OF_MEMORY if out_of_memory else text)))
+            model.send(StartFailed(name + (OUT_OF_MEMORY.format(memory_bound()) if out_of_memory else text)))
             return False
         if "torch" in sys.modules:  # its threads have nothing left to do that is worth a core
             sys.modules["torch"].set_num_threads(1)

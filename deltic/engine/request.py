@@ -170,7 +170,11 @@ class InspectCache(msgspec.Struct, tag="inspect_cache"):
     reset: bool = False
 
 
-Command = Request | AddText | Abort | InspectCache | EncodeVoice | DropVoice | Shutdown
+class Ping(msgspec.Struct, tag="ping"):
+    """Asks for a Pong."""
+
+
+Command = Request | AddText | Abort | InspectCache | EncodeVoice | DropVoice | Ping | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -274,6 +278,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     n_slots: int
     """State slots: of the sequences that run, and checkpoints."""
     device: str
+    on_gpu: bool = False
     prefix_cache: bool = True
     canonical_decode: bool = True
     """Whether prefill and decode give the same bits. Where they do not (GPU), a token of the prompt always goes through prefill
@@ -340,7 +345,14 @@ class StartFailed(msgspec.Struct, tag="start_failed"):
     message: str
 
 
-Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | StartFailed
+class Pong(msgspec.Struct, tag="pong"):
+    """The answer to Ping, between two steps."""
+
+    is_stuck: bool = False
+    """Whether what is awaited from the lower tiers has not come on since the last Ping."""
+
+
+Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | Pong | StartFailed
 
 
 def mixed_seed(seed: int, index: int) -> int:

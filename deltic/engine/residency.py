@@ -274,6 +274,16 @@ class Residency:
         """Loads and saves under way."""
         return len(self._loads) + len(self._saves)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a sequence may wait for the lower tiers."""
+        return bool(self._loads)
+
+    @property
+    def n_moved(self) -> int:
+        """Objects that were moved or could not be: it stands still where the disk hangs."""
+        return 0 if self.tiers is None else self.tiers.n_moved
+
     def _loaded(self, load: Load, moves: list[Move]) -> None:
         load.is_done = True
         for node in load.path:

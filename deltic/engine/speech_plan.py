@@ -9,7 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus, pinned_cpus
+from deltic.config import (
+    ConfigError,
+    EngineConfig,
+    free_memory_bytes,
+    memory_bound,
+    n_usable_cpus,
+    pinned_cpus,
+)
 from deltic.engine.cache import pages_for
 from deltic.engine.plan import DEFAULT_POOL_BYTES, DEFAULT_STEP_TOKENS, FREE_SHARE, Arena
 from deltic.engine.request import PAGE_SIZE
@@ -125,7 +132,7 @@ def make_speech_plan(config: EngineConfig, shape: SpeechShape, free_bytes: int |
     most = int(config.memory_gb * 1e9) if config.memory_gb is not None else int(free * FREE_SHARE)
     if most > free:
         raise ConfigError(
-            f"--memory-gb {config.memory_gb}: only {free / 1e9:.1f} GB are free; give at most that"
+            f"--memory-gb {config.memory_gb}: only {free / 1e9:.1f} GB are free{memory_bound()}; give at most that"
         )
     n_threads = config.threads or n_usable_cpus()
     page_bytes = shape.page_bytes(PAGE_SIZE)
@@ -217,6 +224,6 @@ def _refuse(plan: SpeechPlan, config: EngineConfig, n_fit: int) -> None:
     smaller = {None: "--quantize int8, ", "int8": "--quantize int4, "}.get(plan.quantize, "")
     raise ConfigError(
         f"the model does not fit: weights {plan.weight_bytes / 1e9:.1f} GB, vocoder {plan.vocoder_bytes / 1e9:.1f} GB and "
-        f"workspace {plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used; take {smaller}fewer --max-num-seqs, "
+        f"workspace {plan.workspace_bytes / 1e9:.2f} GB, and {have} may be used{memory_bound()}; take {smaller}fewer --max-num-seqs, "
         f"or a machine with at least {math.ceil(needed / 1e9)} GB free"
     )

@@ -142,6 +142,8 @@ class Tiers:
         """Whether host memory is for what is evicted, too, and not for preempted sequences alone."""
         self.entries: list[Entry] = []
         self.n_pending = 0
+        self.n_moved = 0
+        """Objects that the mover is done with, well or not."""
         """Tickets that `finished` has not given yet."""
         self.read_bytes = {"host": 0, "disk": 0}
         self.written_bytes = {"host": 0, "disk": 0}
@@ -307,6 +309,7 @@ class Tiers:
                 job()
             except Exception:  # its moves stay not ok, and the next may be better
                 log.exception("prefix cache: a move failed")
+            self.n_moved += 1
             if self._done:
                 with self._changed:
                     self._changed.notify_all()

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
+from deltic.config import ConfigError, EngineConfig, free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.shapes import CheckpointError, ModelShape
 from deltic.models.weights import (
@@ -143,7 +143,7 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     needed, free = weight_bytes(shape, config.quantize) + largest, free_memory_bytes()
     if needed > free:
         raise ConfigError(
-            f"packing takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; take --quantize int4, or a "
+            f"packing takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{memory_bound()}; take --quantize int4, or a "
             "machine with more"
         )
     weights, notices = load_weights(

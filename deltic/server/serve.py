@@ -156,7 +156,12 @@ async def _serve(
     models: list[Served], config: ServerConfig, listener: socket.socket, program: tuple[str, ...]
 ) -> int:
     started_s = time.monotonic()
-    host = EngineHost([model.client for model in models], program=program, log_format=config.log_format)
+    host = EngineHost(
+        [model.client for model in models],
+        program=program,
+        log_format=config.log_format,
+        timeout_s=config.engine_timeout_s,
+    )
     signals = StopSignals()
     try:
         await host.start()  # before anything slow: it loads while the rest is imported

@@ -106,9 +106,16 @@ async def engine(
 
 
 @asynccontextmanager
-async def hosted(*clients: EngineClient, step_ms: float = 0.0) -> AsyncIterator[EngineHost]:
+async def hosted(
+    *clients: EngineClient,
+    step_ms: float = 0.0,
+    timeout_s: float = 0.0,
+    program: tuple[str, ...] = (sys.executable, FAKES),
+) -> AsyncIterator[EngineHost]:
     """The host of these clients, which are ready."""
-    host = EngineHost(clients, program=(sys.executable, FAKES, "--step-ms", str(step_ms)))
+    if step_ms:
+        program = (*program, "--step-ms", str(step_ms))
+    host = EngineHost(clients, program=program, timeout_s=timeout_s)
     await host.start()
     try:
         for client in clients:
@@ -352,7 +359,7 @@ async def test_a_message_that_is_no_event_does_not_hold_up_the_next() -> None:
     async with hosted(client) as host:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with context, context.socket(zmq.PUSH) as socket:
-            socket.connect(f"ipc://{host._directory}/0-0-events")
+            socket.connect(f"ipc://{host._directory.path}/0-0-events")
             time.sleep(0.05)  # the loop stands still: it finds both messages at once
             for message in (b"\xff", msgspec.msgpack.encode(Loading("late", 0.5))):
                 socket.send(message)

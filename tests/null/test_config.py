@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from deltic.config import (
     ServerConfig,
     add_flags,
     check_environment,
-    free_memory_bytes,
+    free_memory,
+    n_oom_kills,
     n_usable_cpus,
     pinned_cpus,
     resolve,
@@ -164,57 +167,97 @@ def test_threads_are_those_that_the_container_pays_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], n_cpus: int
 ) -> None:
     monkeypatch.setattr("deltic.config.CPUS", tuple(range(8)))
+    assert n_usable_cpus(*machine(tmp_path, files, groups)) == n_cpus
+
+
+def machine(root: Path, files: dict[str, str], groups: str | None) -> tuple[Path, Path]:
+    """The directories of processes and of control groups of a machine with 8,192,000 bytes available; `files` are the groups'."""
     texts = {f"cgroup/{name}": text for name, text in files.items()}
-    for name, text in (texts | ({"proc/cgroup": groups} if groups else {})).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert n_usable_cpus(tmp_path / "proc", tmp_path / "cgroup") == n_cpus
-
-
-def machine(root: Path, files: dict[str, str]) -> int:
-    """Free memory of a machine with 8,000 kB available and these files under its cgroup root."""
-    meminfo = root / "meminfo"
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:    8000 kB\n")
-    for name, text in files.items():
-        path = root / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return free_memory_bytes(meminfo, root / "cgroup")
+    texts["proc/meminfo"] = "MemTotal:  9000 kB\nMemAvailable:    8000 kB\n"
+    for name, text in (texts | ({"proc/self/cgroup": groups} if groups else {})).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root / "proc", root / "cgroup"
 
 
 STAT = "anon 1000000\ninactive_file 500000\nactive_file 20000\n"
+STAT_V1 = "inactive_file 7\ntotal_inactive_file 400000\ntotal_active_file 100000\n"
+UNLIMITED_V1 = "9223372036854771712\n"
+
+
+def v2(group: str, most: str, used: int, high: str = "max") -> dict[str, str]:
+    return {
+        f"{group}memory.max": f"{most}\n",
+        f"{group}memory.high": f"{high}\n",
+        f"{group}memory.current": f"{used}\n",
+        f"{group}memory.stat": STAT,
+    }
+
+
+def v1(group: str, most: str, used: int) -> dict[str, str]:
+    return {
+        f"memory/{group}memory.limit_in_bytes": most,
+        f"memory/{group}memory.usage_in_bytes": f"{used}\n",
+        f"memory/{group}memory.stat": STAT_V1,
+    }
+
+
+SERVICE = "0::/system.slice/deltic.service\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "free"),
+    ("groups", "files", "free", "limit"),
     [
-        ({}, 8_192_000),
-        ({"memory.max": "max\n", "memory.current": "1\n", "memory.stat": STAT}, 8_192_000),
-        ({"memory.max": "4000000\n", "memory.current": "1520000\n", "memory.stat": STAT}, 3_000_000),
-        ({"memory.max": "1000000\n", "memory.current": "1900000\n", "memory.stat": STAT}, 0),
-        (
-            {
-                "memory/memory.limit_in_bytes": "4000000\n",
-                "memory/memory.usage_in_bytes": "1500000\n",
-                "memory/memory.stat": "inactive_file 7\ntotal_inactive_file 400000\ntotal_active_file 100000\n",
-            },
-            3_000_000,
-        ),
-        (
-            {
-                "memory/memory.limit_in_bytes": "9223372036854771712\n",
-                "memory/memory.usage_in_bytes": "1500000\n",
-                "memory/memory.stat": "total_inactive_file 1\n",
-            },
-            8_192_000,
-        ),
+        (None, {}, 8_192_000, ""),
+        (None, v2("", "max", 1), 8_192_000, ""),
+        (None, v2("", "4000000", 1_520_000), 3_000_000, "memory.max of the control group /, 0.0 GB"),
+        (None, v2("", "1000000", 1_900_000), 0, "memory.max"),
+        (None, v1("", "4000000\n", 1_500_000), 3_000_000, "memory.limit_in_bytes of the control group /memory,"),
+        (None, v1("", UNLIMITED_V1, 1_500_000), 8_192_000, ""),
+        (SERVICE, v2("system.slice/deltic.service/", "2000000", 520_000), 2_000_000,
+         "memory.max of the control group /system.slice/deltic.service,"),
+        (SERVICE, v2("system.slice/", "5000000", 1_520_000) | v2("system.slice/deltic.service/", "6000000", 520_000),
+         4_000_000, "memory.max of the control group /system.slice,"),
+        (SERVICE, v2("system.slice/deltic.service/", "5000000", 520_000, high="3000000"), 3_000_000, "memory.high"),
+        (SERVICE, v2("system.slice/another.service/", "1000000", 520_000), 8_192_000, ""),
+        ("4:memory:/pod/one\n", v1("pod/", "4000000\n", 1_500_000) | v1("pod/one/", UNLIMITED_V1, 500_000) | v1("", UNLIMITED_V1, 9),
+         3_000_000, "memory.limit_in_bytes of the control group /memory/pod,"),
+        ("4:memory:/on/the/host\n", v1("", "4000000\n", 1_500_000), 3_000_000, "memory.limit_in_bytes"),
     ],
-    ids=["no limit", "v2 max", "v2", "v2 over", "v1", "v1 no limit"],
-)
-def test_free_memory_is_what_the_container_leaves_with_the_file_cache_counted_in(
-    tmp_path: Path, files: dict[str, str], free: int
+    ids=["no limit", "v2 max", "v2", "v2 over", "v1", "v1 no limit", "v2 own", "v2 parent", "v2 high", "v2 others",
+         "v1 parent", "v1 not mounted"],
+)  # fmt: skip
+def test_free_memory_is_the_least_that_a_control_group_leaves_with_the_file_cache_counted_in(
+    tmp_path: Path, groups: str | None, files: dict[str, str], free: int, limit: str
 ) -> None:
-    assert machine(tmp_path, files) == free
+    found = free_memory(*machine(tmp_path, files, groups))
+    assert found.bytes == free and found.limit.startswith(limit) and bool(found.limit) == bool(limit)
+
+
+def test_a_limit_of_addresses_bounds_memory_too() -> None:
+    """What Python has mapped already does not count as free."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); "
+        "from deltic.config import free_memory; print(*free_memory(), sep='|')"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    free, limit = said.strip().split("|")
+    assert 1 << 30 < int(free) < 3 << 30 and limit == "RLIMIT_AS (ulimit -v), 3.2 GB"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "n"),
+    [
+        (SERVICE, {"system.slice/deltic.service/memory.events": "oom 3\noom_kill 2\n", "memory.events": "oom_kill 9\n"}, 2),
+        ("4:memory:/pod\n", {"memory/pod/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"}, 1),
+        (SERVICE, {}, None),
+    ],
+    ids=["v2", "v1", "not told"],
+)  # fmt: skip
+def test_the_kernel_tells_what_it_ended_for_want_of_memory(
+    tmp_path: Path, groups: str, files: dict[str, str], n: int | None
+) -> None:
+    assert n_oom_kills(*machine(tmp_path, files, groups)) == n
 
 
 def test_a_download_of_the_whole_checkpoint_has_every_file_the_server_reads() -> None:

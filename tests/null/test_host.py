@@ -6,8 +6,11 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from deltic.config import EngineConfig
 from deltic.engine.client import EngineClient, EngineFailed, EngineUnavailable
 from deltic.engine.host import EngineHost
 from deltic.engine.request import Event, Loading, Ready, Request, SamplingParams, StepOutputs
+from deltic.engine.socket_directory import SocketDirectory
 from tests.fakes import POISON, expected_tokens
 from tests.null.test_client import FAKES, collect, hosted, in_loop, reasons, request, submit, tokens, until
 
@@ -47,7 +51,7 @@ async def test_from_start_to_stop() -> None:
     assert pid is not None
     await host.stop()
     assert client.state == "stopped" and host.pid is None and not Path(f"/proc/{pid}").exists()
-    assert host._directory is not None and not host._directory.exists()
+    assert host._directory is not None and not host._directory.path.exists()
     with pytest.raises(EngineUnavailable, match="shutting down"):
         submit(client, request())
     with pytest.raises(EngineFailed, match="stopped"):
@@ -136,7 +140,7 @@ async def test_a_process_that_cannot_be_started_again_is_a_failure() -> None:
     client = EngineClient(EngineConfig(), 100)
     async with hosted(client) as host:
         assert host._directory is not None and host.pid is not None
-        shutil.rmtree(host._directory)  # no place for the next process's sockets
+        shutil.rmtree(host._directory.path)  # no place for the next process's sockets
         os.kill(host.pid, signal.SIGKILL)
         await until(lambda: client.state == "failed")
         with pytest.raises(EngineFailed, match=r"cannot be started again: .*no socket"):
@@ -151,7 +155,7 @@ async def test_a_supervisor_that_fails_ends_the_requests_and_the_process() -> No
         await anext(stream)
         assert host.pid is not None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("deltic.engine.host._describe", lambda code: 1 // 0)
+            patch.setattr("deltic.engine.host._describe", lambda *_: 1 // 0)
             os.kill(host.pid, signal.SIGKILL)
             outputs = await collect(stream)
         assert reasons(outputs) == ["error"] * 2 and "ZeroDivisionError" in (outputs[-1].error or "")
@@ -217,6 +221,170 @@ async def test_a_process_that_dies_as_it_gets_ready() -> None:
         await until(lambda: client.state == "restarting")
         await client.ready()
         assert reasons(await collect(submit(client, request()))) == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (3, 4, "killed by SIGKILL: memory ran out, says the kernel; lower --memory-gb"),
+        (3, 3, "killed by SIGKILL, usually by the kernel because memory ran out"),
+        (None, None, "killed by SIGKILL, usually by the kernel because memory ran out"),
+    ],
+)
+def test_a_process_that_was_killed_names_memory(
+    before: int | None, after: int | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter([before, after, after])
+    monkeypatch.setattr("deltic.engine.host.n_oom_kills", lambda: next(counts))
+
+    async def killed() -> str | None:
+        client = EngineClient(EngineConfig(), 100)
+        async with hosted(client, step_ms=2.0) as host:
+            stream = submit(client, request(max_tokens=3000))
+            os.kill(host.pid or pytest.fail(), signal.SIGKILL)
+            said = (await collect(stream))[-1].error
+            assert f"the engine is being restarted ({client.failure})" in client.why_unavailable()
+            return said
+
+    assert says in (asyncio.run(killed()) or "")
+
+
+# Processes that hang.
+
+
+@in_loop
+async def test_a_process_that_hangs_is_started_again() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(client, step_ms=2.0, timeout_s=0.5) as host:
+        pid = host.pid or pytest.fail()
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        assert client.state == "ready" and host.pid == pid, "nobody waits for anything"
+        stream, report = submit(client, request(max_tokens=3000)), asyncio.create_task(client.inspect_cache())
+        outputs = await collect(stream)
+        said = "the engine process has not answered for 0.5 s (--engine-timeout-s) and was ended"
+        assert reasons(outputs) == ["error"] and outputs[-1].error == f"{said}; send the request again"
+        assert client.state == "restarting" and said in client.why_unavailable()
+        with pytest.raises(EngineUnavailable, match="has not answered"):
+            await report
+        await client.ready()
+        assert host.pid != pid and client.n_restarts == 1 and not Path(f"/proc/{pid}").exists()
+        assert reasons(await collect(submit(client, request()))) == ["length"]
+
+
+def program(change: str) -> tuple[str, ...]:
+    """The fake engine after some statements."""
+    code = f"import sys, time\nsys.path.insert(0, {str(Path(FAKES).parent.parent)!r})\n"
+    code += (
+        "from deltic.engine import process\nfrom deltic.engine.request import Pong\nfrom tests import fakes\n"
+    )
+    run = "process.main(fakes.build_runner)"
+    return (sys.executable, "-c", f"{code}{change}\nsys.exit({run})")
+
+
+SLOW = """
+step = fakes.FakeRunner.step
+def slow(self, given):
+    {wait}
+    return step(self, given)
+fakes.FakeRunner.step = slow
+"""
+COMPUTE = "end = time.process_time() + 1.0\n    while time.process_time() < end: pass"
+ON_GPU = """
+init = fakes.FakeRunner.__init__
+def changed(self, **options):
+    init(self, **options)
+    self.info.on_gpu = True
+fakes.FakeRunner.__init__ = changed
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "lives"),
+    [
+        (SLOW.format(wait=COMPUTE), True),
+        (SLOW.format(wait="time.sleep(60)"), False),
+        (ON_GPU + SLOW.format(wait="while True: pass"), False),
+    ],
+    ids=["computes", "waits", "looks whether the GPU is done"],
+)
+def test_a_step_may_take_long_where_it_computes(change: str, lives: bool) -> None:
+    async def ask() -> str:
+        client = EngineClient(EngineConfig(), 100)
+        async with hosted(client, timeout_s=0.4, program=program(change)):
+            return (await collect(submit(client, request(max_tokens=2))))[-1].error or ""
+
+    assert ("has not answered" in asyncio.run(ask())) is not lives
+
+
+def test_a_process_that_waits_for_its_disk_in_vain_is_started_again() -> None:
+    change = "process.ServedModel._pong = lambda self: self.send(Pong(is_stuck=True))\n"
+    change += "process.ServedModel.step = lambda self: bool(self.engine.scheduler.n_open)  # busy, and nothing comes of it"
+
+    async def ask() -> str:
+        client = EngineClient(EngineConfig(), 100)
+        async with hosted(client, timeout_s=0.4, program=program(change)):
+            return (await collect(submit(client, request())))[-1].error or ""
+
+    assert "has got nothing from --cache-dir for 0.4 s" in asyncio.run(ask())
+
+
+@in_loop
+async def test_a_process_that_waits_for_nothing_but_requests_lives() -> None:
+    """Several times as long as it may hang, with a question open that it answers late."""
+    client = EngineClient(EngineConfig(), 100)
+    async with hosted(
+        client, timeout_s=0.3, program=program("process.ServedModel.step = lambda self: False")
+    ) as host:
+        pid = host.pid
+        stream = submit(client, request())
+        await asyncio.sleep(1.5)
+        assert host.pid == pid and client.n_restarts == 0
+        client.end_all("abort", "enough")
+        await collect(stream)
+
+
+# Their directory.
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A TMPDIR that is short enough for sockets, which pytest's may not be."""
+    with tempfile.TemporaryDirectory(prefix="short-") as directory:
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        yield Path(directory)
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next(short: Path) -> None:
+    code = (
+        "from deltic.engine.socket_directory import SocketDirectory; import os, socket\n"
+        "socket.socket(socket.AF_UNIX).bind(f'{SocketDirectory().path}/0-0-events'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(short)})
+    (left,) = short.iterdir()
+    mine = short / "deltic-engine-full"
+    mine.mkdir()
+    (mine / "notes").touch()
+    (short / "deltic-engine-link").symlink_to(mine)
+    lives = SocketDirectory()
+    another = SocketDirectory()
+    assert not left.exists() and lives.path.exists() and another.path.stat().st_mode & 0o777 == 0o700
+    for directory in (lives, another):
+        directory.close()
+    assert {path.name for path in short.iterdir()} == {"deltic-engine-full", "deltic-engine-link"}
+
+
+def test_a_directory_too_long_for_sockets(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = short / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setattr("deltic.engine.socket_directory.SHORT", short)
+    directory = SocketDirectory()
+    assert directory.path.parent == short
+    directory.close()
+    monkeypatch.setattr("deltic.engine.socket_directory.SHORT", short / "none")
+    with pytest.raises(OSError, match=r"TMPDIR .*x\) is too long .*set TMPDIR to a shorter one"):
+        SocketDirectory()
 
 
 @in_loop

@@ -29,6 +29,7 @@ LEAVES = {"config", "metrics", "engine.request"}
 WITHOUT_TORCH = [
     "engine.request",
     "engine.scheduler",
+    "engine.socket_directory",
     "engine.cache",
     "engine.cost",
     "engine.speech",
