@@ -203,6 +203,7 @@ class Endpoint:
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("--api-key: a key is made of printable ASCII characters")
         self.url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, "", "", ""))
+        self.api_key = api_key
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -2,6 +2,7 @@
 
     python -m deltic.bench.soak --minutes 30 [--kill-engine 5] [--seed 0]
     python -m deltic.bench.soak MODEL --speech --minutes 20       (a model that speaks, or --serve-args "--dummy ...")
+    python -m deltic.bench.soak --hostile 4 [--hang-engine 5]     (beside it: clients that mean harm, an engine that stands still)
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
 other with a status), no 5xx except then, the answers' form, the same text for the same seed; at quiet
@@ -31,7 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deltic.bench import speech_traffic, traffic
+from deltic.bench import hostile_traffic, speech_traffic, traffic
 from deltic.bench.machine import code, machine, now, runs_directory
 from deltic.bench.traffic import Kinds, Lost, Traffic, Violation
 from deltic.remote import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
@@ -49,6 +50,11 @@ SPEECH_SERVE = [
     "--max-body-mb", "1", "--log-level", "warning",
 ]  # fmt: skip
 """8 utterances of up to 4 pages do not fit into 16."""
+
+HOSTILE_SERVE = ["--client-timeout-s", f"{hostile_traffic.CLIENT_TIMEOUT_S:g}"]
+
+ENGINE_TIMEOUT_S = 5.0
+"""How long an engine may stand still in a run that stops it."""
 
 IDLE = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
 """Gauges of /metrics, each `deltic_<name>`, that are 0 when nothing runs."""
@@ -151,8 +157,8 @@ class Soak:
         spent = time.monotonic() > self.deadline or self.n_requests >= self.max_requests
         return spent or len(self.violations) >= 50 or self.server.process.poll() is not None
 
-    async def client(self, number: int) -> None:
-        """One client: random requests, one after another, paused at quiet points."""
+    async def client(self, number: int, kinds: Kinds) -> None:
+        """One client: random requests of these kinds, one after another, paused at quiet points."""
         rng = random.Random(f"{self.seed} {number}")
         while not self.over():
             await self._open.wait()
@@ -160,7 +166,7 @@ class Soak:
             self._n_busy += 1
             killed_before = len(self.recoveries_s)
             try:
-                await traffic.one(self.traffic, self.kinds, rng, self.timeout_s)
+                await traffic.one(self.traffic, kinds, rng, self.timeout_s)
             except Violation as violation:
                 self.violate(str(violation))
             except Lost as lost:
@@ -193,15 +199,15 @@ class Soak:
         )
         self._open.set()
 
-    async def kill(self) -> None:
-        """Kills the engine process under load and waits until the server is ready again."""
+    async def break_engine(self, with_signal: signal.Signals) -> None:
+        """Kills or stops the engine process under load and waits until the server is ready again."""
         pid = engine_pid(self.server.process.pid)
         if pid is None:
             self.violate("no engine process to kill")
             return
         self.killing = True
         begin = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, with_signal)
         seen: set[int] = set()
         probe = Endpoint(self.server.url, self.server.api_key)
         while time.monotonic() < begin + 60:
@@ -213,23 +219,28 @@ class Soak:
                     break
             await asyncio.sleep(0.02)
         else:
-            self.violate("not ready again 60 s after the engine was killed")
+            self.violate(f"not ready again 60 s after the engine got {with_signal.name}")
         if 503 not in seen:
             self.violate(f"/health never said 503 while the engine was down, but {sorted(seen)}")
         probe.close()
         self.recoveries_s.append(round(time.monotonic() - begin, 2))
         self.killing = False
 
-    async def run(self, n_clients: int, kill_every_s: float | None) -> None:
-        """Traffic until the deadline, with quiet points and kills between."""
+    async def run(self, n_clients: int, n_hostile: int, breaks: dict[signal.Signals, float]) -> None:
+        """Traffic until the deadline, with quiet points between.
+
+        breaks: what the engine gets under load, and every how many seconds.
+        """
         every = min(30.0, (self.deadline - self.begin) / 13)
-        clients = [asyncio.create_task(self.client(number)) for number in range(n_clients)]
-        next_kill = self.begin + kill_every_s if kill_every_s else float("inf")
+        kinds = [self.kinds] * n_clients + [hostile_traffic.KINDS] * n_hostile
+        clients = [asyncio.create_task(self.client(number, its)) for number, its in enumerate(kinds)]
+        due = {which: self.begin + every_s for which, every_s in breaks.items()}
         while not self.over():
             await asyncio.sleep(min(every, max(0.0, self.deadline - time.monotonic())))
-            if time.monotonic() >= next_kill and not self.over():
-                await self.kill()
-                next_kill = time.monotonic() + (kill_every_s or 0.0)
+            for which, every_s in breaks.items():
+                if time.monotonic() >= due[which] and not self.over():
+                    await self.break_engine(which)
+                    due[which] = time.monotonic() + every_s
             await self.quiet()
         await asyncio.gather(*clients)
         if self.server.process.poll() is not None:
@@ -303,6 +314,14 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
     extra = shlex.split(arguments.serve_args)
     given = SPEECH_SERVE if arguments.speech else SERVE
     kinds = speech_traffic.KINDS if arguments.speech else traffic.KINDS
+    breaks: dict[signal.Signals, float] = {}
+    if arguments.kill_engine:
+        breaks[signal.SIGKILL] = arguments.kill_engine * 60
+    if arguments.hang_engine:
+        breaks[signal.SIGSTOP] = arguments.hang_engine * 60
+        extra += ["--engine-timeout-s", f"{ENGINE_TIMEOUT_S:g}"]
+    if arguments.hostile:
+        extra += HOSTILE_SERVE
     server = LocalServer([*([arguments.model] if arguments.model else []), *given, *extra])
     try:
         with console.status("starting the server"):
@@ -311,7 +330,7 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
         deadline = time.monotonic() + arguments.minutes * 60
         soak = Soak(server, sent, kinds, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
         with console.status(f"{arguments.minutes:g} minutes of traffic"):
-            await soak.run(arguments.clients, arguments.kill_engine * 60 if arguments.kill_engine else None)
+            await soak.run(arguments.clients, arguments.hostile, breaks)
         report = soak.report()
         endpoint.close()
         begin = time.monotonic()
@@ -352,6 +371,15 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12, help="clients at once (default: 12)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kill-engine", type=float, metavar="MINUTES", help="SIGKILL the engine this often")
+    parser.add_argument(
+        "--hang-engine",
+        type=float,
+        metavar="MINUTES",
+        help="SIGSTOP the engine this often, until it is noticed",
+    )
+    parser.add_argument(
+        "--hostile", type=int, default=0, help="hostile clients beside the others (default: 0)"
+    )
     parser.add_argument("--max-requests", type=int, default=1_000_000)
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds until a request must have ended"
