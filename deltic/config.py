@@ -183,6 +183,24 @@ class ServerConfig:
 
     host: str = knob("127.0.0.1", "address to listen on")
     port: int = knob(8000, "port to listen on; 0 takes a free one")
+    uds: Path | None = knob(
+        None,
+        "Unix socket to listen on, instead of a port; who may write to the file may ask (it gets mode 0660)",
+        metavar="PATH",
+    )
+    ssl_certfile: Path | None = knob(
+        None, "serve https with this certificate and its chain (PEM)", metavar="FILE"
+    )
+    ssl_keyfile: Path | None = knob(None, "its key (PEM; default: in the same file)", metavar="FILE")
+    ssl_keyfile_password: str | None = knob(
+        None,
+        "the key's password; better in DELTIC_SSL_KEYFILE_PASSWORD, since every user may read a command line",
+        metavar="TEXT",
+    )
+    ssl_ca_certs: Path | None = knob(
+        None, "let in only clients with a certificate of one of these authorities (PEM)", metavar="FILE"
+    )
+    root_path: str = knob("", "prefix under which a proxy offers this server, e.g. /llm", metavar="PATH")
     api_key: tuple[str, ...] = knob(
         (), "accept only requests with this key; may be given several times. With a name, NAME=KEY, logs and metrics tell whose "
         "request it was (a KEY that has a '=' needs one)", metavar="[NAME=]KEY",
@@ -421,6 +439,8 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig) -> None:
         if field.name in RANGES and value is not None and not (least <= value <= most and value < math.inf):
             expected = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
             raise ConfigError(f"{flag} {value}: must be {expected}")
+    if isinstance(config, ServerConfig) and not re.fullmatch(r"(/[\w.~-]+)*", config.root_path):
+        raise ConfigError(f"--root-path {config.root_path!r}: must begin with a '/', and end without one")
     if isinstance(config, EngineConfig) and config.dummy and config.model != BUILT_IN:
         raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
     if isinstance(config, EngineConfig) and config.pin_threads:

@@ -311,6 +311,21 @@ def flags(config_class: Any, given: dict[str, Any]) -> list[str]:
     return arguments
 
 
+def own_environment() -> dict[str, str]:
+    """The environment without the settings that would put a server of ours where we do not look for it."""
+    names = (
+        "CONFIG",
+        "UDS",
+        "ROOT_PATH",
+        "SSL_CERTFILE",
+        "SSL_KEYFILE",
+        "SSL_KEYFILE_PASSWORD",
+        "SSL_CA_CERTS",
+    )
+    elsewhere = {ENV_PREFIX + name for name in names}
+    return {name: text for name, text in os.environ.items() if name not in elsewhere}
+
+
 class LocalServer:
     """`deltic serve` as a child process on a free loopback port, behind a key of its own."""
 
@@ -330,7 +345,7 @@ class LocalServer:
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal is ours to handle
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # however this process goes
-            env={**os.environ, f"{ENV_PREFIX}API_KEY": self.api_key},  # every user may read a command line
+            env=own_environment() | {f"{ENV_PREFIX}API_KEY": self.api_key},  # every user may read a command line
         )  # fmt: skip
 
     def log_tail(self, n_lines: int = 12) -> str:

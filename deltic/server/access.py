@@ -9,7 +9,7 @@ and a name of its own that it has pointed at 127.0.0.1 (DNS rebinding) stands in
 - a server that listens on a loopback address answers only to `localhost`, a name under it, or any IP address (rebinding
   needs a name), with any port, else 403. A request without a Host header is none of a browser's.
 
-A server that listens on all addresses is meant for others and answers to any name: give it a key.
+No page reaches a Unix socket, but through a proxy, whose names are its own. A server that listens on all addresses is meant for others and answers to any name: give it a key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Access:
 
     def __init__(self, config: ServerConfig, accounts: Accounts) -> None:
         self._accounts = accounts
-        self._is_local = _listens_on_loopback(config.host)
+        self._is_local = config.uds is None and _listens_on_loopback(config.host)
         self._origins = config.cors_origin
 
     def check(

@@ -63,6 +63,7 @@ from deltic.server.transport import (
     SERVER_SEND,
     error_response,
     json_response,
+    own_path,
     read_body,
 )
 
@@ -183,6 +184,12 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send
+        root = self.state.server.config.root_path
+        if root and "path" in scope:
+            # A proxy may have taken the prefix away, or not; here it is there.
+            scope["root_path"], path = root, scope["path"]
+            if path != root and not path.startswith(root + "/"):
+                scope["path"] = root + path
         await super().__call__(scope, receive, send)
 
 
@@ -229,7 +236,7 @@ DECLINED = {
 async def _framework_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in the form of all other errors."""
     assert isinstance(error, HTTPException)
-    path, status, headers = request.url.path, error.status_code, dict(error.headers or {})
+    path, status, headers = own_path(request.scope), error.status_code, dict(error.headers or {})
     where = f"{request.method} {path}"
     said = {404: f"no such path: {where}", 405: f"{where}: method not allowed"}.get(status, error.detail)
     declined = next((why for start, why in DECLINED.items() if path.startswith(start)), None)
@@ -328,10 +335,9 @@ class Envelope:
             log.exception("%r %s", scope["path"], request_id)
             status = 500
         finally:
-            self._server.metrics.responses[PATH if scope["path"] == PATH else "other", status] += 1
-            log_request(
-                "WEBSOCKET", PATH if scope["path"] == PATH else "other", status, ticket, request_id, "-"
-            )
+            route = PATH if own_path(scope) == PATH else "other"
+            self._server.metrics.responses[route, status] += 1
+            log_request("WEBSOCKET", route, status, ticket, request_id, "-")
 
 
 def log_request(
@@ -497,13 +503,13 @@ async def version(service: Service, request: Request) -> ASGIApp:
 
 async def openapi(service: Service, request: Request) -> ASGIApp:
     """GET /openapi.json: this document."""
-    return json_response(_document())
+    return json_response(_document(service.config.root_path))
 
 
 @functools.cache
-def _document() -> bytes:
+def _document(root_path: str) -> bytes:
     """Made once: anybody may ask for it, and making it takes longer than a step."""
-    return msgspec.json.encode(document(ROUTES))
+    return msgspec.json.encode(document(ROUTES, root_path))
 
 
 OLLAMA_GIVES = ("application/json", ollama.LINES)

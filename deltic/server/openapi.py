@@ -44,8 +44,8 @@ ERROR = {
 OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
-def document(routes: Sequence[Any]) -> dict[str, Any]:
-    """OpenAPI 3.1. routes: rows of http.ROUTES."""
+def document(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
+    """OpenAPI 3.1. routes: rows of http.ROUTES; root_path: the prefix under which a proxy offers them."""
     bodies = {route.body for route in routes if route.body is not None}
     schemas, components = msgspec.json.schema_components(
         list(bodies), ref_template="#/components/schemas/{name}"
@@ -63,6 +63,7 @@ def document(routes: Sequence[Any]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Deltic", "version": __version__},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": {**components, "Error": ERROR, "OllamaError": OLLAMA_ERROR},

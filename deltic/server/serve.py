@@ -29,8 +29,11 @@ from deltic.engine.client import EngineClient, EngineFailed
 from deltic.engine.host import PROGRAM, EngineHost
 from deltic.engine.request import EngineInfo
 from deltic.models.checkpoint import model_name, speaks, text_directory
+from deltic.server.address import listening, tls, url_of
 
 if TYPE_CHECKING:
+    import ssl
+
     import uvicorn
 
     from deltic.server.service import Server, Service
@@ -45,9 +48,6 @@ BLOCKED_S = 10.0
 
 BLOCKED_AGAIN_S = 1.0
 """The same of the second, which asks for the end at once."""
-
-BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 
 MOST_DESCRIPTORS = 1 << 20
 """Asked of the system, where it would give more: programs that are started may look at each there could be."""
@@ -80,28 +80,14 @@ def serve(
             raise ConfigError(f"two models are called {name!r}; give --served-model-name to one of them")
     logs.set_up(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    listener = listen(config)
+    secured = tls(config)
     raise_descriptors()
     served = [
         Served(own, about, EngineClient(engine, config.max_queue, name=own[0]))
         for own, (engine, about) in zip(names, models, strict=True)
     ]
-    return uvloop.run(_serve(served, config, listener, program))
-
-
-def listen(config: ServerConfig) -> socket.socket:
-    """The socket of `host` and `port`, which listens: a port that was only bound could be another's, too. Raises ConfigError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --host or --port"
-        ) from error
-    return listener
+    with listening(config) as listener:
+        return uvloop.run(_serve(served, config, listener, secured, program))
 
 
 def raise_descriptors() -> None:
@@ -153,7 +139,11 @@ class StopSignals:
 
 
 async def _serve(
-    models: list[Served], config: ServerConfig, listener: socket.socket, program: tuple[str, ...]
+    models: list[Served],
+    config: ServerConfig,
+    listener: socket.socket,
+    secured: ssl.SSLContext | None,
+    program: tuple[str, ...],
 ) -> int:
     started_s = time.monotonic()
     host = EngineHost(
@@ -166,6 +156,8 @@ async def _serve(
     try:
         await host.start()  # before anything slow: it loads while the rest is imported
         http, server = _build(models, config)
+        http.config.load()
+        http.config.ssl = secured
         # What there is now stays: the collector need not walk it again, which holds up everybody's tokens.
         gc.collect()
         gc.freeze()
@@ -275,8 +267,7 @@ async def _until_stopped(
     started_s: float,
 ) -> int:
     """Serves until the first signal and through the drain, or until the HTTP server, `running`, ends; the exit status."""
-    address, port = listener.getsockname()[:2]
-    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    url = url_of(listener, server.config)
     log.info(
         "listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, " and ".join(server.models)
     )

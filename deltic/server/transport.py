@@ -226,11 +226,17 @@ def log_failure(error: ApiError, scope: Scope) -> None:
         log.error("%s: %s %s", error.message, scope["deltic.request_id"], scope.get("deltic.answer_id", "-"))
 
 
+def own_path(scope: Scope) -> str:
+    """The path of a request without `--root-path`."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def error_response(error: ApiError, scope: Scope) -> Response:
     """An error in the form of the API that was asked; one of ours is noted in the log."""
     log_failure(error, scope)
     body, status = error.body(), error.status
-    if scope["path"].startswith(ANTHROPIC):
+    if own_path(scope).startswith(ANTHROPIC):
         body, status = error.anthropic_body(scope["deltic.request_id"]), error.anthropic_status
     elif scope["path"].startswith(OLLAMA):
         body = error.ollama_body()

@@ -21,7 +21,8 @@ import pytest
 
 from deltic import logs
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
-from deltic.server.serve import listen, serve
+from deltic.server.address import listen
+from deltic.server.serve import serve
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
