@@ -117,7 +117,7 @@ class LLM:
         """
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
-        answers = self._answers(ids, params, stop, lambda at: None)
+        answers = self._answers(ids, params, stop, lambda at, own: None)
         self._run(answers, [[] for _ in ids], priority=priority, cache_salt=cache_salt, use_cache=use_cache)
         return [answer.completion for answer in answers]
 
@@ -159,9 +159,10 @@ class LLM:
         except ApiError as error:
             raise ValueError(error.message) from None
 
-        def parser(at: int) -> OutputParser:
+        def parser(at: int, own: SamplingParams) -> OutputParser:
             prompt, schemas = rendered[at]
-            return OutputParser(thinking=prompt.thinking, tools=schemas)
+            fixed = schemas is None and own.constraint is not None and bool(own.constraint.grammar)
+            return OutputParser(thinking=prompt.thinking, tools=schemas, fixed=fixed)
 
         answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser)
         boundaries = [prompt.boundaries for prompt, _ in rendered]
@@ -188,11 +189,11 @@ class LLM:
         prompts: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         stop: str | Sequence[str],
-        parser: Callable[[int], OutputParser | None],
+        parser: Callable[[int, SamplingParams], OutputParser | None],
     ) -> list[_Answer]:
         """One for each sequence to come. A request without a seed gets one, as the server would give it.
 
-        parser: makes one for an answer to the prompt of this index.
+        parser: makes one for an answer to the prompt of this index, with these parameters.
         """
         each = [params or self.default_params] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
@@ -204,8 +205,9 @@ class LLM:
         for at, (ids, p) in enumerate(zip(prompts, each, strict=True)):
             own = p if p.seed is not None else msgspec.structs.replace(p, seed=secrets.randbits(63))
             for index in range(p.n):
+                reader, ids_that_stop = parser(at, p), p.stop_token_ids
                 choice = Choice(
-                    index, self.tokenizer, stops=stops, stop_token_ids=p.stop_token_ids, parser=parser(at)
+                    index, self.tokenizer, stops=stops, stop_token_ids=ids_that_stop, parser=reader
                 )
                 answers.append(_Answer(Completion(at, index, ids), own, choice))
         return answers

@@ -12,6 +12,7 @@ A guide follows the tokens that were drawn, and nothing else: a sequence that is
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from deltic.engine.request import Constraint, Sequence
@@ -394,12 +396,37 @@ class Guides:
                     text = file.read_text(encoding="utf-8")
                 except OSError as error:
                     raise ValueError(f"{file}, which it needs, cannot be read: {error.strerror}") from None
+                sealed, specials = _sealed(text)
                 try:
-                    self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self.n_ids, eos_token=self._eos)
+                    self._tokenizer = llguidance.LLTokenizer(sealed, n_vocab=self.n_ids, eos_token=self._eos)
                 except ValueError:
-                    self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self.n_ids)
-                    self._foreign_end = int(self._tokenizer.eos_token)
+                    if not specials:
+                        raise
+                    # Their first is the end of a text, which no grammar names.
+                    self._tokenizer = llguidance.LLTokenizer(
+                        sealed, n_vocab=self.n_ids, eos_token=specials[:1]
+                    )
+                    self._foreign_end = specials[0]
             return self._tokenizer
+
+
+def _sealed(text: str) -> tuple[str, list[int]]:
+    """A tokenizer.json in which text is nothing but text, and the ids of its special tokens.
+
+    Where a grammar leaves one text only, the library takes the tokens that the tokenizer makes of it. Those must have the text's own
+    bytes: so nothing is normalised, and an added token (`<|im_end|>`, `<think>`), which grammars name by its number, has a name that
+    nobody can write.
+    """
+    said = msgspec.json.decode(text)
+    said["normalizer"] = None
+    secret, names = secrets.token_hex(16), {}
+    for token in said.get("added_tokens") or ():
+        names[token["content"]] = token["content"] = f"<|{secret} {token['id']}|>"
+    vocabulary = said["model"]["vocab"]
+    for name in names.keys() & vocabulary.keys():
+        vocabulary[names[name]] = vocabulary.pop(name)
+    specials = [token["id"] for token in said.get("added_tokens") or () if token.get("special")]
+    return msgspec.json.encode(said).decode(), specials
 
 
 def _error_of(matcher: Any) -> str:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from deltic.engine import request as engine
 from deltic.server import answer, protocol
 from deltic.server.chat import Prompt, render
+from deltic.server.constraint import is_fixed
 from deltic.server.errors import bad_request
 from deltic.server.generation import Generation
 from deltic.server.limits import TICKET, Ticket
@@ -35,6 +36,8 @@ class Prepared:
     params: engine.SamplingParams
     tools: dict[str, dict[str, Any]] | None
     """Schemas of the tools that may be called; None: no calls are looked for."""
+    is_fixed: bool
+    """Whether a grammar makes all that is behind the thought."""
 
 
 def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
@@ -45,7 +48,7 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
     if constraint := service.constrainer.chat(chat, prompt.thinking):
         params = msgspec.structs.replace(params, constraint=constraint)
-    return Prepared(chat, prompt, params, tools)
+    return Prepared(chat, prompt, params, tools, is_fixed(chat))
 
 
 def chat_generation(service: Service, prepared: Prepared, request_id: str, ticket: Ticket) -> Generation:
@@ -60,7 +63,7 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
             stops=protocol.stop_strings(chat),
             stop_token_ids=params.stop_token_ids,
             skip_special_tokens=chat.skip_special_tokens is not False,
-            parser=OutputParser(thinking=prompt.thinking, tools=prepared.tools),
+            parser=OutputParser(thinking=prompt.thinking, tools=prepared.tools, fixed=prepared.is_fixed),
             logprobs=params.logprobs is not None,
         )
         for index in range(params.n)

@@ -282,6 +282,14 @@ class Constrainer:
         return f"<[{ids[0]}]>" if len(ids) == 1 else ""
 
 
+def is_fixed(chat: protocol.ChatRequest) -> bool:
+    """Whether a grammar makes all that is behind the thought: a format, or calls that are to come. Raises ApiError (400)."""
+    if asked_format(chat) is not None:
+        return True
+    calls = calls_of(chat.tools, chat.tool_choice)
+    return calls is not None and calls.must
+
+
 def asked_format(request: protocol.Sampling) -> Format | None:
     """What the answer is to be, if it is not any text. Raises ApiError (400)."""
     found = [*_response_format(request.response_format), *_structured(request)]

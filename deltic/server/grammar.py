@@ -385,7 +385,8 @@ def _misread(branch: dict[str, Any]) -> Iterator[str]:
 
 
 def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """As Lark writes it, which is as JSON does, but for the one control character that JSON leaves alone."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _texts(value: Any, types: set[str], schema: Schema, root: dict[str, Any]) -> Iterator[str]:

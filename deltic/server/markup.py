@@ -8,9 +8,9 @@ from deltic.server.arguments import NAME
 
 THINK_END = re.compile(r"</think[ \t]{0,2}(?:>|(?=[<\n]))")
 CUT_THINK_END = re.compile(r"</think[ \t]{0,2}$")
-FUNCTION = re.compile(rf"<function(?:=| name=)[ \t]{{0,8}}[\"']?({NAME.pattern})[\"']?[ \t]{{0,8}}[>\n]")
-PARAMETER = re.compile(r"<parameter(?:=| name=)[ \t]{0,8}([^>\n]{1,256}?)[ \t]{0,8}[>\n]")
-CUT_PARAMETER = re.compile(r"<parameter(?:=| name=)[\"']?[\w.\-]*$")
+FUNCTION = re.compile(rf"<function(?:==?| name=)[ \t]{{0,8}}[\"']?({NAME.pattern})[\"']?[ \t]{{0,8}}[>\n]")
+PARAMETER = re.compile(r"<parameter(?:==?| name=)[ \t]{0,8}([^>\n]{1,256}?)[ \t]{0,8}[>\n]")
+CUT_PARAMETER = re.compile(r"<parameter(?:==?| name=)[\"']?[\w.\-]*$")
 JSON_START = re.compile(r"(?:```\w{0,10}\s{0,8})?[\[{]")
 MAYBE_JSON = re.compile(r"`{1,2}|```\w{0,10}\s{0,8}")
 BARE = '{"name": "'

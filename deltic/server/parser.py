@@ -79,19 +79,28 @@ class OutputParser:
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         call_id: Callable[[], str] = new_call_id,
         trial: bool = False,
+        fixed: bool = False,
     ) -> None:
         """thinking: the prompt opened `<think>`. tools: name to JSON schema of the arguments; None: no calls.
 
-        trial: the text is a call, or `rejected` says that it is none.
+        trial: the text is a call, or `rejected` says that it is none. fixed: a grammar made what is behind the thought, calls or
+        content; of the latter no character is a tag's.
         """
         self._tools = tools
         self._call_id = call_id
         self._is_trial = trial
+        self._is_fixed = fixed
         self._text = ""
         self._is_ended = self._final = False  # final: and there is no more text behind `_text`
         self._truncated = False
         self._advance: Callable[[], bool] = (
-            self._content if trial else self._reasoning_start if thinking else self._opening
+            self._content
+            if trial
+            else self._reasoning_start
+            if thinking
+            else self._fixed
+            if fixed
+            else self._opening
         )
         self._delta = Delta()
         self.in_reasoning = thinking
@@ -155,9 +164,26 @@ class OutputParser:
     def _opening(self) -> bool:
         """Before any content: `<think>` opens a thought, or another one; a `</think>` more is dropped."""
         self.in_reasoning = False
+        if self._is_fixed:
+            return self._to(self._gap_of_fixed, 0)
         if self._has_reasoned:
             self._text = self._text.lstrip("\n")
         return self._before(self._content if self._tools is None else self._beginning)
+
+    def _gap_of_fixed(self) -> bool:
+        """Between a thought and what a grammar made."""
+        if self._text in ("", "\n") and not self._final:
+            return False
+        return self._to(self._fixed, len(self._text[:2]) - len(self._text[:2].lstrip("\n")))
+
+    def _fixed(self) -> bool:
+        """The beginning of what a grammar made: of calls, or of a text in which nothing means anything."""
+        begins = self._text.startswith(markup.TOOL_CALL)
+        if self._tools is not None and not begins:
+            if markup.TOOL_CALL.startswith(self._text) and not self._final:
+                return False
+            self._tools = None
+        return self._to(self._content, 0)
 
     def _before(self, otherwise: Callable[[], bool]) -> bool:
         """Drops a think tag here, and goes where it leads."""
@@ -195,7 +221,7 @@ class OutputParser:
             end = markup.THINK_END.search(text) or (
                 markup.CUT_THINK_END.search(text) if self._final else None
             )
-            if self._tools is not None:
+            if self._tools is not None and not self._is_fixed:
                 opener = markup.CALL_OPENER.search(text, 0, end.start() if end else len(text))
             if not end:
                 n_held = markup.n_held(text, markup.THOUGHT_TAGS) or markup.n_cut_think_end(text)

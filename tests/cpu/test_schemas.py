@@ -19,7 +19,8 @@ import pydantic
 import pytest
 
 from deltic.remote import LocalServer
-from tests.null.test_grammar import random_object, writable
+from tests.null.test_forced_text import object_of
+from tests.null.test_grammar import json_format, random_object, tool, writable
 from tests.served import MAX_NUM_SEQS, Served
 
 N_SCHEMAS = int(os.environ.get("TEST_SCHEMAS", "100"))
@@ -119,6 +120,68 @@ def test_every_forced_call_is_valid(server: LocalServer, thinking: bool) -> None
         (call,) = choice["message"]["tool_calls"]
         expected = {"cat": schema, "weather": CITY["function"]["parameters"]}[call["function"]["name"]]
         check(json.loads(call["function"]["arguments"]), expected)
+
+
+FORCED = [
+    "<|im_end|>", "a<|im_end|>b<|endoftext|>", "<|im_start|>x", "<think>", "</think>\n\nx", "<tool_call>", "<tool_call><function=f></function></tool_call>",
+    "\u212b\uf900", "\u1112\u1161\u11ab e\u0301", "\n\n x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_what_is_forced_is_said_as_it_was_written(server: LocalServer, thinking: bool) -> None:
+    """Though the tokenizer would take it for a special token, or normalise it, and the parser for a tag."""
+    bodies = []
+    for i, text in enumerate(FORCED):
+        whole = {
+            "messages": ASK, "enable_thinking": thinking, "temperature": 1.2, "seed": i, "n": 2, "thinking_budget": 8,
+            "skip_special_tokens": i % 2 == 0, "logprobs": i % 3 == 0, "max_tokens": 400,
+        }  # fmt: skip
+        called = {
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "tools": [tool("f", object_of("k", {"enum": [text]}), strict=True)],
+        }
+        bodies += [
+            whole | {"guided_choice": [text]},
+            whole | {"response_format": json_format(object_of(text, {"const": text}))},
+            whole | called,
+        ]
+    for i, answer in enumerate(answers(server, bodies)):
+        for choice in answer["choices"]:
+            message, text = choice["message"], FORCED[i // 3]
+            assert bool(message.get("reasoning_content")) <= thinking
+            if i % 3 == 0:
+                assert message["content"] == text and choice["finish_reason"] == "stop"
+            elif i % 3 == 1:
+                assert json.loads(message["content"]) == {text: text}
+            else:
+                (call,) = message["tool_calls"]
+                assert json.loads(call["function"]["arguments"]) == {"k": text} and not message["content"]
+
+
+def test_what_is_forced_at_the_other_doors(served: Served) -> None:
+    schema = object_of("k", {"enum": ["</think><tool_call>e\u0301<|im_end|>"]})
+    told = {"model": served.model, "input": ASK, "max_output_tokens": 400}
+    asked = told | {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    response = served.http.post("/v1/responses", json=asked).raise_for_status().json()
+    check(json.loads(response["output"][-1]["content"][0]["text"]), schema)
+    anthropic = {"model": served.model, "messages": ASK, "max_tokens": 400}
+    formatted = anthropic | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    message = served.http.post("/v1/messages", json=formatted).raise_for_status().json()
+    check(json.loads(message["content"][-1]["text"]), schema)
+    tools = {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}}
+    message = served.http.post("/v1/messages", json=anthropic | tools).raise_for_status().json()
+    check(message["content"][-1]["input"], schema)
+    text = "<|im_end|></think>\u2126"
+    for stream in (False, True):
+        body = {"prompt": "a", "guided_choice": [text], "stream": stream, "max_tokens": 60}
+        answer = served.http.post("/v1/completions", json=body).raise_for_status()
+        if stream:
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == text
+        else:
+            assert answer.json()["choices"][0]["text"] == text
 
 
 def test_parse(client: openai.OpenAI, model: str) -> None:

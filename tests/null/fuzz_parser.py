@@ -33,7 +33,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 TAGS = [
     "<think>", "</think>", "</think", "<tool_call>", "</tool_call>", "<function=weather>", "<function=other>",
-    '<function name="now">', "<function=now\n", "<function=", "</function>", "<parameter=city>", "<parameter=days>",
+    '<function name="now">', "<function=now\n", "<function=", "<function==weather>", "</function>", "<parameter=city>", "<parameter=days>",
     '<parameter name="at">', "<parameter=new>", "<parameter=", "</parameter>",
 ]  # fmt: skip
 TEXTS = [
@@ -87,11 +87,11 @@ def text_of(rng: random.Random) -> str:
 
 
 def parse(
-    parts: list[str], thinking: bool = False, tools: Any = TOOLS, truncated: bool = False
+    parts: list[str], thinking: bool = False, tools: Any = TOOLS, truncated: bool = False, fixed: bool = False
 ) -> tuple[Delta, bool]:
     """The whole answer, and whether its last call is open."""
     ids = itertools.count()
-    parser = OutputParser(thinking=thinking, tools=tools, call_id=lambda: f"call_{next(ids)}")
+    parser = OutputParser(thinking=thinking, tools=tools, call_id=lambda: f"call_{next(ids)}", fixed=fixed)
     whole = Delta(calls=[])
     for part in parts:
         whole.add(parser.push(part))
@@ -124,7 +124,7 @@ def check(text: str, rng: random.Random) -> Delta:
     return whole
 
 
-CUT_TAG = re.compile(r"<parameter=\w+$")
+CUT_TAG = re.compile(r"<parameter==?\w+$")
 """Is lost, with the name in it, where an answer was cut."""
 
 

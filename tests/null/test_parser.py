@@ -46,7 +46,7 @@ def test_recorded_drift(case: dict[str, Any]) -> None:
     tools = DRIFT["tools"] if case.get("tools", True) else None
 
     def read(parts: list[str]) -> tuple[Delta, bool]:
-        return parse(parts, case.get("thinking", False), tools, truncated=finish == "length")
+        return parse(parts, case.get("thinking", False), tools, finish == "length", case.get("fixed", False))
 
     whole, is_open = read([text])
     assert (whole.reasoning, whole.content) == (case.get("reasoning", ""), case.get("content", ""))
