@@ -43,6 +43,10 @@ class TokenizerError(ValueError):
     """
 
 
+class UnreadableText(TokenizerError):
+    """A text that the tokenizer's library gives up on."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, {} where there is no such file. Raises TokenizerError for a malformed one."""
     if not path.exists():
@@ -125,7 +129,15 @@ class Tokenizer:
         if not text:
             return []
         # A batch of one: unlike `encode` it lets other threads run meanwhile, and it computes no offsets.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise UnreadableText(
+                "the tokenizer cannot read this text; it may have too much white space in one place, or too long a run of one "
+                "kind of character"
+            ) from error
         return ids
 
     def trust(self, text: str) -> str:

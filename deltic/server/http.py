@@ -66,6 +66,7 @@ from deltic.server.transport import (
     own_path,
     read_body,
 )
+from deltic.text import UnreadableText
 
 log = logging.getLogger("deltic.server")
 
@@ -185,12 +186,19 @@ class Application(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send
         root = self.state.server.config.root_path
-        if root and "path" in scope:
+        if "path" in scope:
             # A proxy may have taken the prefix away, or not; here it is there.
-            scope["root_path"], path = root, scope["path"]
-            if path != root and not path.startswith(root + "/"):
-                scope["path"] = root + path
+            path = scope["path"]
+            if root and (path == root or path.startswith(root + "/")):
+                path = path.removeprefix(root)
+            scope["root_path"], scope["path"] = root, root + _usual_path(path)
         await super().__call__(scope, receive, send)
+
+
+def _usual_path(path: str) -> str:
+    """A path as ROUTES has it: without a slash at its end, and with the `/v1` that some clients leave out."""
+    path = path.rstrip("/") or "/"
+    return f"/v1{path}" if path[1:].partition("/")[0] in _V1 else path
 
 
 def _answering(
@@ -203,6 +211,8 @@ def _answering(
             return await endpoint(request)
         except ApiError as error:
             return error_response(error, request.scope)
+        except UnreadableText as error:
+            return error_response(bad_request(None, str(error)), request.scope)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
 
@@ -301,7 +311,9 @@ class Envelope:
         self._server.n_open += 1
         try:
             await self._app(scope, receive_body, send_marked)
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of a library in Rust is no Exception
             log.exception("%s %r %s", scope["method"], scope["path"], request_id)
             if not status:
                 error = ApiError(500, f"an error inside the server; its log has more under {request_id}")
@@ -331,7 +343,9 @@ class Envelope:
 
         try:
             await self._app(scope, receive, send_noted)
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
             log.exception("%r %s", scope["path"], request_id)
             status = 500
         finally:
@@ -583,3 +597,8 @@ ROUTES = (
     Route("GET", "/openapi.json", openapi, open_=True),
 )
 """Every route there is: the application and its document in server/openapi.py are made from it."""
+
+_V1 = {
+    path.split("/")[2] for path in [*(route.path for route in ROUTES), *DECLINED] if path.startswith("/v1/")
+}
+"""First parts of the paths behind `/v1`."""

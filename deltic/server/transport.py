@@ -24,7 +24,10 @@ BODY = "deltic.body"
 """In the scope: a body that was read to see whose it is, until it is read once more."""
 
 ANTHROPIC = "/v1/messages"
-"""How the paths of Anthropic's API begin."""
+"""How the paths of Anthropic's API begin that OpenAI's has not."""
+
+ANTHROPIC_HEADER = b"anthropic-version"
+"""What its clients send on all paths."""
 
 OLLAMA = "/api/"
 """How those of Ollama's do."""
@@ -236,7 +239,8 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     """An error in the form of the API that was asked; one of ours is noted in the log."""
     log_failure(error, scope)
     body, status = error.body(), error.status
-    if own_path(scope).startswith(ANTHROPIC):
+    is_theirs = any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])
+    if is_theirs or own_path(scope).startswith(ANTHROPIC):
         body, status = error.anthropic_body(scope["deltic.request_id"]), error.anthropic_status
     elif scope["path"].startswith(OLLAMA):
         body = error.ollama_body()

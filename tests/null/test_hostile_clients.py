@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -259,6 +260,43 @@ def test_a_tls_handshake_that_never_ends_is_ended(engine: FakeEngineClient, tmp_
         assert silent.answer().startswith(b"HTTP/1.1 408 ")
         silent.socket.close()
         assert HTTP.get(f"{url.replace('http', 'https')}/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_a_text_that_the_library_gives_up_on_is_refused(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """As more than ten million spaces are: the library panics, with what is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def panics(*args: object, **named: object) -> None:
+        raise Panic("called `Result::unwrap()` on an `Err` value: Onig: retry-limit-in-match over")
+
+    app = make_app(engine)
+    backend = MagicMock()
+    backend.encode_batch_fast = panics
+    monkeypatch.setattr(app.state.server.models["fake"].tokenizer, "_backend", backend)
+    with served(app) as url:
+        answer = HTTP.post(f"{url}{path}", json={"prompt": "   "})
+        assert answer.status_code == 400 and "cannot read this text" in answer.json()["error"]["message"]
+
+
+def test_an_error_of_any_kind_has_a_body_and_is_counted(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panics() -> None:
+        raise BaseException("panicked")
+
+    app = make_app(engine)
+    monkeypatch.setattr(app.state.server, "status", panics)
+    with served(app) as url:
+        answer = HTTP.get(f"{url}/health")
+        assert (
+            answer.status_code == 500 and answer.headers["x-request-id"] in answer.json()["error"]["message"]
+        )
+        assert app.state.server.metrics.responses["/health", 500] == 1
 
 
 FEW = """

@@ -974,3 +974,42 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(engine: FakeEngineC
         engine.hold = False
         thread.join()
         assert answers[0].json()["choices"][0]["text"] == "Hello"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/", "/models", "/models/", "/v1/models/fake/", "/models/fake", "/health/"]
+)
+def test_paths_as_some_clients_write_them(engine: FakeEngineClient, path: str) -> None:
+    answer = get(engine, path)
+    assert answer.status_code == 200
+    assert (
+        answer.content
+        == get(engine, path.rstrip("/").replace("/v1", "").replace("/models", "/v1/models")).content
+    )
+
+
+def test_paths_without_their_version_are_answered(engine: FakeEngineClient) -> None:
+    body = {"messages": HELLO}
+    for path in ("/chat/completions", "/chat/completions/", "/v1/chat/completions/"):
+        assert post(engine, path, body).json()["choices"][0]["message"]["content"] == "Hello"
+    assert post(engine, "/completions", {"prompt": "a"}).status_code == 200
+    assert (
+        post(engine, "/messages", {"messages": HELLO}).json()["type"] == "error"
+    )  # what max_tokens is, it wants to know
+    assert "makes no embeddings" in post(engine, "/embeddings", {}).json()["error"]["message"]
+    assert get(engine, "/nothing").status_code == 404
+
+
+def test_head_is_answered_as_get(engine: FakeEngineClient, live: str) -> None:
+    for path in ("/health", "/v1/models/", "/models"):
+        answer = httpx.head(live + path)
+        assert answer.status_code == 200 and answer.content == b""
+
+
+@pytest.mark.parametrize("path", ["/v1/models/x", "/v1/nothing", "/v1/embeddings", "/tokenize"])
+def test_anthropic_clients_get_errors_in_their_form_on_every_route(
+    engine: FakeEngineClient, path: str
+) -> None:
+    answer = get(engine, path, headers={"anthropic-version": "2023-06-01"}).json()
+    assert answer["type"] == "error" and answer.keys() == {"type", "error", "request_id"}
+    assert "type" not in get(engine, path).json()
