@@ -258,6 +258,14 @@ class ServerConfig:
     default_max_tokens: int | None = knob(
         None, "answer length when a request names none (default: whatever the context leaves)"
     )
+    strict_fields: str = knob(
+        "on", "off: fields of a request that are not known are left out, with a warning in the log, instead of refused",
+        choices=("on", "off"),
+    )  # fmt: skip
+    trust_request_chat_template: bool = knob(
+        False,
+        "let a chat bring a template of its own (chat_template); it may write any token into its prompt",
+    )
     log_level: str = knob("info", "server log level", choices=("debug", "info", "warning", "error"))
     log_format: str = knob("text", "lines for people, or a JSON object each", choices=("text", "json"))
     log_prompts: bool = knob(False, "write the body of every request into its line of the log")

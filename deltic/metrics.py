@@ -235,6 +235,8 @@ class Exposition(Collector):
         """HTTP responses by route and status."""
         self.closed: Counter[str] = Counter()
         """Connections that were closed before their client was done with them, by why."""
+        self.unknown_fields: Counter[str] = Counter()
+        """Fields of requests that were left out, by route."""
         self._keys = keys
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -271,6 +273,12 @@ class Exposition(Collector):
         for reason, count in self.closed.items():
             closed.add_metric([reason], count)
         yield closed
+        unknown = CounterMetricFamily(
+            "deltic_unknown_fields", "Fields of requests that were left out.", labels=["route"]
+        )
+        for route, count in self.unknown_fields.items():
+            unknown.add_metric([route], count)
+        yield unknown
 
 
 MAX_KEYS = 100

@@ -351,14 +351,17 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed in a stream of text; neither it nor any part of it is emitted.
+    """Finds the first stop string to be completed in a stream of text; neither it nor any part of it is emitted, unless
+    it is to be.
 
     Read character by character, the stop string that ends first wins, so the result does not depend on the cuts;
     of two that end together the longer wins. Text that may be the beginning of a stop string is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], includes: bool = False) -> None:
+        """includes: the stop string that was found is emitted, too."""
         self._stops = tuple(stop for stop in stops if stop)
+        self._includes = includes
         self._held = ""
         self.matched: str | None = None
         """The stop string that was found; once set, nothing more is emitted."""
@@ -372,9 +375,9 @@ class StopMatcher:
         text = self._held + text
         ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            _, at, self.matched = min(ends)
+            end, at, self.matched = min(ends)
             self._held = ""
-            return text[:at]
+            return text[: end if self._includes else at]
         n_held = max(held_back(text, stop) for stop in self._stops)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]

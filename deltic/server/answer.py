@@ -6,6 +6,7 @@ JSON encoding.
 
 from __future__ import annotations
 
+import secrets
 import time
 from bisect import bisect_left
 from typing import Any
@@ -52,14 +53,16 @@ class Piece(msgspec.Struct):
     finish_reason: str | None = None
     stop: str | None = None
     """The stop string that ended it."""
+    token_ids: list[int] = []
+    """What the model drew, the end token included; where it was asked for."""
 
 
 class Choice:
     """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if `parser`)."""
 
     __slots__ = (
-        "_detokenizer", "_held_scores", "_n_characters", "_n_shown", "_parser", "_silent", "_stop_token_ids",
-        "_stops", "finish_reason", "index", "last_s", "n_reasoning_tokens", "n_tokens",
+        "_detokenizer", "_gives_ids", "_held_scores", "_hides_thought", "_includes_stop", "_n_characters", "_n_shown", "_parser",
+        "_silent", "_stop_token_ids", "_stops", "finish_reason", "index", "last_s", "n_reasoning_tokens", "n_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -74,12 +77,19 @@ class Choice:
         logprobs: bool = False,
         silent: bool = False,
         offset: int = 0,
+        includes_stop: bool = False,
+        gives_ids: bool = False,
+        gives_text: bool = True,
+        hides_thought: bool = False,
     ) -> None:
         """stop_token_ids: the request's own; like `stops`, they cut the answer short, and a call in it.
 
         silent: the prompt is all that was asked for (max_tokens 0); the one token drawn is not shown.
 
         offset: characters of the answer before the generated text (an echoed prompt).
+
+        includes_stop: the stop string, or the stop token of the request's own, is shown. gives_text: false where ids are all
+        that is wanted. hides_thought: reasoning is left out.
         """
         self.index = index
         self.n_tokens = 0
@@ -88,8 +98,11 @@ class Choice:
         self.finish_reason: str | None = None
         self.last_s: float | None = None
         """time.monotonic() of its last tokens, for who takes them."""
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
-        self._stops = StopMatcher(stops) if stops else None
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens) if gives_text else None
+        self._stops = StopMatcher(stops, includes_stop) if stops else None
+        self._includes_stop = includes_stop
+        self._gives_ids = gives_ids
+        self._hides_thought = hides_thought
         self._stop_token_ids = stop_token_ids
         self._parser = parser
         self._held_scores = Scores() if logprobs else None  # of tokens whose text was not shown yet
@@ -109,11 +122,16 @@ class Choice:
             return Piece(self.index, Delta(), finish_reason=self.finish_reason)
         n_tokens = len(ids)
         self.n_tokens += n_tokens
-        if output.stop_token_id is not None and ids and ids[-1] == output.stop_token_id:
+        drawn, stop_id = ids, output.stop_token_id
+        is_shown = self._includes_stop and stop_id in self._stop_token_ids
+        if stop_id is not None and ids and ids[-1] == stop_id and not is_shown:
             ids = ids[:-1]  # the stop token is not printed, special or not
-        held, stops, parser = self._held_scores, self._stops, self._parser
-        text = self._detokenizer.push(ids) if held is None else self._push_with_offsets(ids, output, held)
-        if reason is not None:
+        held, stops, parser, text = self._held_scores, self._stops, self._parser, ""
+        if held is not None:
+            text = self._push_with_offsets(ids, output, held)
+        elif self._detokenizer is not None:
+            text = self._detokenizer.push(ids)
+        if reason is not None and self._detokenizer is not None:
             text += self._detokenizer.flush()
         matched = False
         if stops is not None:
@@ -122,11 +140,12 @@ class Choice:
             if not matched and reason is not None:
                 text += stops.flush()
         piece = Piece(self.index, Delta("", text) if parser is None else self._parse(parser, text, n_tokens))
+        if self._gives_ids:
+            piece.token_ids = drawn
         if held is not None:
             self._n_shown += len(text)
-            piece.scores = held.take(
-                len(held.offsets) if reason and not matched else self._n_shown_tokens(held)
-            )
+            has_all = (reason and not matched) or self._detokenizer is None
+            piece.scores = held.take(len(held.offsets) if has_all else self._n_shown_tokens(held))
         if matched or reason is not None:
             cut = matched or reason != "stop" or output.stop_token_id in self._stop_token_ids
             self._finish(piece, "stop" if matched else reason, cut)
@@ -138,6 +157,8 @@ class Choice:
         delta = parser.push(text)
         if was_reasoning or parser.in_reasoning:
             self.n_reasoning_tokens += n_tokens
+        if self._hides_thought:
+            delta.reasoning = ""
         return delta
 
     def _finish(self, piece: Piece, reason: str | None, cut: bool) -> None:
@@ -145,6 +166,8 @@ class Choice:
         parser = self._parser
         if parser is not None:
             piece.delta.add(parser.finish(truncated=cut))
+            if self._hides_thought:
+                piece.delta.reasoning = ""
             if parser.n_calls and reason == "stop" and not parser.is_call_open:
                 reason = "tool_calls"
         self.finish_reason = piece.finish_reason = reason
@@ -155,7 +178,7 @@ class Choice:
         texts = []
         for token_id in ids:
             held.offsets.append(self._n_characters)
-            texts.append(self._detokenizer.push((token_id,)))
+            texts.append(self._detokenizer.push((token_id,)) if self._detokenizer else "")
             self._n_characters += len(texts[-1])
         return "".join(texts)
 
@@ -173,6 +196,18 @@ class Usage(msgspec.Struct):
     reasoning_tokens: int
     timing: dict[str, float] = {}
     """Where its time went, in milliseconds."""
+
+    def timings(self) -> dict[str, float]:
+        """llama.cpp's form of the same."""
+        n_prompt = self.prompt_tokens - self.cached_tokens
+        told: dict[str, float] = {"cache_n": self.cached_tokens}
+        for name, n, ms in (
+            ("prompt", n_prompt, self.timing["prefill_ms"]),
+            ("predicted", self.completion_tokens, self.timing["decode_ms"]),
+        ):
+            told |= {f"{name}_n": n, f"{name}_ms": ms, f"{name}_per_token_ms": ms / max(1, n)}
+            told[f"{name}_per_second"] = n / ms * 1e3 if ms else 0.0
+        return told
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -194,6 +229,7 @@ class Message:
         self.calls: list[CallDelta] = []
         self.scores: Scores | None = None
         self.finish_reason: str | None = None
+        self.token_ids: list[int] = []
         self.prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     def add(self, piece: Piece) -> None:
@@ -207,7 +243,35 @@ class Message:
         if piece.scores is not None:
             self.scores = self.scores or Scores()
             self.scores.extend(piece.scores)
+        self.token_ids += piece.token_ids
         self.finish_reason = piece.finish_reason or self.finish_reason
+
+
+class Extras(msgspec.Struct, frozen=True):
+    """What an answer has beside what it says."""
+
+    usage: bool = False
+    """Chunks have `usage: null`, and a last one has the counts."""
+    running_usage: bool = False
+    """Every chunk has the counts so far."""
+    timings: bool = False
+    """As `running_usage`, in llama.cpp's form."""
+    padding: bool = False
+    """Chunks have random characters, so that their lengths tell little."""
+    prompts: list[list[int]] | None = None
+    """The ids of each prompt, where answers have theirs."""
+    names_ids: bool = False
+    """A token of log-probabilities is called `token_id:N`."""
+    tier: bool = False
+    """A `service_tier`, the only one."""
+
+
+NO_EXTRAS = Extras()
+
+
+def padding(n_bytes: int) -> bytes:
+    """Up to 63 random characters, which make a chunk of so many bytes one of whole lines of 64."""
+    return secrets.token_hex(32)[: -n_bytes % 64].encode()
 
 
 class Answer:
@@ -215,26 +279,45 @@ class Answer:
 
     object = ""
 
-    def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool = False
-    ) -> None:
-        """include_usage: chunks have `usage: null`, and a last one has the counts."""
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS) -> None:
         self.id = request_id
         self.model = model
         self._tokenizer = tokenizer
+        self.extras = extras
         self._head = {"id": request_id, "object": self.object, "created": int(time.time()), "model": model}
+        if extras.tier:
+            self._head["service_tier"] = "default"
         chunk = self._head | {"object": self.chunk_object}
         self._start = b"data: " + _encode(chunk)[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._tail = b',"usage":null' if extras.usage else b""
 
     @property
     def chunk_object(self) -> str:
         return self.object
 
+    def note(self, usage: Usage) -> None:
+        """What the chunks from now on tell of the counts, if they do."""
+        tail = {"usage": usage.plain()} if self.extras.running_usage else {}
+        tail |= {"timings": usage.timings()} if self.extras.timings else {}
+        if tail:
+            self._tail = b"," + _encode(tail)[1:-1]
+            if self.extras.usage and not self.extras.running_usage:
+                self._tail += b',"usage":null'
+
     def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> bytes:
         """The whole answer. extra: further fields of it."""
         choices = [self._choice(index, message) for index, message in enumerate(messages)]
-        return _encode(self._head | {"choices": choices, "usage": usage.plain()} | (extra or {}))
+        told: dict[str, Any] = {"choices": choices, "usage": usage.plain()}
+        if self.extras.timings:
+            told["timings"] = usage.timings()
+        return _encode(self._head | told | (extra or {}))
+
+    def _chunk(self, choice: bytes, more: bytes = b"") -> bytes:
+        """The chunk of one choice. more: further fields of it, each behind a comma."""
+        chunk = b"%s%s]%s%s" % (self._start, choice, more, self._tail)
+        if self.extras.padding:
+            chunk += b',"obfuscation":"%s"' % padding(len(chunk))
+        return chunk + b"}\n\n"
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
         raise NotImplementedError
@@ -244,6 +327,8 @@ class Answer:
 
     def _text_of(self, token_id: int) -> tuple[str, bytes]:
         data = self._tokenizer.token_bytes(token_id)
+        if self.extras.names_ids:
+            return f"token_id:{token_id}", data
         return data.decode("utf-8", "replace"), data
 
 
@@ -256,23 +341,46 @@ class ChatAnswer(Answer):
 
     def role_chunk(self, index: int) -> bytes:
         """The first chunk of a choice."""
-        return self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
+        prompts = self.extras.prompts
+        more = b"" if prompts is None else b',"prompt_token_ids":' + _encode(prompts[0])
+        return self._delta(index, b'{"role":"assistant","content":""}', more=more)
 
     def chunks(self, piece: Piece) -> bytes:
         """The chunks for a piece: one for what it adds, if anything; one that ends the choice, at its end."""
         written = b""
         delta, scores = piece.delta, piece.scores
-        if delta.content or delta.reasoning or delta.calls or (scores and scores.token_ids):
+        if (
+            delta.content
+            or delta.reasoning
+            or delta.calls
+            or (scores and scores.token_ids)
+            or piece.token_ids
+        ):
             logprobs = b"null" if scores is None else _encode(self.logprobs(scores))
-            written = self._chunk(piece.index, _encode(_plain_delta(delta)), logprobs, b"null")
+            ids = b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
+            written = self._delta(piece.index, _encode(_plain_delta(delta)), logprobs, ids=ids)
         if piece.finish_reason is not None:
-            written += self._chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason))
+            written += self._delta(piece.index, b"{}", reason=_encode(piece.finish_reason))
         return written
 
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
-        return b'%s{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s}%s' % (
-            self._start, index, delta, logprobs, reason, self._end,
+    def _delta(
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: bytes = b"null",
+        reason: bytes = b"null",
+        ids: bytes = b"",
+        more: bytes = b"",
+    ) -> bytes:
+        choice = b'{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s%s}' % (
+            index, delta, logprobs, reason, ids,
         )  # fmt: skip
+        return self._chunk(choice, more)
+
+    def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> bytes:
+        if self.extras.prompts is not None:
+            extra = (extra or {}) | {"prompt_token_ids": self.extras.prompts[0]}
+        return super().body(messages, usage, extra)
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
         content, reasoning = "".join(message.content), "".join(message.reasoning)
@@ -282,13 +390,13 @@ class ChatAnswer(Answer):
             plain["tool_calls"] = [_plain_call(call) for call in message.calls]
         if reasoning:
             plain["reasoning_content"] = reasoning
-        logprobs = self.logprobs(message.scores)
-        return {
+        choice = {
             "index": index,
             "message": plain,
-            "logprobs": logprobs,
+            "logprobs": self.logprobs(message.scores),
             "finish_reason": message.finish_reason,
         }
+        return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
 
     def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
         """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
@@ -311,11 +419,19 @@ class CompletionAnswer(Answer):
     object = "text_completion"
 
     def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, include_usage: bool = False, n_top: int = 0
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        extras: Extras = NO_EXTRAS,
+        n_top: int = 0,
+        n: int = 1,
     ) -> None:
-        """n_top: alternatives to show for each token (a prompt's entries may have more)."""
-        super().__init__(request_id, model, tokenizer, include_usage)
+        """n_top: alternatives to show for each token (a prompt's entries may have more). n: choices of each prompt."""
+        super().__init__(request_id, model, tokenizer, extras)
         self._n_top = n_top
+        self._n = n
+        self._begun: set[int] = set()
 
     def chunks(self, piece: Piece) -> bytes:
         """The chunk for a piece, if it says anything."""
@@ -323,16 +439,23 @@ class CompletionAnswer(Answer):
             not piece.delta.content
             and piece.finish_reason is None
             and not (piece.scores and piece.scores.token_ids)
+            and not piece.token_ids
         ):
             return b""
-        return b'%s{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}%s' % (
-            self._start,
+        ids: dict[str, Any] = {}
+        if self.extras.prompts is not None:
+            ids["token_ids"] = piece.token_ids
+            if piece.index not in self._begun:
+                self._begun.add(piece.index)
+                ids["prompt_token_ids"] = self.extras.prompts[piece.index // self._n]
+        choice = b'{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s%s}' % (
             piece.index,
             _encode(piece.delta.content),
             b"null" if piece.scores is None else _encode(self.logprobs(piece.scores)),
             b"null" if piece.finish_reason is None else _encode(piece.finish_reason),
-            self._end,
+            b"," + _encode(ids)[1:-1] if ids else b"",
         )
+        return self._chunk(choice)
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
         logprobs = self.logprobs(message.scores)
@@ -340,6 +463,8 @@ class CompletionAnswer(Answer):
         plain = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": message.finish_reason}
         if message.prompt_logprobs is not None:
             plain["prompt_logprobs"] = message.prompt_logprobs
+        if (prompts := self.extras.prompts) is not None:
+            plain |= {"token_ids": message.token_ids, "prompt_token_ids": prompts[index // self._n]}
         return plain
 
     def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
@@ -366,6 +491,8 @@ class CompletionAnswer(Answer):
 
     def _token(self, token_id: int) -> str:
         """A token's text; OpenAI's `bytes:\\xe2` notation for one that is only a part of a character."""
+        if self.extras.names_ids:
+            return f"token_id:{token_id}"
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()

@@ -40,7 +40,7 @@ async def messages(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
 
     def prepare() -> tuple[MessagesRequest, Prepared]:
-        asked = protocol.parse(body, MessagesRequest)
+        asked = service.read(request, body, MessagesRequest)
         return asked, _prepare(service, asked, info)
 
     asked, prepared = await service.prepare(len(body), prepare, request)
@@ -69,7 +69,7 @@ async def count_tokens(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
 
     def work() -> int:
-        chat = _chat(service, protocol.parse(body, CountTokensRequest))
+        chat = _chat(service, service.read(request, body, CountTokensRequest))
         service.check_model(chat.model)
         try:
             return len(render(service.template, chat)[0].ids)
@@ -105,7 +105,7 @@ _NAMES = (
 def _renamed(error: ApiError) -> ApiError:
     """An error about a ChatRequest, in this API's names. Agents shorten their history when they read `prompt is too long`."""
     if error.code == "context_length_exceeded":
-        n_prompt, limit = re.findall(r"\d+", error.message)[:2]
+        limit, n_prompt = re.findall(r"\d+", error.message)[:2]
         error.message = f"prompt is too long: {n_prompt} tokens > {int(limit) - 1} maximum"
         return error
     return renamed(error, _NAMES)

@@ -7,7 +7,8 @@
   at the start only, and one that moved there would change the prompt's beginning, which the prefix cache needs.
 - A last message of the assistant is continued.
 
-Accepted and ignored, since they ask for nothing that could show in an answer: `metadata`, `service_tier`, `cache_control` (the prefix
+Accepted and ignored, since they ask for nothing that could show in an answer: `metadata`, `service_tier`, `thread` that is created, and what
+stands last in MessagesRequest; `cache_control` (the prefix
 cache is automatic), `eager_input_streaming` (always), `defer_loading` (every tool is loaded from the start), `citations` and `caller`
 of blocks given back, redacted thoughts (nobody here can read them), and
 whatever else stands in what the model said or a tool gave.
@@ -184,7 +185,14 @@ class MessagesRequest(CountTokensRequest):
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: None = None
-    inference_geo: None = None
+    # Of an organization at Anthropic, and for models that decline: nothing of them could show in an answer.
+    inference_geo: str | None = None
+    diagnostics: dict[str, Any] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    billing_policy: dict[str, Any] | None = None
+    fallbacks: str | list[Any] | None = None
+    fallback_credit_token: Any = None
 
 
 def chat_request(asked: CountTokensRequest, variables: Set[str]) -> protocol.ChatRequest:

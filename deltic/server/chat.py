@@ -71,19 +71,20 @@ class ChatTemplate:
         """How it shows the model to write a tool call."""
         self._constants = {name: tokenizer.trust(text) for name, text in (variables or {}).items()}
         self._compiled: dict[str, jinja2.Template] = {}
-        self.variables: set[str] = set()
-        """Names that the template reads and a request may set."""
+        self.reads: set[str] = set()
+        """Names that the template reads."""
         for name, source in sources.items():
             try:
                 self._compiled[name] = environment.from_string(tokenizer.trust(source))
-                self.variables |= jinja2.meta.find_undeclared_variables(environment.parse(source))
+                self.reads |= jinja2.meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateSyntaxError as error:
                 raise TokenizerError(
                     f"the chat template is not valid Jinja: line {error.lineno}: {error}"
                 ) from error
             except (SyntaxError, RecursionError, MemoryError) as error:  # from Python, which it becomes
                 raise TokenizerError(f"the chat template is nested too deeply ({error})") from error
-        self.variables -= _OWN_VARIABLES | _GLOBALS | self._constants.keys()
+        self.variables = self.reads - _OWN_VARIABLES - _GLOBALS - self._constants.keys()
+        """Of those, the ones that a request may set."""
         self._defaults: dict[str, Any] = {}
 
     def set_defaults(self, settings: Mapping[str, Any]) -> None:
@@ -101,6 +102,16 @@ class ChatTemplate:
             return None
         known = ", ".join(sorted(self.variables)) or "none"
         return f"this model's chat template has no such setting; it has: {known}"
+
+    def replaced(self, source: str) -> ChatTemplate:
+        """A template that a request brings. Raises ApiError (400)."""
+        try:
+            other = ChatTemplate({"default": source}, self._tokenizer)
+        except TokenizerError as error:
+            raise bad_request("chat_template", str(error)) from None
+        other._constants, other._defaults = self._constants, self._defaults
+        other.variables -= self._constants.keys()
+        return other
 
     @classmethod
     def load(cls, directory: Path, tokenizer: Tokenizer, override: Path | None = None) -> ChatTemplate | None:
@@ -146,8 +157,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         settings: Mapping[str, Any] | None = None,
         limit: int | None = None,
+        shown: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults.
+        """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; shown: those that every template may
+        be given.
 
         Raises ApiError (400) when the template refuses the messages or does not know a setting, or when the
         rendered text is certain to have `limit` tokens or more, which is found out without encoding it.
@@ -160,7 +173,7 @@ class ChatTemplate:
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CUT}]
         compiled = self._compiled.get("tool_use") if tools else None
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
-        variables = self._constants | self._defaults | dict(settings)
+        variables = self._constants | self._defaults | dict(settings) | dict(shown or {})
         try:
             text = compiled.render(
                 messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
@@ -208,6 +221,8 @@ def render(
     """
     if template is None:
         raise no_template()
+    if own := getattr(chat, "chat_template", None):
+        template = template.replaced(own)
     messages = chat.messages or []
     tools = tool_schemas(chat.tools, chat.tool_choice)
     continued = bool(chat.continue_final_message)
@@ -219,13 +234,22 @@ def render(
         raise bad_request("continue_final_message", "needs a last message of the assistant")
     prompt = template.render(
         template_messages(messages),
-        chat.tools if tools is not None else None,
+        [_without_marks(tool) for tool in chat.tools or ()] if tools is not None else None,
         add_generation_prompt=not continued and chat.add_generation_prompt is not False,
         continue_final_message=continued,
         settings=protocol.template_settings(chat),
+        shown=protocol.shown_by_template(chat, template.reads),
         limit=limit,
     )
     return prompt, tools
+
+
+def _without_marks(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool without `cache_control`."""
+    plain = {name: value for name, value in tool.items() if name != "cache_control"}
+    if "cache_control" in (function := tool.get("function", {})):
+        plain["function"] = {name: value for name, value in function.items() if name != "cache_control"}
+    return plain
 
 
 def _tojson(

@@ -43,12 +43,20 @@ class Prepared:
 def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
     """Any door's chat, as a ChatRequest, on its way to the engine. Slow for long ones: see Service.prepare. Raises ApiError."""
     check(service, chat)
-    prompt, tools = render(service.template, chat, protocol.context_limit(info))
+    limit = protocol.context_limit(info) if chat.truncate_prompt_tokens is None else None
+    prompt, tools = render(service.template, chat, limit)
+    prompt = _truncated(prompt, chat, info)
     max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
     if constraint := service.constrainer.chat(chat, prompt.thinking):
         params = msgspec.structs.replace(params, constraint=constraint)
     return Prepared(chat, prompt, params, tools, is_fixed(chat))
+
+
+def _truncated(prompt: Prompt, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prompt:
+    ids = protocol.truncated(chat, prompt.ids, info)
+    cut = len(prompt.ids) - len(ids)
+    return Prompt(ids, [at - cut for at in prompt.boundaries if at > cut], prompt.thinking) if cut else prompt
 
 
 def chat_generation(service: Service, prepared: Prepared, request_id: str, ticket: Ticket) -> Generation:
@@ -65,6 +73,10 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
             skip_special_tokens=chat.skip_special_tokens is not False,
             parser=OutputParser(thinking=prompt.thinking, tools=prepared.tools, fixed=prepared.is_fixed),
             logprobs=params.logprobs is not None,
+            includes_stop=bool(chat.include_stop_str_in_output),
+            gives_ids=bool(chat.return_token_ids),
+            gives_text=chat.detokenize is not False,
+            hides_thought=chat.include_reasoning is False,
         )
         for index in range(params.n)
     ]
@@ -78,17 +90,19 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
     prepared = await service.prepare(
         len(body),
-        lambda: prepare_chat(service, protocol.parse(body, protocol.ChatRequest), info),
+        lambda: prepare_chat(service, service.read(request, body, protocol.ChatRequest), info),
         request,
     )
-    request_id = request.scope["deltic.answer_id"] = f"chatcmpl-{secrets.token_hex(16)}"
-    generation = chat_generation(service, prepared, request_id, request.scope[TICKET])
     chat = prepared.chat
-    usage = wants_usage(chat)
-    said = answer.ChatAnswer(request_id, service.model_name, service.tokenizer, usage)
+    request_id = f"chatcmpl-{secrets.token_hex(16)}"
+    answer_id = request.scope["deltic.answer_id"] = chat.rid or _named("chatcmpl-", chat) or request_id
+    generation = chat_generation(service, prepared, request_id, request.scope[TICKET])
+    extras = extras_of(chat, [prepared.prompt.ids])
+    said = answer.ChatAnswer(answer_id, service.model_name, service.tokenizer, extras)
     if chat.stream:
+        said.note(generation.usage())
         first = b"".join(map(said.role_chunk, range(prepared.params.n)))
-        return AnswerStream(generation, said, None, first, usage)
+        return AnswerStream(generation, said, None, first)
     messages = await unless_disconnected(request.receive, collect(generation, None))
     extra = {}
     if generation.prompt_logprobs[0] is not None:
@@ -99,8 +113,11 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
 def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
     """What both APIs refuse. Raises ApiError (400, 404)."""
     service.check_model(request.model)
-    protocol.check_neutral(request)
+    protocol.settle(request)
     protocol.stop_strings(request)
+    if getattr(request, "chat_template", None) and not service.config.trust_request_chat_template:
+        said = "this server takes no templates of requests (--trust-request-chat-template)"
+        raise bad_request("chat_template", said, "unsupported_field")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options", "only for a stream; set stream to true")
 
@@ -124,8 +141,24 @@ def engine_request(
     )
 
 
-def wants_usage(request: protocol.Sampling) -> bool:
-    return request.stream_options is not None and bool(request.stream_options.include_usage)
+def _named(prefix: str, request: protocol.Sampling) -> str | None:
+    """The id that a client gave its answer. The engine's is another: this one may come twice."""
+    return f"{prefix}{request.request_id}" if request.request_id else None
+
+
+def extras_of(request: protocol.Sampling, prompts: list[list[int]]) -> answer.Extras:
+    """prompts: their ids."""
+    options = request.stream_options or protocol.StreamOptions()
+    usage = bool(options.include_usage or (request.usage and request.usage.include))
+    return answer.Extras(
+        usage=usage,
+        running_usage=usage and bool(options.continuous_usage_stats),
+        timings=bool(request.timings_per_token),
+        padding=bool(options.include_obfuscation),
+        prompts=prompts if request.return_token_ids else None,
+        names_ids=bool(request.return_tokens_as_token_ids),
+        tier=request.service_tier is not None,
+    )
 
 
 class Echo:
@@ -173,7 +206,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
 
     def prepare() -> tuple[protocol.CompletionRequest, list[engine.Request], Echo | None]:
-        asked = protocol.parse(body, protocol.CompletionRequest)
+        asked = service.read(request, body, protocol.CompletionRequest)
         check(service, asked)
         prompts = protocol.prompts(asked, info)
         requests = requests_of(service, asked, prompts, info)
@@ -183,11 +216,12 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     n = requests[0].params.n
     tokenizer = service.tokenizer
     generation = completion_generation(service, asked, requests, echo, request.scope[TICKET])
-    usage = wants_usage(asked)
-    request_id = request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0]
-    said = answer.CompletionAnswer(request_id, service.model_name, tokenizer, usage, asked.logprobs or 0)
+    answer_id = asked.rid or _named("cmpl-", asked) or requests[0].id.rpartition("-")[0]
+    request.scope["deltic.answer_id"] = answer_id
+    extras = extras_of(asked, [sent.prompt_ids for sent in requests])
+    said = answer.CompletionAnswer(answer_id, service.model_name, tokenizer, extras, asked.logprobs or 0, n)
     if asked.stream:
-        return AnswerStream(generation, said, echo, b"", usage)
+        return AnswerStream(generation, said, echo, b"")
     messages = await unless_disconnected(request.receive, collect(generation, echo))
     if asked.prompt_logprobs is not None:
         for index, message in enumerate(messages):
@@ -211,8 +245,12 @@ def completion_generation(
             index,
             service.tokenizer,
             stops=protocol.stop_strings(asked),
+            stop_token_ids=tuple(asked.stop_token_ids or ()),
             skip_special_tokens=asked.skip_special_tokens is not False,
             logprobs=asked.logprobs is not None,
+            includes_stop=bool(asked.include_stop_str_in_output),
+            gives_ids=bool(asked.return_token_ids),
+            gives_text=asked.detokenize is not False,
             silent=asked.max_tokens == 0,
             offset=len(echo.texts[index // n]) if echo else 0,
         )
@@ -228,8 +266,6 @@ def requests_of(
     info: engine.EngineInfo,
 ) -> list[engine.Request]:
     """One request of the engine for each prompt. Raises ApiError (400)."""
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
     most = info.max_num_seqs + service.config.max_queue
     if len(prompts) * (asked.n or 1) > most:
         raise bad_request(
@@ -240,9 +276,12 @@ def requests_of(
     constraint = service.constrainer.completion(asked)
     limit = protocol.context_limit(info)
     for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
+        is_cut = asked.truncate_prompt_tokens is not None
+        n = 0 if is_cut or not isinstance(prompt, str) else service.tokenizer.least_tokens(prompt, limit)
+        if n >= limit:
             raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
         ids = service.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt
+        ids = protocol.truncated(asked, ids, info)
         max_tokens = protocol.answer_length(asked, len(ids), info, service.default_length)
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
         if constraint:
@@ -254,7 +293,7 @@ def requests_of(
 class AnswerStream(EventStream):
     """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
 
-    __slots__ = ("_echo", "_first", "_generation", "_include_usage", "_said")
+    __slots__ = ("_echo", "_first", "_generation", "_said")
 
     def __init__(
         self,
@@ -262,23 +301,23 @@ class AnswerStream(EventStream):
         said: answer.ChatAnswer | answer.CompletionAnswer,
         echo: Echo | None,
         first: bytes,
-        include_usage: bool,
     ) -> None:
         super().__init__()
         self._generation = generation
         self._said = said
         self._echo = echo
         self._first = first
-        self._include_usage = include_usage
 
     async def run(self) -> None:
         await self._generation.run(self._take)
-        if self._include_usage:
+        if self._said.extras.usage:
             self.write(self._said.usage_chunk(self._generation.usage()))
 
     def _take(self, pieces: list[answer.Piece]) -> None:
         if self._echo is not None:
             pieces = self._echo.add(pieces, self._generation)
+        if self._said.extras.running_usage or self._said.extras.timings:
+            self._said.note(self._generation.usage())
         chunk = b"".join(map(self._said.chunks, pieces))
         if self._first:
             chunk, self._first = self._first + chunk, b""

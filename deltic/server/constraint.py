@@ -87,11 +87,14 @@ class ToolFunction(Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Any = None
 
 
 class Tool(Struct, forbid_unknown_fields=True):
     function: ToolFunction
     type: Literal["function"] = "function"
+    cache_control: Any = None
+    """A mark of Anthropic's prompt cache, which gateways leave here; so is the function's. The model is not shown it."""
 
 
 class Named(Struct, forbid_unknown_fields=True):

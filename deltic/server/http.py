@@ -430,7 +430,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
 
     def work() -> dict[str, Any]:
-        asked = protocol.parse(body, protocol.TokenizeRequest)
+        asked = service.read(request, body, protocol.TokenizeRequest)
         service.check_model(asked.model)
         protocol.check_tokenize(asked)
         if asked.prompt is not None:

@@ -1,18 +1,20 @@
 """What the OpenAI API says on the wire, and how it becomes a Request of the engine.
 
-Every field is either honoured or refused with a 400 that names it: an unknown field, a value out of range, and a
-feature that is not supported unless its value asks for nothing (`store: false`; see NEUTRAL). Extra fields are named as in
-vLLM; `cache_prompt` as in llama.cpp.
+Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field, a value out of range,
+and a feature that is not supported unless its value asks for nothing (`echo: false`; see NEUTRAL). Extra fields are named as in
+vLLM, SGLang, llama.cpp and OpenRouter; see `settle` for those that say the same. The history of a chat is in messages.py.
 
-Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `prompt_cache_key`,
-`safety_identifier`; `cache_control` of a content part; `index` of a tool call in the history.
-A tool's own description (all of `tools`) goes to the template as it was sent.
+Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `store` (of a chat), `prediction`,
+`prompt_cache_*`, `safety_identifier`, `keep_alive`, `num_ctx`; `add_special_tokens` and `spaces_between_special_tokens`, as the family's tokenizers have neither.
+Wishes that an answer declines: `service_tier` (the answer says "default"), `verbosity` unless the template reads it.
+A tool's own description (all of `tools` but `cache_control`) goes to the template as it was sent.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,6 +30,8 @@ from deltic.text import TokenizerError, read_json
 MAX_STOPS = 32
 MAX_STOP_LENGTH = 1024
 """Characters of one stop string."""
+END_OF_TEXT = "<|endoftext|>"
+"""The prompt of a completion that has none."""
 GREEDY_BELOW = 1e-4
 """A temperature under this draws as 0 does: the most likely token; dividing by it would overflow float32."""
 
@@ -36,11 +40,21 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+AnswerId = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}(?!\n)$")]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """The counts so far in every chunk; with include_usage."""
+    include_obfuscation: bool | None = None
+    """Random characters in each chunk, so that its length tells nothing."""
+
+
+class UsageOptions(Struct, forbid_unknown_fields=True):
+    """OpenRouter's form of `stream_options.include_usage`."""
+
+    include: bool | None = None
 
 
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +84,23 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_prompt: bool | None = None
     """False: neither read nor feed the prefix cache."""
+    best_of: Positive | None = None
+    """Equal to n, or 1."""
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """The tokens of log-probabilities are called `token_id:N`."""
+    detokenize: bool | None = None
+    """False: ids only, with return_token_ids."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Only the last so many tokens of the prompt; -1: as many as leave room for the answer."""
+    request_id: AnswerId | None = None
+    """In the answer's id."""
+    rid: AnswerId | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] | None = None
+    timings_per_token: bool | None = None
+    usage: UsageOptions | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: str | dict[str, Any] | bool | None = None
@@ -81,26 +112,54 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    # Supported only with a value that asks for nothing: see NEUTRAL.
-    store: Any = None
-    service_tier: Any = None
-    include_stop_str_in_output: Any = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    keep_alive: Any = None
+    num_ctx: Positive | None = None
+    """Programs send a large one by habit; they get what there is."""
+    add_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "include_stop_str_in_output": (False,),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "suffix": ("",),
-}
-"""Values, besides null, with which a field that is not supported is accepted."""
+    # OpenAI's and Anthropic's
+    "audio": (), "compaction": (), "function_call": ("none",), "functions": ([],), "modalities": (["text"],), "moderation": (), "suffix": ("",), "thread": ({"type": "create"},),
+    "web_search_options": (),
+    # vLLM's and SGLang's
+    "early_stopping": (False,), "echo": (False,), "kv_transfer_params": ({},), "length_penalty": (1,), "logits_processors": ([],),
+    "mm_processor_kwargs": ({},), "no_stop_trim": (False,), "return_hidden_states": (False,), "separate_reasoning": (True,),
+    "stream_reasoning": (True,), "use_beam_search": (False,), "vllm_xargs": ({},),
+    # llama.cpp's and its kin's
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "id_slot": (-1,), "mirostat": (0,), "n_keep": (0,), "n_probs": (0,),
+    "return_progress": (False,), "samplers": ([],), "tfs_z": (1,), "top_a": (0,), "top_n_sigma": (-1,), "typical_p": (1,),
+    "xtc_probability": (0,),
+    # OpenRouter's
+    "transforms": ([],),
+}  # fmt: skip
+"""Fields that are known and not supported, and their values, besides null, that ask for nothing: with these they are accepted."""
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ThinkingSwitch(Struct, forbid_unknown_fields=True):
+    """As Anthropic's, which other servers read on chats, too."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Count | None = None
+
+
+class ReasoningSwitch(Struct, forbid_unknown_fields=True):
+    """OpenRouter's."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: Count | None = None
+    exclude: bool | None = None
+    """The thought is not shown."""
+    summary: Any = None
 
 
 class ChatRequest(Sampling):
@@ -120,24 +179,26 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    modalities: Any = None
-    audio: Any = None
     parallel_tool_calls: bool | None = None
-    prediction: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    functions: Any = None
-    function_call: Any = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    include_reasoning: bool | None = None
+    """False: the thought is not shown."""
+    thinking: ThinkingSwitch | None = None
+    reasoning: ReasoningSwitch | None = None
+    documents: list[dict[str, Any]] | None = None
+    """For the template."""
+    chat_template: Annotated[str, Meta(min_length=1)] | None = None
+    """Instead of the model's own, where the server trusts requests so far."""
+    prediction: dict[str, Any] | None = None
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[Any]
+    prompt: str | list[Any] | None = None
+    """None: the end of a text, behind which another begins."""
     echo: bool | None = None
     logprobs: Count | None = None
-    best_of: Positive | None = None
-    suffix: Any = None
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -179,13 +240,21 @@ _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 _ONLY_FALSE = re.compile(r"Invalid enum value True")
 
 
-def parse(body: bytes, kind: type[T]) -> T:
-    """The JSON in a request's body as `kind`. Raises ApiError (400) naming the field at fault."""
+def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None) -> T:
+    """The JSON in a request's body as `kind`. note: takes the names of fields at its top that are not known, which are left out then.
+
+    Raises ApiError (400) naming the field at fault."""
     try:
         try:
             return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError:
+            value = msgspec.json.decode(body)
+            if isinstance(value, dict):
+                _drop_unasked(value, kind, note)
+        try:
+            return msgspec.json.decode(msgspec.json.encode(value), type=kind)
         except msgspec.ValidationError as error:
-            kept: T = _without_null_fields(msgspec.json.decode(body), kind, "", error)
+            kept: T = _without_null_fields(value, kind, "", error)
             return kept
     except msgspec.DecodeError as error:
         raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
@@ -201,6 +270,23 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         return _without_null_fields(copy.deepcopy(value), kind, path, error)
+
+
+def _drop_unasked(value: dict[str, Any], kind: Any, note: Callable[[str], None] | None) -> None:
+    """Deletes fields that `kind` does not know and that ask for nothing, or, with `note`, whatever they ask for.
+
+    Raises ApiError (400) for one of NEUTRAL that asks for something."""
+    config = getattr(kind, "__struct_config__", None)
+    if config is None or not config.forbid_unknown_fields:
+        return
+    for name in [name for name in value if name not in kind.__struct_encode_fields__]:
+        if value[name] is not None and value[name] not in NEUTRAL.get(name, ()):
+            if note is None and name in NEUTRAL:
+                raise bad_request(name, "not supported by this server; leave it out", "unsupported_field")
+            if note is None or name == config.tag_field:
+                continue
+            note(name)
+        del value[name]
 
 
 MAX_NULL_FIELDS = 32
@@ -252,19 +338,32 @@ def _refusal(text: str, root: str = "") -> Exception:
     return bad_request(path or None, reason[:1].lower() + reason[1:], "invalid_value")
 
 
-def check_neutral(value: Struct, path: str = "") -> None:
-    """Raises ApiError (400) for a field of `value` that asks for something that is not supported."""
-    for field in value.__struct_fields__:
-        given = getattr(value, field)
-        if given is None or field not in _UNSUPPORTED:
-            continue
-        if given not in NEUTRAL.get(field, ()):
-            said = "not supported by this server; leave it out"
-            raise bad_request(f"{path}{field}", said, "unsupported_field")
+def settle(request: Sampling) -> None:
+    """Writes what came in another server's words into the fields that are read. Raises ApiError (400) for a contradiction."""
 
+    def put(field: str, name: str, value: Any) -> None:
+        if value is None:
+            return
+        if getattr(request, name) not in (None, value):
+            raise bad_request(field, f"contradicts {name}; give one of the two")
+        setattr(request, name, value)
 
-_UNSUPPORTED = frozenset({*NEUTRAL, "audio", "prediction", "web_search_options"})
-"""Of those that are sent, the fields that nothing else in this file reads."""
+    put("n_predict", "max_tokens", 2**31 - 1 if request.n_predict == -1 else request.n_predict)
+    put("repeat_penalty", "repetition_penalty", request.repeat_penalty)
+    if request.best_of not in (None, 1, request.n):
+        raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
+    if request.detokenize is False and not (request.return_token_ids and not request.stop):
+        raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
+    if not isinstance(request, ChatRequest):
+        return
+    if switch := request.thinking:
+        put("thinking.type", "enable_thinking", switch.type != "disabled")
+        put("thinking.budget_tokens", "thinking_budget", switch.budget_tokens)
+    if asked := request.reasoning:
+        put("reasoning.effort", "reasoning_effort", asked.effort)
+        put("reasoning.enabled", "enable_thinking", asked.enabled)
+        put("reasoning.max_tokens", "thinking_budget", asked.max_tokens)
+        put("reasoning.exclude", "include_reasoning", False if asked.exclude else None)
 
 
 class SamplingDefaults(Struct, frozen=True):
@@ -358,12 +457,26 @@ def answer_length(
 
 def prompt_too_long(param: str, n_prompt: str, limit: int) -> ApiError:
     """The 400. n_prompt: its length in words, since it may be known in part only ("at least 9")."""
+    yours = "your messages have" if param == "messages" else "your prompt has"
     return bad_request(
         param,
-        f"the prompt has {n_prompt} tokens, but prompt and answer together may have {limit} "
-        f"(so the prompt at most {limit - 1}); shorten it",
+        f"This model's maximum context length is {limit} tokens. However, {yours} {n_prompt} tokens. Please shorten the prompt: "
+        f"with one token of an answer it may have {limit - 1}.",
         "context_length_exceeded",
     )
+
+
+def truncated(request: Sampling, ids: list[int], info: EngineInfo) -> list[int]:
+    """The end of a prompt, as `truncate_prompt_tokens` asks. Raises ApiError (400) for more than the context holds."""
+    most, limit = request.truncate_prompt_tokens, context_limit(info)
+    if most is None:
+        return ids
+    if most == 0 or most >= limit:
+        raise bad_request("truncate_prompt_tokens", f"must be -1, or from 1 to {limit - 1}")
+    if most == -1:
+        answer = request.max_tokens or getattr(request, "max_completion_tokens", None) or 1
+        most = max(1, limit - answer)
+    return ids[-most:]
 
 
 def sampling_params(
@@ -457,7 +570,7 @@ def stop_strings(request: Sampling) -> list[str]:
 
 def prompts(request: CompletionRequest, info: EngineInfo) -> list[str | list[int]]:
     """The prompts of a completion: each a text or ids. Raises ApiError (400)."""
-    prompt = request.prompt
+    prompt = END_OF_TEXT if request.prompt is None else request.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -525,3 +638,14 @@ def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
             raise bad_request(field, f"contradicts {first[name]}; give one of the two")
         first.setdefault(name, field)
     return settings
+
+
+def shown_by_template(request: ChatRequest | TokenizeRequest, variables: Set[str]) -> dict[str, Any]:
+    """Variables that a template has only where it reads them. Raises ApiError (400) for documents that nobody would see."""
+    documents, verbosity = getattr(request, "documents", None), getattr(request, "verbosity", None)
+    if documents and "documents" not in variables:
+        raise bad_request(
+            "documents", "this model's chat template shows none; put them into a message", "unsupported_field"
+        )
+    shown = {"documents": documents or None, "verbosity": verbosity if "verbosity" in variables else None}
+    return {name: value for name, value in shown.items() if value is not None}

@@ -97,7 +97,7 @@ async def _read(
     store, owner = service.server.responses, ticket.owner
 
     def read() -> tuple[wire.ResponsesRequest, list[tuple[str, bytes]]]:
-        asked = protocol.parse(body, wire.ResponsesRequest)
+        asked = service.read(request, body, wire.ResponsesRequest)
         wire.check(asked, service.config.skip_hosted_tools)
         items = wire.given_items(asked)
         return asked, [_resolved(item, f"input[{i}]", store, owner) for i, item in enumerate(items)]
@@ -123,8 +123,7 @@ async def _read(
             (f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items
         ]
         try:
-            chat = wire.chat_request(asked, [(place, _item(item, place)) for place, item in (*old, *new)])
-            done = work(chat)
+            done = _fitted(asked, [(place, _item(item, place)) for place, item in (*old, *new)], work)
         except ApiError as error:
             raise wire.in_own_words(error, asked) from None
         kept = [] if asked.store is False else [item for _, item in new]
@@ -139,6 +138,37 @@ async def _read(
             code="body_too_large",
         )
     return await service.prepare(size, prepare, request)
+
+
+def _fitted(
+    asked: wire.ResponsesRequest,
+    items: list[tuple[str, wire.Item]],
+    work: Callable[[protocol.ChatRequest], T],
+) -> T:
+    """`work` on the chat of these items; with truncation "auto", on that of as many of the latest turns as the context holds.
+
+    Raises ApiError."""
+    try:
+        return work(wire.chat_request(asked, items))
+    except ApiError as error:
+        if asked.truncation != "auto" or error.code != "context_length_exceeded":
+            raise
+        too_long = error
+    n_settings, starts = wire.turn_starts(items)
+    done: list[T] = []
+    while starts:
+        middle = len(starts) // 2
+        try:
+            kept = [*items[:n_settings], *items[starts[middle] :]]
+            done = [work(wire.chat_request(asked, kept))]
+            starts = starts[:middle]
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            too_long, starts = error, starts[middle + 1 :]
+    if not done:
+        raise too_long
+    return done[0]
 
 
 def _resolved(item: bytes, place: str, store: ResponseStore, owner: str) -> tuple[str, bytes]:
@@ -260,6 +290,7 @@ class ResponseAnswer:
         self._text: list[str] = []
         self._wants_scores = wire.wants(asked, "message.output_text.logprobs")
         self._encrypts = wire.wants(asked, "reasoning.encrypted_content")
+        self._pads = asked.stream_options is not None and bool(asked.stream_options.include_obfuscation)
         self._scores = answer.Scores()
         self._chat = answer.ChatAnswer(response_id, service.model_name, service.tokenizer)
         self._late = ""
@@ -340,9 +371,10 @@ class ResponseAnswer:
         if not text:
             return written
         self._n_events += 1
-        return b'%s%s%s,"sequence_number":%d}\n\n' % (
-            written + self._delta_start, _encode(text), scores, self._n_events - 1,
-        )  # fmt: skip
+        said = _encode(text) + scores
+        if self._pads:
+            said += b',"obfuscation":"%s"' % answer.padding(len(said))
+        return b'%s%s,"sequence_number":%d}\n\n' % (written + self._delta_start, said, self._n_events - 1)
 
     def _take_late(self) -> bytes:
         text, self._late = self._late, ""
@@ -437,7 +469,7 @@ def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": asked.max_tool_calls,
         "metadata": asked.metadata or {},
         "model": "",
         "output": [],
@@ -453,7 +485,7 @@ def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
         "tools": [tool for tool in asked.tools or () if not wire.is_hosted(tool)],
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": defaults.top_p if asked.top_p is None else asked.top_p,
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
         "usage": None,
         "user": asked.user,
     }

@@ -1,8 +1,9 @@
 """What OpenAI's Responses API says on the wire, and how it becomes the ChatRequest that every door shares.
 
 As in protocol.py, a field is honoured or refused by name, but for those of items that a model or a library wrote. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
-Accepted and ignored, since they ask for nothing that could show in an answer: `prompt_cache_retention`, `client_metadata`, and
-`reasoning.summary`: a thought is given whole, as the content of a reasoning item, and never summed up.
+Accepted and ignored, since they ask for nothing that could show in an answer: `client_metadata`, `max_tool_calls` and what `include` names of
+hosted tools, of which there are none, and `reasoning.summary`: a thought is given whole, as the content of a reasoning item, and never
+summed up.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ class SchemaFormat(Struct, tag="json_schema", kw_only=True, forbid_unknown_field
 
 class Text(Struct, forbid_unknown_fields=True):
     format: TextFormat | JsonFormat | SchemaFormat | None = None
-    verbosity: Any = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +96,13 @@ class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
 
 
+Includable = Literal[
+    "reasoning.encrypted_content", "message.output_text.logprobs", "message.input_image.image_url", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]  # fmt: skip
+
+
 class ResponsesRequest(protocol.Sampling, kw_only=True):
     """POST /v1/responses."""
 
@@ -104,13 +112,15 @@ class ResponsesRequest(protocol.Sampling, kw_only=True):
     previous_response_id: str | None = None
     max_output_tokens: protocol.Positive | None = None
     top_logprobs: protocol.Count | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    include: list[Includable] | None = None
+    """What hosted tools and images would give is accepted: there is none of it here."""
     reasoning: Reasoning | None = None
     text: Text | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    """auto: what is too long loses its oldest turns."""
     background: Literal[False] | None = None
     store: bool | None = None
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
@@ -119,29 +129,36 @@ class ResponsesRequest(protocol.Sampling, kw_only=True):
     thinking_budget: protocol.Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Carry no promise about the answer.
-    prompt_cache_retention: str | None = None
+    max_tool_calls: protocol.Count | None = None
+    """Of hosted tools."""
     client_metadata: dict[str, Any] | None = None
     # Known, and refused unless null.
     conversation: Any = None
     prompt: Any = None
-    max_tool_calls: Any = None
     context_management: Any = None
     moderation: Any = None
-    prompt_cache_options: Any = None
+    access_programs: Any = None
+    image: Any = None
     background_options: Any = None
 
 
 _REFUSED = {
     "conversation": "conversations are not kept here; send the items, or previous_response_id",
     "prompt": "prompt templates are not kept here; send instructions and input",
-    "max_tool_calls": "limits built-in tools, and this server has none",
     "context_management": "not supported by this server; leave it out",
     "moderation": "not supported by this server; leave it out",
-    "prompt_cache_options": "the prefix cache needs none; leave it out",
+    "access_programs": "not supported by this server; leave it out",
+    "image": "this server reads and writes text only",
     "background_options": "not supported by this server; leave it out",
     "max_tokens": "is called max_output_tokens here",
     "response_format": "is called text.format here",
+    "n_predict": "is called max_output_tokens here",
+    "request_id": "a response's id is the server's, under which it is kept",
+    "rid": "a response's id is the server's, under which it is kept",
     "prompt_logprobs": "not available here; use /v1/completions",
+    "return_token_ids": "not available here; use /v1/chat/completions",
+    "return_tokens_as_token_ids": "not available here; use /v1/chat/completions",
+    "timings_per_token": "not available here; use /v1/chat/completions",
 }
 
 
@@ -244,14 +261,25 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
                 raise _unknown_tool(tool, f"tools[{i}]")
             _note_skipped(tool["type"])
     for field, why in _REFUSED.items():
-        if getattr(asked, field) is not None:
+        if getattr(asked, field) not in (None, False):
             raise bad_request(field, why, "unsupported_field")
     if asked.n not in (None, 1):
         raise bad_request("n", "a response has one answer", "unsupported_field")
     if asked.stream_options is not None and not asked.stream:
         raise bad_request("stream_options", "only for a stream; set stream to true")
-    if asked.top_logprobs and not wants(asked, "message.output_text.logprobs"):
-        raise bad_request("top_logprobs", "needs include: ['message.output_text.logprobs']")
+
+
+def turn_starts(items: list[tuple[str, Item]]) -> tuple[int, list[int]]:
+    """Where a history may be cut: behind its first settings, and before each later message of a user."""
+    n_settings = 0
+    while n_settings < len(items) and _role(items[n_settings][1]) in ("system", "developer"):
+        n_settings += 1
+    starts = [i for i, (_, item) in enumerate(items) if i > n_settings and _role(item) == "user"]
+    return n_settings, starts
+
+
+def _role(item: Item) -> str | None:
+    return item.role if isinstance(item, MessageItem) else None
 
 
 def wants(asked: ResponsesRequest, what: str) -> bool:
@@ -322,7 +350,17 @@ def in_own_words(error: ApiError, asked: ResponsesRequest) -> ApiError:
 
 _SHARED = frozenset(protocol.ChatRequest.__struct_fields__) & frozenset(ResponsesRequest.__struct_fields__)
 _OWN = frozenset(
-    {"tools", "tool_choice", "stream_options", "store", "metadata", "response_format", "preserve_thinking"}
+    {
+        "tools",
+        "tool_choice",
+        "stream_options",
+        "store",
+        "metadata",
+        "response_format",
+        "preserve_thinking",
+        "reasoning",
+        "top_logprobs",
+    }
 )
 """Fields of both requests whose values differ."""
 
@@ -340,6 +378,7 @@ def chat_request(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> 
         messages=messages.whole(),
         max_completion_tokens=asked.max_output_tokens,
         logprobs=logprobs or None,
+        top_logprobs=asked.top_logprobs if logprobs else None,
         tools=_chat_tools(asked.tools) or None,
         tool_choice=chat_tool_choice(asked.tool_choice),
         reasoning_effort=asked.reasoning.effort if asked.reasoning else None,

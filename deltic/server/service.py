@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
@@ -18,6 +21,7 @@ from deltic.config import ServerConfig
 from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.engine.request import EngineInfo
 from deltic.metrics import Exposition, Metrics
+from deltic.server import protocol
 from deltic.server.chat import ChatTemplate
 from deltic.server.constraint import Constrainer, NotInline
 from deltic.server.errors import ApiError, bad_request
@@ -31,6 +35,8 @@ from deltic.server.transport import unless_disconnected
 from deltic.server.voices import VoiceStore
 from deltic.text import Tokenizer
 
+log = logging.getLogger("deltic.server")
+
 SHUTTING_DOWN = "the server is shutting down"
 
 INLINE_BYTES = 8192
@@ -41,6 +47,12 @@ CACHE_ANSWER_S = 10.0
 
 MAX_PREPARING = 2
 """Bodies of the largest size allowed, or as many smaller ones as make up this much, that a key may have wait for that thread."""
+
+UNKNOWN_AGAIN_S = 600.0
+"""How long the log says nothing more of a field that was left out."""
+
+MAX_UNKNOWN = 100
+"""Such fields that are remembered."""
 
 Kind = Literal["text", "speech"]
 """What a model makes."""
@@ -69,6 +81,8 @@ class Server:
     n_open: int = 0
     """HTTP requests that have not been answered whole."""
     n_sockets: int = 0
+    _unknown_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
+    """When the log told of a field, by route and name."""
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.config)
@@ -98,6 +112,21 @@ class Server:
             except ApiError as error:
                 refusals.append(error)
         raise refusals[0]
+
+    def note_unknown(self, route: str, field: str) -> None:
+        """A request had a field that is not known, and is answered all the same. The log names each once in UNKNOWN_AGAIN_S."""
+        self.metrics.unknown_fields[route] += 1
+        now_s, place = time.monotonic(), (route, field[:64])
+        if self._unknown_s.get(place, -math.inf) + UNKNOWN_AGAIN_S > now_s:
+            return
+        if len(self._unknown_s) >= MAX_UNKNOWN:  # whoever makes up names finds them counted only
+            self._unknown_s = {
+                name: at_s for name, at_s in self._unknown_s.items() if at_s + UNKNOWN_AGAIN_S > now_s
+            }
+            if len(self._unknown_s) >= MAX_UNKNOWN:
+                return
+        self._unknown_s[place] = now_s
+        log.warning("%s: the field %r is not known, and was left out (--strict-fields off)", *place)
 
     def find(self, name: str) -> Service:
         """The model that a request means: the one so called, else the first of which a pattern fits. Raises ApiError (404).
@@ -190,6 +219,12 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.model_name, *self.aliases)
+
+    def read(self, request: Request, body: bytes, kind: type[T]) -> T:
+        """A body as `kind`. Raises ApiError (400), for fields that are not known unless --strict-fields is off."""
+        if self.config.strict_fields == "on":
+            return protocol.parse(body, kind)
+        return protocol.parse(body, kind, partial(self.server.note_unknown, request.scope["deltic.route"]))
 
     @property
     def default_length(self) -> int | None:

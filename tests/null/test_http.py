@@ -466,7 +466,7 @@ def test_metrics_count(engine: FakeEngineClient) -> None:
     async def go() -> str:
         async with client_of(engine) as client:
             await client.post("/v1/completions", json={"prompt": "x", "n": 2})
-            await client.post("/v1/completions", json={})
+            await client.post("/v1/completions", json={"prompt": 3})
             await client.get("/nowhere")
             return (await client.get("/metrics")).text
 

@@ -133,7 +133,7 @@ def test_num_ctx_bounds_prompt_and_answer() -> None:
     sent = engine.requests[0]
     assert len(sent.prompt_ids) + sent.params.max_tokens == 128
     said = refused(chat(options={"num_ctx": 16}))
-    assert "may have 16" in said
+    assert "maximum context length is 16 tokens" in said
     assert chat(options={"num_ctx": 131072}, stream=False).status_code == 200, (
         "there is no more than there is"
     )
@@ -172,7 +172,7 @@ def test_what_is_refused_is_named(fields: Any, said: str) -> None:
         ({"images": ["aGk="]}, "images: this server reads text only"),
         ({"raw": True, "system": "x"}, "system: has no meaning with raw"),
         ({"raw": True, "think": True}, "think: has no meaning with raw"),
-        ({"prompt": "x" * 2000}, "the prompt has"),
+        ({"prompt": "x" * 2000}, "your messages have"),
     ],
 )
 def test_what_generate_refuses(fields: Any, said: str) -> None:

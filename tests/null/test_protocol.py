@@ -29,7 +29,7 @@ def chat(**fields: Any) -> SamplingParams:
     """What becomes of a chat with a prompt of 10 tokens."""
     body = json.dumps({"messages": HELLO} | fields).encode()
     request = protocol.parse(body, protocol.ChatRequest)
-    protocol.check_neutral(request)
+    protocol.settle(request)
     protocol.stop_strings(request)
     constraint.tool_schemas(request.tools, request.tool_choice)
     template_messages(request.messages)
@@ -39,7 +39,7 @@ def chat(**fields: Any) -> SamplingParams:
 
 def completion(**fields: Any) -> SamplingParams:
     request = protocol.parse(json.dumps({"prompt": "hello"} | fields).encode(), protocol.CompletionRequest)
-    protocol.check_neutral(request)
+    protocol.settle(request)
     protocol.prompts(request, INFO)
     return params(request)
 
@@ -157,8 +157,16 @@ def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"cache_salt": 1}, "cache_salt"),
         ({"cache_prompt": "no"}, "cache_prompt"),
-        ({"store": True}, "store"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"store": 3}, "store"),
+        ({"service_tier": "cheap"}, "service_tier"),
+        ({"best_of": 5}, "best_of"),
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"mirostat": 1}, "mirostat"),
+        ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
+        ({"repeat_penalty": 1.2, "repetition_penalty": 1.1}, "repeat_penalty"),
+        ({"detokenize": False}, "detokenize"),
+        ({"detokenize": False, "return_token_ids": True, "stop": "x"}, "detokenize"),
+        ({"request_id": "a b"}, "request_id"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
     ],
 )
@@ -225,6 +233,12 @@ def test_both_apis_refuse(fields: dict[str, Any], param: str) -> None:
             "messages[0].tool_calls[0].function.name",
         ),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": True}, "thinking.type"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort"),
+        ({"separate_reasoning": False}, "separate_reasoning"),
+        ({"verbosity": "most"}, "verbosity"),
+        ({"echo": True}, "echo"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
         ({"functions": [{}]}, "functions"),
@@ -252,7 +266,6 @@ def test_chat_refuses(fields: dict[str, Any], param: str) -> None:
         ({"prompt": [1, 2.5]}, "prompt"),
         ({"prompt": [[1], "a"]}, "prompt[1]"),
         ({"prompt": [[1], [2**80]]}, "prompt[1]"),
-        ({"prompt": None}, "prompt"),
         ({"suffix": "end"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 0}, "best_of"),
@@ -271,6 +284,11 @@ def test_harmless_values_are_accepted() -> None:
         tools=[], stream=True, stream_options={"include_usage": True, "include_obfuscation": False},
     )  # fmt: skip
     completion(suffix="", best_of=1)
+    for field, values in protocol.NEUTRAL.items():
+        for value in values:
+            if field != "echo":  # a field of completions
+                completion(**{field: value})
+            chat(**{field: value})
     for strict in (None, False):
         chat(tools=[{"type": "function", "function": {"name": "f", "strict": strict}}])
 
@@ -301,7 +319,10 @@ def test_prompts_of_every_form() -> None:
 def test_a_prompt_that_is_too_long_is_told_the_limit_and_its_length() -> None:
     request = protocol.parse(b'{"prompt": "x"}', protocol.CompletionRequest)
     for n_prompt in (100, 5000):
-        with pytest.raises(ApiError, match=rf"{n_prompt} tokens.*100") as caught:
+        with pytest.raises(
+            ApiError,
+            match=rf"maximum context length is 100 tokens. However, your prompt has {n_prompt} tokens",
+        ) as caught:
             protocol.answer_length(request, n_prompt, INFO, None)
         assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
     assert protocol.answer_length(request, 99, INFO, None) == 1

@@ -1,0 +1,313 @@
+"""Fields of requests that other servers know: each is honoured, declined in the answer, or ignored where it asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, saying, served
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngineClient:
+    return FakeEngineClient()
+
+
+@pytest.fixture(scope="module")
+def url(engine: FakeEngineClient) -> Iterator[str]:
+    with served(make_app(engine)) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def anew(engine: FakeEngineClient) -> None:
+    engine.answer = saying("Hello")
+    engine.batch = 1
+
+
+def chat(url: str, status: int = 200, **fields: Any) -> dict[str, Any]:
+    return post(f"{url}/v1/chat/completions", status, {"messages": HELLO} | fields)
+
+
+def completion(url: str, status: int = 200, **fields: Any) -> dict[str, Any]:
+    return post(f"{url}/v1/completions", status, {"prompt": "hello"} | fields)
+
+
+def post(url: str, status: int, body: dict[str, Any]) -> Any:
+    response = httpx.post(url, json=body)
+    assert response.status_code == status, response.text
+    if body.get("stream") and status == 200:
+        *blocks, done, rest = response.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(block.removeprefix("data: ")) for block in blocks]
+    return response.json() if status == 200 else response.json()["error"]
+
+
+def test_usage_in_every_chunk(url: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for ask in (chat, completion):
+        chunks = ask(url, stream=True, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == 6 and len(set(counts)) >= 6
+        assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
+        assert chunks[-1]["choices"] == [] and chunks[-2]["choices"]
+    plain = chat(url, stream=True, stream_options={"continuous_usage_stats": True})
+    assert not any("usage" in chunk for chunk in plain)
+    assert chat(url, stream=True, usage={"include": True})[-1]["usage"]["completion_tokens"] == 6
+
+
+def test_chunks_are_padded(url: str) -> None:
+    for ask in (chat, completion):
+        chunks = ask(url, stream=True, stream_options={"include_obfuscation": True})
+        said = [chunk for chunk in chunks if chunk["choices"][0]["finish_reason"] is None]
+        assert len({len(json.dumps(chunk, separators=(",", ":"))) for chunk in said[1:]}) == 1
+        assert len({chunk["obfuscation"] for chunk in said}) > 1
+    body = {"input": "x", "stream": True, "stream_options": {"include_obfuscation": True}}
+    text = httpx.post(f"{url}/v1/responses", json=body).text
+    deltas = [
+        json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if ".delta" in block[:40]
+    ]
+    assert deltas and all("obfuscation" in delta for delta in deltas)
+
+
+def test_timings_in_the_form_of_llama_cpp(url: str) -> None:
+    told = chat(url, timings_per_token=True)["timings"]
+    assert (told["predicted_n"], told["cache_n"]) == (6, 0) and told["prompt_n"] > 0
+    chunks = chat(url, stream=True, timings_per_token=True, stream_options={"include_usage": True})
+    assert chunks[-2]["timings"]["predicted_n"] == 6 and chunks[-2]["usage"] is None
+    assert "timings" not in chat(url)
+
+
+@pytest.mark.parametrize("batch", [1, 10])
+def test_token_ids(engine: FakeEngineClient, url: str, batch: int) -> None:
+    engine.batch = batch
+    drawn, prompt = [*b"Hello", END], [*b"hello"]
+    whole = chat(url, return_token_ids=True)
+    assert whole["choices"][0]["token_ids"] == drawn
+    assert whole["prompt_token_ids"] == engine.requests[-1].prompt_ids
+    chunks = chat(url, return_token_ids=True, stream=True)
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
+    assert ids == drawn
+    assert "token_ids" not in chat(url)["choices"][0]
+    two = completion(url, prompt=["hello", "x"], n=2, return_token_ids=True)["choices"]
+    assert [choice["prompt_token_ids"] for choice in two] == [prompt, prompt, [*b"x"], [*b"x"]]
+    assert all(choice["token_ids"] == drawn for choice in two)
+    chunks = completion(url, return_token_ids=True, stream=True)
+    firsts = [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks]
+    assert firsts == [prompt] + [None] * (len(chunks) - 1)
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == drawn
+
+
+def test_ids_without_text(url: str) -> None:
+    only = {"return_token_ids": True, "detokenize": False}
+    for ask in (chat, completion):
+        choice = ask(url, **only)["choices"][0]
+        assert choice["token_ids"] == [*b"Hello", END]
+        assert not (choice.get("text") or choice.get("message", {}).get("content"))
+    scores = completion(url, logprobs=0, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    assert scores["tokens"][0] == "token_id:72" and "token_id:72" in scores["top_logprobs"][0]
+    scores = chat(url, logprobs=True, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    assert scores["content"][0]["token"] == "token_id:72"
+
+
+@pytest.mark.parametrize("batch", [1, 10])
+def test_a_stop_string_is_shown_where_it_is_asked_for(engine: FakeEngineClient, url: str, batch: int) -> None:
+    engine.batch = batch
+    with_stop = {"stop": "ll", "include_stop_str_in_output": True}
+    assert completion(url, **with_stop)["choices"][0]["text"] == "Hell"
+    assert completion(url, stop="ll")["choices"][0]["text"] == "He"
+    assert chat(url, **with_stop)["choices"][0]["message"]["content"] == "Hell"
+    scores = completion(url, logprobs=0, **with_stop)["choices"][0]["logprobs"]
+    assert scores["tokens"] == list("Hell")
+    engine.answer = lambda request, index: [*b"Hello"]
+    for ask in (chat, completion):
+        choice = ask(url, stop_token_ids=[111], include_stop_str_in_output=True)["choices"][0]
+        assert "Hello" in (choice.get("text"), choice.get("message", {}).get("content"))
+
+
+def test_prompts_are_cut_at_their_beginning(engine: FakeEngineClient, url: str) -> None:
+    completion(url, prompt="hello", truncate_prompt_tokens=3)
+    assert engine.requests[-1].prompt_ids == [*b"llo"]
+    completion(url, prompt="x" * 9000, truncate_prompt_tokens=-1, max_tokens=24)
+    assert len(engine.requests[-1].prompt_ids) == 1000
+    chat(
+        url,
+        messages=[*HELLO, {"role": "assistant", "content": "x" * 9000}, *HELLO],
+        truncate_prompt_tokens=40,
+    )
+    sent = engine.requests[-1]
+    assert len(sent.prompt_ids) == 40 and sent.prompt_ids[-1:] == byte_tokenizer().encode("\n")
+    assert sent.boundaries and all(0 < at < 40 for at in sent.boundaries)
+    for wrong in (0, 1024):
+        assert completion(url, 400, truncate_prompt_tokens=wrong)["param"] == "truncate_prompt_tokens"
+
+
+def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_look_for(url: str) -> None:
+    for error in (
+        chat(url, 400, messages=[{"role": "user", "content": "x" * 3000}]),
+        chat(url, 400, messages=[{"role": "user", "content": "x" * 90000}]),
+        completion(url, 400, prompt="x" * 3000),
+    ):
+        assert "this model's maximum context length is 1024 tokens. however, your" in error["message"].lower()
+        assert error["code"] == "context_length_exceeded"
+
+
+def test_a_completion_without_a_prompt_begins_a_text(engine: FakeEngineClient, url: str) -> None:
+    for body in ({}, {"prompt": None}):
+        post(f"{url}/v1/completions", 200, body)
+        assert engine.requests[-1].prompt_ids == [256]
+
+
+def test_fields_under_other_names(engine: FakeEngineClient, url: str) -> None:
+    chat(url, n_predict=3, repeat_penalty=1.2, best_of=1, num_ctx=1000, keep_alive="5m")
+    params = engine.requests[-1].params
+    assert (params.max_tokens, params.repetition_penalty) == (3, 1.2)
+    completion(url, n_predict=-1, n=2, best_of=2)
+    assert engine.requests[-1].params.max_tokens == 1019
+    assert chat(url, request_id="abc")["id"] == "chatcmpl-abc"
+    assert chat(url, rid="abc")["id"] == completion(url, rid="abc")["id"] == "abc"
+    assert completion(url, request_id="abc", stream=True)[0]["id"] == "cmpl-abc"
+
+
+def test_thinking_in_other_words(engine: FakeEngineClient, url: str) -> None:
+    engine.answer = saying("Hm.\n</think>\n\nHi")
+    shown = {"role": "assistant", "content": "Hi", "reasoning_content": "Hm."}
+    for fields in (
+        {"thinking": {"type": "enabled", "budget_tokens": 5}},
+        {"reasoning": {"effort": "max"}},
+        {"reasoning": {"enabled": True}},
+        {"reasoning_effort": "max"},
+    ):
+        message = chat(url, **fields)["choices"][0]["message"]
+        assert {name: text.strip() for name, text in message.items()} == shown
+    for fields in (
+        {"reasoning": {"enabled": True, "exclude": True}},
+        {"enable_thinking": True, "include_reasoning": False},
+    ):
+        whole = chat(url, **fields)
+        assert "reasoning_content" not in whole["choices"][0]["message"]
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        assert "reasoning_content" not in json.dumps(chat(url, stream=True, **fields))
+    engine.answer = saying("Hi")
+    assert chat(url, thinking={"type": "disabled"})["choices"][0]["message"]["content"] == "Hi"
+
+
+def test_wishes_that_are_declined(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+    for tier in ("flex", "priority", "scale", "fast"):
+        assert chat(url, service_tier=tier)["service_tier"] == "default"
+        assert chat(url, service_tier=tier, stream=True)[1]["service_tier"] == "default"
+    assert "service_tier" not in chat(url)
+    answer = client.chat.completions.create(
+        model="fake", messages=HELLO, verbosity="low", store=True, prompt_cache_retention="24h",
+        prediction={"type": "content", "content": "Hello"}, extra_body={"prompt_cache_options": {"mode": "explicit"}},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == "Hello"
+    response = client.responses.create(
+        model="fake", input="x", service_tier="priority", text={"verbosity": "low"}, max_tool_calls=3, top_logprobs=2,
+        include=["web_search_call.action.sources", "file_search_call.results"], reasoning={"effort": "max"},
+        prompt_cache_retention="24h", extra_body={"prompt_cache_options": {"mode": "explicit"}},
+    )  # fmt: skip
+    assert (response.service_tier, response.text.verbosity, response.max_tool_calls) == (
+        "default",
+        "medium",
+        3,
+    )
+
+
+def test_marks_of_a_cache_are_not_shown_to_the_model(engine: FakeEngineClient, url: str) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    prompts = []
+    for marks in ({}, {"cache_control": {"type": "ephemeral"}}):
+        chat(url, tools=[tool | marks | {"function": tool["function"] | marks}])
+        prompts.append(engine.requests[-1].prompt_ids)
+    assert prompts[0] == prompts[1]
+
+
+def test_documents_and_verbosity_reach_a_template_that_reads_them(url: str) -> None:
+    assert chat(url, 400, documents=[{"text": "a"}])["param"] == "documents"
+    engine = FakeEngineClient()
+    shows = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ verbosity or '' }}|"
+    with served(make_app(engine, shows)) as other:
+        chat(other, documents=[{"text": "ab"}], verbosity="low")
+        assert bytes(engine.requests[-1].prompt_ids) == b"ablow|"
+
+
+def test_a_template_of_the_requests(url: str) -> None:
+    own = "{{ messages[0].content }}{{ bos_token or '' }}!"
+    assert "--trust-request-chat-template" in chat(url, 400, chat_template=own)["message"]
+    engine = FakeEngineClient()
+    with served(make_app(engine, TEMPLATE, trust_request_chat_template=True)) as trusting:
+        chat(trusting, chat_template=own)
+        assert bytes(engine.requests[-1].prompt_ids) == b"hello!"
+        chat(trusting, chat_template="<|im_end|>{{ messages[0].content }}")
+        assert engine.requests[-1].prompt_ids == [END, *b"hello"]
+        assert chat(trusting, 400, chat_template="{% if %}")["param"] == "chat_template"
+
+
+def test_truncation_drops_the_oldest_turns(engine: FakeEngineClient, url: str) -> None:
+    def turn(i: int) -> list[dict[str, Any]]:
+        return [
+            {"role": "user", "content": f"q{i}"},
+            {"type": "function_call", "call_id": f"c{i}", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": f"c{i}", "output": "x" * 200},
+        ]
+
+    items = [{"role": "developer", "content": "Rule."}, *(item for i in range(8) for item in turn(i))]
+    body = {"input": [*items, {"role": "user", "content": "last"}], "instructions": "Be brief."}
+    assert post(f"{url}/v1/responses", 400, body)["code"] == "context_length_exceeded"
+    told = post(f"{url}/v1/responses", 200, body | {"truncation": "auto"})
+    assert told["truncation"] == "auto"
+    prompt = byte_tokenizer().decode(engine.requests[-1].prompt_ids)
+    assert "Be brief." in prompt and "Rule." in prompt and "last" in prompt
+    kept = [i for i in range(8) if f"q{i}" in prompt]
+    assert kept == list(range(kept[0], 8)) and 2 <= len(kept) < 8 and len(prompt) > 700
+    alone = {"input": "x" * 3000, "truncation": "auto"}
+    assert post(f"{url}/v1/responses", 400, alone)["code"] == "context_length_exceeded"
+
+
+def test_fields_of_anthropic_that_nothing_shows_of(url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="k", max_retries=0)
+    extra = {
+        "thread": {"type": "create"}, "inference_geo": "eu", "diagnostics": {"previous_message_id": None},
+        "user_profile_id": "u", "workspace_id": "w", "billing_policy": {"type": "billing_policy", "bill_to": "self"},
+        "fallbacks": "default", "compaction": None,
+    }  # fmt: skip
+    said = client.messages.create(model="fake", max_tokens=9, messages=HELLO, extra_body=extra)
+    assert said.content[0].text == "Hello"
+    for wrong in ({"thread": {"type": "continue"}}, {"compaction": {"type": "summarize"}}):
+        with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
+            client.messages.create(model="fake", max_tokens=9, messages=HELLO, extra_body=wrong)
+
+
+def test_unknown_fields_pass_where_the_server_is_told_so(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert chat(url, 400, colour="secret")["param"] == "colour"
+    with (
+        caplog.at_level(logging.WARNING, "deltic.server"),
+        served(make_app(FakeEngineClient(), strict_fields="off")) as lenient,
+    ):
+        for _ in range(3):
+            assert chat(lenient, colour="secret", echo=True, size=None)["choices"]
+        post(
+            f"{lenient}/v1/messages",
+            200,
+            {"model": "fake", "max_tokens": 9, "messages": HELLO, "colour": 1},
+        )
+        post(f"{lenient}/v1/responses", 200, {"input": "x", "colour": 1})
+        assert chat(lenient, 400, temperature="hot", colour=1)["param"] == "temperature"
+        assert chat(lenient, 400, messages=[HELLO[0] | {"x": 1}])["param"] == "messages[0].x"
+        counts = httpx.get(f"{lenient}/metrics").text
+    told = [record.getMessage() for record in caplog.records if "strict-fields" in record.getMessage()]
+    assert len(told) == 4 and "'colour'" in told[0] and "secret" not in "".join(told)
+    assert 'deltic_unknown_fields_total{route="/v1/chat/completions"} 7.0' in counts
+    assert 'deltic_unknown_fields_total{route="/v1/messages"} 1.0' in counts
