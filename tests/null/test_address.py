@@ -177,7 +177,7 @@ def test_a_proxys_prefix_may_be_there_or_not(prefixed: str, prefix: str) -> None
     assert httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO}).status_code == 200
     assert httpx.get(f"{url}/openapi.json").json()["servers"] == [{"url": "/llm/one"}]
     assert httpx.get(f"{url}/").headers["content-type"].startswith("text/html")
-    assert httpx.get(f"{url}/metrics/").headers["location"].endswith("/llm/one/metrics")
+    assert httpx.get(f"{url}/metrics/").status_code == 200
     error = httpx.post(f"{url}/v1/messages", json={}).json()
     assert error["type"] == "error", "Anthropic's form"
     assert "makes no embeddings" in httpx.post(f"{url}/v1/embeddings", json={}).text
