@@ -78,6 +78,9 @@ GPU_OPERATORS = (
 
 HOPPER = (9, 0)
 
+SLOWER = 0.9
+"""A rate below this part of another's is said to be slower: two measurements of a moment differ by less."""
+
 
 def report() -> str:
     """The whole report as text. Takes about a second: it measures the CPU's two roofs."""
@@ -100,10 +103,17 @@ def _cpu(console: Console) -> None:
         console.print(f"\n[bold red]{error}[/]")
         return
     better = [set_name for set_name, needed in INSTRUCTION_SETS if needed <= cpu_flags()]
+    peaks = {name: multiply_peak(n_cpus, name) / 1e9 for name in ("bf16", "int8", "int4")}
     console.print(
-        f"read bandwidth {read_bandwidth(n_cpus) / 1e9:.1f} GB/s · multiply: bfloat16 {multiply_peak(n_cpus) / 1e9:.0f}, "
-        f"int8 {multiply_peak(n_cpus, 'int8') / 1e9:.0f}, int4 {multiply_peak(n_cpus, 'int4') / 1e9:.0f} Gop/s"
+        f"read bandwidth {read_bandwidth(n_cpus) / 1e9:.1f} GB/s · multiply: bfloat16 {peaks['bf16']:.0f}, "
+        f"int8 {peaks['int8']:.0f}, int4 {peaks['int4']:.0f} Gop/s"
     )
+    slower = [name for name in ("int8", "int4") if peaks[name] < SLOWER * peaks["bf16"]]
+    if slower:
+        console.print(
+            f"[bold]Prompts are computed more slowly with --quantize {' or '.join(slower)} than in bfloat16 here: less memory, and faster "
+            "decodes of few sequences, are what it brings.[/]"
+        )
     console.print(
         f"instruction set: {name}"
         + ("" if better[0] == name else f" (the CPU could run {better[0]}: install again)")

@@ -179,6 +179,11 @@ def _sized(plan: SpeechPlan) -> SpeechPlan:
         build_speech_workspace(plan, arena)
         allocate_vocoder(plan.shape.vocoder, plan.n_streams + 1, arena.allocate)
     except MemoryError:
+        if plan.weight_bytes > plan.budget_bytes:
+            raise ConfigError(
+                f"the model does not fit: weights alone take {plan.weight_bytes / 1e9:.1f} GB, and {plan.budget_bytes / 1e9:.1f} GB "
+                f"may be used{memory_bound()}; take a smaller model"
+            ) from None
         raise ConfigError(
             f"--max-step-tokens {plan.max_step_tokens} with --max-num-seqs {plan.max_num_seqs} needs more workspace "
             "than this machine has memory; give less"

@@ -70,16 +70,16 @@ def resolve_model(name_or_path: str | Path, files: tuple[str, ...] = ALL_FILES) 
     Raises CheckpointError if the path does not exist, or the hub has no such model or cannot be reached.
     """
     path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path
     name = str(name_or_path)
+    if path.exists():
+        return _no_gguf(name, path)
     if not _HUB_NAME.fullmatch(name) or name.startswith("."):
         raise CheckpointError(f"{name}: no such directory, and not a hub name of the form owner/model")
     import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
     from huggingface_hub import errors
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+        return _no_gguf(name, Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files))))
     except errors.GatedRepoError as error:
         raise CheckpointError(f"{name}: gated on the hub; accept its terms there and set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
@@ -91,6 +91,17 @@ def resolve_model(name_or_path: str | Path, files: tuple[str, ...] = ALL_FILES) 
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         raise CheckpointError(f"{name}: the download failed ({error})") from error
+
+
+def _no_gguf(name: str, path: Path) -> Path:
+    """The path of a model that was found. Raises CheckpointError for a GGUF file, or a directory of such."""
+    has_any = path.is_dir() and (any(path.glob("*.gguf")) or "gguf" in name.lower())
+    if path.suffix.lower() == ".gguf" or (has_any and not (path / "config.json").exists()):
+        raise CheckpointError(
+            f"{name}: GGUF is not supported yet; give the model's checkpoint in safetensors, a directory or a hub name (for few bits "
+            "add --quantize int8 or int4)"
+        )
+    return path
 
 
 def model_name(config: EngineConfig) -> str:

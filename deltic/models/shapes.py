@@ -446,6 +446,10 @@ def _feed_forward(family: str, text: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+MAX_END_IDS = 512
+"""Half of what the sampler can ban of a sequence: the rest is for the request's own stop_token_ids."""
+
+
 def _eos_token_ids(*sources: Mapping[str, Any] | None) -> tuple[int, ...]:
     """Every end id that any file names, those of the generation config first."""
     ids: list[int] = []
@@ -458,6 +462,8 @@ def _eos_token_ids(*sources: Mapping[str, Any] | None) -> tuple[int, ...]:
                 raise UnsupportedModelError("eos_token_id", value, "a token id or a list of token ids")
             if token not in ids:
                 ids.append(token)
+    if len(ids) > MAX_END_IDS:
+        raise UnsupportedModelError("eos_token_id", f"{len(ids)} ids", f"at most {MAX_END_IDS}")
     return tuple(ids)
 
 

@@ -380,6 +380,14 @@ def test_plan_holds_what_it_says() -> None:
     assert plan(free=200 * GB, memory_gb=150).total_bytes > 149 * GB
 
 
+def test_a_model_that_no_machine_holds_is_refused_for_its_weights() -> None:
+    """Not for the workspace, for which there are not even addresses."""
+    with pytest.raises(
+        ConfigError, match=r"the model does not fit: weights alone take .* take a smaller model"
+    ):
+        plan(replace(SHAPE, hidden_size=1 << 30))
+
+
 def test_plan_of_the_cache() -> None:
     off = plan(prefix_cache=False, n_checkpoints=7)
     assert off.n_checkpoints == 0 and off.n_host_units > 0  # for preempted sequences

@@ -91,6 +91,24 @@ def test_doctor_without_a_gpu(without_gpu: None) -> None:
         assert f"{clause} {state}" in report
 
 
+@pytest.mark.parametrize(
+    ("int8", "int4", "said"),
+    [
+        (441, 359, "more slowly with --quantize int8 or int4 than in bfloat16"),
+        (2400, 359, "more slowly with --quantize int4 than in"),
+        (1190, 1150, None),
+    ],
+)
+def test_doctor_says_where_quantised_prompts_are_slower(
+    int8: float, int4: float, said: str | None, without_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix unit may multiply bfloat16 faster than other instructions integers."""
+    peaks = {"bf16": 1197e9, "int8": int8 * 1e9, "int4": int4 * 1e9}
+    monkeypatch.setattr(doctor, "multiply_peak", lambda n_threads, format="bf16": peaks[format])
+    report = words(doctor.report())
+    assert ("more slowly" in report) is (said is not None) and (said or "") in report
+
+
 @pytest.mark.parametrize("major", [9, 8])
 def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
