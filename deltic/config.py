@@ -258,6 +258,10 @@ class ServerConfig:
     default_max_tokens: int | None = knob(
         None, "answer length when a request names none (default: whatever the context leaves)"
     )
+    metrics_names: str = knob(
+        "deltic", "names of a model's numbers in /metrics: deltic_*, vllm:* for dashboards made for that, or both",
+        choices=("deltic", "vllm", "both"),
+    )  # fmt: skip
     strict_fields: str = knob(
         "on", "off: fields of a request that are not known are left out, with a warning in the log, instead of refused",
         choices=("on", "off"),

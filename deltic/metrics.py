@@ -38,13 +38,14 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def family(self) -> HistogramMetricFamily:
+    def family(self, name: str | None = None) -> HistogramMetricFamily:
+        """name: another than its own."""
         buckets: list[tuple[str, float]] = []
         below = 0
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             below += count
             buckets.append((bound, below))
-        family = HistogramMetricFamily(self.name, self.text)
+        family = HistogramMetricFamily(name or self.name, self.text)
         family.add_metric([], buckets, self.total)
         return family
 
@@ -129,6 +130,9 @@ class SpeechNumbers:
         for histogram in (self._first_s, self._audio_s, self._rtf, self._late_s):
             yield histogram.family()
 
+
+VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "error": "error"}
+"""Finish reasons as vLLM has them; any other is an abort."""
 
 FACTORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
 CONTINUOUS_S = 0.1
@@ -223,12 +227,57 @@ class Metrics:
         if self._has_speech:
             yield from self.speech.families(stats.speech or SpeechStats())
 
+    def vllm_families(self) -> Iterable[Metric]:
+        """The same numbers under vLLM's names, as far as it has such."""
+        stats = self._stats()
+        cache = stats.cache
+        for name, text, value in (
+            ("num_requests_running", "Sequences that own a state slot.", stats.n_running),
+            ("num_requests_waiting", "Sequences that wait for a place.", stats.n_waiting),
+            (
+                "kv_cache_usage_perc",
+                "Part of the KV pages in use.",
+                stats.n_pages_used / max(1, stats.n_pages),
+            ),
+        ):
+            yield GaugeMetricFamily(f"vllm:{name}", text, value=value)
+        for name, text, count in (
+            ("prompt_tokens", "Prompt tokens, cached ones too.", stats.n_prompt_tokens + cache.n_hit_tokens),
+            ("generation_tokens", "Tokens drawn.", stats.n_generated_tokens),
+            ("num_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
+            ("prefix_cache_hits", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
+        ):
+            yield CounterMetricFamily(f"vllm:{name}", text, value=count)
+        success = CounterMetricFamily(
+            "vllm:request_success", "Sequences that ended.", labels=["finished_reason"]
+        )
+        reasons: Counter[str] = Counter()
+        for reason, count in self.finished.items():
+            reasons[VLLM_REASONS.get(reason, "abort")] += count
+        for reason, count in reasons.items():
+            success.add_metric([reason], count)
+        yield success
+        for name, histogram in (
+            ("request_queue_time_seconds", self.queued_s),
+            ("request_prefill_time_seconds", self.prefill_s),
+            ("request_decode_time_seconds", self.decode_s),
+            ("time_to_first_token_seconds", self.ttft_s),
+            ("inter_token_latency_seconds", self.itl_s),
+            ("time_per_output_token_seconds", self.itl_s),  # of the same, in older versions
+            ("e2e_request_latency_seconds", self.e2e_s),
+            ("request_prompt_tokens", self.n_prompt),
+            ("request_generation_tokens", self.n_generated),
+        ):
+            yield histogram.family(f"vllm:{name}")
+
 
 class Exposition(Collector):
     """All numbers of the process, as Prometheus reads them. One instance an app; no global state."""
 
-    def __init__(self, keys: Sequence[KeyNumbers] = ()) -> None:
-        """keys: read when the metrics are."""
+    def __init__(self, keys: Sequence[KeyNumbers] = (), names: str = "deltic") -> None:
+        """keys: read when the metrics are. names: whose the models' numbers have: deltic, vllm, both."""
+        self._has_own, self._has_vllm = names != "vllm", names != "deltic"
         self.models: dict[str, Metrics] = {}
         """By name."""
         self.responses: Counter[tuple[str, int]] = Counter()
@@ -253,10 +302,10 @@ class Exposition(Collector):
         """A family comes once: its samples say which model they are of, however many there are."""
         families: dict[str, Metric] = {}
         for name, metrics in self.models.items():
-            for family in metrics.families():
-                samples = [
-                    sample._replace(labels=sample.labels | {"model": name}) for sample in family.samples
-                ]
+            own = [(family, {"model": name}) for family in metrics.families() if self._has_own]
+            theirs = metrics.vllm_families() if self._has_vllm else ()
+            for family, label in [*own, *((family, {"model_name": name}) for family in theirs)]:
+                samples = [sample._replace(labels=sample.labels | label) for sample in family.samples]
                 family.samples = []
                 families.setdefault(family.name, family).samples += samples
         yield from families.values()

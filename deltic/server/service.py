@@ -88,7 +88,7 @@ class Server:
         self.accounts = Accounts(self.config)
         self.responses = ResponseStore(self.config.max_stored_responses)
         self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
-        self.metrics = Exposition(self.accounts.numbers())
+        self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
 
     def add(self, service: Service) -> None:
         self.models[service.model_name] = service

@@ -83,6 +83,40 @@ def test_of_several_models_a_family_comes_once() -> None:
     )
 
 
+def test_the_same_numbers_under_the_names_of_vllm() -> None:
+    cache = CacheStats(n_lookup_tokens=900, n_hit_tokens=640)
+    stats = Stats(
+        n_running=3, n_waiting=2, n_pages_used=5, n_pages=10, n_prompt_tokens=260, n_generated_tokens=9, cache=cache
+    )  # fmt: skip
+    metrics = Metrics(lambda: stats, lambda: 0, lambda: True)
+    metrics.finished.update(stop=4, tool_calls=2, queue_timeout=1)
+    metrics.ttft_s.observe(0.02)
+    metrics.itl_s.observe(0.01, 8)
+    expected = {
+        'vllm:num_requests_running{model_name="m"} 3.0',
+        'vllm:num_requests_waiting{model_name="m"} 2.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.5',
+        'vllm:prompt_tokens_total{model_name="m"} 900.0',
+        'vllm:generation_tokens_total{model_name="m"} 9.0',
+        'vllm:prefix_cache_queries_total{model_name="m"} 900.0',
+        'vllm:prefix_cache_hits_total{model_name="m"} 640.0',
+        'vllm:request_success_total{finished_reason="stop",model_name="m"} 6.0',
+        'vllm:request_success_total{finished_reason="abort",model_name="m"} 1.0',
+        'vllm:time_to_first_token_seconds_count{model_name="m"} 1.0',
+        'vllm:time_per_output_token_seconds_count{model_name="m"} 8.0',
+        'vllm:inter_token_latency_seconds_count{model_name="m"} 8.0',
+        'vllm:e2e_request_latency_seconds_count{model_name="m"} 0.0',
+    }
+    own = 'deltic_sequences_running{model="m"} 3.0'
+    for names, has_own, has_theirs in (("deltic", True, False), ("vllm", False, True), ("both", True, True)):
+        every = Exposition(names=names)
+        every.models["m"] = metrics
+        lines = set(every.text().decode().splitlines())
+        assert (own in lines) == has_own
+        assert expected <= lines if has_theirs else not any(line.startswith("vllm") for line in lines)
+        list(text_string_to_metric_families(every.text().decode()))
+
+
 def test_the_prefix_cache_s_numbers():
     cache = CacheStats(
         n_lookups=5, n_hits=4, n_lookup_tokens=900, n_hit_tokens=640, checkpoints_taken={"message": 3, "tail": 1},
