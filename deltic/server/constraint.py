@@ -1,7 +1,7 @@
 """What a request asks of the form of its answer, as the engine's Constraint.
 
-`response_format`; vLLM's `structured_outputs` and its older `guided_*`; `tool_choice`, `parallel_tool_calls` and strict tools; a
-budget for the thought. A grammar begins behind the thought. With tools that may be called beside a JSON format, the answer is the
+`response_format`; vLLM's `structured_outputs` and its older `guided_*`; `grammar` and `json_schema` of llama.cpp, `regex` and `ebnf` of
+SGLang; `tool_choice`, `parallel_tool_calls` and strict tools; a budget for the thought. A grammar begins behind the thought. With tools that may be called beside a JSON format, the answer is the
 JSON or calls. Arguments follow the tool's schema wherever a call is constrained; where that cannot be a grammar, those of a tool
 that is not strict are any, and a strict one is refused.
 """
@@ -36,7 +36,7 @@ _TERMINAL = re.compile(
     r"(?ms)^([A-Z_][A-Z0-9_]*)(?:\[[^\]\n]*\])?\s*:(.*?)(?=^[\w\-]+(?:\[[^\]\n]*\])?\s*:|^%|\Z)"
 )
 _NAME = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
-_NOT_OURS = re.compile(r"(?m)<\[[\d^*]|^\w+\[[^\]\n]*(temperature|max_tokens|stop)\b")
+_NOT_OURS = re.compile(r"(?m)<\[[\d^*]|^\w+\[[^\]\n]*(temperature|stop)\b")
 """Token ids, and options of a rule that ask for more than a mask."""
 
 MAX_ASKED = 1_000_000
@@ -296,9 +296,10 @@ def is_fixed(chat: protocol.ChatRequest) -> bool:
 def asked_format(request: protocol.Sampling) -> Format | None:
     """What the answer is to be, if it is not any text. Raises ApiError (400)."""
     found = [*_response_format(request.response_format), *_structured(request)]
-    if len(found) > 1:
-        first, second = (re.sub(r"^(response_format).*", r"\1", each.path) for each in found[:2])
-        raise bad_request(second, f"excludes {first}; give one of the two")
+    for other in found[1:]:
+        if (other.kind, other.value) != (found[0].kind, found[0].value):
+            path = re.sub(r"^(response_format).*", r"\1", found[0].path)
+            raise bad_request(other.path, f"excludes {path}; give one of the two")
     return found[0] if found else None
 
 
@@ -324,6 +325,8 @@ def _structured(request: protocol.Sampling) -> Iterator[Format]:
         f"guided_{kind}": getattr(request, f"guided_{kind}")
         for kind in ("json", "regex", "choice", "grammar")
     }
+    given |= {name: getattr(request, name) or None for name in ("grammar", "ebnf", "regex")}
+    given["json_schema"] = request.json_schema
     if request.structured_outputs is not None:
         asked = protocol.convert(request.structured_outputs, StructuredOutputs, "structured_outputs")
         given |= {f"structured_outputs.{name}": getattr(asked, name) for name in asked.__struct_fields__}
@@ -331,6 +334,7 @@ def _structured(request: protocol.Sampling) -> Iterator[Format]:
         if value is None or value is False:
             continue
         kind = re.split("[_.]", path)[-1]
+        kind = {"ebnf": "grammar", "schema": "json"}.get(kind, kind)
         if kind == "object":
             kind, value = "json", ANY
         if kind == "json" and isinstance(value, str):

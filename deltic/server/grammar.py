@@ -90,15 +90,27 @@ def check_schema(schema: Schema, options: dict[str, Any]) -> None:
 # Compiling.
 
 
+class _Bytes:
+    """What the library asks of a tokenizer. Its special tokens, the last of which stands for any, have no name in a grammar."""
+
+    eos_token_id, bos_token_id = 256, None
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<end of text>", b"", b"<added token>"]  # noqa: RUF012
+    special_token_ids = (256, 258)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
 @functools.cache
 def _bytes_only() -> Any:
     """A tokenizer of single bytes: enough to find out what is wrong with a grammar, whatever the model's is."""
-    return llguidance.LLTokenizer("byte")
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
 
 _SPECIAL = re.compile(r"<\[\d+(?:,\d+)*\]>")
 _EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _POSITION = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_NAMES = re.compile(r"; following special tokens are available: \u27e6[^\u27e7]*\u27e7")
 _ONE_OF = re.compile(r"oneOf constraints are not supported\..*")
 
 
@@ -120,7 +132,7 @@ def error_of(grammar: str, own: bool = True) -> str:
         allowed = int.from_bytes(matcher.compute_bitmask(), "little") & ASCII
         if not allowed or matcher.is_error() or not matcher.consume_token(allowed.bit_length() - 1):
             break
-    message: str = matcher.get_error().removesuffix("\n<non-verbose/>")
+    message: str = _NAMES.sub("", matcher.get_error().removesuffix("\n<non-verbose/>"))
     if not message and matcher.is_stopped() and not matcher.is_accepting():
         message = "nothing can match it"
     if own:

@@ -107,6 +107,13 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    """Of vLLM's, where this server has one; so it changes nothing."""
+    grammar: str | None = None
+    """llama.cpp's, as `json_schema`; "" asks for nothing. `regex` and `ebnf` are SGLang's."""
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     # Carry no promise about the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
