@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import figures, tables
+from bench import figures, peers, tables
 from bench.tables import DOCUMENTS, ROOT, Runs, filled
+from deltic.__main__ import parser
 
 MEASURED = re.compile(
     r"\d[\d.,]*\s?(ms|µs|us|s|[GT]B/s|[GT]?FLOP/s|tok/s|tokens/s|%|times|x|TFLOP/s)(?![\w/])"
@@ -151,6 +153,12 @@ def test_every_step_can_be_chosen_and_its_commands_are_whole(plan: str) -> None:
         assert figures.chosen(figures.PLANS[plan], step.name, "") == [step]
         assert step not in figures.chosen(figures.PLANS[plan], "", step.name)
         assert all("{" not in command.format(**words) for command in step.commands)
+        for command in step.commands:
+            name, *given = shlex.split(command.format(**words))[2:] or [""]
+            if name == "deltic":
+                parser().parse_args(given)
+            elif name == "bench.peers":
+                peers.parse([part.replace("W", "1") for part in given])
     with pytest.raises(ValueError, match="no step nothing; there are"):
         figures.chosen(figures.PLANS[plan], "nothing", "")
 

@@ -1,0 +1,57 @@
+"""`deltic bench gpu`: rounds in turns, and a file that the documents' table is made of. Nothing runs on a device here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from bench import tables
+from deltic.bench import gpu
+from deltic.config import EngineConfig
+from deltic.engine.gpu_runner import GpuRunner
+from deltic.models.shapes import published_shape
+
+
+def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = GpuRunner.__new__(GpuRunner)
+    monkeypatch.setattr(GpuRunner, "n_launches", lambda self, n: 454, raising=False)
+    monkeypatch.setattr(GpuRunner, "replay_ms", lambda self, n, n_keys: 1.0, raising=False)
+    engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
+    model = SimpleNamespace(shape=published_shape("qwen3.5-27b"), engine=lambda levers, n: engine)
+    order: list[tuple[str, int]] = []
+
+    def decode(
+        engine: object, n: int, n_prompt: int, n_output: int, seed: int
+    ) -> tuple[list[float], list[list[int]]]:
+        order.append(("decode", n))
+        return [0.01 * (1 + 0.1 * len(order))] * n_output, []
+
+    def prefill(engine: object, n_tokens: int) -> list[float]:
+        order.append(("prefill", n_tokens))
+        return [600.0 + len(order)] * 5
+
+    monkeypatch.setattr(gpu, "_need_gpu", lambda: None)
+    monkeypatch.setattr(gpu.Roofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
+    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config: model))
+    monkeypatch.setattr(gpu, "decode", decode)
+    monkeypatch.setattr(gpu, "prefill_ms", prefill)
+    out = tmp_path / "2026-01-01-h200"
+    arguments = argparse.Namespace(n="1,128", prompt=128, output=256, prefill="8192", rounds=3, out=str(out))
+    assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
+    one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
+    assert order == [("decode", 1), ("decode", 128), *one_round * 3], "each number once before, then rounds"
+    (file,) = out.glob("gpu-qwen3.5-27b-*.json")
+    found = json.loads(file.read_text())
+    assert (found["prompt"], found["output"], found["rounds"]) == (128, 256, 3)
+    assert len(found["rows"][0]["round_ms"]) == len(found["prefill"]["8192"]["round_ms"]) == 3
+    found["code"]["modified"] = False  # where this test runs the tree may have changes
+    file.write_text(json.dumps(found))
+    made = tables.gpu(tables.Runs(tmp_path))
+    assert "| qwen3.5-27b | 16.0 (13.0 .. 19.0) |" in made and "608 (605 .. 611) |" in made
+    assert "128 prompt and 256 generated tokens each" in made
