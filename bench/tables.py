@@ -174,12 +174,14 @@ def start(runs: Runs, on_gpu: bool = False) -> str:
     found = runs.newest("start-*.json", gpu=on_gpu)
     if not found:
         return missing(again)
+    stages = {"ready": "ready over HTTP, s", "import": "of it importing torch", "weights": "weights"}
+    stages |= {"compile": "compiling", "record": "recording"} if on_gpu else {"memory": "memory and warm-up"}
     rows = []
     for run in found:
         starts = run.data["starts"]
-        cells = [ranged(one[stage] for one in starts) for stage in ("ready", "import", "weights", "compile")]
+        cells = [ranged(one[stage] for one in starts) for stage in stages]
         rows.append([str(run.data.get("label", "")), str(len(starts)), *cells])
-    header = ["model", "starts", "ready over HTTP, s", "of it importing torch", "weights", "compiling"]
+    header = ["model", "starts", *stages.values()]
     return "\n\n".join((grid(header, rows), source(found, again)))
 
 
@@ -223,6 +225,11 @@ def peer_name(lane: str) -> str:
     return engine if form == "bf16" else f"{engine} {form.upper()}"
 
 
+def star(row: Row) -> str:
+    """Where the CPUs were shared with other work in all rounds."""
+    return " \\*" if row["disturbed"] else ""
+
+
 def peers_run(runs: Runs) -> Run | None:
     """The newest; of several in one night the one with the most rounds."""
     found = runs.newest("peers-*.json")
@@ -238,9 +245,12 @@ def peers(runs: Runs) -> str:
     data, rows = run.data, []
     for ours, theirs, ratios in peer_rows(data):
         name = f"{workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"
-        peers_cell = " · ".join(f"{peer_name(row['lane'])} {spread(row['tok_s'])}" for row in theirs)
+        peers_cell = " · ".join(
+            f"{peer_name(row['lane'])} {spread(row['tok_s'])}{star(row)}" for row in theirs
+        )
         rows.append([
-            name, f"{spread(ours['tok_s'])}, {percent(ours['roof_share'])}", peers_cell, " · ".join(spread(row["ratio"]) for row in ratios),
+            name, f"{spread(ours['tok_s'])}, {percent(ours['roof_share'])}{star(ours)}", peers_cell,
+            " · ".join(spread(row["ratio"]) + star(row) for row in ratios),
         ])  # fmt: skip
     read = [roof["read"] / 1e9 for roof in data["roofs"]]
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
@@ -248,11 +258,11 @@ def peers(runs: Runs) -> str:
     text = (
         f"{data['rounds']} interleaved rounds, {data['threads']} threads; decodes of {data['steps']} tokens behind prompts of "
         f"{data['context']}, the same for all; ratios are taken within a round. Memory read {ranged(read)} GB/s meanwhile. "
-        f"Other work took part of the CPUs in {n_others} of {len(data['figures'])} figures; such count only where a cell has no others. "
+        f"Other work took part of the CPUs in {n_others} of {len(data['figures'])} figures; such count only where a cell has no others, and a star marks it. "
         f"{versions}, llama.cpp built with `{data['llama_build']}`."
     )
     header = ["tokens a second", "Deltic, of its roof", "peers", "ours / theirs"]
-    return "\n\n".join((grid(header, rows), text, source([run], again)))
+    return "\n\n".join((grid(header, rows), text, source([run], data.get("command", again))))
 
 
 def peers_claim(runs: Runs) -> str:
@@ -283,7 +293,9 @@ def headline(runs: Runs) -> str:
     wanted = {("decode 1", "deltic-bf16"), ("decode 16", "deltic-int8"), ("prefill 512", "deltic-bf16")}
     for ours, _, ratios in peer_rows(run.data) if run else ():
         if (ours["workload"], ours["lane"]) in wanted:
-            beside = " · ".join(f"{spread(row['ratio'])} times {peer_name(row['theirs'])}" for row in ratios)
+            beside = " · ".join(
+                f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios
+            )
             name = f"{run.data['shape']}, {run.data['threads']} CPU threads, {workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"  # type: ignore[union-attr]
             rows.append([name, f"{spread(ours['tok_s'])} tok/s", beside])
     return grid(["random weights", "Deltic, median (least .. most)", "beside it"], rows)

@@ -87,8 +87,14 @@ def peers_run(**more: Any) -> dict[str, Any]:
         for lane, value in (("deltic-bf16", 30.0), ("llama.cpp-bf16", 20.0))
     ]
     ratios = [
-        {"workload": row["workload"], "ours": "deltic-bf16", "theirs": "llama.cpp-bf16", "ratio": one(1.5)}
-        for row in speeds[::2]
+        {
+            "workload": row["workload"],
+            "ours": "deltic-bf16",
+            "theirs": "llama.cpp-bf16",
+            "ratio": one(1.5),
+            "disturbed": i > 0,
+        }
+        for i, row in enumerate(speeds[::2])
     ]
     return {
         "shape": "qwen3.5-0.8b", "summary": {"speeds": speeds, "ratios": ratios}, "roofs": [{"read": 5e10}], "versions": {}, "figures": [],
@@ -106,7 +112,8 @@ def test_prefills_count_where_all_were_warmed_up_alike(tmp_path: Path) -> None:
     )
     assert "decodes of 256 tokens behind prompts of 128, the same for all" in made
     keep(tmp_path / "a", "peers-2.json", **peers_run(prefill_warm_up="same", date="2026-01-02", rounds=5))
-    assert "| prefill of 512, bfloat16 |" in tables.peers(Runs(tmp_path))
+    (prefill,) = [line for line in tables.peers(Runs(tmp_path)).splitlines() if "prefill of 512" in line]
+    assert prefill.endswith(r"| 1.50 (0.500 .. 2.50) \* |"), "the CPUs were shared in every round"
     assert "decodes and prefills 1.50 to 1.50 times" in tables.peers_claim(Runs(tmp_path))
 
 
