@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from deltic.server import answer, protocol
@@ -190,11 +191,18 @@ def _item(item: bytes, place: str) -> wire.Item:
 
 async def get_response(service: Service, request: Request) -> ASGIApp:
     """A response that is held."""
-    if request.query_params.get("stream", "false") != "false":
-        raise bad_request(
-            "stream", "only a background response can be streamed again, and there are none here"
-        )
-    return json_response(_stored(service, request).body)
+    body, query = _stored(service, request).body, request.query_params
+    if query.get("stream", "false") == "false":
+        return json_response(body)
+    after = query.get("starting_after", "-1")
+    if after != "-1" and not (after.isdecimal() and len(after) < 10):
+        raise bad_request("starting_after", "expected the sequence_number of an event")
+
+    def write() -> bytes:
+        return b"".join(_events_of(msgspec.json.decode(body))[int(after) + 1 :])
+
+    written = await service.prepare(len(body), write, request)
+    return Response(written, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
 
 
 async def delete_response(service: Service, request: Request) -> ASGIApp:
@@ -451,6 +459,43 @@ class ResponseAnswer:
         data = _encode({"type": name, "sequence_number": self._n_events} | fields)
         self._n_events += 1
         return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def _events_of(response: dict[str, Any]) -> list[bytes]:
+    """The events of a response that is complete, as those of one that came in large pieces."""
+    events: list[bytes] = []
+
+    def add(name: str, **fields: Any) -> None:
+        data = _encode({"type": name, "sequence_number": len(events)} | fields)
+        events.append(b"event: %s\ndata: %s\n\n" % (name.encode(), data))
+
+    begun: dict[str, Any] = {
+        "status": "in_progress",
+        "completed_at": None,
+        "incomplete_details": None,
+        "usage": None,
+        "output": [],
+    }
+    for name in ("created", "in_progress"):
+        add(f"response.{name}", response=response | begun)
+    for i, item in enumerate(response["output"]):
+        kind, place = item["type"], {"item_id": item["id"], "output_index": i}
+        is_call = kind == "function_call"
+        empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
+        add("response.output_item.added", output_index=i, item=item | empty | {"status": "in_progress"})
+        if is_call:
+            add(f"{_DELTAS[kind]}.delta", **place, delta=item["arguments"])
+            add(f"{_DELTAS[kind]}.done", **place, arguments=item["arguments"])
+        for j, part in enumerate(item.get("content", ())):
+            at = place | {"content_index": j}
+            scores = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            add("response.content_part.added", **at, part=_PARTS[kind])
+            add(f"{_DELTAS[kind]}.delta", **at, delta=part["text"], **scores)
+            add(f"{_DELTAS[kind]}.done", **at, text=part["text"], **scores)
+            add("response.content_part.done", **at, part=part)
+        add("response.output_item.done", output_index=i, item=item)
+    add(f"response.{response['status']}", response=response)
+    return events
 
 
 def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 
 from deltic.server import responses
@@ -489,7 +490,6 @@ def test_responses_are_shown_and_deleted(door: Door) -> None:
     said = door.post(input=[{"role": "user", "content": str(i)} for i in range(5)])
     path = f"/v1/responses/{said['id']}"
     assert door.http.get(path).json() == said
-    assert door.http.get(path, params={"stream": "true"}).status_code == 400
     listed = door.http.get(f"{path}/input_items", params={"limit": 2}).json()
     assert [item["content"][0]["text"] for item in listed["data"]] == ["4", "3"] and listed["has_more"]
     assert listed["data"][0]["id"] == listed["first_id"] and listed["data"][0]["type"] == "message"
@@ -511,6 +511,36 @@ def test_responses_are_shown_and_deleted(door: Door) -> None:
     assert door.post(400, input=reference)["code"] == "item_not_found"
     error = door.post(400, previous_response_id=said["id"])
     assert error["code"] == "previous_response_not_found"
+
+
+def test_a_response_that_is_held_is_streamed_again(door: Door) -> None:
+    door.engine.answer = saying(
+        'Hm.\n</think>\n\nHey<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    )
+    include = ["message.output_text.logprobs"]
+    live = door.stream(tools=[WEATHER], include=include, top_logprobs=1, **THINK)
+    merged = [live[0]]
+    for event in live[1:]:
+        if event["type"].endswith(".delta") and event["type"] == merged[-1]["type"]:
+            joined = {name: merged[-1][name] + event[name] for name in ("delta", "logprobs") if name in event}
+            merged[-1] = event | joined
+        else:
+            merged.append(event)
+    for number, event in enumerate(merged):
+        event["sequence_number"] = number
+    response_id = live[-1]["response"]["id"]
+    path = f"/v1/responses/{response_id}"
+    again = named_events(door.http.get(path, params={"stream": "true"}))
+    assert again == merged and {"reasoning", "message", "function_call"} == {
+        item["type"] for item in again[-1]["response"]["output"]
+    }
+    rest = named_events(door.http.get(path, params={"stream": "true", "starting_after": 3}))
+    assert rest == again[4:]
+    wrong = door.http.get(path, params={"stream": "true", "starting_after": "x"})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "starting_after"
+    client = openai.OpenAI(base_url=f"{door.http.base_url}/v1", api_key="k", max_retries=0)
+    kinds = [event.type for event in client.responses.retrieve(response_id, stream=True)]
+    assert kinds == [event["type"] for event in again]
 
 
 def test_a_server_that_keeps_nothing() -> None:
