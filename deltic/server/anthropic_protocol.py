@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from deltic.server import protocol
+from deltic.server.anthropic_tools import described
 from deltic.server.errors import bad_request
 from deltic.server.messages import (
     AssistantMessage,
@@ -252,11 +253,14 @@ _LAST_TURN = {"type": "thinking_turns", "value": 1}
 def _tool(plain: dict[str, Any], path: str) -> dict[str, Any]:
     """A tool as the chat has it. Raises ApiError (400)."""
     if plain.get("type") not in (None, "custom"):
-        raise bad_request(
-            f"{path}.type",
-            f"{plain['type']!r} is a tool of Anthropic's, which this server does not have; declare one of your own, with a name "
-            "and an input_schema",
-        )
+        written_out = described(plain)
+        if written_out is None:
+            raise bad_request(
+                f"{path}.type",
+                f"{plain['type']!r} is a tool of Anthropic's, which this server does not have; declare one of your own, with a name "
+                "and an input_schema",
+            )
+        plain = written_out
     tool: Tool = protocol.convert(plain, Tool, path)
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         raise bad_request(f"{path}.allowed_callers", "a tool is called by the model itself: 'direct'")

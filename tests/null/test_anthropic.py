@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx
 import hypothesis
+import jsonschema
 import msgspec
 import pytest
 from hypothesis import strategies as st
@@ -632,3 +633,27 @@ def test_bodies_of_any_shape_are_answered() -> None:
 
     check()
     assert set(CountTokensRequest.__struct_fields__) < set(MessagesRequest.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "arguments", "wrong"),
+    [
+        ("bash_20250124", "bash", {"command": "ls"}, {"command": 1}),
+        ("bash_20250124", "bash", {"restart": True}, {"restart": "yes"}),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {"command": "insert", "path": "/a", "insert_line": 0, "insert_text": "x"},
+         {"command": "undo_edit", "path": "/a"}),
+        ("text_editor_20250124", "str_replace_editor", {"command": "undo_edit", "path": "/a"}, {"command": "view"}),
+        ("memory_20250818", "memory", {"command": "rename", "old_path": "/memories/a", "new_path": "/memories/b"}, {"command": "forget"}),
+    ],
+)  # fmt: skip
+def test_tools_that_the_client_runs_have_a_schema(kind: str, name: str, arguments: Any, wrong: Any) -> None:
+    marks = {"cache_control": {"type": "ephemeral"}} | ({"max_characters": 9} if "0728" in kind else {})
+    tool = chat(tools=[{"type": kind, "name": name} | marks]).tools[0]["function"]
+    assert tool["name"] == name and tool["description"]
+    jsonschema.validate(arguments, tool["parameters"])
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, tool["parameters"])
+    engine = FakeEngineClient(saying("ok"), max_model_len=4096)
+    reply = send(engine, tools=[{"type": kind, "name": name, "strict": True}])
+    assert reply.status_code == 200, reply.text
+    assert engine.requests[-1].params.constraint is not None
