@@ -332,7 +332,7 @@ def agent(runs: Runs) -> str:
         "python -m bench.agent --dummy qwen3.5-0.8b --quantize int8 --sessions 3 --parallel 3 --max-tokens 12000 "
         "--memory-share 0.25 --cold-rounds 0"
     )
-    found = runs.newest("agent-*.json")
+    found = runs.newest("agent-qwen3.5-0.8b-*.json")
     if not found:
         return missing(again)
     data, rows = found[-1].data, []
@@ -389,7 +389,7 @@ def serve(runs: Runs) -> str:
 def served(runs: Runs) -> str:
     """What serving costs beside the engine alone."""
     again = "python -m bench.served"
-    found = runs.newest("served-*.json")
+    found = runs.newest("served-qwen3.5-0.8b-*.json")
     if not found:
         return missing(again)
     data = found[-1].data
@@ -508,7 +508,7 @@ def soak(runs: Runs) -> str:
 def stalls(runs: Runs) -> str:
     """The time between tokens while long prompts arrive."""
     again = "deltic bench stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2"
-    found = runs.newest("stalls-*.json")
+    found = runs.newest("stalls-qwen3.5-0.8b-*.json")
     if not found:
         return missing(again)
     data, rows = found[-1].data, []
