@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     pack = add("pack", _pack, "write a model directory of packed weights, quantised if asked: fast starts")
     _add_model(pack)
     pack.add_argument("--out", metavar="DIR", required=True, help="directory to make")
-    _add_some_flags(pack, "quantize", "threads")
+    _add_some_flags(pack, "revision", "download_dir", "quantize", "threads")
 
     plan = add("plan", _plan, "print what fits in memory and the speed to expect")
     _add_model(plan)

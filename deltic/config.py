@@ -59,6 +59,17 @@ class EngineConfig:
     """What the engine process needs. Values of None are decided at start from the model and the machine."""
 
     model: str = knob(BUILT_IN, "checkpoint directory or hub name", metavar="MODEL")
+    revision: str | None = knob(None, "branch, tag or commit of a hub name (default: the hub's)")
+    download_dir: Path | None = knob(
+        None,
+        "where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)",
+        metavar="DIR",
+    )
+    tokenizer: str | None = knob(
+        None,
+        "directory or hub name whose tokenizer and chat template are used (default: the model's)",
+        metavar="MODEL",
+    )
     device: str | None = knob(
         None, "where the model runs (default: a GPU if there is one)", choices=("cpu", "cuda")
     )
@@ -455,6 +466,8 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig) -> None:
         raise ConfigError(f"--root-path {config.root_path!r}: must begin with a '/', and end without one")
     if isinstance(config, EngineConfig) and config.dummy and config.model != BUILT_IN:
         raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
+    if isinstance(config, EngineConfig) and config.revision and (config.dummy or config.model == BUILT_IN):
+        raise ConfigError("--revision is of a name on the hub: give a model")
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)
 

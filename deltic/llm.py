@@ -25,7 +25,7 @@ from deltic.config import BUILT_IN, EngineConfig, resolve
 from deltic.engine.loop import MAX_FAILURES, Engine
 from deltic.engine.request import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
-from deltic.models.checkpoint import text_directory
+from deltic.models.checkpoint import text_directory, tokenizer_directory
 from deltic.server import protocol
 from deltic.server.answer import Choice
 from deltic.server.answer import Message as AnswerMessage
@@ -80,7 +80,7 @@ class LLM:
         that say what to do.
         """
         self.config = resolve(EngineConfig, {"model": model, **settings})
-        directory = text_directory(self.config)
+        directory = tokenizer_directory(self.config)
         self.tokenizer = Tokenizer.load(directory)
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
         from deltic.engine.build import build_for_device  # imports torch: after what can fail at once
@@ -95,7 +95,7 @@ class LLM:
         self.info = self._engine.info
         self._ids = count()
         # Where no SamplingParams are given: the checkpoint's own, for as long as the context lasts.
-        defaults = msgspec.structs.asdict(protocol.SamplingDefaults.load(directory))
+        defaults = msgspec.structs.asdict(protocol.SamplingDefaults.load(text_directory(self.config)))
         del defaults["max_new_tokens"]
         self.default_params = SamplingParams(max_tokens=self.info.max_model_len, **defaults)
 

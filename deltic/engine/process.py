@@ -45,7 +45,7 @@ from deltic.engine.request import (
 )
 from deltic.engine.scheduler import RequestError
 from deltic.engine.trace import Trace
-from deltic.models.checkpoint import text_directory
+from deltic.models.checkpoint import tokenizer_directory
 
 log = logging.getLogger("deltic.engine")
 
@@ -124,7 +124,7 @@ class ServedModel:
         self.engine = Engine(
             build(config, self.progress),
             config.max_itl_ms or None,
-            lambda: text_directory(config) / "tokenizer.json",
+            lambda: tokenizer_directory(config) / "tokenizer.json",
         )
         self.engine.trace = trace
 

@@ -5,12 +5,12 @@ Imports no torch: the HTTP process finds the tokenizer and the template here, th
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import msgspec
 
 from deltic.config import BUILT_IN, EngineConfig
+from deltic.models.hub import Download, download, is_hub_name
 from deltic.models.shapes import CheckpointError, ModelShape, UnsupportedModelError, published_shape
 from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape, is_speech
 
@@ -25,8 +25,6 @@ TEXT_FILES = (
 """The files of a checkpoint that the HTTP process reads."""
 
 ALL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class _AddedToken(msgspec.Struct):
@@ -46,10 +44,12 @@ def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
     """Ids that mean something: rows of the embedding past the tokenizer's last id are padding and are never drawn.
 
     A dummy has no tokenizer of its own, and its sampler is to work as hard as the real one's: all ids. Raises
-    CheckpointError.
+    CheckpointError, also for a --tokenizer with more ids than the model has.
     """
     vocab_size = shape.vocab_size
-    if config.dummy is not None:
+    if config.tokenizer is not None:
+        directory = tokenizer_directory(config)
+    elif config.dummy is not None:
         return vocab_size
     try:
         file = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile)
@@ -60,37 +60,41 @@ def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
     highest = max(
         [*file.model.vocab.values(), *(token.id for token in file.added_tokens)], default=vocab_size - 1
     )
-    return min(vocab_size, highest + 1)
+    if config.tokenizer is not None and highest >= vocab_size:
+        raise CheckpointError(
+            f"--tokenizer {config.tokenizer}: has ids up to {highest}, but the model's vocabulary has {vocab_size}; it is of another "
+            "model"
+        )
+    return vocab_size if config.dummy is not None else min(vocab_size, highest + 1)
 
 
-def resolve_model(name_or_path: str | Path, files: tuple[str, ...] = ALL_FILES) -> Path:
+def resolve_model(
+    name_or_path: str | Path,
+    files: tuple[str, ...] = ALL_FILES,
+    revision: str | None = None,
+    download_dir: Path | None = None,
+) -> Path:
     """The local directory (or single safetensors file) of a model: a path as it is, else a hub download
-    of `files`.
+    of `files`, at `revision`, into `download_dir`.
 
     Raises CheckpointError if the path does not exist, or the hub has no such model or cannot be reached.
     """
-    path = Path(name_or_path).expanduser()
-    name = str(name_or_path)
+    path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.exists():
+        if revision is not None:
+            raise CheckpointError(
+                f"{name}: --revision is of a name on the hub, and this is a path here; leave it out"
+            )
         return _no_gguf(name, path)
-    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+    if not is_hub_name(name):
         raise CheckpointError(f"{name}: no such directory, and not a hub name of the form owner/model")
-    import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
-    from huggingface_hub import errors
+    directory = str(download_dir.expanduser()) if download_dir else None
+    return _no_gguf(name, download(Download(name, files, revision, directory)))
 
-    try:
-        return _no_gguf(name, Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files))))
-    except errors.GatedRepoError as error:
-        raise CheckpointError(f"{name}: gated on the hub; accept its terms there and set HF_TOKEN") from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(f"{name}: neither a directory here nor a model on the hub") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{name}: not a directory, not in the download cache, and the hub cannot be reached; "
-            "go online once, or give the path of a checkpoint directory"
-        ) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        raise CheckpointError(f"{name}: the download failed ({error})") from error
+
+def model_directory(config: EngineConfig, files: tuple[str, ...] = ALL_FILES) -> Path:
+    """The directory of the model that is neither built in nor a dummy. Raises CheckpointError."""
+    return resolve_model(config.model, files, config.revision, config.download_dir)
 
 
 def _no_gguf(name: str, path: Path) -> Path:
@@ -108,14 +112,30 @@ def model_name(config: EngineConfig) -> str:
     """The name in /v1/models when none is given: the directory's, the hub's, or the shape's."""
     if config.dummy is not None:
         return config.dummy
-    return Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
+    path = Path(config.model)
+    if not path.is_dir():
+        return config.model
+    snapshots, repository = path.resolve().parent, path.resolve().parent.parent.name
+    if snapshots.name == "snapshots" and repository.startswith("models--"):  # in the cache of the hub
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return path.resolve().name
 
 
 def text_directory(config: EngineConfig) -> Path:
-    """The directory with the model's tokenizer, template and generation defaults. Raises CheckpointError."""
+    """The directory with the model's generation defaults. Raises CheckpointError."""
     if config.dummy is not None or config.model == BUILT_IN:
         return DEMO
-    return resolve_model(config.model, TEXT_FILES)
+    return model_directory(config, TEXT_FILES)
+
+
+def tokenizer_directory(config: EngineConfig) -> Path:
+    """The directory with the tokenizer and the chat template. Raises CheckpointError."""
+    if config.tokenizer is None:
+        return text_directory(config)
+    directory = resolve_model(config.tokenizer, TEXT_FILES, None, config.download_dir)
+    if not (directory / "tokenizer.json").is_file():
+        raise CheckpointError(f"--tokenizer {config.tokenizer}: has no tokenizer.json")
+    return directory
 
 
 def locate(config: EngineConfig) -> tuple[Path, ModelShape]:
@@ -129,7 +149,7 @@ def locate(config: EngineConfig) -> tuple[Path, ModelShape]:
         except UnsupportedModelError as error:
             known = f"{error.supported}, {', '.join(PUBLISHED_SPEECH)}"
             raise UnsupportedModelError(error.field, error.found, known) from None
-    directory = DEMO if config.model == BUILT_IN else resolve_model(config.model)
+    directory = DEMO if config.model == BUILT_IN else model_directory(config)
     return directory, ModelShape.from_directory(directory)
 
 
@@ -137,12 +157,12 @@ def speaks(config: EngineConfig) -> bool:
     """Whether the configured model is a speech model. Raises CheckpointError."""
     if config.dummy is not None:
         return config.dummy.lower() in PUBLISHED_SPEECH
-    return config.model != BUILT_IN and is_speech(resolve_model(config.model, TEXT_FILES))
+    return config.model != BUILT_IN and is_speech(model_directory(config, TEXT_FILES))
 
 
 def locate_speech(config: EngineConfig) -> tuple[Path, SpeechShape]:
     """As `locate`, of a model that speaks."""
     if config.dummy is not None:
         return DEMO, PUBLISHED_SPEECH[config.dummy.lower()]
-    directory = resolve_model(config.model)
+    directory = model_directory(config)
     return directory, SpeechShape.from_directory(directory)

@@ -28,8 +28,10 @@ from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.client import EngineClient, EngineFailed
 from deltic.engine.host import PROGRAM, EngineHost
 from deltic.engine.request import EngineInfo
-from deltic.models.checkpoint import model_name, speaks, text_directory
+from deltic.models.checkpoint import model_name, speaks, text_directory, tokenizer_directory
+from deltic.models.shapes import CheckpointError
 from deltic.server.address import listening, tls, url_of
+from deltic.server.fetch import fetched
 
 if TYPE_CHECKING:
     import ssl
@@ -154,6 +156,11 @@ async def _serve(
     )
     signals = StopSignals()
     try:
+        for model in models:
+            found = await fetched(model.client.config, signals.first)
+            if found is None:
+                return 0
+            model.client.config = found
         await host.start()  # before anything slow: it loads while the rest is imported
         http, server = _build(models, config)
         http.config.load()
@@ -169,7 +176,11 @@ async def _serve(
                 http.force_exit = True
             http.should_exit = True
             await asyncio.gather(running, return_exceptions=True)
-    except (ConfigError, OSError) as error:  # a model's files, the port, no process to be had
+    except (
+        ConfigError,
+        CheckpointError,
+        OSError,
+    ) as error:  # a model's files, the port, no process to be had
         log.error("%s", error)
         return 1
     finally:
@@ -219,10 +230,13 @@ def _service(server: Server, model: Served) -> Service:
 
     engine, client = model.client.config, model.client
     directory = text_directory(engine)
-    tokenizer = Tokenizer.load(directory)
+    spoken = tokenizer_directory(engine)
+    tokenizer = Tokenizer.load(spoken)
     template = speech = None
     if speaks(engine):
         # It has no chats, whatever lies in its directory.
+        if engine.tokenizer is not None:
+            raise ConfigError("--tokenizer is for models that write; leave it out")
         dummy = engine.dummy
         shape = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
         prompts = Prompter(shape, tokenizer, is_dummy=dummy is not None)
@@ -237,7 +251,7 @@ def _service(server: Server, model: Served) -> Service:
     elif model.about.voice_alias:
         raise ConfigError(f"--voice-alias names voices of a speech model; {model.names[0]!r} writes text")
     else:
-        template = ChatTemplate.load(directory, tokenizer, model.about.chat_template)
+        template = ChatTemplate.load(spoken, tokenizer, model.about.chat_template)
         if kwargs := model.about.default_chat_template_kwargs:
             if template is None:
                 raise ConfigError("--default-chat-template-kwargs: this model has no chat template")

@@ -44,6 +44,7 @@ WITHOUT_TORCH = [
     "engine.process",
     "models.shapes",
     "models.checkpoint",
+    "models.hub",
 ]
 WITHOUT_TORCH += ["config", "metrics", "text", "__init__", "__main__", "server"]
 

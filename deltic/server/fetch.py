@@ -1,0 +1,131 @@
+"""Models of the hub are downloaded before anything else of the server starts, visibly, and until a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from deltic.config import EngineConfig
+from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
+from deltic.models.hub import Download, Outcome, Progress, is_hub_name
+from deltic.models.shapes import CheckpointError
+
+log = logging.getLogger("deltic.server")
+
+PROGRAM = (sys.executable, "-m", "deltic.models.hub")
+
+LINE_EVERY_S = 5.0
+"""Between the lines of the log, where there is no terminal."""
+
+ENDING_S = 2.0
+"""How long a download that was told to end may take to clear away what nobody can go on with."""
+
+MAX_LINE_BYTES = 1 << 20
+
+Show = Callable[[Progress], None]
+
+
+async def fetched(config: EngineConfig, stop: asyncio.Event) -> EngineConfig | None:
+    """The settings with directories for the hub names in them, whose files are there then; None: `stop` was set before.
+
+    So nothing asks the network later, and all processes read the same commit. Raises CheckpointError, OSError.
+    """
+    directory = str(config.download_dir.expanduser()) if config.download_dir else None
+    if config.dummy is None and is_hub_name(config.model):
+        found = await _fetch(Download(config.model, ALL_FILES, config.revision, directory), stop)
+        if found is None:
+            return None
+        config = dataclasses.replace(config, model=str(found), revision=None)
+    if config.tokenizer is not None and is_hub_name(config.tokenizer):
+        found = await _fetch(Download(config.tokenizer, TEXT_FILES, None, directory), stop)
+        if found is None:
+            return None
+        config = dataclasses.replace(config, tokenizer=str(found))
+    return config
+
+
+async def _fetch(wanted: Download, stop: asyncio.Event) -> Path | None:
+    """The directory; None: `stop` was set before. Raises CheckpointError, OSError."""
+    process = await asyncio.create_subprocess_exec(
+        *PROGRAM,
+        msgspec.json.encode(wanted).decode(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the server
+        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        limit=MAX_LINE_BYTES,
+    )
+    assert process.stdin and process.stdout
+    with _shown(wanted.name) as show:
+        reading = asyncio.create_task(_read(process.stdout, wanted.name, show))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return reading.result() if reading.done() else None
+        finally:
+            for task in (reading, stopping):
+                task.cancel()
+            await asyncio.gather(reading, stopping, return_exceptions=True)
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), ENDING_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
+    """Raises CheckpointError."""
+    decoder = msgspec.json.Decoder(Progress | Outcome)
+    async for line in lines:
+        said = decoder.decode(line)
+        if isinstance(said, Progress):
+            show(said)
+        elif said.directory is not None:
+            return Path(said.directory)
+        else:
+            raise CheckpointError(str(said.error))
+    raise CheckpointError(f"{name}: the download ended without a word; start again")
+
+
+@contextlib.contextmanager
+def _shown(name: str) -> Iterator[Show]:
+    """Takes progress, for a bar in a terminal, else a line every few seconds."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as Bars
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
+            bar = bars.add_task(f"downloading {name}", total=None)
+            yield lambda told: bars.update(bar, completed=told.done_bytes, total=told.total_bytes or None)
+        return
+    last_s, last_bytes = time.monotonic() - LINE_EVERY_S, 0
+
+    def log_line(told: Progress) -> None:
+        nonlocal last_s, last_bytes
+        now_s = time.monotonic()
+        if now_s - last_s < LINE_EVERY_S:
+            return
+        rate = (told.done_bytes - last_bytes) / (now_s - last_s)
+        of = f" of {told.total_bytes / 1e9:.2f}" if told.total_bytes else ""
+        log.info("downloading %s: %.2f%s GB, %.1f MB/s", name, told.done_bytes / 1e9, of, rate / 1e6)
+        last_s, last_bytes = now_s, told.done_bytes
+
+    yield log_line
