@@ -200,6 +200,11 @@ class Metrics:
             ("deltic_prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
             ("deltic_generated_tokens", "Tokens drawn.", stats.n_generated_tokens),
             ("deltic_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
+            (
+                "deltic_recomputed_sequences",
+                "Sequences computed once more, since their logits were not finite.",
+                stats.n_recomputed,
+            ),
             ("deltic_engine_restarts", "Times the engine process was started again.", self._n_restarts()),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -13,7 +13,7 @@ from deltic.engine.loop import Engine
 from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
 from deltic.engine.tree import DEVICE, next_key, root_key
 from tests.conversations import Turn
-from tests.fakes import FakeRunner, FakeTiers, Saved, expected_tokens
+from tests.fakes import NAN, FakeRunner, FakeTiers, Saved, expected_tokens
 
 Disk = dict[tuple[str, bytes], Saved]
 
@@ -24,6 +24,19 @@ def prefixes(ids: list[int]) -> Iterator[bytes]:
     for i in range(0, len(ids) - PAGE_SIZE + 1, PAGE_SIZE):
         digest.update(array("i", ids[i : i + PAGE_SIZE]).tobytes())
         yield digest.digest()
+
+
+def spoil_something(engine: Engine, runner: FakeRunner, rng: Random) -> None:
+    """A page or a state in device memory, of the tree or of a sequence that runs, is not finite from now on."""
+    nodes = [n for n in engine.cache.store.tree.nodes.values() if not n.busy]
+    running = [*engine.scheduler._decodes, *engine.scheduler._prefills]
+    pages = [n.page[DEVICE] for n in nodes if n.page[DEVICE] is not None]
+    slots = [n.state[DEVICE] for n in nodes if n.state[DEVICE] is not None]
+    slots += [s.slot for s in running if s.slot is not None and s.start_slot is None]
+    if pages and rng.random() < 0.5:
+        runner.pages[rng.choice(pages)] = NAN
+    elif slots:
+        runner.states[rng.choice(slots)] = NAN
 
 
 class Session:
@@ -66,7 +79,8 @@ class Session:
 
     def take(self, outputs: list[Output]) -> None:
         for output in outputs:
-            assert output.error is None or "poisoned" in output.error, output.error
+            known = ("poisoned", "not finite")
+            assert output.error is None or any(word in output.error for word in known), output.error
             history = self.outputs.setdefault((output.id, output.index), [])
             assert not history or history[-1].finish_reason is None, "an output after the last"
             history.append(output)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.engine.pool import IntegrityError, Pool
 from deltic.engine.request import PAGE_SIZE, Chunk, Sequence
 from deltic.engine.residency import Load, Residency
-from deltic.engine.tree import DEVICE, DISK, SUPERSEDED, Geometry, Node, next_key, root_key
+from deltic.engine.tree import DEVICE, DISK, SUPERSEDED, Geometry, Node, next_key, root_key, top
 
 if TYPE_CHECKING:
     from deltic.engine.tiers import Tiers
@@ -502,6 +502,23 @@ class Cache:
             self.store.units.give_back(units)
 
     # The whole.
+
+    def distrust(self, spoilt: Iterable[Sequence], sequences: Iterable[Sequence]) -> int:
+        """The logits of `spoilt`, which run, were not finite. Nobody knows which page or state is to blame, so all that the tree
+        has of them leaves every tier, from the first page on, with all that lies beyond. Those of `sequences` that run on it go
+        on without the tree. The number of pages, in whatever tier."""
+        paths = (top(s.prefix.node) for s in spoilt if s.prefix is not None)
+        tops = {node for node in paths if node is not None}
+        for sequence in sequences:
+            if (
+                sequence.slot is not None
+                and sequence.prefix is not None
+                and top(sequence.prefix.node) in tops
+            ):
+                sequence.prefix = None
+        for sequence in spoilt:
+            sequence.prefix = None
+        return sum(self.store.drop(node) for node in tops)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Forgets everything that was kept for others, in every tier. The open sequences go on, without the tree where they

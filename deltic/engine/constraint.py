@@ -115,6 +115,16 @@ class Guide:
             self._mask = self._mask.view(np.int32)
         return self._mask
 
+    def leaves_any(self, banned: Iterable[int]) -> bool:
+        """Whether there is an id that may be drawn and is none of these."""
+        mask = self.mask
+        if mask is None:
+            return True
+        words = mask.view(np.uint32).copy()
+        for id in banned:
+            words[id // 32] &= ~np.uint32(1 << id % 32)
+        return bool(words.any())
+
     @property
     def bans_end(self) -> bool:
         """Whether what would end the answer may not be drawn: a grammar is to follow the thought."""

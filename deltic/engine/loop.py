@@ -353,6 +353,7 @@ class Engine:
             n_prompt_tokens=scheduler.n_prompt_tokens,
             n_generated_tokens=scheduler.n_generated_tokens,
             n_preemptions=scheduler.n_preemptions,
+            n_recomputed=scheduler.n_recomputed,
             last_step_ms=self.last_step_s * 1000,
             cache=cache.store.count(),
             speech=None if self.stage is None else self.stage.stats(),

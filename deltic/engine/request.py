@@ -259,6 +259,8 @@ class Stats(msgspec.Struct, array_like=True):
     n_prompt_tokens: int = 0
     n_generated_tokens: int = 0
     n_preemptions: int = 0
+    n_recomputed: int = 0
+    """Sequences that were computed once more, since their logits were not finite."""
     last_step_ms: float = 0.0
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     speech: SpeechStats | None = None
@@ -401,6 +403,8 @@ class Sequence:
     """n > 1: sequences that start when this one's prompt is done (they share its pages)."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     n_preempted: int = 0
+    is_second_try: bool = False
+    """Its logits were not finite once: it was computed again from nothing, without the cache, and will not be another time."""
     prefix: Any = None
     """What ties it to the prefix tree (cache.Prefix); None: it neither reads nor feeds the tree."""
     n_cached: int = 0

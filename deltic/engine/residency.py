@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SAVE_BYTES = 32 << 20
 """About as much goes to disk in one go: for so long its pages and slots are kept from others."""
 
+MAX_DROP_S = 5.0
+"""How long steps wait for a disk that moves what must not be used any more."""
+
 MAX_SAVED_PAGES = 1 << 17
 """Pages on disk; the tree takes about 1.2 kB of memory for each."""
 
@@ -466,6 +469,22 @@ class Residency:
             if n.page[DISK] is not None:
                 self._drop_saved_page(n)
             self.tree.forget(n)
+
+    def drop(self, node: Node) -> int:
+        """Drops a node and all beyond it from every tier, once nothing of them is moved; the number of pages. 0, with nothing
+        changed, where a disk takes longer than MAX_DROP_S."""
+        branch, until_s = _branch(node), time.monotonic() + MAX_DROP_S
+        for n in branch:
+            self._to_save.pop(n, None)
+        while any(n.busy for n in branch):
+            assert self.tiers is not None
+            if (left_s := until_s - time.monotonic()) <= 0:
+                return 0
+            self.tiers.wait(left_s)
+            self.poll()
+        if self.tree.nodes.get(node.key) is node:  # else what was moved was damaged, too
+            self._drop_branch(node)
+        return len(branch)
 
     def reset(self) -> None:
         """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""

@@ -210,6 +210,8 @@ class SpeechStage:
             sequence = chunk.sequence
             t = chunk.start - sequence.n_prompt
             stream = self._streams.get((sequence.request.id, sequence.index))
+            if sequence.n_computed <= chunk.start:
+                continue  # it starts over: what its codes were drawn from was not finite either, perhaps
             if stream is None and t == 0:
                 stream = self._open(sequence, now)
             if stream is not None and t == len(stream.codes):  # not one that was computed again

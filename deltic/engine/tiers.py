@@ -55,10 +55,10 @@ MOVER = "cache-mover"
 """Name of the thread that does what may wait."""
 
 _MAGIC = b"DELTIC\r\n"  # with the line end that text transfers damage
-_HEADER = struct.Struct("<8sII16s16s16sQQI")
+HEADER = struct.Struct("<8sII16s16s16sQQI")
 """Magic, version, kind, model, key, parent, depth, bytes of the payload and their crc32."""
-_HEADER_CRC = struct.Struct("<I")
-_HEADER_BYTES = 128
+HEADER_CRC = struct.Struct("<I")
+HEADER_BYTES = 128
 _KINDS = {"page": 0, "state": 1}
 _BLOCK_BYTES = 1 << 20  # small enough that the checksum finds in the cache what was just read
 _NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9]{1,12})\.(page|state)")
@@ -330,11 +330,11 @@ class Tiers:
         return f"{self._directory}/{name[:2]}/{name}.{parent.hex()}.{depth}.{kind}"
 
     def _header(self, move: Move, crc: int) -> bytes:
-        header = _HEADER.pack(
+        header = HEADER.pack(
             _MAGIC, VERSION, _KINDS[move.kind], self._model, move.key, move.parent, move.depth,
             self._n_bytes[move.kind], crc,
         )  # fmt: skip
-        return (header + _HEADER_CRC.pack(zlib.crc32(header))).ljust(_HEADER_BYTES, b"\0")
+        return (header + HEADER_CRC.pack(zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
 
     def _read(self, move: Move, target: list[Bytes]) -> bool:
         """Reads an object's file; whether all of it is there."""
@@ -363,10 +363,10 @@ class Tiers:
 
     def _fill(self, file: int, move: Move, target: list[Bytes]) -> str | None:
         """Reads a file into its target; gives what is wrong with it, if anything is."""
-        n_bytes, expected = os.fstat(file).st_size, _HEADER_BYTES + self._n_bytes[move.kind]
+        n_bytes, expected = os.fstat(file).st_size, HEADER_BYTES + self._n_bytes[move.kind]
         if n_bytes != expected:
             return f"{n_bytes} bytes, not {expected}"
-        header, crc = os.read(file, _HEADER_BYTES), 0
+        header, crc = os.read(file, HEADER_BYTES), 0
         for block in _blocks(target):
             done = 0
             while done < block.nbytes and (n := os.readv(file, [block[done:]])):
@@ -408,7 +408,7 @@ class Tiers:
             os.makedirs(os.path.dirname(part), 0o700, exist_ok=True)
             file = os.open(part, flags, 0o600)
         try:
-            offset, crc = _HEADER_BYTES, 0
+            offset, crc = HEADER_BYTES, 0
             for block in _blocks(source):
                 crc = zlib.crc32(block, crc)
                 done = 0
@@ -438,7 +438,7 @@ class Tiers:
         probe.touch(0o600)
         probe.unlink()
         odd: list[str] = []
-        sizes = {kind: _HEADER_BYTES + n_bytes for kind, n_bytes in self._n_bytes.items()}
+        sizes = {kind: HEADER_BYTES + n_bytes for kind, n_bytes in self._n_bytes.items()}
         for entry in self._list(odd):
             path = self._path(entry.kind, entry.key, entry.parent, entry.depth)
             if entry.n_bytes != sizes[entry.kind]:

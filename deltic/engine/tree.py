@@ -119,6 +119,14 @@ class Node:
 _NOWHERE = [None, None, None]
 
 
+def top(node: Node) -> Node | None:
+    """The first page on the way from the root to a node; None for the root."""
+    below = None
+    while node.parent is not None:
+        below, node = node, node.parent
+    return below
+
+
 class Tier:
     """Which nodes have a page or a state in one tier, and who leaves first."""
 

@@ -21,11 +21,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from deltic.bench.spoil import spoil
 from deltic.config import EngineConfig
 from deltic.engine.loop import Engine
 from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams, Step, StepResult, TokenLogprob
@@ -106,7 +108,9 @@ class Watched:
             row += chunk.length if chunk.prompt_logprobs else int(i in drawn)
             rows[i] = row - 1
         logits = self.inner.logits(row).clone()
-        for draw in step.draws:
+        for draw, token in zip(step.draws, result.token_ids, strict=True):
+            if token < 0:
+                continue  # it is computed once more
             self.answers[draw.sequence.request.id, draw.sequence.index].rows.append(logits[rows[draw.chunk]])
         return result
 
@@ -462,6 +466,65 @@ def test_damaged_files(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert any("damaged" in text for text in [*watched.info.notices, *caplog.messages])
     assert n_hit < n_expected
     assert_as_cold(setup, [*users.asked, *again])
+
+
+def outputs_of(
+    engine: Engine, requests: list[Request], spoil_at: int = -1
+) -> dict[tuple[str, int], list[Any]]:
+    """What came of each sequence: tokens, log-probabilities, cached tokens. Before step spoil_at all memory is spoilt."""
+    for request in requests:
+        engine.add(request)
+    found: defaultdict[tuple[str, int], list[Any]] = defaultdict(list)
+    n_steps = 0
+    while engine.has_work():
+        if n_steps == spoil_at:
+            memory = engine.runner.memory  # type: ignore[attr-defined]
+            for part in (memory.pages, memory.states, memory.columns):
+                part.fill_(torch.nan)
+        for output in engine.step():
+            assert output.error is None, output.error
+            told = output.token_ids, output.logprobs, output.prompt_logprobs
+            found[output.id, output.index].append(msgspec.to_builtins(told))
+        engine.check()
+        n_steps += 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dense", "next"])
+def test_memory_that_is_not_finite(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever runs when all of the memory is spoilt is computed once more: the same bits, nothing twice."""
+    rng = random.Random(1)
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, logprobs=2)
+    prompts = [[rng.randrange(200) for _ in range(n)] for n in (300, 70, 20, 500)]
+    requests = [Request(id=str(i), prompt_ids=ids, params=params) for i, ids in enumerate(prompts)]
+    requests[1].params = msgspec.structs.replace(params, n=2, repetition_penalty=1.2)
+    requests[2].params = msgspec.structs.replace(params, prompt_logprobs=1, max_tokens=3)
+    with serving(Setup(kind)) as watched:
+        expected = outputs_of(Engine(watched.inner), requests)
+        for at, n_running in ((1, 1), (6, 3)):
+            engine = Engine(watched.inner)
+            assert outputs_of(engine, requests, at) == expected
+            assert engine.stats().n_recomputed >= n_running
+        assert "were not finite" in caplog.text
+
+
+def test_files_that_are_not_finite(tmp_path: Path) -> None:
+    """Whole, with the right checksum, and full of what is no number: nobody gets it twice."""
+    setup, users = Setup(directory=tmp_path), Users(5, plain=True)
+    with serving(setup) as watched:
+        converse(watched, users, 12)
+    turns = users.next_turns()
+    assert spoil(tmp_path) > 10
+    with serving(setup) as watched:
+        serve(watched, turns)
+        stats = watched.engine.stats()
+        assert stats.n_recomputed > 0 == stats.cache.n_damaged
+        again = [
+            Asked(msgspec.structs.replace(asked.request, id=f"{i}"), [], {}) for i, asked in enumerate(turns)
+        ]
+        serve(watched, again)
+        assert watched.engine.stats().n_recomputed == stats.n_recomputed
+    assert_as_cold(setup, [*turns, *again])
 
 
 def serve_until_killed(model: str, directory: Path, seed: int, ready: Connection) -> None:

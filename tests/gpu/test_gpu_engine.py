@@ -31,6 +31,7 @@ from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 pytest.importorskip("triton")
 from deltic.engine.gpu_build import build_gpu_runner
 from deltic.engine.gpu_runner import GpuRunner
+from deltic.models.qwen_gpu import GpuMemory
 
 HAS_GPU = torch.cuda.is_available()
 KINDS = ("dense", "moe", "next")
@@ -78,14 +79,19 @@ def request(name: str, ids: list[int], n_tokens: int = N_TOKENS, **params: Any) 
     return Request(id=name, prompt_ids=ids, params=SamplingParams(**arguments))
 
 
-def answers(engine: Engine, preempt: dict[int, str] | None = None) -> dict[str, list[Entry]]:
-    """Everything drawn, by request id and index. preempt: which request loses its place before which step."""
+def answers(
+    engine: Engine, preempt: dict[int, str] | None = None, spoil_at: int = -1
+) -> dict[str, list[Entry]]:
+    """Everything drawn, by request id and index. preempt: which request loses its place before which step. spoil_at: the step before
+    which nothing in the memory is finite any more."""
     found: dict[str, list[Entry]] = {}
     n_steps = 0
     while engine.has_work():
         for sequence in [*engine.scheduler._decodes, *engine.scheduler._prefills]:
             if (preempt or {}).get(n_steps) == sequence.request.id:
                 engine.scheduler._preempt(sequence)
+        if n_steps == spoil_at:
+            _spoil(engine.runner.memory)  # type: ignore[attr-defined]
         with without_syncs():
             outputs = engine.step()
         n_steps += 1
@@ -93,6 +99,15 @@ def answers(engine: Engine, preempt: dict[int, str] | None = None) -> dict[str, 
             _note(found, output)
     engine.check()
     return found
+
+
+def _spoil(memory: GpuMemory) -> None:
+    for part in (memory.pages, memory.states, memory.columns):
+        if HAS_GPU:
+            torch.cuda.synchronize()
+        part.fill_(torch.nan)
+        if HAS_GPU:
+            torch.cuda.synchronize()
 
 
 def _note(found: dict[str, list[Entry]], output: Output) -> None:
@@ -252,7 +267,7 @@ def guided_request(name: str, ids: list[int], n_tokens: int = N_TOKENS, **params
 
 
 def run(
-    *requests: Request, preempt: dict[int, str] | None = None, keeps: bool = True
+    *requests: Request, preempt: dict[int, str] | None = None, keeps: bool = True, spoil_at: int = -1
 ) -> dict[str, list[Entry]]:
     """Their answers, all at once. keeps: there is host memory for a preempted one's state."""
     file = Path(tiny_checkpoint("dense")) / "tokenizer.json"
@@ -261,7 +276,8 @@ def run(
         engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
     for r in requests:
         engine.add(r)
-    found = answers(engine, preempt)
+    found = answers(engine, preempt, spoil_at)
+    assert (engine.stats().n_recomputed > 0) == (spoil_at >= 0)
     undrawn = engine.runner._undrawn  # type: ignore[attr-defined]
     for ended in [*engine.runner._ahead]:  # type: ignore[attr-defined]
         assert ended.finish_reason is not None
@@ -340,6 +356,19 @@ def test_preempted_in_its_grammar(keeps: bool) -> None:
     expected = run(guided) | run(other) | run(late)
     preempt = {4: "a", 6: "b", 9: "a"} if HAS_GPU else {4: "a"}
     assert run(guided, other, late, preempt=preempt, keeps=keeps) == expected
+
+
+@pytest.mark.parametrize("at", [2, pytest.param(1, marks=needs_gpu), pytest.param(6, marks=needs_gpu)])
+def test_memory_that_is_not_finite(at: int) -> None:
+    """Whoever runs when all of it is spoilt is computed once more, what ran ahead is dropped, and no bit is another."""
+    n = 2 if HAS_GPU else 1
+    asked = [request("a", prompt(56, 70), frequency_penalty=0.5, n=n, seed=5, temperature=1.0)]
+    if HAS_GPU:
+        asked += [guided_request("b", prompt(57, 30), seed=4), request("c", prompt(58, 500))]
+    expected: dict[str, list[Entry]] = {}
+    for one in asked:
+        expected |= run(one)
+    assert run(*asked, spoil_at=at) == expected
 
 
 @needs_gpu

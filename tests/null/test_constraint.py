@@ -17,10 +17,10 @@ import pytest
 
 from deltic.engine.constraint import N_WORKERS, Guide, Guides
 from deltic.engine.loop import Engine
-from deltic.engine.request import Constraint, Output, Request, SamplingParams
+from deltic.engine.request import Constraint, Output, Request, SamplingParams, Step, StepResult
 from deltic.engine.scheduler import RequestError
 from tests.fake_engine import byte_tokenizer
-from tests.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens
+from tests.fakes import EOS, NAN, VOCAB_SIZE, FakeRunner, expected_tokens
 
 SCHEMA = {
     "type": "object",
@@ -112,6 +112,29 @@ def test_pages_may_be_short(tokenizer_file: Path) -> None:
             made.close(0)
         assert made.scheduler.n_preemptions > 0
         assert {k: ids(v) for k, v in drawn[0].items()} == {k: ids(v) for k, v in drawn[1].items()}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_is_not_finite_is_drawn_again_and_no_mask_is_to_blame(tokenizer_file: Path, gpu: bool) -> None:
+    constraint = Constraint(grammar=WORD, think_end_id=THINK_END, think_budget=30, close_ids=(THINK_END,))
+    asked = [request(f"{i}", 100, constraint, max_tokens=80, n=1 + i % 2) for i in range(3)]
+    drawn = []
+    for spoil_at in (-1, 20, 50):
+        runner = FakeRunner(gpu=gpu, n_lookahead=int(gpu))
+        made, was, n_steps = Engine(runner, tokenizer_file=lambda: tokenizer_file), runner.step, 0
+
+        def step(step: Step, runner: Any = runner, was: Any = was, spoil_at: int = spoil_at) -> StepResult:
+            nonlocal n_steps
+            n_steps += 1
+            if n_steps == spoil_at:
+                runner.states = [NAN] * len(runner.states)
+            return was(step)  # type: ignore[no-any-return]
+
+        runner.step = step  # type: ignore[method-assign]
+        drawn.append({key: ids(outputs) for key, outputs in run(made, *asked).items()})
+        assert (made.stats().n_recomputed > 0) == (spoil_at > 0)
+        made.close(0)
+    assert drawn[0] == drawn[1] == drawn[2]
 
 
 def test_a_thought_is_free_and_then_closed(engine: Engine) -> None:

@@ -19,9 +19,11 @@ import msgspec
 import pytest
 
 from deltic.engine.request import PAGE_SIZE, Output
+from deltic.engine.scheduler import NOT_FINITE
+from deltic.engine.tree import DEVICE
 from tests.conversations import Conversations, Message, Turn, chat, follow_up, render, some_ids
-from tests.fakes import POISON, UNITS_PER_STATE, FakeRunner, FakeTiers
-from tests.sessions import Disk, Session, session_with
+from tests.fakes import NAN, POISON, UNITS_PER_STATE, FakeRunner, FakeTiers
+from tests.sessions import Disk, Session, session_with, spoil_something
 
 # Random schedules.
 
@@ -84,6 +86,8 @@ def run_life(session: Session, rng: Random, conversations: Conversations, n_roun
         if rng.random() < 0.05 and running:
             engine.scheduler._preempt(rng.choice(running))  # as if pages were short
             engine.check()
+        if rng.random() < 0.1:
+            spoil_something(engine, session.runner, rng)
         for _ in range(rng.randrange(1, 12)):
             for output in session.step():
                 if output.finish_reason in ("stop", "length") and output.index == 0:
@@ -262,6 +266,102 @@ def test_prompt_logprobs_are_computed_and_what_they_leave_is_found() -> None:
     assert session.complete(prompt, prompt_logprobs=0)[1:] == (0, 300)
     assert session.complete(prompt)[1] == 256
     session.check_answers()
+
+
+# What is not finite.
+
+
+def spoil_all(session: Session, disk: Disk) -> None:
+    """Nothing that the tree holds is finite any more, wherever it is."""
+    runner = session.runner
+    for node in session.store.tree.nodes.values():
+        if node.page[DEVICE] is not None:
+            runner.pages[node.page[DEVICE]] = NAN
+        if node.state[DEVICE] is not None:
+            runner.states[node.state[DEVICE]] = NAN
+    for (kind, _), saved in disk.items():
+        saved.content = [NAN] * PAGE_SIZE if kind == "page" else NAN
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_prefix_that_is_not_finite_leaves_every_tier(
+    is_restarted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = Random(14)
+    disk: Disk = {}
+    session = session_with(n_units=8, disk=disk)
+    prompt, other = some_ids(rng, 618), some_ids(rng, 300)
+    answer, *_ = session.complete(prompt, max_tokens=5)
+    session.complete(other)
+    session.settle()
+    kept = {key: saved.content for key, saved in disk.items() if saved.depth <= 256}
+    spoil_all(session, disk)
+    if is_restarted:
+        session = session_with(n_units=8, disk=disk)
+    # It is found and read, and nothing can be drawn; then all of it goes, and the answer comes from the tokens alone.
+    assert session.complete(prompt, max_tokens=5)[:2] == (answer, 0)
+    assert session.engine.stats().n_recomputed == 1
+    (record,) = (r for r in caplog.records if r.levelname == "WARNING")
+    assert "logits of 1 sequence were not finite" in record.message and "9 pages" in record.message
+    left = [node.depth for node in session.store.tree.nodes.values()]
+    assert max(left) == 256 and {saved.depth for saved in disk.values()} <= set(range(64, 257, 64)), (
+        "what others began with stays"
+    )
+    assert len(disk) < len(kept)
+    assert session.complete(prompt, max_tokens=5)[:2] == (answer, 0)
+    assert session.complete(prompt, max_tokens=5)[:2] == (answer, 576)
+    assert session.engine.stats().n_recomputed == 1
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_an_answer_whose_memory_is_spoilt_goes_on(use_cache: bool) -> None:
+    """Nothing comes twice, nothing is left out, and who shares the prefix goes on, too."""
+    rng, session = Random(15), session_with()
+    base = some_ids(rng, 200)
+    ids = [
+        session.ask([*base, i], max_tokens=90, n=n, use_cache=use_cache, logprobs=1)
+        for i, n in ((20, 3), (30, 1))
+    ]
+    scored = session.ask([*base, 40], max_tokens=90, prompt_logprobs=1, use_cache=use_cache)
+    for _ in range(30):
+        session.step()
+    running = [s for s in session.engine.scheduler._decodes if s.request.id in ids]
+    for sequence in running:
+        assert sequence.slot is not None
+        session.runner.states[sequence.slot] = NAN
+    session.run()
+    session.check_answers()
+    assert session.engine.stats().n_recomputed == len(running) == 4
+    assert all(outputs[-1].finish_reason == "length" for outputs in session.outputs.values())
+    for id in ids:
+        assert sum(len(output.logprobs or []) for output in session.outputs[id, 0]) == 90
+    assert len(session.answer(scored)) == 90
+
+
+def test_prompt_logprobs_come_once_when_their_prompt_was_spoilt() -> None:
+    rng, session = Random(16), session_with(max_step_tokens=64)
+    id = session.ask(some_ids(rng, 200), prompt_logprobs=1, max_tokens=3)
+    session.step()
+    (sequence,) = session.engine.scheduler._prefills
+    session.runner.pages[sequence.pages[0]] = NAN
+    session.run()
+    session.check_answers()
+    assert session.engine.stats().n_recomputed == 1
+    assert [len(output.prompt_logprobs or []) for output in session.outputs[id, 0]] == [200, 0, 0]
+
+
+def test_who_is_spoilt_twice_fails_alone() -> None:
+    rng, session = Random(17), session_with(max_step_tokens=64)
+    bad, good = (session.ask(some_ids(rng, 100), max_tokens=20) for _ in range(2))
+    while session.engine.has_work():
+        for sequence in session.engine.scheduler._decodes:
+            if sequence.request.id == bad and sequence.n_generated >= 4:
+                session.runner.states[sequence.slot or 0] = NAN
+        session.step()
+    session.check_answers()
+    assert session.outputs[bad, 0][-1].error == NOT_FINITE and len(session.answer(bad)) == 5
+    assert session.outputs[good, 0][-1].finish_reason == "length"
+    assert session.engine.stats().n_recomputed == 1
 
 
 # What stays.

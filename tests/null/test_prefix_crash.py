@@ -22,6 +22,7 @@ from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
 from deltic.engine.tiers import Tiers
 from tests.conversations import Conversations, Turn
 from tests.fakes import MASK, FakeRunner, expected_tokens
+from tests.sessions import spoil_something
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE_WORDS = 80
@@ -104,7 +105,7 @@ class Traffic:
 
     def take(self, outputs: list[Output]) -> None:
         for output in outputs:
-            assert output.error is None, output.error
+            assert output.error is None or "not finite" in output.error, output.error
             self.answers[output.id] += output.token_ids
             self.n_cached += output.cached_tokens
             turn, request = self.asked[output.id]
@@ -129,6 +130,8 @@ class Traffic:
                 self.take(self.engine.abort(rng.choice(list(self.asked))))
             if rng.random() < 0.005:
                 self.engine.reset_cache()
+            if rng.random() < 0.02:
+                spoil_something(self.engine, self.engine.runner, rng)  # type: ignore[arg-type]
             self.step()
 
     def run(self) -> None:

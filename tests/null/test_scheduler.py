@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from deltic.engine.cache import Cache
 from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams, Step, StepResult
 from deltic.engine.scheduler import RequestError, Scheduler
-from tests.fakes import EOS, FakeRunner, expected_tokens
+from tests.fakes import EOS, NAN, FakeRunner, expected_tokens
 
 
 class Bench:
@@ -427,6 +427,7 @@ ABORTS = st.dictionaries(
     max_num_seqs=st.integers(4, 6),
     max_step_tokens=st.sampled_from([1, 64, 100, 256]),
     max_itl_ms=st.sampled_from([None, 1.0]),
+    spoils=st.dictionaries(st.integers(0, 60), st.integers(0, 5), max_size=4),
 )
 def test_everything_ends_and_the_books_balance(
     requests: list[dict[str, int]],
@@ -435,6 +436,7 @@ def test_everything_ends_and_the_books_balance(
     max_num_seqs: int,
     max_step_tokens: int,
     max_itl_ms: float | None,
+    spoils: dict[int, int],
     gpu: bool,
 ) -> None:
     """Whatever comes, in pools that are far too small: one last output each, the tokens of a run alone."""
@@ -461,6 +463,9 @@ def test_everything_ends_and_the_books_balance(
             i, index = aborts[t]
             bench.take(bench.scheduler.abort(f"r{i}", index))
             bench.scheduler.check()
+        running = [s for s in bench.scheduler._decodes if s.start_slot is None]
+        if t in spoils and running:
+            runner.states[running[spoils[t] % len(running)].slot or 0] = NAN
         step = bench.step()
         if step is not None:
             bench.scheduler.observe(step, 1e-4 * step.n_tokens)
@@ -471,8 +476,9 @@ def test_everything_ends_and_the_books_balance(
     for (id, index), seed in seeds.items():
         expected = expected_tokens(prompts[id], params[id], seed)
         got = bench.tokens(id, index)
-        if bench.reason(id, index) == "abort":
+        if bench.reason(id, index) in ("abort", "error"):
             assert got == expected[: len(got)]
+            assert bench.reason(id, index) == "abort" or len(spoils) > 1, "it is tried twice"
         else:
             assert got == expected
             logprobs = [o.prompt_logprobs for o in bench.outputs[id, index] if o.prompt_logprobs is not None]

@@ -19,7 +19,7 @@ from deltic.engine.loop import Engine
 from deltic.engine.request import AddText, Output, Request, SamplingParams, Sequence, Speech, Step, StepResult
 from deltic.engine.scheduler import RequestError
 from deltic.engine.speech import FRAME_S, SpeechStage
-from tests.fakes import POISON, FakeRunner
+from tests.fakes import NAN, POISON, FakeRunner
 
 FRAME_SAMPLES = 1920
 
@@ -101,7 +101,12 @@ class SpeakingRunner(FakeRunner):
         self.clock.now += self.cost_s + self.row_s * step.n_tokens
         result = super().step(step)
         frames = [
-            [number(c.sequence), t := c.start - c.sequence.n_prompt, mixed(number(c.sequence), t), *[0] * 13]
+            [
+                number(c.sequence),
+                t := c.start - c.sequence.n_prompt,
+                mixed(number(c.sequence), t) if self.states[c.sequence.slot or 0] != NAN else -1,
+                *[0] * 13,
+            ]
             for c in step.chunks
             if c.is_decode
         ]
@@ -414,6 +419,22 @@ def test_cancels_failures_and_lost_pages(seed: int, is_async: bool) -> None:
         play.check_whole(name) if end == "length" else play.check_part(name)
         assert end in ("length", "error") or str(name) in ended_by_us
     assert play.engine.scheduler.n_preemptions > 0 or seed != 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_not_finite_is_not_heard(is_async: bool) -> None:
+    play = Play(is_async=is_async)
+    for name in range(3):
+        play.ask(name, 50)
+    while not all(play.clients[str(name), 0].audio for name in range(3)):
+        play.turn()
+    for sequence in play.engine.scheduler._decodes[:2]:
+        play.runner.states[sequence.slot or 0] = NAN
+    play.run()
+    for name in range(3):
+        assert play.clients[str(name), 0].end == "length"
+        play.check_whole(name)
+    assert play.engine.stats().n_recomputed == 2
 
 
 def test_a_step_that_fails_ends_streams_that_have_spoken() -> None:

@@ -1,0 +1,22 @@
+"""Damages a prefix cache on disk as no checksum can notice: for tests and the soak."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+from deltic.engine.tiers import HEADER, HEADER_BYTES, HEADER_CRC
+
+
+def spoil(cache_dir: Path) -> int:
+    """Fills every page and state under a `--cache-dir` with bytes that are no finite number in bfloat16 or float32, and makes
+    the checksums right again; how many files those were. A server that runs meanwhile may read a file that is half done, which it
+    notices."""
+    files = [path for kind in ("page", "state") for path in sorted(cache_dir.rglob(f"*.{kind}"))]
+    for path in files:
+        data = path.read_bytes()
+        *fields, _ = HEADER.unpack_from(data)
+        payload = b"\xff" * (len(data) - HEADER_BYTES)
+        header = HEADER.pack(*fields, zlib.crc32(payload))
+        path.write_bytes((header + HEADER_CRC.pack(zlib.crc32(header))).ljust(HEADER_BYTES, b"\0") + payload)
+    return len(files)
