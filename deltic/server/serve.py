@@ -122,7 +122,10 @@ class StopSignals:
         while True:
             self._came.get()
             is_noted = threading.Event()
-            loop.call_soon_threadsafe(self._note, is_noted)
+            try:
+                loop.call_soon_threadsafe(self._note, is_noted)
+            except RuntimeError:  # the loop has ended, and the process is about to
+                return
             until_s = time.monotonic() + patience_s
             while not is_noted.wait(0.05):
                 if not self._came.empty():

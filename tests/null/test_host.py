@@ -275,9 +275,7 @@ async def test_a_process_that_hangs_is_started_again() -> None:
 def program(change: str) -> tuple[str, ...]:
     """The fake engine after some statements."""
     code = f"import sys, time\nsys.path.insert(0, {str(Path(FAKES).parent.parent)!r})\n"
-    code += (
-        "from deltic.engine import process\nfrom deltic.engine.request import Pong\nfrom tests import fakes\n"
-    )
+    code += "from deltic.engine import process\nfrom tests import fakes\n"
     run = "process.main(fakes.build_runner)"
     return (sys.executable, "-c", f"{code}{change}\nsys.exit({run})")
 
@@ -315,18 +313,6 @@ def test_a_step_may_take_long_where_it_computes(change: str, lives: bool) -> Non
             return (await collect(submit(client, request(max_tokens=2))))[-1].error or ""
 
     assert ("has not answered" in asyncio.run(ask())) is not lives
-
-
-def test_a_process_that_waits_for_its_disk_in_vain_is_started_again() -> None:
-    change = "process.ServedModel._pong = lambda self: self.send(Pong(is_stuck=True))\n"
-    change += "process.ServedModel.step = lambda self: bool(self.engine.scheduler.n_open)  # busy, and nothing comes of it"
-
-    async def ask() -> str:
-        client = EngineClient(EngineConfig(), 100)
-        async with hosted(client, timeout_s=0.4, program=program(change)):
-            return (await collect(submit(client, request())))[-1].error or ""
-
-    assert "has got nothing from --cache-dir for 0.4 s" in asyncio.run(ask())
 
 
 @in_loop
