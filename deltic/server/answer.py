@@ -264,6 +264,8 @@ class Extras(msgspec.Struct, frozen=True):
     """A token of log-probabilities is called `token_id:N`."""
     tier: bool = False
     """A `service_tier`, the only one."""
+    older_calls: bool = False
+    """The call is a `function_call`."""
 
 
 NO_EXTRAS = Extras()
@@ -358,10 +360,19 @@ class ChatAnswer(Answer):
         ):
             logprobs = b"null" if scores is None else _encode(self.logprobs(scores))
             ids = b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
-            written = self._delta(piece.index, _encode(_plain_delta(delta)), logprobs, ids=ids)
+            written = self._delta(piece.index, _encode(self._older(_plain_delta(delta))), logprobs, ids=ids)
         if piece.finish_reason is not None:
-            written += self._delta(piece.index, b"{}", reason=_encode(piece.finish_reason))
+            written += self._delta(piece.index, b"{}", reason=_encode(self._reason(piece.finish_reason)))
         return written
+
+    def _older(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """A message or a delta, whose call is in the older form if that was asked for."""
+        if self.extras.older_calls and (calls := plain.pop("tool_calls", None)):
+            plain["function_call"] = calls[0]["function"]
+        return plain
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if self.extras.older_calls and reason == "tool_calls" else reason
 
     def _delta(
         self,
@@ -392,9 +403,9 @@ class ChatAnswer(Answer):
             plain["reasoning_content"] = reasoning
         choice = {
             "index": index,
-            "message": plain,
+            "message": self._older(plain),
             "logprobs": self.logprobs(message.scores),
-            "finish_reason": message.finish_reason,
+            "finish_reason": self._reason(message.finish_reason),
         }
         return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
 

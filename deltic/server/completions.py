@@ -18,7 +18,7 @@ from deltic.engine import request as engine
 from deltic.server import answer, protocol
 from deltic.server.chat import Prompt, render
 from deltic.server.constraint import is_fixed
-from deltic.server.errors import bad_request
+from deltic.server.errors import ApiError, bad_request, renamed
 from deltic.server.generation import Generation
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.parser import Delta, OutputParser
@@ -51,6 +51,20 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
     if constraint := service.constrainer.chat(chat, prompt.thinking):
         params = msgspec.structs.replace(params, constraint=constraint)
     return Prepared(chat, prompt, params, tools, is_fixed(chat))
+
+
+def _prepare(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
+    """`prepare_chat`, whose errors name `functions` where those were sent."""
+    try:
+        return prepare_chat(service, chat, info)
+    except ApiError as error:
+        raise (renamed(error, _OLDER_NAMES) if chat.functions else error) from None
+
+
+_OLDER_NAMES = (
+    (r"^tools\[(\d+)\]\.function", r"functions[\1]"),
+    (r"^tool_choice(\.function)?", "function_call"),
+)
 
 
 def _truncated(prompt: Prompt, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prompt:
@@ -90,7 +104,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
     prepared = await service.prepare(
         len(body),
-        lambda: prepare_chat(service, service.read(request, body, protocol.ChatRequest), info),
+        lambda: _prepare(service, service.read(request, body, protocol.ChatRequest), info),
         request,
     )
     chat = prepared.chat
@@ -158,6 +172,7 @@ def extras_of(request: protocol.Sampling, prompts: list[list[int]]) -> answer.Ex
         prompts=prompts if request.return_token_ids else None,
         names_ids=bool(request.return_tokens_as_token_ids),
         tier=request.service_tier is not None,
+        older_calls=bool(getattr(request, "functions", None)),
     )
 
 

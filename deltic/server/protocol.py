@@ -2,7 +2,7 @@
 
 Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field, a value out of range,
 and a feature that is not supported unless its value asks for nothing (`echo: false`; see NEUTRAL). Extra fields are named as in
-vLLM, SGLang, llama.cpp and OpenRouter; see `settle` for those that say the same. The history of a chat is in messages.py.
+vLLM, SGLang, llama.cpp and OpenRouter; see `settle` for those that say the same as others. The history of a chat is in messages.py.
 
 Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `store` (of a chat), `prediction`,
 `prompt_cache_*`, `safety_identifier`, `keep_alive`, `num_ctx`; `add_special_tokens` and `spaces_between_special_tokens`, as the family's tokenizers have neither.
@@ -132,7 +132,7 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's and Anthropic's
-    "audio": (), "compaction": (), "function_call": ("none",), "functions": ([],), "modalities": (["text"],), "moderation": (), "suffix": ("",), "thread": ({"type": "create"},),
+    "audio": (), "compaction": (), "modalities": (["text"],), "moderation": (), "suffix": ("",), "thread": ({"type": "create"},),
     "web_search_options": (),
     # vLLM's and SGLang's
     "early_stopping": (False,), "echo": (False,), "kv_transfer_params": ({},), "length_penalty": (1,), "logits_processors": ([],),
@@ -197,6 +197,10 @@ class ChatRequest(Sampling):
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Instead of the model's own, where the server trusts requests so far."""
     prediction: dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    """The older form of `tools`; a call comes in the older form, too."""
+    function_call: Literal["auto", "none"] | dict[str, Any] | None = None
+    """Of `tool_choice`."""
 
 
 class CompletionRequest(Sampling):
@@ -363,6 +367,15 @@ def settle(request: Sampling) -> None:
         raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
     if not isinstance(request, ChatRequest):
         return
+    if request.functions:
+        if request.tools:
+            raise bad_request("functions", "is the older form of tools; give one of the two")
+        request.tools = [{"type": "function", "function": function} for function in request.functions]
+        request.parallel_tool_calls = False  # the older form has room for one
+        choice = request.function_call
+        request.tool_choice = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+    elif isinstance(request.function_call, dict):
+        raise bad_request("function_call", "names a function, and there are none")
     if switch := request.thinking:
         put("thinking.type", "enable_thinking", switch.type != "disabled")
         put("thinking.budget_tokens", "thinking_budget", switch.budget_tokens)

@@ -311,3 +311,34 @@ def test_unknown_fields_pass_where_the_server_is_told_so(url: str, caplog: pytes
     assert len(told) == 4 and "'colour'" in told[0] and "secret" not in "".join(told)
     assert 'deltic_unknown_fields_total{route="/v1/chat/completions"} 7.0' in counts
     assert 'deltic_unknown_fields_total{route="/v1/messages"} 1.0' in counts
+
+
+def test_functions_of_the_older_form(engine: FakeEngineClient, url: str) -> None:
+    engine.answer = saying('Hm.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
+    fields = {
+        "functions": [
+            {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+        ]
+    }
+    choice = chat(url, **fields, function_call="auto")["choices"][0]
+    called = choice["message"].pop("function_call")
+    assert (called["name"], json.loads(called["arguments"])) == ("f", {"x": 1})
+    assert choice["message"] == {"role": "assistant", "content": "Hm."}
+    assert choice["finish_reason"] == "function_call"
+    chunks = [chunk["choices"][0] for chunk in chat(url, stream=True, **fields)]
+    parts = [chunk["delta"]["function_call"] for chunk in chunks if "function_call" in chunk["delta"]]
+    assert [part["name"] for part in parts if "name" in part] == ["f"]
+    assert json.loads("".join(part["arguments"] for part in parts)) == {"x": 1}
+    assert chunks[-1]["finish_reason"] == "function_call"
+    assert engine.requests[-1].params.constraint is not None  # one call at most
+    assert chat(url, function_call="none", functions=[])["choices"]
+    for wrong, param in (
+        (
+            {"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "functions",
+        ),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"functions": [{"name": "f g"}]}, "functions[0].name"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
+    ):
+        assert chat(url, 400, **wrong)["param"] == param

@@ -241,7 +241,7 @@ def test_both_apis_refuse(fields: dict[str, Any], param: str) -> None:
         ({"echo": True}, "echo"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
-        ({"functions": [{}]}, "functions"),
+        ({"functions": [3]}, "functions[0]"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
