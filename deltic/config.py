@@ -262,6 +262,14 @@ class ServerConfig:
     max_stored_responses: int = knob(
         1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none"
     )
+    batch_dir: Path | None = knob(
+        None, "keep files and batches of /v1/files and /v1/batches in this directory (default: there are none)", metavar="DIR"
+    )  # fmt: skip
+    batch_disk_gb: float = knob(16.0, "most that is kept in --batch-dir", metavar="GB")
+    batch_in_flight: int | None = knob(
+        None,
+        "requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)",
+    )
     skip_hosted_tools: bool = knob(
         False, "leave tools that OpenAI's servers run (web_search, image_generation, ...) out of requests to /v1/responses instead "
         "of refusing them",
@@ -441,6 +449,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cache_disk_gb": (0.0, math.inf), "port": (0, 65535), "max_queue": (0, math.inf), "max_body_mb": (0.001, math.inf),
     "max_n": (1, math.inf), "max_logprobs": (0, math.inf), "drain_s": (0.0, math.inf), "default_max_tokens": (1, math.inf),
     "max_concurrent_per_key": (0, math.inf), "tokens_per_minute_per_key": (0, math.inf), "request_timeout_s": (0.0, math.inf),
+    "batch_disk_gb": (0.0, math.inf), "batch_in_flight": (1, math.inf),
     "max_stored_responses": (0, math.inf), "queue_timeout_s": (0.0, math.inf),
     "client_timeout_s": (0.0, math.inf), "engine_timeout_s": (0.0, math.inf),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from deltic.engine.request import Output, Request, TokenLogprob
 from deltic.metrics import Metrics
 from deltic.server.answer import Choice, Piece, Usage
 from deltic.server.errors import ApiError
-from deltic.server.limits import Ticket
+from deltic.server.limits import BATCH_PRIORITY, Ticket
 
 RETRY_LATER = {"retry-after": "2"}
 
@@ -76,6 +76,8 @@ class Generation:
             for p, request in enumerate(self._requests):
                 request.owner = self._ticket.owner
                 request.party = self._ticket.party
+                if self._ticket.is_batch:
+                    request.priority = BATCH_PRIORITY
                 self._client.submit(request, partial(self._deliver, p))
                 self._submitted.append(request)
             self._ticket.take(sum(len(request.prompt_ids) for request in self._requests))

@@ -33,6 +33,7 @@ from deltic.models.speech_shapes import SAMPLE_RATE
 from deltic.server import (
     anthropic,
     anthropic_protocol,
+    batches,
     ollama,
     ollama_protocol,
     protocol,
@@ -44,7 +45,7 @@ from deltic.server.audio import MEDIA_TYPES
 from deltic.server.chat import render
 from deltic.server.completions import chat_completions, completions
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.limits import RATE_HEADERS, TICKET, Ticket
+from deltic.server.limits import BATCH, RATE_HEADERS, TICKET, Ticket
 from deltic.server.openapi import document
 from deltic.server.page import live, page
 from deltic.server.responses import (
@@ -120,9 +121,12 @@ def create_app(server: Server) -> FastAPI:
         async def bound(request: Request) -> ASGIApp:
             request.scope["deltic.route"] = route.path
             ticket: Ticket = request.scope[TICKET]
-            ticket.account = access.check(
-                request, open_=route.open_, takes_form=route.form, is_shared=route.is_shared
-            )
+            if ticket.is_batch:
+                ticket.account = request.scope[BATCH]
+            else:
+                ticket.account = access.check(
+                    request, open_=route.open_, takes_form=route.form, is_shared=route.is_shared
+                )
             if route.generates:
                 ticket.enter()
             service = await asked_model(server, route, request)
@@ -149,6 +153,8 @@ def create_app(server: Server) -> FastAPI:
             expose_headers=["x-request-id", "request-id", "retry-after", *RATE_HEADERS],
         )
     app.add_middleware(Envelope, server=server)
+    if server.batches is not None:
+        server.batches.app = app
     return app
 
 
@@ -228,8 +234,8 @@ DECLINED = {
         ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
         ("images", "videos"): "makes no pictures",
         ("moderations",): "judges no text",
-        ("files", "uploads", "vector_stores", "containers"): "keeps no files",
-        ("batches", "fine_tuning", "evals"): "runs no jobs; send requests side by side",
+        ("uploads", "vector_stores", "containers"): "keeps no such files; see /v1/files",
+        ("fine_tuning", "evals"): "runs no such jobs; see /v1/batches",
         (
             "assistants",
             "threads",
@@ -282,7 +288,7 @@ class Envelope:
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope["deltic.request_id"] = request_id
         status = 0
-        ticket = scope[TICKET] = Ticket(self._server.config)
+        ticket = scope[TICKET] = Ticket(self._server.config, is_batch=BATCH in scope)
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -306,7 +312,7 @@ class Envelope:
                     408, "the body did not come in time", code="request_timeout", headers=CLOSE
                 ) from None
             is_whole = not message.get("more_body", False)
-            if self._server.config.log_prompts:
+            if self._server.config.log_prompts and scope.get("deltic.route") != FILES:
                 ticket.body += message.get("body", b"")
             return message
 
@@ -528,6 +534,8 @@ def _document(root_path: str) -> bytes:
     return msgspec.json.encode(document(ROUTES, root_path))
 
 
+FILES = "/v1/files"
+
 OLLAMA_GIVES = ("application/json", ollama.LINES)
 
 ROUTES = (
@@ -569,6 +577,15 @@ ROUTES = (
         generates=True,
     ),
     Route("DELETE", "/v1/audio/voices/{name}", speech.delete_voice, kind="speech", takes_model=True),
+    Route("POST", FILES, batches.upload, batches.FileForm, form=True),
+    Route("GET", FILES, batches.list_files),
+    Route("GET", "/v1/files/{file_id}", batches.get_file),
+    Route("GET", "/v1/files/{file_id}/content", batches.get_content, gives=("application/octet-stream",)),
+    Route("DELETE", "/v1/files/{file_id}", batches.delete_file),
+    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest),
+    Route("GET", "/v1/batches", batches.list_batches),
+    Route("GET", "/v1/batches/{batch_id}", batches.get_batch),
+    Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
     Route("POST", "/api/chat", ollama.chat, ollama_protocol.ChatRequest, generates=True, gives=OLLAMA_GIVES),
     Route(
         "POST",

@@ -70,12 +70,16 @@ class Account:
         numbers, most = self.numbers, self._max_concurrent
         if most and numbers.n_open >= most:
             raise self._refusal("requests", f"has {counted(most, 'request')} open, as many as it may", 1)
+        self.check_tokens()
+        numbers.n_open += 1
+
+    def check_tokens(self) -> None:
+        """Raises ApiError (429) while none are left."""
         if self._tokens_per_minute and self._fill() <= 0:
             wait_s = math.ceil((1 - self._level) * 60 / self._tokens_per_minute)
             raise self._refusal(
                 "tokens", f"has used up its {self._tokens_per_minute} tokens a minute", wait_s
             )
-        numbers.n_open += 1
 
     def leave(self) -> None:
         self.numbers.n_open -= 1
@@ -116,13 +120,15 @@ class Ticket:
     """One HTTP request on its way through the server. Made by the Envelope, under TICKET in the request's scope."""
 
     __slots__ = (
-        "_deadline_s", "_is_open", "account", "body", "first_s", "model", "queue_timeout_s", "started_s", "usage",
+        "_deadline_s", "_is_open", "account", "body", "first_s", "is_batch", "model", "queue_timeout_s", "started_s", "usage",
     )  # fmt: skip
 
-    def __init__(self, config: ServerConfig | None = None) -> None:
-        """config: says how long it may take, and wait."""
+    def __init__(self, config: ServerConfig | None = None, *, is_batch: bool = False) -> None:
+        """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all others."""
         config = config or ServerConfig()
-        timeout_s, self.queue_timeout_s = config.request_timeout_s, config.queue_timeout_s
+        timeout_s = config.request_timeout_s
+        self.queue_timeout_s = 0.0 if is_batch else config.queue_timeout_s
+        self.is_batch = is_batch
         self.started_s = time.monotonic()
         self.account: Account | None = None
         """Of the key that it came with; None without keys, and on routes that need none."""
@@ -153,7 +159,9 @@ class Ticket:
 
     def enter(self) -> None:
         """Its key's limits let it in, if they have not yet. Raises ApiError (429)."""
-        if self.account and not self._is_open:
+        if self.account and self.is_batch:
+            self.account.check_tokens()
+        elif self.account and not self._is_open:
             self.account.enter()
             self._is_open = True
 
@@ -176,6 +184,12 @@ class Ticket:
 
 
 TICKET = "deltic.ticket"
+
+BATCH = "deltic.batch"
+"""In the scope of a line of a batch: the Account of its key, None without keys. No HTTP connection's scope has it."""
+
+BATCH_PRIORITY = 2**31 - 1
+"""Of such a line in the engine: behind all others."""
 
 
 class Accounts:
@@ -214,6 +228,9 @@ class Accounts:
 
     def find(self, key: bytes) -> Account | None:
         return self._of_digest.get(_digest(key))
+
+    def named(self, name: str) -> Account | None:
+        return self._accounts.get(name)
 
     def numbers(self) -> list[KeyNumbers]:
         return [account.numbers for account in self._accounts.values()]

@@ -52,6 +52,10 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
     """OpenAI's Responses API."""
     info = service.admit()
     asked, prepared = await _read(service, request, lambda chat: prepare_chat(service, chat, info))
+    if request.scope[TICKET].is_batch and asked.request.store is None:
+        asked.request.store = (
+            False  # a batch's answers are in its file, and would drive out those that people continue
+        )
     response_id = request.scope["deltic.answer_id"] = f"resp_{secrets.token_hex(24)}"
     generation = chat_generation(service, prepared, response_id, request.scope[TICKET])
     said = ResponseAnswer(response_id, asked.request, service)

@@ -299,6 +299,8 @@ async def _until_stopped(
         if ready.done():
             if not _tell_ready(services, ready, url, started_s):
                 return 1
+            if server.batches is not None:
+                server.batches.start()
             await asyncio.wait((first, running), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             log.error("the HTTP server ended: %r", running.exception())
@@ -363,6 +365,8 @@ async def _show_loading(services: list[Service]) -> None:
 async def _drain(host: EngineHost, server: Server, signals: StopSignals) -> None:
     """Lets open requests finish for `drain_s`, then ends them; a second signal cuts this short."""
     server.draining = True
+    if server.batches is not None:
+        await server.batches.stop()  # they go on with the next start
     drain_s = server.config.drain_s
     log.info("stopping; %s open, with %g s to finish", logs.counted(server.n_open, "request"), drain_s)
     await _while_open(server, drain_s, signals)

@@ -22,10 +22,12 @@ from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.engine.request import EngineInfo
 from deltic.metrics import Exposition, Metrics
 from deltic.server import protocol
+from deltic.server.batch_runner import BatchRunner
 from deltic.server.chat import ChatTemplate
 from deltic.server.constraint import Constrainer, NotInline
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import FairThread
+from deltic.server.file_store import FileStore
 from deltic.server.generation import RETRY_LATER, queue_full, unavailable
 from deltic.server.limits import TICKET, Accounts
 from deltic.server.protocol import SamplingDefaults
@@ -73,6 +75,8 @@ class Server:
     metrics: Exposition = field(init=False)
     accounts: Accounts = field(init=False)
     responses: ResponseStore = field(init=False)
+    batches: BatchRunner | None = field(init=False, default=None)
+    """None without a place for files."""
     worker: FairThread = field(init=False)
     """One thread, so that large prompts cannot take the engine's cores."""
     started_s: int = field(default_factory=lambda: int(time.time()))
@@ -87,6 +91,8 @@ class Server:
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.config)
         self.responses = ResponseStore(self.config.max_stored_responses)
+        if self.config.batch_dir is not None:
+            self.batches = BatchRunner(self, FileStore(self.config.batch_dir, self.config.batch_disk_gb))
         self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
 

@@ -336,3 +336,43 @@ def test_a_signal_ends_a_process_whose_event_loop_is_blocked(
         assert server.end(10) == 1
         assert "the event loop is blocked; the process ends as it is" in server.log[-1]
         wait_for(lambda: not Path(f"/proc/{engine}").exists())
+
+
+def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
+    """Killed once and stopped once in the middle of it; each line has one answer in the end."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 20, "ignore_eos": True}
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(60)
+    ]
+    settings: dict[str, Any] = {"before": "from pathlib import PosixPath", "batch_dir": tmp_path / "d"}
+    settings |= {"batch_in_flight": 2}
+
+    def counts(url: str) -> dict[str, Any]:
+        (told,) = httpx.get(f"{url}/v1/batches").json()["data"]
+        return dict(told)
+
+    with server_of(step_ms=3, **settings) as server:
+        url = server.url()
+        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        file = httpx.post(
+            f"{url}/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"}
+        ).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert httpx.post(f"{url}/v1/batches", json=asked).status_code == 200
+        wait_for(lambda: counts(url)["request_counts"]["completed"] >= 5)
+        server.process.kill()
+    with server_of(step_ms=3, **settings) as server:
+        url = server.url()
+        wait_for(lambda: counts(url)["request_counts"]["completed"] >= 12)
+        server.process.terminate()
+        assert server.end(10) == 0
+    with server_of(**settings) as server:
+        url = server.url()
+        wait_for(lambda: counts(url)["status"] == "completed", 20)
+        done = counts(url)
+        assert done["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
+        text = httpx.get(f"{url}/v1/files/{done['output_file_id']}/content").text
+        assert sorted(json.loads(line)["custom_id"] for line in text.splitlines()) == sorted(
+            line["custom_id"] for line in lines
+        )
+        assert done["usage"]["output_tokens"] == 60 * 20

@@ -1,0 +1,191 @@
+"""Files that are kept under `--batch-dir`: what was uploaded, and what batches made of it.
+
+Each file has a card beside it, in JSON. A card is written before its file gets its name: a file without a card, or a card without its file, is
+what a process that was killed left behind, and goes when the next one starts. All belong to the key that made them; nobody else finds
+them. What touches the disk for long runs in `worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from deltic.config import ConfigError
+from deltic.server.errors import ApiError
+
+log = logging.getLogger("deltic.server")
+
+MAX_FILES = 10_000
+MIN_BYTES = 4096
+"""What a file takes at least, with its card."""
+KEPT_S = 30 * 86_400
+"""How long a file is kept that does not say."""
+SWEEP_S = 60.0
+
+NO_RETRY = {"x-should-retry": "false"}
+
+T = TypeVar("T")
+
+
+class Card(Struct):
+    """What is known of a file. Times in seconds of the epoch."""
+
+    id: str
+    owner: str
+    """Name of the key; "" without keys."""
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+
+    def plain(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        told = msgspec.to_builtins(self) | {"object": "file", "status": "processed", "status_details": None}
+        del told["owner"]
+        return dict(told)
+
+
+class FileStore:
+    """The files of one directory, which is one process's."""
+
+    def __init__(self, directory: Path, room_gb: float) -> None:
+        """Raises ConfigError for a directory that cannot be used."""
+        self.directory = directory
+        self.room_bytes = int(room_gb * 1e9)
+        self.used_bytes = 0
+        self.in_use: Counter[str] = Counter()
+        """Files that a batch reads, which stay."""
+        self.worker = ThreadPoolExecutor(1, "files")
+        self._cards: dict[str, Card] = {}
+        self._swept_s = time.monotonic()
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (directory / "files").mkdir(mode=0o700, exist_ok=True)
+            self._lock = (directory / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._load()
+        except BlockingIOError:
+            raise ConfigError(f"--batch-dir {directory} is another server's that runs") from None
+        except OSError as error:
+            raise ConfigError(f"--batch-dir {directory} cannot be used: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Lets another process have the directory."""
+        self.worker.shutdown()
+        self._lock.close()
+
+    async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.worker, work, *given)
+
+    def path(self, file_id: str) -> Path:
+        return self.directory / "files" / file_id
+
+    def get(self, file_id: str, owner: str) -> Card:
+        """Raises ApiError (404)."""
+        self.sweep()
+        card = self._cards.get(file_id)
+        if card is None or card.owner != owner:
+            raise ApiError(404, f"No such File object: {file_id}", param="id", code="not_found")
+        return card
+
+    def all(self, owner: str) -> list[Card]:
+        """In the order in which they were made."""
+        self.sweep()
+        return [card for card in self._cards.values() if card.owner == owner]
+
+    def take(self, n_bytes: int) -> None:
+        """Counts what is about to be written. Raises ApiError (409) when there is no room for it."""
+        if self.used_bytes + n_bytes > self.room_bytes or len(self._cards) >= MAX_FILES:
+            self.sweep(now=True)
+        if self.used_bytes + n_bytes > self.room_bytes or len(self._cards) >= MAX_FILES:
+            said = f"there is no room for more files ({self.room_bytes / 1e9:g} GB, {MAX_FILES} files); delete some"
+            raise ApiError(409, said, code="storage_full", headers=NO_RETRY)
+        self.used_bytes += n_bytes
+
+    def give_back(self, n_bytes: int) -> None:
+        self.used_bytes -= n_bytes
+
+    def part(self) -> Path:
+        """A name for a file that is being written."""
+        return self.path(f"{secrets.token_hex(12)}.part")
+
+    def add(self, written: Path, card: Card) -> None:
+        """Gives a file that is whole its name. What it has beyond MIN_BYTES was counted as it was written."""
+        write_whole(self.path(card.id + ".json"), msgspec.json.encode(card))
+        written.rename(self.path(card.id))
+        self._cards[card.id] = card
+
+    def remove(self, file_id: str) -> None:
+        card = self._cards.pop(file_id)
+        self.used_bytes -= max(MIN_BYTES, card.bytes)
+        self.path(file_id).unlink(missing_ok=True)
+        self.path(file_id + ".json").unlink(missing_ok=True)
+
+    def sweep(self, now: bool = False) -> None:
+        """Removes files whose time is over; unless `now`, at most once a minute."""
+        if not now and time.monotonic() < self._swept_s + SWEEP_S:
+            return
+        self._swept_s = time.monotonic()
+        over = [c.id for c in self._cards.values() if c.expires_at < time.time() and not self.in_use[c.id]]
+        for file_id in over:
+            self.remove(file_id)
+
+    def _load(self) -> None:
+        found = {entry.name: entry for entry in os.scandir(self.directory / "files")}
+        cards = []
+        for name, entry in found.items():
+            stem = name.removesuffix(".json")
+            card = _card(Path(entry.path)) if stem != name and stem in found else None
+            if card is not None and card.id == stem:
+                cards.append(card)
+        kept = {name for card in cards for name in (card.id, card.id + ".json")}
+        for name in found.keys() - kept:
+            (self.directory / "files" / name).unlink(missing_ok=True)
+        for card in sorted(cards, key=lambda card: card.created_at):
+            self._cards[card.id] = card
+            self.used_bytes += max(MIN_BYTES, card.bytes)
+
+
+def _card(path: Path) -> Card | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Card)
+    except (msgspec.DecodeError, OSError):
+        log.warning("%s is no card of a file; it is removed", path)
+        return None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    with open(new, "wb", opener=private) as file:
+        file.write(data)
+    new.replace(path)
+
+
+def private(path: str, flags: int) -> int:
+    """An opener of files that nobody else may read."""
+    return os.open(path, flags, 0o600)
+
+
+def append(file: BinaryIO, data: bytes) -> None:
+    """Writes behind the end of an unbuffered file, all of it or nothing. Raises OSError."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(end)
+        raise
