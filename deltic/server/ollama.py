@@ -61,7 +61,7 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
     request_id = request.scope["deltic.answer_id"] = f"ollama-{secrets.token_hex(16)}"
 
     def prepare() -> tuple[wire.Asked, Generation | None]:
-        asked = protocol.parse(body, kind)
+        asked = service.read(request, body, kind)
         wire.check(asked)
         service.check_model(asked.model)
         return asked, None if wire.is_empty(asked) else _generation(service, asked, info, request_id, ticket)
@@ -91,7 +91,7 @@ def _generation(
         info = msgspec.structs.replace(info, max_model_len=min(info.max_model_len, options.num_ctx))
     try:
         if isinstance(asked, wire.GenerateRequest) and asked.raw:
-            longest = service.config.default_max_tokens or info.max_model_len
+            longest = service.default_length or info.max_model_len
             completion = wire.completion_request(asked, longest)
             check(service, completion)
             requests = requests_of(service, completion, [asked.prompt or ""], info)
