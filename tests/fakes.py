@@ -82,7 +82,7 @@ def guided(token: int, guide: Any) -> int:
     if guide.mask is None:
         return token + 1 if token == EOS and guide.bans_end else token
     allowed = np.flatnonzero(np.unpackbits(guide.mask.view(np.uint8), bitorder="little"))
-    return int(allowed[token % len(allowed)]) if len(allowed) else -1
+    return token if token in allowed else int(allowed[token % len(allowed)]) if len(allowed) else -1
 
 
 def expected_tokens(prompt_ids: list[int], params: SamplingParams, seed: int | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the next token of a constrained sequence may be: a thought, then ids that are forced, then a grammar.
+"""What the next token of a constrained sequence may be: a thought, then ids that are forced, then a grammar; and never a bad word.
 
 The grammar engine is llguidance. What takes time (compiling a grammar, taking drawn tokens, the masks of the next) is done by a
 few threads, which it lets run beside the step; two queues are all that they share with the engine's thread. What one step drew is
@@ -55,16 +55,51 @@ Words = np.ndarray
 """int32 [ceil(n_ids / 32)]: bit id % 32 of word id // 32 says whether the id may be drawn."""
 
 
+class Lexicon:
+    """The ids that may come anywhere in a request's answers, and those that would complete one of its bad words."""
+
+    __slots__ = ("_allowed", "_bad", "n_before")
+
+    def __init__(self, constraint: Constraint, n_ids: int) -> None:
+        bits = np.zeros(-(-n_ids // 32) * 32, np.uint8)
+        given = np.unpackbits(np.frombuffer(constraint.allowed, np.uint8), bitorder="little", count=n_ids)
+        bits[:n_ids] = given if constraint.allowed else 1
+        self._bad: dict[int, list[tuple[list[int], int]]] = {}
+        """By the last id before it: all ids before it, and the one that is bad behind them."""
+        for *before, last in constraint.bad_ids:
+            if before:
+                self._bad.setdefault(before[-1], []).append((before, last))
+            else:
+                bits[last] = 0
+        self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
+        self.n_before = max(map(len, constraint.bad_ids), default=1)
+        """Ids drawn last that it is to know, at most."""
+
+    def narrow(self, words: Words | None, drawn: list[int]) -> Words:
+        """What of a mask (None: all) is left behind these ids."""
+        words = self._allowed if words is None else words & self._allowed
+        for before, last in self._bad.get(drawn[-1], ()) if drawn else ():
+            if drawn[-len(before) :] == before:
+                words = words.copy() if words is self._allowed else words
+                words.view(np.uint32)[last // 32] &= ~np.uint32(1 << last % 32)
+        return words
+
+
 class Guide:
     """Where one sequence is in its constraint. Only the engine's thread reads it, but for what `is_busy` guards."""
 
     __slots__ = (
-        "_forced", "_mask", "_n_ids", "_n_thought", "_thinks", "constraint", "error", "is_busy", "is_late",
+        "_drawn", "_forced", "_lexicon", "_mask", "_n_ids", "_n_thought", "_thinks", "constraint", "error", "is_busy", "is_late",
         "is_satisfied", "matcher", "n_alone", "sequence", "words",
     )  # fmt: skip
 
-    def __init__(self, sequence: Sequence, constraint: Constraint, n_ids: int) -> None:
+    def __init__(
+        self, sequence: Sequence, constraint: Constraint, n_ids: int, lexicon: Lexicon | None = None
+    ) -> None:
+        """lexicon: the request's, if it says what may be drawn anywhere."""
         self.sequence, self.constraint, self._n_ids = sequence, constraint, n_ids
+        self._lexicon = lexicon
+        self._drawn: list[int] = []  # last, as far as the lexicon is to know them
         self.error = ""
         self.is_busy = False
         """Whether a worker has it: `matcher`, `words`, `is_satisfied` and `error` are that one's then."""
@@ -105,10 +140,9 @@ class Guide:
     @property
     def mask(self) -> Words | None:
         """The ids that may be drawn; None: all."""
-        if self._thinks:
-            return None
         if not self._forced:
-            return self.words
+            words = None if self._thinks else self.words
+            return words if self._lexicon is None else self._lexicon.narrow(words, self._drawn)
         if self._mask is None:
             self._mask = np.zeros(-(-self._n_ids // 32), np.uint32)
             self._mask[self._forced[-1] // 32] = 1 << self._forced[-1] % 32
@@ -134,12 +168,16 @@ class Guide:
     def next_is_free(self) -> bool:
         """Whether the token after the next has no mask, unless the next is think_end_id."""
         c = self.constraint
+        if self._lexicon is not None:
+            return False
         if self._thinks:
             return c.think_budget is None or self._n_thought + 1 < c.think_budget
         return not self._forced and not c.grammar
 
     def advance(self, token: int) -> bool:
         """Takes a drawn token; whether the grammar is to take it, too."""
+        if self._lexicon is not None:
+            self._drawn = [*self._drawn, token][-self._lexicon.n_before :]
         if self._thinks:
             self._n_thought += 1
             if token == self.constraint.think_end_id:
@@ -205,7 +243,9 @@ class Guides:
         constraint = sequences[0].request.params.constraint
         if constraint is None:
             return
-        guides = [Guide(sequence, constraint, self.n_ids) for sequence in sequences]
+        is_lexical = constraint.allowed or constraint.bad_ids
+        lexicon = Lexicon(constraint, self.n_ids) if is_lexical else None
+        guides = [Guide(sequence, constraint, self.n_ids, lexicon) for sequence in sequences]
         for sequence, guide in zip(sequences, guides, strict=True):
             sequence.guide = guide
         if constraint.grammar:

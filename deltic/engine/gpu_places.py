@@ -158,9 +158,9 @@ class Places:
             if self._banned_until[place] != until:
                 self._write("banned_until", place, until)
                 self._banned_until[place] = until
-            if guide.mask is not None:
+            if (mask := guide.mask) is not None:
                 row = len(masks)
-                masks.append(guide.mask)
+                masks.append(mask)
             self._put_mask_row(place, row)
         if masks:
             buffer = self._mask_ring.take().view(self._masks.shape)[: len(masks)]

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -138,12 +139,15 @@ def check_request(request: Request, info: EngineInfo) -> None:
     for name, ids in (
         ("stop_token_ids", p.stop_token_ids),
         ("logit_bias", p.logit_bias),
+        ("constraint.bad_ids", tuple(chain.from_iterable(c.bad_ids))),
         ("constraint", (*c.close_ids, *c.begin_ids, *(() if c.think_end_id is None else (c.think_end_id,)))),
     ):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise RequestError(f"{name} has a token id outside the vocabulary (0 to {vocab_size - 1})")
     if not all(math.isfinite(bias) for bias in p.logit_bias.values()):
         raise RequestError("logit_bias has a value that is not finite")
+    if not all(c.bad_ids):
+        raise RequestError("constraint.bad_ids has an entry without ids")
     if c.think_budget is not None and (c.think_budget < 0 or c.think_end_id not in c.close_ids):
         raise RequestError("think_budget must be 0 or more, and close_ids must have think_end_id")
 

@@ -28,7 +28,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must look like. Everything but the budget begins behind the thought."""
+    """What an answer must look like. The grammar begins behind the thought; `allowed` and `bad_ids` hold in it, too, and what is
+    forced comes whatever they say."""
 
     grammar: str = ""
     """As llguidance's LLMatcher takes it, JSON or Lark; "": none."""
@@ -40,6 +41,10 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Contain `think_end_id`."""
     begin_ids: tuple[int, ...] = ()
     """Forced behind `think_end_id`, before the grammar begins."""
+    allowed: bytes = b""
+    """Bit id % 8 of byte id // 8: whether the id may be drawn at all; b"": any may."""
+    bad_ids: tuple[tuple[int, ...], ...] = ()
+    """Each of some ids, the last of which may not be drawn where the others were drawn just before."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

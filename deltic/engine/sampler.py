@@ -105,8 +105,8 @@ class Sampler:
             n_top.append(-1 if params.logprobs is None else params.logprobs)
             if params.logit_bias or _bans_end(sequence):
                 lists.append((i, params, sequence))
-            if sequence.guide is not None and sequence.guide.mask is not None:
-                masks.append((i, sequence.guide.mask))
+            if sequence.guide is not None and (mask := sequence.guide.mask) is not None:
+                masks.append((i, mask))
         n = len(rows)
         d = self._draw_arrays
         d["row"][:n] = rows

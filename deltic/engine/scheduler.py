@@ -62,7 +62,10 @@ from deltic.logs import counted
 log = logging.getLogger("deltic.engine.scheduler")
 
 NOT_FINITE = "nothing can be drawn: the model gave logits that are not finite (is the checkpoint damaged?) or all ids are banned"
-NOTHING_ALLOWED = "nothing can be drawn: logit_bias, min_tokens and the grammar leave no token (or the logits are not finite)"
+NOTHING_ALLOWED = (
+    "nothing can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar leave no token "
+    "(or the logits are not finite)"
+)
 
 
 class RequestError(ValueError):

@@ -288,7 +288,7 @@ def requests_of(
         )
     request_id = f"cmpl-{secrets.token_hex(16)}"
     requests = []
-    constraint = service.constrainer.completion(asked)
+    constraint = None
     limit = protocol.context_limit(info)
     for i, prompt in enumerate(prompts):
         is_cut = asked.truncate_prompt_tokens is not None
@@ -299,6 +299,8 @@ def requests_of(
         ids = protocol.truncated(asked, ids, info)
         max_tokens = protocol.answer_length(asked, len(ids), info, service.default_length)
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
+        if i == 0:  # it is the same for all prompts
+            constraint = service.constrainer.completion(asked)
         if constraint:
             params = msgspec.structs.replace(params, constraint=constraint)
         requests.append(engine_request(f"{request_id}-{i}", ids, params, asked, []))

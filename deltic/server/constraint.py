@@ -39,6 +39,8 @@ _NAME = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
 _NOT_OURS = re.compile(r"(?m)<\[[\d^*]|^\w+\[[^\]\n]*(temperature|stop)\b")
 """Token ids, and options of a rule that ask for more than a mask."""
 
+MAX_BAD = 65_536
+"""Characters of a request's bad words."""
 MAX_ASKED = 1_000_000
 """Bytes of tools and format from which a grammar is made."""
 N_KEPT = 64
@@ -196,7 +198,13 @@ class Constrainer:
             raise bad_request(
                 "continue_final_message", "an answer whose form is fixed cannot begin in the request"
             )
-        text = self._grammar(asked, calls)
+        constraint = self._formed(chat, asked, self._grammar(asked, calls), thinking)
+        return self._with_words(constraint, chat)
+
+    def _formed(
+        self, chat: protocol.ChatRequest, asked: Format | None, text: str, thinking: bool
+    ) -> Constraint | None:
+        """text: the grammar. Raises ApiError (400)."""
         budget = thinking_budget(chat)
         if not thinking or (budget is None and not text):
             return Constraint(grammar=text) if text else None
@@ -219,7 +227,33 @@ class Constrainer:
     def completion(self, request: protocol.CompletionRequest) -> Constraint | None:
         """Raises ApiError (400), NotInline."""
         text = self._grammar(asked_format(request), None)
-        return Constraint(grammar=text) if text else None
+        return self._with_words(Constraint(grammar=text) if text else None, request)
+
+    def _with_words(self, constraint: Constraint | None, request: protocol.Sampling) -> Constraint | None:
+        """The constraint with what may and what may not be drawn anywhere. Raises ApiError (400)."""
+        allowed, bad = request.allowed_token_ids, request.bad_words
+        if allowed is not None and not allowed:
+            raise bad_request("allowed_token_ids", "is empty, and an answer needs at least one; leave it out")
+        if not allowed and not bad:
+            return constraint
+        bits = bytearray(max(allowed) // 8 + 1 if allowed else 0)
+        for id in allowed or ():
+            bits[id // 8] |= 1 << id % 8
+        return msgspec.structs.replace(
+            constraint or Constraint(), allowed=bytes(bits), bad_ids=tuple(self._bad_ids(bad or []))
+        )
+
+    def _bad_ids(self, words: list[str]) -> Iterator[tuple[int, ...]]:
+        """As vLLM has them: each word as it begins a text, and as one token goes on with a space where that makes another of it."""
+        if sum(map(len, words)) > MAX_BAD:
+            raise bad_request("bad_words", f"may have at most {MAX_BAD} characters together")
+        for i, word in enumerate(words):
+            first, spaced = (self._tokenizer.encode(before + word.lstrip(), "parse") for before in ("", " "))
+            if not first or not word.strip():
+                raise bad_request(f"bad_words[{i}]", "has no letters; leave it out")
+            yield tuple(first)
+            if spaced[0] != first[0] and len(spaced) == len(first):
+                yield tuple(spaced)
 
     def _grammar(self, asked: Format | None, calls: Calls | None) -> str:
         """The grammar of an answer, "" for none."""

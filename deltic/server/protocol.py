@@ -114,6 +114,8 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     json_schema: str | dict[str, Any] | bool | None = None
     regex: str | None = None
     ebnf: str | None = None
+    bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
+    allowed_token_ids: list[int] | None = None
     # Carry no promise about the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -511,7 +513,7 @@ def sampling_params(
     most = min(config.max_n, info.max_num_seqs)
     if n > most:
         raise bad_request("n", f"{n} is more than this server gives at once ({most})")
-    for field in ("logit_bias", "stop_token_ids"):
+    for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(request, field) or ():
             if not 0 <= token_id < info.vocab_size:
                 raise bad_request(

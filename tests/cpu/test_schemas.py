@@ -184,6 +184,40 @@ def test_what_is_forced_at_the_other_doors(served: Served) -> None:
             assert answer.json()["choices"][0]["text"] == text
 
 
+def test_words_that_may_and_may_not_come(served: Served) -> None:
+    def say(**fields: Any) -> list[dict[str, Any]]:
+        body = {"messages": ASK, "enable_thinking": False, "max_tokens": 40} | fields
+        choices: list[dict[str, Any]] = served.http.post("/v1/chat/completions", json=body).json()["choices"]
+        return choices
+
+    def ids_of(text: str) -> list[int]:
+        tokens: list[int] = served.http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        return tokens
+
+    two = [ids_of("a")[0], ids_of("b")[0]]
+    for choice in say(allowed_token_ids=two, n=3, temperature=2.0, seed=1, logprobs=True):
+        assert set(choice["message"]["content"]) == {"a", "b"} and choice["finish_reason"] == "length"
+    (plain,) = say(temperature=0, logprobs=True, top_logprobs=2)
+    words = plain["message"]["content"].split()
+    banned = {"temperature": 0, "bad_words": [words[0], words[1]], "logprobs": True, "top_logprobs": 2}
+    (other,) = say(**banned)
+    assert not {words[0], words[1]} & set(other["message"]["content"].split())
+    assert say(**banned)[0]["message"] == other["message"]
+    first, second = (choice["logprobs"]["content"][0]["top_logprobs"] for choice in (plain, other))
+    assert first == second  # they are the model's own
+    for choice in say(guided_choice=["a", "b"], bad_words=["a"], n=4, temperature=2.0):
+        assert choice["message"]["content"] == "b"
+    answer = served.http.post(
+        "/v1/completions",
+        json={"prompt": "a", "guided_choice": ["yes"], "allowed_token_ids": two, "max_tokens": 5},
+    )
+    assert "leave no token" in answer.json()["error"]["message"]
+    for thinking in (False, True):
+        (told,) = say(enable_thinking=thinking, thinking_budget=4, allowed_token_ids=two, max_tokens=20)
+        assert set(told["message"]["content"]) == {"a", "b"} or set(told["message"]["content"]) < {"a", "b"}
+        assert set(told["message"].get("reasoning_content") or "a") <= {"a", "b"}
+
+
 def test_parse(client: openai.OpenAI, model: str) -> None:
     for extra in ({}, {"enable_thinking": True, "thinking_budget": 10}):
         answer = client.chat.completions.parse(

@@ -323,6 +323,21 @@ def test_constrained_beside_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rows) <= N_TOKENS + 6 and sum(rows) >= 2 * n * (N_TOKENS - 1) * 0.6
 
 
+@needs_gpu
+def test_words_that_may_and_may_not_come() -> None:
+    """Their masks follow from the token that was drawn last, so only the forward runs ahead of it."""
+    allowed = sum(1 << id for id in range(5, 12)).to_bytes(2, "little")
+    few = Constraint(allowed=allowed, bad_ids=((5,), (6, 7), (8, 9, 10)))
+    one = request("one", prompt(70, 9), constraint=few, temperature=1.0, seed=1)
+    two = request("two", prompt(71, 40), constraint=few, temperature=1.0, seed=2, n=2 if HAS_GPU else 1)
+    expected = run(one) | run(two)
+    assert run(one, two, preempt={4: "one"}) == expected
+    for entries in expected.values():
+        tokens = bytes(entry[0] for entry in entries)
+        assert len(tokens) == N_TOKENS and set(tokens) <= set(range(6, 12))
+        assert bytes((6, 7)) not in tokens and bytes((8, 9, 10)) not in tokens
+
+
 _collect = Guides.collect
 
 

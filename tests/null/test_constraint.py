@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,10 +277,74 @@ def test_what_is_wrong_harms_nobody_else(engine: Engine, monkeypatch: pytest.Mon
     assert json.loads(bytes(ids(run(engine, request("y", constraint=Constraint(grammar=GRAMMAR)))["y", 0])))
 
 
+def bits(ids: Iterable[int]) -> bytes:
+    """As Constraint.allowed has them."""
+    wanted = set(ids)
+    return bytes(sum((8 * i + k in wanted) << k for k in range(8)) for i in range(max(wanted) // 8 + 1))
+
+
+def test_only_what_is_allowed(engine: Engine) -> None:
+    some = Constraint(allowed=bits([*range(40, 60), 900]))
+    vowels = Constraint(
+        allowed=bits(b"aeiou"), grammar=WORD, think_end_id=THINK_END, think_budget=5, close_ids=(7, THINK_END)
+    )
+    requests = [request("a", constraint=some, n=2), request("b", constraint=vowels, max_tokens=90)]
+    found = run(engine, *requests, request("f", max_tokens=50))
+    for index in range(2):
+        tokens = ids(found["a", index])
+        assert set(tokens) <= {*range(40, 60), 900} and len(set(tokens)) > 5 and len(tokens) == 200
+    tokens = ids(found["b", 0])
+    assert set(tokens) - set(b"aeiou") == {7, THINK_END} and tokens[5:7] == [7, THINK_END]
+    assert ids(found["f", 0]) == expected_tokens(request("f").prompt_ids, request("f", max_tokens=50).params)
+    for r in requests:
+        assert all(ids(outputs) == ids(found[key]) for key, outputs in run(engine, r).items())
+    nothing = Constraint(allowed=bits([5]), bad_ids=((5,),))
+    (output,) = run(engine, request(constraint=nothing))["a", 0]
+    assert "allowed_token_ids" in (output.error or "")
+    assert run(engine, request())["a", 0][-1].error is None
+
+
+def test_bad_words(engine: Engine) -> None:
+    """Only its last id, and only where the others were drawn just before; what the prompt ends with does not count."""
+    free = expected_tokens(request().prompt_ids, request().params)
+    a, b, c = free[:3]
+    others = ((free[9], free[7]), (request().prompt_ids[-1], a), (b, a, c), (*free[:9], 5))
+    assert ids(run(engine, request(constraint=Constraint(bad_ids=others)))["a", 0]) == free
+    for bad in ((a, b), (b,)):
+        tokens = ids(run(engine, request(constraint=Constraint(bad_ids=(*others, bad))))["a", 0])
+        assert tokens[0] == a and tokens[1] != b and tokens[1:] != free[1:]
+        assert not any(tuple(tokens[i : i + len(bad)]) == bad for i in range(len(tokens)))
+    tokens = ids(run(engine, request(constraint=Constraint(bad_ids=((a, b, c),))))["a", 0])
+    assert tokens[:2] == [a, b] and tokens[2] != c
+    no_ab = Constraint(grammar=WORD, bad_ids=(*((byte,) for byte in b"bcdefgh"), tuple(b"ij")))
+    text = bytes(ids(run(engine, request(constraint=no_ab))["a", 0]))
+    assert text.isalpha() and not set(text) & set(b"bcdefgh") and b"ij" not in text and b"i" in text
+
+
+def test_bad_words_where_pages_are_short() -> None:
+    for gpu in (False, True):
+        drawn = []
+        for n_pages in (256, 14):
+            runner = FakeRunner(n_pages=n_pages, gpu=gpu, n_lookahead=int(gpu), max_model_len=640)
+            made = Engine(runner)
+            few = Constraint(allowed=bits(range(30, 40)), bad_ids=((31, 32), (32, 31), (35, 36, 37), (39,)))
+            drawn.append(
+                run(made, *(request(f"{i}", 100, few, max_tokens=180, n=1 + i % 2) for i in range(5)))
+            )
+            made.close(0)
+        assert made.scheduler.n_preemptions > 0
+        assert {k: ids(v) for k, v in drawn[0].items()} == {k: ids(v) for k, v in drawn[1].items()}
+        for outputs in drawn[0].values():
+            text = bytes(ids(outputs))
+            assert not any(bad in text for bad in (b"\x1f\x20", b"\x20\x1f", b"\x23\x24\x25", b"\x27"))
+
+
 def test_refused_at_once(engine: Engine) -> None:
     for constraint, words in (
         (Constraint(think_end_id=VOCAB_SIZE), "constraint has a token id"),
         (Constraint(begin_ids=(-1,)), "constraint has a token id"),
+        (Constraint(bad_ids=((5, VOCAB_SIZE),)), "constraint.bad_ids has a token id"),
+        (Constraint(bad_ids=((),)), "without ids"),
         (Constraint(think_end_id=5, think_budget=3), "close_ids"),
         (Constraint(think_end_id=5, think_budget=-3, close_ids=(5,)), "think_budget"),
     ):

@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,14 +18,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis_jsonschema import from_schema
 
+import deltic
 from deltic.engine.request import Constraint
-from deltic.server import grammar
+from deltic.server import grammar, protocol
 from deltic.server import schema as schemas
 from deltic.server.arguments import convert
+from deltic.server.constraint import Constrainer
 from deltic.server.parser import OutputParser
+from deltic.text import Tokenizer
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer
 from tests.null.test_http import client_of, error_of, post
 
+DEMO = Path(deltic.__file__).parent / "demo"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOKENIZER = byte_tokenizer()
 BYTES = llguidance.LLTokenizer(TOKENIZER._backend.to_str(), eos_token=END)
@@ -162,6 +167,40 @@ def test_thoughts() -> None:
     twice: dict[str, Any] = {"thinking_budget": 3, "chat_template_kwargs": {"thinking_budget": 4}}
     response = post(engine, "/v1/chat/completions", {"messages": HELLO, "enable_thinking": True} | twice)
     assert error_of(response)["param"] == "thinking_budget"
+
+
+def test_words_that_may_and_may_not_come() -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        found = constraint_of(path, bad_words=["ab", " c", "<|im_end|>"], allowed_token_ids=[0, 9, 97, 9])
+        assert found and found.allowed == bytes([1, 2, *[0] * 10, 2])
+        assert found.bad_ids == ((97, 98), (99,), (END,))  # no token begins with a space here, but the space
+        both = constraint_of(path, bad_words=["a"], guided_choice=["a", "b"])
+        assert both and both.bad_ids == ((97,),) and both.grammar and not both.allowed
+        assert constraint_of(path, bad_words=[]) is None
+    demo = Constrainer(Tokenizer.load(DEMO), None)
+    made = demo.completion(protocol.CompletionRequest(prompt="", bad_words=["hello", "zqxzq"]))
+    assert made and [demo._tokenizer.decode(ids) for ids in made.bad_ids] == ["hello", " hello", "zqxzq"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [272]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [10**30]}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids[0]"),
+        ({"bad_words": "a"}, "bad_words"),
+        ({"bad_words": ["a", " "]}, "bad_words[1]"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"bad_words": ["a"] * 1025}, "bad_words"),
+        ({"bad_words": ["a" * 70_000]}, "bad_words"),
+    ],
+)
+def test_words_that_cannot_be(fields: dict[str, Any], param: str) -> None:
+    for path, more in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "a"})):
+        response = post(FakeEngineClient(), path, more | fields)
+        assert response.status_code == 400 and error_of(response)["param"] == param, response.text
 
 
 def test_limits_that_show_only_in_a_text() -> None:
