@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-import jinja2.sandbox
 import msgspec
 
 from deltic.config import ConfigError
 from deltic.server import protocol
-from deltic.server.constraint import tool_schemas
+from deltic.server.constraint import NotInline, in_event_loop, tool_schemas
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.grammar import CallForm
 from deltic.server.messages import AssistantMessage, template_messages
+from deltic.server.template import LARGEST_SOURCE, MeteredEnvironment, TooMuch
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
 CUT = "\udcfe"
@@ -57,12 +56,12 @@ class ChatTemplate:
         self, sources: Mapping[str, str], tokenizer: Tokenizer, variables: Mapping[str, str] | None = None
     ) -> None:
         """sources: "default" and perhaps "tool_use"; variables: eos_token and the like. Raises TokenizerError."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
+        environment = MeteredEnvironment()
+        self._meter = environment.meter
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+        environment.finish()
         self._tokenizer = tokenizer
         text = "".join(sources.values())
         self.call_form: CallForm | None = (
@@ -74,6 +73,8 @@ class ChatTemplate:
         self.reads: set[str] = set()
         """Names that the template reads."""
         for name, source in sources.items():
+            if len(source) > LARGEST_SOURCE:
+                raise TokenizerError(f"the chat template has more than {LARGEST_SOURCE} characters")
             try:
                 self._compiled[name] = environment.from_string(tokenizer.trust(source))
                 self.reads |= jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -117,8 +118,25 @@ class ChatTemplate:
     def load(cls, directory: Path, tokenizer: Tokenizer, override: Path | None = None) -> ChatTemplate | None:
         """From `override`, `chat_template.jinja`, or tokenizer_config.json; None when there is none.
 
-        Raises TokenizerError for one that cannot be read.
+        Raises TokenizerError for one that cannot be read, or that takes too much even for a chat of one word.
         """
+        template = cls._read(directory, tokenizer, override)
+        if template is not None:
+            chat = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": True}
+            for compiled in template._compiled.values():
+                try:
+                    template._text(compiled, template._constants | chat, is_inline=False)
+                except ApiError as error:  # one that wants other messages is none the worse
+                    if isinstance(error.__cause__, TooMuch):
+                        said = (
+                            f"the chat template takes too much even for a chat of one word: {error.__cause__}"
+                        )
+                        raise TokenizerError(said) from error
+        return template
+
+    @classmethod
+    def _read(cls, directory: Path, tokenizer: Tokenizer, override: Path | None) -> ChatTemplate | None:
+        """Raises TokenizerError."""
         settings = read_json(directory / "tokenizer_config.json")
         variables = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -174,16 +192,8 @@ class ChatTemplate:
         compiled = self._compiled.get("tool_use") if tools else None
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
         variables = self._constants | self._defaults | dict(settings) | dict(shown or {})
-        try:
-            text = compiled.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-            )
-        except jinja2.TemplateError as error:
-            raise bad_request("messages", f"the chat template refuses them: {error}") from error
-        except RecursionError as error:
-            raise bad_request("messages", "nested too deeply") from error
-        except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
-            raise bad_request("messages", f"the chat template cannot render them: {error}") from error
+        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        text = self._text(compiled, variables, is_inline=in_event_loop())
         if continue_final_message:
             text, cut, _ = text.partition(CUT)
             if not cut:
@@ -193,6 +203,22 @@ class ChatTemplate:
         if limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
             raise protocol.prompt_too_long("messages", f"at least {n}", limit)
         return self._prompt(text)
+
+    def _text(self, compiled: jinja2.Template, variables: Mapping[str, Any], is_inline: bool) -> str:
+        """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up (is_inline)."""
+        self._meter.start(is_inline)
+        try:
+            return compiled.render(variables)
+        except TooMuch as error:
+            if is_inline:
+                raise NotInline from None
+            raise bad_request("messages", f"the chat template takes too much for them: {error}") from error
+        except jinja2.TemplateError as error:
+            raise bad_request("messages", f"the chat template refuses them: {error}") from error
+        except RecursionError as error:
+            raise bad_request("messages", "nested too deeply") from error
+        except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
+            raise bad_request("messages", f"the chat template cannot render them: {error}") from error
 
     def _prompt(self, text: str) -> Prompt:
         ids = self._tokenizer.encode(text, "trusted")

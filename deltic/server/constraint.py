@@ -268,7 +268,7 @@ class Constrainer:
         key = hashlib.sha256(written).digest()
         text = self._kept.get(key)
         if text is None:
-            if _in_event_loop():
+            if in_event_loop():
                 raise NotInline
             try:
                 text = self._build(asked, calls)
@@ -447,7 +447,7 @@ def _check_size(path: str, text: str) -> None:
         raise GrammarError(path, f"its terminals, written out, may have at most {MAX_OWN_GRAMMAR} characters")
 
 
-def _in_event_loop() -> bool:
+def in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
