@@ -1,0 +1,99 @@
+"""The files of deploy/ say what is so: their flags and variables exist, what they copy is there, the health check tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltic.__main__ import parser
+from deltic.config import ServerConfig, check_environment, resolve
+from deltic.config_file import read_config
+from tests.fake_engine import FakeEngineClient, make_app, served
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+UNIT = (DEPLOY / "deltic.service").read_text()
+IMAGE = (DEPLOY / "Containerfile").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["deltic"]
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
+def of_unit(name: str) -> str:
+    (value,) = re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
+    return str(value)
+
+
+def test_the_commands_are_ours() -> None:
+    lines = [of_unit("ExecStart").removeprefix("/opt/deltic/bin/deltic "), shlex.join(COMPOSE["command"])]
+    lines += re.findall(r"^#.* deltic (serve .*)$", IMAGE, re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        assert parser().parse_args(shlex.split(line)).command.__name__ == "_serve"
+    assert json.loads(re.findall(r"^CMD (.*)$", IMAGE, re.MULTILINE)[0]) == ["serve"]
+
+
+def test_the_settings_are_ours() -> None:
+    (table,) = read_config(DEPLOY / "deltic.toml")
+    assert resolve(ServerConfig, {}, {}, table).log_format == "json"
+    assert {"model", "quantize"} <= table.keys()
+    in_image = dict(re.findall(r"(DELTIC_\w+)=(\S+)", IMAGE.partition("ENV ")[2]))
+    check_environment(in_image | {name: "x" for name in COMPOSE["environment"]})
+    check_environment(dict.fromkeys(re.findall(r"DELTIC_[A-Z_]*[A-Z]", UNIT + IMAGE), "x"))
+    assert resolve(ServerConfig, {}, in_image).host == "0.0.0.0"
+
+
+def test_what_is_stopped_may_finish() -> None:
+    assert seconds(of_unit("TimeoutStopSec")) > ServerConfig.drain_s + 10
+    assert seconds(COMPOSE["stop_grace_period"]) > ServerConfig.drain_s + 10
+    assert of_unit("KillMode") == "mixed", "the engine is the server's to stop"
+
+
+def test_the_image_is_made_of_what_is_there() -> None:
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", IMAGE, re.MULTILINE)
+    names = {name for line in copied for name in line.split()}
+    assert all((ROOT / name).exists() for name in names)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {
+        "pyproject.toml",
+        "CMakeLists.txt",
+        project["readme"],
+        *project["license-files"],
+        "deltic",
+    } == names
+    kept = {
+        line[1:]
+        for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    assert kept == names
+    (torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
+    assert f'"{torch}"' in IMAGE
+    assert COMPOSE["build"] == {"context": "..", "dockerfile": "deploy/Containerfile"}
+    user = IMAGE.rindex("\nUSER 10001")
+    assert IMAGE.rindex("\nRUN") < user < IMAGE.rindex("\nENTRYPOINT")
+
+
+@pytest.mark.parametrize(("state", "is_well"), [("ready", True), ("starting", False)])
+def test_the_health_check_tells(state: Any, is_well: bool) -> None:
+    (line,) = re.findall(r"^HEALTHCHECK [^\[]*(\[.*\])$", IMAGE.replace("\\\n", " "), re.MULTILINE)
+    program, *words = json.loads(line)
+    assert program == "python"
+    engine = FakeEngineClient()
+    engine.state = state
+    with served(make_app(engine)) as url:
+        environment = os.environ | {"DELTIC_PORT": url.rpartition(":")[2]}
+        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, timeout=30)
+    assert (done.returncode == 0) is is_well, done.stderr
