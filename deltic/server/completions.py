@@ -188,9 +188,10 @@ class Echo:
     ) -> None:
         """requests: those of `prompts`."""
         self._scores = asked.logprobs is not None
+        is_whole = not self._scores and asked.truncate_prompt_tokens is None
         self._ids = [sent.prompt_ids for sent in requests]
         self.texts = [
-            prompt if isinstance(prompt, str) and not self._scores else tokenizer.decode(ids, False)
+            prompt if isinstance(prompt, str) and is_whole else tokenizer.decode(ids, False)
             for prompt, ids in zip(prompts, self._ids, strict=True)
         ]
         self._n = requests[0].params.n

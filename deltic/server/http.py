@@ -464,7 +464,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
 
     def work() -> dict[str, Any]:
-        asked = protocol.parse(body, protocol.DetokenizeRequest)
+        asked = service.read(request, body, protocol.DetokenizeRequest)
         service.check_model(asked.model)
         info = service.client.info
         n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)

@@ -363,7 +363,7 @@ async def speak(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
 
     def work() -> tuple[SpeechRequest, str | None, Plan]:
-        asked = protocol.parse(body, SpeechRequest)
+        asked = service.read(request, body, SpeechRequest)
         form = _stream_form(asked)
         streamed = form is not None and asked.speed in (None, 1.0) and asked.response_format != "flac"
         return asked, form, plan(service, asked, asked.input, info, streamed=streamed)
@@ -470,7 +470,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, service.config.max_body_mb)
 
     def work() -> list[Plan | ApiError]:
-        asked = protocol.parse(body, BatchRequest)
+        asked = service.read(request, body, BatchRequest)
         service.check_model(asked.model)
         return [attempt(speech_protocol.with_defaults(item, asked)) for item in asked.items]
 

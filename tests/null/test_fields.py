@@ -138,6 +138,7 @@ def test_a_stop_string_is_shown_where_it_is_asked_for(engine: FakeEngineClient, 
 def test_prompts_are_cut_at_their_beginning(engine: FakeEngineClient, url: str) -> None:
     completion(url, prompt="hello", truncate_prompt_tokens=3)
     assert engine.requests[-1].prompt_ids == [*b"llo"]
+    assert completion(url, truncate_prompt_tokens=3, echo=True)["choices"][0]["text"] == "lloHello"
     completion(url, prompt="x" * 9000, truncate_prompt_tokens=-1, max_tokens=24)
     assert len(engine.requests[-1].prompt_ids) == 1000
     chat(
@@ -304,11 +305,13 @@ def test_unknown_fields_pass_where_the_server_is_told_so(url: str, caplog: pytes
             {"model": "fake", "max_tokens": 9, "messages": HELLO, "colour": 1},
         )
         post(f"{lenient}/v1/responses", 200, {"input": "x", "colour": 1})
+        post(f"{lenient}/tokenize", 200, {"prompt": "x", "colour": 1})
+        post(f"{lenient}/api/chat", 200, {"model": "fake", "messages": HELLO, "stream": False, "colour": 1})
         assert chat(lenient, 400, temperature="hot", colour=1)["param"] == "temperature"
         assert chat(lenient, 400, messages=[HELLO[0] | {"x": 1}])["param"] == "messages[0].x"
         counts = httpx.get(f"{lenient}/metrics").text
     told = [record.getMessage() for record in caplog.records if "strict-fields" in record.getMessage()]
-    assert len(told) == 4 and "'colour'" in told[0] and "secret" not in "".join(told)
+    assert len(told) == 6 and "'colour'" in told[0] and "secret" not in "".join(told)
     assert 'deltic_unknown_fields_total{route="/v1/chat/completions"} 7.0' in counts
     assert 'deltic_unknown_fields_total{route="/v1/messages"} 1.0' in counts
 
