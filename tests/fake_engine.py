@@ -9,6 +9,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -248,7 +249,10 @@ def served(app: Any, ws: Any = "none", client_timeout_s: float = 20.0, **setting
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()  # who connects before the server runs waits
-    connections = Connections(client_timeout_s, app.state.server.metrics.closed)
+    closed = (
+        app.state.server.metrics.closed if hasattr(app, "state") else Counter()
+    )  # of any other application
+    connections = Connections(client_timeout_s, closed)
     server = HttpServer(app, connections, ws=ws, **settings)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
