@@ -154,9 +154,11 @@ class FakeEngineClient:
         for stream in list(self.streams.values()):
             stream.end("abort", "the server is shutting down")
 
-    def check_room(self, n: int) -> EngineInfo:
+    def check_room(self, n: int, spare: int = 0) -> EngineInfo:
         if self.state != "ready" or self.info is None:
             raise EngineUnavailable(self.why_unavailable())
+        if self.n_open + n > self.info.max_num_seqs + self.max_queue - spare:
+            raise QueueFull(self.n_open, 1)
         if self.max_open is not None and self.n_open >= self.max_open:
             raise QueueFull(self.n_open, 7)
         return self.info

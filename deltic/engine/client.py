@@ -217,8 +217,8 @@ class EngineClient:
         self.n_open += n
         self._all_ended.clear()
 
-    def check_room(self, n: int) -> EngineInfo:
-        """What the engine has, if it takes requests and n sequences more find a place.
+    def check_room(self, n: int, spare: int = 0) -> EngineInfo:
+        """What the engine has, if it takes requests and n sequences more find a place. spare: of the queue, what is left to others.
 
         Raises EngineUnavailable or QueueFull.
         """
@@ -226,7 +226,7 @@ class EngineClient:
             raise EngineUnavailable(self.why_unavailable())
         n_waiting = max(0, self.n_open - self.info.max_num_seqs)
         # More than max_num_seqs are not waited for: the engine refuses them.
-        if self.n_open + min(n, self.info.max_num_seqs) > self.info.max_num_seqs + self.max_queue:
+        if self.n_open + min(n, self.info.max_num_seqs) > self.info.max_num_seqs + self.max_queue - spare:
             raise QueueFull(n_waiting, self._retry_after_s(n_waiting))
         return self.info
 

@@ -338,15 +338,14 @@ class BatchRunner:
         """Answers what is left of a batch."""
         results = await self.files.in_thread(_Results, self._path(batch, ".out"), self._path(batch, ".err"))
         try:
-            batch.completed, batch.failed, batch.usage = results.n_out, results.n_err, results.usage
-            self._count_written(batch, results.n_bytes - self._n_written[batch.id])
+            self._note(batch, results)
             status = "completed"
             if batch.status == "cancelling":
                 status = "cancelled"
             elif batch.status == "in_progress":
                 status = await self._answer_all(batch, results)
-            if status == "expired":
-                await self._expire(batch, results)
+            if status != "completed":
+                await self._settle(batch, results, expired=status == "expired")
         finally:
             await self.files.in_thread(results.close)
         self._finish(batch, "cancelled" if batch.status == "cancelling" else status)
@@ -500,22 +499,23 @@ class BatchRunner:
         await self.app(scope, receive, send)
         return status, headers, b"".join(parts)
 
-    async def _expire(self, batch: Batch, results: _Results) -> None:
-        """Lines that were not answered in time get an error each."""
+    async def _settle(self, batch: Batch, results: _Results, *, expired: bool) -> None:
+        """Counts what was written, after lines were ended on their way. expired: those without an answer get an error each."""
 
-        def write() -> tuple[int, int]:
-            n, n_bytes = 0, 0
-            said = "This request could not be executed before the completion window expired."
+        def settle() -> None:
             results.read()
-            for job in self._todo(batch, results):
-                line = _result(job, None, {"code": "batch_expired", "message": said})
-                append(results.err, line)
-                n, n_bytes = n + 1, n_bytes + len(line)
-            return n, n_bytes
+            said = "This request could not be executed before the completion window expired."
+            for job in self._todo(batch, results) if expired else ():
+                append(results.err, _result(job, None, {"code": "batch_expired", "message": said}))
+            results.read()
 
-        n, n_bytes = await self.files.in_thread(write)
-        batch.failed += n
-        self._count_written(batch, n_bytes)
+        await self.files.in_thread(settle)
+        self._note(batch, results)
+
+    def _note(self, batch: Batch, results: _Results) -> None:
+        """Takes over what the results' files hold."""
+        batch.completed, batch.failed, batch.usage = results.n_out, results.n_err, results.usage
+        self._count_written(batch, results.n_bytes - self._n_written[batch.id])
 
     async def _publish(self, batch: Batch) -> None:
         """Makes files of the results, and ends the batch."""

@@ -24,8 +24,9 @@ from deltic.server import protocol
 from deltic.server.batch_runner import Batch, BatchRunner
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStore, append, private
+from deltic.server.generation import unavailable
 from deltic.server.limits import TICKET, Ticket
-from deltic.server.service import Service
+from deltic.server.service import SHUTTING_DOWN, Service
 from deltic.server.transport import json_response, read_body
 
 MAX_FILE_BYTES = 200_000_000
@@ -286,6 +287,8 @@ async def delete_file(service: Service, request: Request) -> ASGIApp:
 async def create_batch(service: Service, request: Request) -> ASGIApp:
     """POST /v1/batches: has the requests of a file answered, behind everybody else's."""
     runner, owner = _runner(service, request), _owner(request)
+    if service.server.draining:
+        raise unavailable(SHUTTING_DOWN)
     asked = protocol.parse(await read_body(request, service.config.max_body_mb), BatchRequest)
     if asked.endpoint not in PATHS:
         said = NO_EMBEDDINGS if asked.endpoint == "/v1/embeddings" else f"use {', '.join(PATHS)}"

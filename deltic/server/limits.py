@@ -149,6 +149,11 @@ class Ticket:
         return self.account.name if self.account else ""
 
     @property
+    def turns(self) -> str:
+        """Whose turns it takes, here and in the engine: its key's, or those of its key's batches, which cost the key none."""
+        return f"{self.owner}/batches" if self.is_batch else self.owner
+
+    @property
     def party(self) -> str:
         """Among whose requests prefixes in the cache are shared."""
         return self.account.party if self.account else ""

@@ -316,7 +316,7 @@ class Service:
         if size <= INLINE_BYTES:
             with suppress(NotInline):
                 return work()
-        done = self.server.worker.submit(request.scope[TICKET].owner, size, work)
+        done = self.server.worker.submit(request.scope[TICKET].turns, size, work)
         if done is None:
             raise ApiError(
                 429,

@@ -284,7 +284,7 @@ def test_keys_are_parties_and_a_batch_counts_its_tokens_only(tmp_path: Path) -> 
             bob.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
         alice = site.app.state.server.accounts.named("alice")
         assert alice.numbers.n_generated_tokens == 36 and alice.numbers.n_open == 0
-        assert {request.owner for request in site.engine.requests} == {"alice"}
+        assert {request.owner for request in site.engine.requests} == {"alice/batches"}, "turns of their own"
 
 
 def test_a_batch_takes_half_the_places_and_keys_share_them(tmp_path: Path) -> None:
@@ -307,7 +307,21 @@ def test_a_batch_takes_half_the_places_and_keys_share_them(tmp_path: Path) -> No
             == 30
         )
         owners = [request.owner for request in engine.requests]
-        assert owners[8:28].count("bob") >= 6, "they take turns"
+        assert owners[8:28].count("bob/batches") >= 6, "they take turns"
+
+
+def test_half_of_the_queue_is_left_to_others(tmp_path: Path) -> None:
+    """A line may be many sequences."""
+    engine = FakeEngineClient()
+    engine.hold, engine.max_queue = True, 8
+    with Site(tmp_path, engine) as site:
+        rows = [line(f"r{i}", "/v1/completions", prompt=["a"] * 9) for i in range(4)]
+        batch = site.run(rows, endpoint="/v1/completions")
+        until(lambda: engine.n_open, lambda n: n == 18)
+        time.sleep(0.2)
+        assert engine.n_open == 18, "of 16 places and 8 that may wait, 4 of these are for others"
+        engine.hold = False
+        assert site.ended(batch).request_counts.completed == 4
 
 
 def test_cancelling_keeps_what_there_is(tmp_path: Path) -> None:
