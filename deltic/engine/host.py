@@ -151,7 +151,8 @@ class EngineHost:
             if hang is not None:  # at once, since the kernel may be long in ending it
                 self._set_restarting()
                 self._lose(hang)
-                self._process.kill()
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    self._process.kill()
             code = await self._process.wait()
             if self._is_stopping:
                 for client in self.clients:
@@ -206,12 +207,9 @@ class EngineHost:
                 is_stuck = any(client.is_stuck for client in asked)
                 last_ticks, ticks = ticks, _cpu_ticks(self._process.pid)
                 on_gpu = any(client.info.on_gpu for client in asked if client.info)
-                if ticks != last_ticks and not (is_stuck or on_gpu):
-                    silent_s = 0.0
-                else:
-                    silent_s += (
-                        tick_s  # not by the clock: while this process stood still, it took no note of signs
-                    )
+                computes = ticks != last_ticks and not (is_stuck or on_gpu)
+                # Not by the clock: while this process itself stood still, it took no note of signs.
+                silent_s = 0.0 if computes else silent_s + tick_s
                 if silent_s >= self._timeout_s:
                     what = "has got nothing from --cache-dir" if is_stuck else "has not answered"
                     return f"the engine process {what} for {self._timeout_s:g} s (--engine-timeout-s) and was ended"
