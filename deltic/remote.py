@@ -355,9 +355,9 @@ class LocalServer:
     async def wait_ready(
         self, progress: Callable[[str, float], None] | None = None, timeout_s: float = 900.0
     ) -> Endpoint:
-        """Waits for `/ready`, reporting (stage, part done). Raises ServerFailed."""
+        """Waits for `/ready`, reporting (stage, part done). Raises ServerFailed, also when nothing changes for `timeout_s`."""
         endpoint = Endpoint(self.url, self.api_key)
-        deadline = time.monotonic() + timeout_s
+        deadline, last = time.monotonic() + timeout_s, ("", 0.0)
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise ServerFailed(
@@ -367,11 +367,14 @@ class LocalServer:
                 status, body = await endpoint.json("GET", "/ready")
                 if status == 200:
                     return endpoint
-                if progress and isinstance(body, dict):
-                    stage, done = loading(body)
-                    progress(stage, done)
+                if isinstance(body, dict):
+                    now = loading(body)
+                    if now != last:  # a download may take hours
+                        deadline, last = time.monotonic() + timeout_s, now
+                    if progress:
+                        progress(*now)
             await asyncio.sleep(0.05)
-        raise ServerFailed(f"the server was not ready after {timeout_s:.0f} s:\n{self.log_tail()}")
+        raise ServerFailed(f"the server got no further for {timeout_s:.0f} s:\n{self.log_tail()}")
 
     def stop(self, timeout_s: float = 10.0) -> int:
         """SIGTERM, then SIGKILL after `timeout_s`; returns the exit status. May be called again."""

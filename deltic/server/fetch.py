@@ -7,17 +7,24 @@ import contextlib
 import dataclasses
 import logging
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, ServerConfig
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
 from deltic.models.hub import Download, Outcome, Progress, is_hub_name
 from deltic.models.shapes import CheckpointError
+
+if TYPE_CHECKING:
+    import ssl
+
+    from deltic.server.meanwhile import Meanwhile
 
 log = logging.getLogger("deltic.server")
 
@@ -32,28 +39,68 @@ ENDING_S = 2.0
 MAX_LINE_BYTES = 1 << 20
 
 Show = Callable[[Progress], None]
+Tell = Callable[[str, Progress], None]
 
 
-async def fetched(config: EngineConfig, stop: asyncio.Event) -> EngineConfig | None:
+def _nobody(name: str, told: Progress) -> None:
+    """Hears of progress."""
+
+
+async def fetch_all(
+    models: Sequence[EngineConfig],
+    stop: asyncio.Event,
+    server: ServerConfig,
+    listener: socket.socket,
+    secured: ssl.SSLContext | None,
+) -> list[EngineConfig] | None:
+    """As `fetched`, of all models; the server tells on its socket how far it is, if that takes longer.
+
+    Raises CheckpointError, ConfigError, OSError.
+    """
+    meanwhile: Meanwhile | None = None
+
+    def tell(name: str, told: Progress) -> None:
+        nonlocal meanwhile
+        if meanwhile is None:
+            from deltic.server.meanwhile import Meanwhile  # here: most starts download nothing
+
+            meanwhile = Meanwhile(server, listener, secured)
+        meanwhile.stage = f"downloading {name}"
+        meanwhile.done = min(1.0, told.done_bytes / told.total_bytes) if told.total_bytes else 0.0
+
+    found = []
+    try:
+        for config in models:
+            directories = await fetched(config, stop, tell)
+            if directories is None:
+                return None
+            found.append(directories)
+        return found
+    finally:
+        if meanwhile is not None:
+            await meanwhile.stop()
+
+
+async def fetched(config: EngineConfig, stop: asyncio.Event, tell: Tell = _nobody) -> EngineConfig | None:
     """The settings with directories for the hub names in them, whose files are there then; None: `stop` was set before.
 
     So nothing asks the network later, and all processes read the same commit. Raises CheckpointError, OSError.
     """
     directory = str(config.download_dir.expanduser()) if config.download_dir else None
     if config.dummy is None and is_hub_name(config.model):
-        found = await _fetch(Download(config.model, ALL_FILES, config.revision, directory), stop)
+        found = await _fetch(Download(config.model, ALL_FILES, config.revision, directory), stop, tell)
         if found is None:
             return None
         config = dataclasses.replace(config, model=str(found), revision=None)
     if config.tokenizer is not None and is_hub_name(config.tokenizer):
-        found = await _fetch(Download(config.tokenizer, TEXT_FILES, None, directory), stop)
+        found = await _fetch(Download(config.tokenizer, TEXT_FILES, None, directory), stop, tell)
         if found is None:
             return None
         config = dataclasses.replace(config, tokenizer=str(found))
     return config
 
 
-async def _fetch(wanted: Download, stop: asyncio.Event) -> Path | None:
+async def _fetch(wanted: Download, stop: asyncio.Event, tell: Tell) -> Path | None:
     """The directory; None: `stop` was set before. Raises CheckpointError, OSError."""
     process = await asyncio.create_subprocess_exec(
         *PROGRAM,
@@ -66,7 +113,12 @@ async def _fetch(wanted: Download, stop: asyncio.Event) -> Path | None:
     )
     assert process.stdin and process.stdout
     with _shown(wanted.name) as show:
-        reading = asyncio.create_task(_read(process.stdout, wanted.name, show))
+
+        def note(told: Progress) -> None:
+            show(told)
+            tell(wanted.name, told)
+
+        reading = asyncio.create_task(_read(process.stdout, wanted.name, note))
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -124,8 +176,9 @@ def _shown(name: str) -> Iterator[Show]:
         if now_s - last_s < LINE_EVERY_S:
             return
         rate = (told.done_bytes - last_bytes) / (now_s - last_s)
-        of = f" of {told.total_bytes / 1e9:.2f}" if told.total_bytes else ""
-        log.info("downloading %s: %.2f%s GB, %.1f MB/s", name, told.done_bytes / 1e9, of, rate / 1e6)
+        unit, one = ("GB", 1e9) if told.total_bytes >= 1e9 else ("MB", 1e6)
+        of = f" of {told.total_bytes / one:.2f}" if told.total_bytes else ""
+        log.info("downloading %s: %.2f%s %s, %.1f MB/s", name, told.done_bytes / one, of, unit, rate / 1e6)
         last_s, last_bytes = now_s, told.done_bytes
 
     yield log_line

@@ -31,7 +31,7 @@ from deltic.engine.request import EngineInfo
 from deltic.models.checkpoint import model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.shapes import CheckpointError
 from deltic.server.address import listening, tls, url_of
-from deltic.server.fetch import fetched
+from deltic.server.fetch import fetch_all
 
 if TYPE_CHECKING:
     import ssl
@@ -159,11 +159,12 @@ async def _serve(
     )
     signals = StopSignals()
     try:
-        for model in models:
-            found = await fetched(model.client.config, signals.first)
-            if found is None:
-                return 0
-            model.client.config = found
+        asked = [model.client.config for model in models]
+        found = await fetch_all(asked, signals.first, config, listener, secured)
+        if found is None:
+            return 0
+        for model, with_directories in zip(models, found, strict=True):
+            model.client.config = with_directories
         await host.start()  # before anything slow: it loads while the rest is imported
         http, server = _build(models, config)
         http.config.load()

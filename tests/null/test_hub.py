@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_a_model_is_downloaded_once_and_found_again(
         assert found == dataclasses.replace(config, model=str(directory), revision=None)
         assert model_name(found) == "owner/model", "not the commit"
         said = [record.message for record in caplog.records]
-        assert said and all(line.startswith("downloading owner/model: 0.00 of 0.00 GB") for line in said)
+        assert said and all(" of 0.41 MB, " in line for line in said)
         hub.asked.clear()
         assert go(config) == found
         assert not any("resolve" in line for line in hub.asked), "no file is asked for again"
@@ -175,11 +176,22 @@ def test_a_server_of_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(hub.asked) == n_asked
 
 
-def test_a_server_that_downloads_obeys_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_downloads_tells_and_obeys_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with hub_with(SMALL, rate=4_000) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        with server_of(engine={"model": "owner/model"}) as server:
+        with server_of(engine={"model": "owner/model"}, port=port, root_path="/api") as server:
             wait_for(lambda: any("downloading owner/model" in line for line in list(server.log)))
+            told = httpx.get(f"http://127.0.0.1:{port}/api/ready")
+            assert (told.status_code, told.json()["loading"]["stage"]) == (503, "downloading owner/model")
+            other = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={})
+            assert other.status_code == 503 and other.headers["retry-after"]
+            assert "downloading owner/model: 0 %" in other.json()["error"]["message"]
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions").status_code == 415, (
+                "it may be a page"
+            )
             server.process.send_signal(signal.SIGINT)
             assert server.end(5) == 0
         said = "".join(server.log)

@@ -1,0 +1,62 @@
+"""What the server answers while a model is still being downloaded, before there is anything to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deltic.config import ServerConfig
+from deltic.server.access import Access
+from deltic.server.connections import Connections, HttpServer
+from deltic.server.errors import ApiError
+from deltic.server.generation import unavailable
+from deltic.server.limits import Accounts
+from deltic.server.transport import json_response
+
+if TYPE_CHECKING:
+    import ssl
+
+TELLING = ("/health", "/ping", "/ready")
+"""Paths that say how far it is; all others only that there is no model yet."""
+
+
+class Meanwhile:
+    """A server on the same socket, until the real one takes it over."""
+
+    def __init__(self, config: ServerConfig, listener: socket.socket, secured: ssl.SSLContext | None) -> None:
+        """Starts to answer. Raises ConfigError."""
+        self.stage, self.done = "", 0.0
+        self._root = config.root_path
+        self._access = Access(config, Accounts(config))
+        self._http = HttpServer(
+            self, Connections(config.client_timeout_s), ws="none", timeout_graceful_shutdown=1
+        )
+        self._http.config.load()
+        self._http.config.ssl = secured
+        self._running = asyncio.create_task(self._http.serve([listener.dup()]))
+
+    async def stop(self) -> None:
+        self._http.should_exit = True
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._answer(scope)(scope, receive, send)
+
+    def _answer(self, scope: Scope) -> Response:
+        said = f"{self.stage}: {100 * self.done:.0f} %"
+        is_telling = scope["path"].removeprefix(self._root) in TELLING
+        try:
+            self._access.check(Request(scope), open_=is_telling)
+            if not is_telling:
+                raise unavailable(said)
+        except ApiError as error:
+            return Response(error.body(), error.status, error.headers, "application/json")
+        loading = {"stage": self.stage, "done": self.done}
+        told: dict[str, Any] = {"status": "starting", "message": said, "loading": loading}
+        return json_response(told, 503)
