@@ -105,7 +105,9 @@ class ChatTemplate:
         return f"this model's chat template has no such setting; it has: {known}"
 
     def replaced(self, source: str) -> ChatTemplate:
-        """A template that a request brings. Raises ApiError (400)."""
+        """A template that a request brings. Raises ApiError (400); NotInline where the event loop would compile it."""
+        if in_event_loop():
+            raise NotInline
         try:
             other = ChatTemplate({"default": source}, self._tokenizer)
         except TokenizerError as error:

@@ -254,6 +254,13 @@ def test_a_template_of_the_requests(url: str) -> None:
         chat(trusting, chat_template="<|im_end|>{{ messages[0].content }}")
         assert engine.requests[-1].prompt_ids == [END, *b"hello"]
         assert chat(trusting, 400, chat_template="{% if %}")["param"] == "chat_template"
+        for hostile in (
+            "{{ 'a' * 3000000000 }}",
+            "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+            "{{ 1 / 0 }}",
+            "{{ missing.of.it }}",
+        ):
+            assert chat(trusting, 400, chat_template=hostile)["param"] in ("chat_template", "messages")
 
 
 def test_truncation_drops_the_oldest_turns(engine: FakeEngineClient, url: str) -> None:
@@ -345,3 +352,22 @@ def test_functions_of_the_older_form(engine: FakeEngineClient, url: str) -> None
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
     ):
         assert chat(url, 400, **wrong)["param"] == param
+
+
+def test_the_tool_runner_of_anthropic_s_client(engine: FakeEngineClient, url: str) -> None:
+    texts = iter(['<tool_call>{"name": "double", "arguments": {"x": 2}}</tool_call>', "It is 4."])
+    engine.answer = lambda request, index: [*byte_tokenizer().encode(next(texts)), END]
+
+    @anthropic.beta_tool
+    def double(x: int) -> str:
+        """Twice a number.
+
+        Args:
+            x: The number.
+        """
+        return str(2 * x)
+
+    client = anthropic.Anthropic(base_url=url, api_key="k", max_retries=0)
+    runner = client.beta.messages.tool_runner(model="fake", max_tokens=99, tools=[double], messages=HELLO)
+    assert runner.until_done().content[0].text == "It is 4."
+    assert "4" in byte_tokenizer().decode(engine.requests[-1].prompt_ids)
