@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from deltic.server import protocol
 from deltic.server.anthropic_tools import described
-from deltic.server.errors import bad_request
+from deltic.server.errors import THREAD_NOT_FOUND, ApiError, bad_request
 from deltic.server.messages import (
     AssistantMessage,
     CalledFunction,
@@ -153,6 +153,16 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
+class NewThread(Struct, tag="create", tag_field="type", forbid_unknown_fields=True):
+    """The server may hold the conversation, so that the next turn sends what is new. This one does not."""
+
+
+class HeldThread(Struct, tag="continue", tag_field="type", forbid_unknown_fields=True):
+    """The messages are what is new behind an answer."""
+
+    previous_message_id: str
+
+
 class ContextManagement(Struct, forbid_unknown_fields=True):
     edits: list[dict[str, Any]] = []
 
@@ -169,6 +179,7 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: Any = None
+    thread: NewThread | HeldThread | None = None
     mcp_servers: Annotated[list[Any], Meta(max_length=0)] | None = None
     speed: Literal["standard"] | None = None
 
@@ -198,6 +209,9 @@ class MessagesRequest(CountTokensRequest):
 
 def chat_request(asked: CountTokensRequest, variables: Set[str]) -> protocol.ChatRequest:
     """The chat that a body asks for. variables: the settings of the model's template. Raises ApiError (400)."""
+    if isinstance(asked.thread, HeldThread):
+        said = "thread: this server holds none; send the whole history"
+        raise ApiError(404, said, param="thread", code=THREAD_NOT_FOUND)
     told, continued = _messages(asked)
     thinking, output = asked.thinking or ThinkingConfig("disabled"), asked.output_config or OutputConfig()
     if (thinking.budget_tokens is None) == (thinking.type == "enabled"):

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+THREAD_NOT_FOUND = "thread_not_found"
+"""On which Anthropic's client sends its history whole."""
+
 
 class ApiError(Exception):
     """A request that fails with an HTTP status and OpenAI's error body.
@@ -46,7 +49,9 @@ class ApiError(Exception):
         """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""
         status = self.anthropic_status
         kind = _ANTHROPIC_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        error = {"type": kind, "message": self.message}
+        error: dict[str, object] = {"type": kind, "message": self.message}
+        if self.code == THREAD_NOT_FOUND:
+            error["details"] = {"error_code": self.code}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
     def ollama_body(self) -> bytes:

@@ -134,7 +134,7 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's and Anthropic's
-    "audio": (), "compaction": (), "modalities": (["text"],), "moderation": (), "suffix": ("",), "thread": ({"type": "create"},),
+    "audio": (), "compaction": (), "modalities": (["text"],), "moderation": (), "suffix": ("",),
     "web_search_options": (),
     # vLLM's and SGLang's
     "early_stopping": (False,), "echo": (False,), "kv_transfer_params": ({},), "length_penalty": (1,), "logits_processors": ([],),

@@ -293,7 +293,10 @@ def test_fields_of_anthropic_that_nothing_shows_of(url: str) -> None:
     }  # fmt: skip
     said = client.messages.create(model="fake", max_tokens=9, messages=HELLO, extra_body=extra)
     assert said.content[0].text == "Hello"
-    for wrong in ({"thread": {"type": "continue"}}, {"compaction": {"type": "summarize"}}):
+    with pytest.raises(anthropic.NotFoundError, match="send the whole history"):
+        held = {"thread": {"type": "continue", "previous_message_id": "msg_1"}}
+        client.messages.create(model="fake", max_tokens=9, messages=HELLO, extra_body=held)
+    for wrong in ({"thread": {"type": "held"}}, {"compaction": {"type": "summarize"}}):
         with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
             client.messages.create(model="fake", max_tokens=9, messages=HELLO, extra_body=wrong)
 
@@ -355,7 +358,8 @@ def test_functions_of_the_older_form(engine: FakeEngineClient, url: str) -> None
 
 
 def test_the_tool_runner_of_anthropic_s_client(engine: FakeEngineClient, url: str) -> None:
-    texts = iter(['<tool_call>{"name": "double", "arguments": {"x": 2}}</tool_call>', "It is 4."])
+    call = '<tool_call>{"name": "double", "arguments": {"x": 2}}</tool_call>'
+    texts = iter([call, call, "It is 4."])
     engine.answer = lambda request, index: [*byte_tokenizer().encode(next(texts)), END]
 
     @anthropic.beta_tool
