@@ -122,7 +122,9 @@ class EngineConfig:
     cache_dir: Path | None = knob(
         None, "keep the prefix cache in this directory, too: it survives a restart", metavar="DIR"
     )
-    cache_disk_gb: float = knob(16.0, "most that is kept in --cache-dir", metavar="GB")
+    cache_disk_gb: float = knob(
+        16.0, "most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full", metavar="GB"
+    )  # fmt: skip
     voices_dir: Path | None = knob(
         None, "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)", metavar="DIR"
     )  # fmt: skip

@@ -415,6 +415,8 @@ class FakeTiers:
             Entry(kind, key, saved.parent, saved.depth, 1 if kind == "page" else UNITS_PER_STATE, 0.0)
             for (kind, key), saved in self.disk.items()
         ]
+        self.is_full = False
+        self.foreign_bytes = 0
         self.notices: list[str] = []
         self.read_bytes = {"host": 0, "disk": 0}
         self.written_bytes = {"host": 0, "disk": 0}
@@ -430,6 +432,8 @@ class FakeTiers:
     @property
     def n_pending(self) -> int:
         return len(self._pending)
+
+    def survey(self) -> None: ...
 
     def copy_out(self, move: Move) -> None:
         assert len(move.units) == self._size(move)

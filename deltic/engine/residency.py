@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 SAVE_BYTES = 32 << 20
 """About as much goes to disk in one go: for so long its pages and slots are kept from others."""
 
+SURVEY_S = 60.0
+"""How often it is looked what other servers have in the directory, while something is saved."""
+
+REGROW_S = 3600.0
+"""How long less is kept on a disk that was full."""
+
 MAX_DROP_S = 5.0
 """How long steps wait for a disk that moves what must not be used any more."""
 
@@ -78,6 +84,9 @@ class Residency:
         self._saves: dict[int, tuple[list[Node], list[Node]]] = {}  # the path, and the node of each move
         self._to_save: dict[Node, None] = {}
         self._disk_used = 0
+        self._disk_most = math.inf
+        """Less than the budget for a while after the disk was full."""
+        self._regrow_at = self._survey_at = time.monotonic() + SURVEY_S
         if self.disk_bytes:
             self._restore()
 
@@ -339,10 +348,15 @@ class Residency:
     def _save_next(self) -> None:
         """Starts to save the checkpoint that waits longest: pages from the first on, then the state."""
         assert self.tiers is not None
-        geometry = self.tree.geometry
+        geometry, now_s = self.tree.geometry, time.monotonic()
+        if now_s >= self._survey_at:
+            self._survey_at = now_s + SURVEY_S
+            self.tiers.survey()
+        if now_s >= self._regrow_at:
+            self._disk_most = math.inf
         while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
-            too_long = node.depth // PAGE_SIZE * geometry.page_bytes + geometry.state_bytes > self.disk_bytes
+            too_long = node.depth // PAGE_SIZE * geometry.page_bytes + geometry.state_bytes > self._disk_room
             if not node.has_state or node.state[DISK] is not None or too_long or _is_left_behind(node):
                 del self._to_save[node]
                 continue
@@ -366,6 +380,25 @@ class Residency:
             self._rest(path)
             self._to_save.pop(node, None)
 
+    @property
+    def _disk_room(self) -> int:
+        """Bytes that this server may have on disk: the budget, less what others have put into the directory. An eighth in any
+        case, lest whoever was first has all; the others give way for it when they save the next time."""
+        assert self.tiers is not None
+        most = int(min(self.disk_bytes, self._disk_most))
+        return max(most - self.tiers.foreign_bytes, most // 8)
+
+    def _give_way(self) -> None:
+        """The disk was full before the budget was used up: a tenth of what this server has there makes room for what is new. After
+        a while the whole budget is tried again."""
+        assert self.tiers is not None
+        if not self._disk_used:
+            return  # nothing to delete: it is tried again later
+        self._disk_most = min(self._disk_most, self._disk_used * 9 // 10)
+        self._regrow_at = time.monotonic() + REGROW_S
+        self._make_room(0)
+        self.tiers.resume()
+
     def _saved_bytes(self, move: Move) -> int:
         geometry = self.tree.geometry
         return geometry.page_bytes if move.kind == "page" else geometry.state_bytes
@@ -374,7 +407,7 @@ class Residency:
         """Deletes what is worth least on disk, and is not busy, until n_bytes more fit; False when they cannot."""
 
         def is_full() -> bool:
-            return self._disk_used + n_bytes > self.disk_bytes or self.disk.n_pages > MAX_SAVED_PAGES
+            return self._disk_used + n_bytes > self._disk_room or self.disk.n_pages > MAX_SAVED_PAGES
 
         while is_full() and (victim := self.disk.victim()) is not None:
             kind, node = victim
@@ -404,6 +437,8 @@ class Residency:
                 self._disk_used += self._saved_bytes(move)
         for node in reversed(path):
             self._forget_if_gone(node)
+        if self.tiers.is_full:
+            self._give_way()
 
     def _drop_saved_page(self, node: Node) -> None:
         assert self.tiers is not None
@@ -526,7 +561,10 @@ class Residency:
         }  # fmt: skip
         tiers["host"] |= {"bytes_total": self.units.n * geometry.page_bytes}
         tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * geometry.page_bytes}
-        tiers["disk"] |= {"bytes_total": self.disk_bytes, "bytes_used": self._disk_used}
+        tiers["disk"] |= {
+            "bytes_total": self._disk_room if self.disk_bytes else 0,
+            "bytes_used": self._disk_used,
+        }
         return {
             "page_tokens": PAGE_SIZE,
             "page_bytes": geometry.page_bytes,

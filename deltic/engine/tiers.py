@@ -14,6 +14,7 @@ a mapping, without its copy, and a bad sector is an error to catch instead of a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -37,6 +38,7 @@ import numpy.typing as npt
 from deltic.config import ConfigError
 from deltic.engine.request import PAGE_SIZE
 from deltic.logs import counted
+from deltic.private import is_ours, make_private
 
 log = logging.getLogger("deltic.engine.tiers")
 
@@ -126,7 +128,7 @@ class Tiers:
         deletes. fingerprint: 32 hex digits that name everything that decides the bits (models/fingerprint.py). copies: brings
         the bytes to those views and back, where device memory itself cannot be viewed.
 
-        Raises ConfigError when the directory cannot be made, read or written.
+        Raises ConfigError when the directory cannot be made, read or written, or may hold files of others.
         """
         self._device = {"page": page, "state": state}
         self._copies = copies
@@ -152,6 +154,10 @@ class Tiers:
         self._files: dict[tuple[str, bytes], str] = {}
         """Path of each file that this process knows: `delete` is told the key alone."""
         self._paused_until, self._is_refused = 0.0, False
+        self.is_full = False
+        """Set when the disk had no room for what was to be written; for the engine's thread to clear, once it has made some."""
+        self.foreign_bytes = 0
+        """Of the files in the directory that this process does not know, when it last looked: other servers'."""
         if directory is not None and self.has_disk:
             self._directory = directory / fingerprint
             try:
@@ -174,6 +180,10 @@ class Tiers:
     def can_save(self) -> bool:
         """Not for a while after a write has failed."""
         return time.monotonic() >= self._paused_until
+
+    def resume(self) -> None:
+        """Room was made: saving goes on."""
+        self.is_full, self._paused_until = False, 0.0
 
     # At once.
 
@@ -272,6 +282,20 @@ class Tiers:
         if self.has_disk:
             self._put(self._behind, [functools.partial(self._delete, kind, key)])
 
+    def survey(self) -> None:
+        """Has foreign_bytes counted anew, behind what was asked for before."""
+        self._put(self._behind, [self._survey])
+
+    def _survey(self) -> None:
+        n_bytes = 0
+        for i, entry in enumerate(self._list([])):
+            if self._loads:
+                return  # somebody waits; the next time will do
+            if i % 100 == 99:
+                time.sleep(0.001)  # the engine's thread is not to wait for many entries at once
+            n_bytes += entry.n_bytes * ((entry.kind, entry.key) not in self._files)
+        self.foreign_bytes = n_bytes
+
     def clear(self) -> None:
         """Removes every object of this model from disk, before it returns. Saves under way may still add theirs."""
         if self.has_disk:
@@ -349,7 +373,7 @@ class Tiers:
         try:
             damage = self._fill(file, move, target)
             if damage is None:
-                with contextlib.suppress(OSError):  # of another user, perhaps: then it looks older than it is
+                with contextlib.suppress(OSError):  # of root, perhaps: then it looks older than it is
                     os.utime(file)
         except OSError as error:
             damage = f"cannot be read: {error.strerror}"
@@ -363,7 +387,10 @@ class Tiers:
 
     def _fill(self, file: int, move: Move, target: list[Bytes]) -> str | None:
         """Reads a file into its target; gives what is wrong with it, if anything is."""
-        n_bytes, expected = os.fstat(file).st_size, HEADER_BYTES + self._n_bytes[move.kind]
+        stat, expected = os.fstat(file), HEADER_BYTES + self._n_bytes[move.kind]
+        n_bytes = stat.st_size
+        if not is_ours(stat.st_uid):
+            return f"of another user, {stat.st_uid}"
         if n_bytes != expected:
             return f"{n_bytes} bytes, not {expected}"
         header, crc = os.read(file, HEADER_BYTES), 0
@@ -389,10 +416,11 @@ class Tiers:
                 raise
         except OSError as error:
             self._paused_until = time.monotonic() + PAUSE_S
+            self.is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not self._is_refused:
                 log.warning(
-                    "prefix cache: --cache-dir cannot be written (%s: %s); reading goes on, and writing is tried again every "
-                    "%.0f s", error.strerror, part, PAUSE_S,
+                    "prefix cache: --cache-dir cannot be written (%s: %s); reading goes on, and writing is tried again %s",
+                    error.strerror, part, "with less" if self.is_full else f"every {PAUSE_S:.0f} s",
                 )  # fmt: skip
             self._is_refused = True
             return
@@ -431,9 +459,9 @@ class Tiers:
     # The directory.
 
     def _open_directory(self, directory: Path) -> None:
-        """Lists what is there, and makes sure that more can be written. Raises OSError."""
-        directory.mkdir(0o700, parents=True, exist_ok=True)
-        self._directory.mkdir(0o700, exist_ok=True)
+        """Lists what is there, and makes sure that more can be written. Raises OSError and ConfigError."""
+        make_private("--cache-dir", directory)
+        make_private("--cache-dir", self._directory)
         probe = self._directory / f"{secrets.token_hex(4)}.part"
         probe.touch(0o600)
         probe.unlink()
@@ -475,6 +503,9 @@ class Tiers:
                     continue
                 with contextlib.suppress(FileNotFoundError):  # deleted by another server
                     stat = item.stat(follow_symlinks=False)
+                    if not is_ours(stat.st_uid):
+                        odd.append(item.path)
+                        continue
                     key, parent = bytes.fromhex(found[1]), bytes.fromhex(found[2])
                     yield Entry(found[4], key, parent, int(found[3]), stat.st_size, stat.st_mtime)
 

@@ -38,6 +38,7 @@ from deltic.engine.request import EncodeVoice, VoiceEncoded
 from deltic.models.fingerprint import fingerprint
 from deltic.models.shapes import CheckpointError, UnsupportedModelError
 from deltic.models.voice import AudioError, VoiceEncoder
+from deltic.private import make_private
 
 log = logging.getLogger("deltic.engine.voices")
 
@@ -358,7 +359,9 @@ def open_voices(
     directory = config.voices_dir or (config.cache_dir / "voices" if config.cache_dir else None)
     try:
         if directory is not None:
-            directory.mkdir(0o700, parents=True, exist_ok=True)
+            if config.voices_dir is None and config.cache_dir is not None:
+                make_private("--cache-dir", config.cache_dir)
+            make_private("--voices-dir", directory)
             if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

@@ -38,6 +38,7 @@ from deltic.models.weights import (
 )
 from deltic.ops.matrix import FORMATS, Matrix
 from deltic.ops.table import Program
+from deltic.private import make_private
 
 PACKED = "packed.safetensors"
 VERSION = "1"
@@ -270,11 +271,12 @@ def through_cache(
     progress: Progress | None = None,
 ) -> tuple[P, list[str]]:
     """What `load` gives, or the cache has of an earlier start, with notices. Whatever is wrong with the cache is one of them: it
-    costs a load, not the start. progress: of the writing."""
+    costs a load, not the start. progress: of the writing. Raises ConfigError where its files may be anybody's."""
     if config.weights_cache is None:
         return load()
     cached, cache_notices = cache_file(config, directory), list[str]()
     try:
+        make_private("--weights-cache", config.weights_cache)
         if cached.exists():
             return map_file(cached)
     except (CheckpointError, OSError) as error:

@@ -29,6 +29,7 @@ import numpy as np
 from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.client import EngineClient, EngineUnavailable
 from deltic.engine.request import EncodeVoice, VoiceEncoded
+from deltic.private import make_private
 from deltic.server.audio import MAX_REFERENCE_BYTES, AudioError, decode_reference
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.generation import RETRY_LATER, unavailable
@@ -101,7 +102,8 @@ class VoiceStore:
     """Uploaded voices by name, any case, and the way of any voice into the engine."""
 
     def __init__(self, client: EngineClient, directory: Path | None, config: ServerConfig) -> None:
-        """Reads what there is in `directory`; files that cannot be read are passed over, and said in the log."""
+        """Reads what there is in `directory`; files that cannot be read are passed over, and said in the log. Raises ConfigError
+        where they may be anybody's."""
         self._client = client
         self._config = config
         self.directory = directory
@@ -112,7 +114,8 @@ class VoiceStore:
         self._n_waiting = 0
         self._known: dict[str, tuple[int, VoiceEncoded]] = {}
         if self._files is not None:
-            self._files.mkdir(0o700, parents=True, exist_ok=True)
+            make_private("--voices-dir", self._files.parent)
+            make_private("--voices-dir", self._files)
             for path in self._files.glob("*.part"):
                 path.unlink()
             for path in sorted(self._files.glob("*.voice")):

@@ -6,6 +6,8 @@ wrong, half or late is an error in the step that uses it. A word that is not its
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -187,6 +189,60 @@ def test_two_engines_on_one_directory(seed: int, tmp_path: Path) -> None:
         assert traffic.engine.runner.tiers.n_damaged == 0  # type: ignore[union-attr]
         traffic.check_end()
         traffic.engine.close(1.0)
+
+
+def ask_alone(engine: Engine, id: str, prompt: list[int]) -> int:
+    """The tokens of a prompt that were found, of which what is computed is saved."""
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    engine.add(Request(id=id, prompt_ids=prompt, params=params))
+    n_cached = 0
+    while engine.has_work():
+        n_cached += sum(output.cached_tokens for output in engine.step())
+    until_s = time.monotonic() + 10
+    while (engine.cache.store._to_save or engine.cache.store.n_moving) and time.monotonic() < until_s:
+        engine.cache.store.wait(0.1)
+        engine.cache.store.poll()
+    return n_cached
+
+
+def test_a_disk_that_is_full_before_the_budget_keeps_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+
+    def pwrite(file: int, data: Any, offset: int) -> int:
+        if n_bytes_on_disk(tmp_path) + len(data) > 12_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    rng = Random(1)
+    prompts = [[rng.randrange(20, 900) for _ in range(400)] for _ in range(12)]
+    engine = Engine(SolidRunner(tmp_path, disk_bytes=10**9))
+    for i, prompt in enumerate(prompts):
+        ask_alone(engine, str(i), prompt)
+        engine.check()
+    assert n_bytes_on_disk(tmp_path) <= 12_000
+    assert 5_000 < engine.cache_summary()["tiers"]["disk"]["bytes_total"] < 12_000
+    engine.close(5.0)
+    engine = Engine(SolidRunner(tmp_path, disk_bytes=10**9))
+    assert ask_alone(engine, "newest", prompts[-1]) == 384 and ask_alone(engine, "oldest", prompts[0]) == 0
+    engine.close(5.0)
+
+
+def test_two_engines_keep_one_budget(tmp_path: Path) -> None:
+    disk_bytes, rng = 40_000, Random(2)
+    engines = [Engine(SolidRunner(tmp_path, n_pages=20, disk_bytes=disk_bytes)) for _ in range(2)]
+    for i in range(30):
+        for engine in engines:
+            engine.cache.store._survey_at = 0.0  # a minute later
+            ask_alone(engine, str(i), [rng.randrange(20, 900) for _ in range(300)])
+    one_prompt = 4 * PAGE_BYTES + STATE_BYTES
+    assert n_bytes_on_disk(tmp_path) <= 1.2 * disk_bytes + 2 * one_prompt
+    shares = [engine.cache_summary()["tiers"]["disk"]["bytes_used"] for engine in engines]
+    assert min(shares) >= disk_bytes // 10, "each has some"
+    for engine in engines:
+        engine.close(5.0)
 
 
 def serve_until_killed(directory: str, seed: int) -> None:

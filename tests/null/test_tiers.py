@@ -22,6 +22,7 @@ import pytest
 
 from deltic.config import ConfigError
 from deltic.engine.tiers import ABANDONED_S, Bytes, Move, Tiers
+from deltic.private import make_private
 
 PAGE_BYTES, STATE_BYTES = 1500, 5003
 N_PAGES, N_SLOTS, N_UNITS = 12, 6, 24
@@ -303,6 +304,37 @@ def test_directory_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"--cache-dir {directory}: cannot be used"):
             Tiers(device.page, device.state, None, STATE_BYTES, directory, 1 << 30, MODEL)
     assert movers() <= before  # none was left behind
+
+
+def test_directory_of_others_is_refused(tmp_path: Path) -> None:
+    """Files there could be anybody's, and a checksum is no proof of who wrote them."""
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    for mode in (0o777, 0o1777, 0o770):
+        directory.chmod(mode)
+        with pytest.raises(
+            ConfigError, match=rf"--voices-dir {directory}: is writable for others \(mode \d*{mode:o}\)"
+        ):
+            make_private("--voices-dir", directory)
+    directory.chmod(0o755)
+    make_private("--voices-dir", directory)
+    make_private("--voices-dir", directory / "made" / "below")
+    assert (directory / "made" / "below").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_what_others_own_is_not_believed(opened: Open, tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    tiers, device = opened(directory)
+    assert all(save(tiers, device, [("page", 0), ("page", 1)]))
+    os.chown(files(directory)[0], 65534, -1)
+    again, device = opened(directory)
+    assert len(again.entries) == 1 and "left alone" in again.notices[0]
+    os.chown(files(directory)[1], 65534, -1)
+    assert not load(tiers, device, "page", 0) and not load(tiers, device, "page", 1)
+    os.chown(directory, 65534, -1)
+    with pytest.raises(ConfigError, match="belongs to user 65534, and this server runs as 0"):
+        opened(directory)
 
 
 def test_full_disk(
