@@ -73,6 +73,12 @@ class FileStore:
         self._swept_s = time.monotonic()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            about = directory.stat()
+            if about.st_mode & 0o022 or (about.st_uid not in (os.geteuid(), 0) and os.geteuid()):
+                raise ConfigError(
+                    f"--batch-dir {directory} belongs to another user, or others may write there, and so ask in anybody's name; "
+                    "give one of this user's, or chmod go-w it"
+                )
             (directory / "files").mkdir(mode=0o700, exist_ok=True)
             self._lock = (directory / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

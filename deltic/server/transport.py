@@ -242,6 +242,6 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     is_theirs = any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])
     if is_theirs or own_path(scope).startswith(ANTHROPIC):
         body, status = error.anthropic_body(scope["deltic.request_id"]), error.anthropic_status
-    elif scope["path"].startswith(OLLAMA):
+    elif own_path(scope).startswith(OLLAMA):
         body = error.ollama_body()
     return Response(body, status, error.headers, "application/json")

@@ -425,6 +425,10 @@ def test_a_publication_that_broke_off_is_made_whole(tmp_path: Path) -> None:
 def test_one_server_has_a_directory(tmp_path: Path) -> None:
     with Site(tmp_path), pytest.raises(ConfigError, match="another server's"):
         make_app(FakeEngineClient(), batch_dir=tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write there"):
+        make_app(FakeEngineClient(), batch_dir=tmp_path / "open")
     (tmp_path / "f").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         make_app(FakeEngineClient(), batch_dir=tmp_path / "f")

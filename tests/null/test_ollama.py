@@ -240,6 +240,8 @@ def test_errors_have_their_form() -> None:
     full = FakeEngineClient()
     full.max_open = 0
     assert "queue is full" in refused(chat(full), 429)
+    for path in ("/x/api/chat", "/api/chat/"):
+        assert "no model" in refused(post(FakeEngineClient(), path, {"model": "other"}, root_path="/x"), 404)
     assert "API key" in refused(chat(config={"api_key": ("k",)}), 401)
     dying = FakeEngineClient()
     dying.die_after = 2
