@@ -195,6 +195,11 @@ class Tokenizer:
         return frozenset("".join(self._added.values()))
 
     @cached_property
+    def markers(self) -> dict[str, int]:
+        """Ids of the added tokens that are not special, by their text (`<tool_call>`)."""
+        return {text: id for id, text in self._added.items() if id not in self.special_ids}
+
+    @cached_property
     def has_known_cuts(self) -> bool:
         """Whether text is cut by one of the family's patterns, and nothing else is done to it that looks across a cut."""
         stage = self._backend.pre_tokenizer

@@ -14,12 +14,12 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from deltic.engine.request import Constraint
 from deltic.server import grammar, protocol
@@ -59,6 +59,21 @@ class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
     """Changes nothing: the answer follows the schema."""
 
 
+class TagStructure(Struct, forbid_unknown_fields=True):
+    begin: str
+    end: str
+    schema: dict[str, Any] | bool = True
+    """Of the JSON between them."""
+
+
+class StructuralTag(Struct, forbid_unknown_fields=True):
+    """As in vLLM: the text is free, but where it has one of the triggers, a structure follows that begins with that."""
+
+    structures: Annotated[list[TagStructure], Meta(min_length=1, max_length=128)]
+    triggers: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=128)]
+    type: Literal["structural_tag"] = "structural_tag"
+
+
 class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -74,10 +89,11 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class Format(Struct):
-    """What the answer is to be. path: of the field that says so; kind: json (a schema), regex, choice, grammar."""
+    """What the answer is to be. path: of the field that says so; kind: json (a schema), regex, choice, grammar, tag."""
 
     path: str
     kind: str
@@ -296,7 +312,9 @@ class Constrainer:
         rules: list[str] = []
         starts = []
         if asked and not (calls and calls.must):
-            rules.append(f"format: {_format(asked, checked)}")
+            rules += (
+                self._tags(asked, checked) if asked.kind == "tag" else [f"format: {_format(asked, checked)}"]
+            )
             starts.append("format")
         if calls:
             built = self._calls(calls, checked)
@@ -304,6 +322,50 @@ class Constrainer:
             starts.append(some if asked or calls.must else f"{built.text()} ({some})?")
             rules += built.rules
         return "\n".join([f"start: {' | '.join(starts)}", *rules])
+
+    def _tags(self, asked: Format, checked: bool) -> list[str]:
+        """The rules of a StructuralTag. Raises GrammarError."""
+        tag: StructuralTag = asked.value
+        excluded = "|".join(map(re.escape, tag.triggers))
+        known = re.compile("|".join(map(re.escape, self._tokenizer.markers)) or "(?!)")
+        bodies: dict[str, list[str]] = {}
+        for i, part in enumerate(tag.structures):
+            path = f"{asked.path}.structures[{i}]"
+            triggers = [trigger for trigger in dict.fromkeys(tag.triggers) if part.begin.startswith(trigger)]
+            if len(triggers) != 1:
+                raise GrammarError(
+                    f"{path}.begin", "expected to begin with one of the triggers, and with no other"
+                )
+            try:
+                schema = clean(part.schema)
+                if checked:
+                    grammar.check_schema(schema, grammar.PRETTY)
+                inner = grammar.json_rule(schema, grammar.PRETTY)
+            except GrammarError as error:
+                raise GrammarError(f"{path}.schema{error.path}", error.message) from None
+            rest = self._literal(part.begin.removeprefix(triggers[0]), known)
+            bodies.setdefault(triggers[0], []).append(f"{rest} {inner} {self._literal(part.end, known)}")
+        if unused := [trigger for trigger in tag.triggers if trigger not in bodies]:
+            raise GrammarError(f"{asked.path}.triggers", f"no structure begins with {unused[0]!r}")
+        rules = [f"TEXT: /(?s:.*)/ & ~/{llguidance.regex_to_lark(f'(?s:.*)({excluded})(?s:.*)', 'd')}/"]
+        for i, (trigger, some) in enumerate(bodies.items()):
+            marker = known.search(trigger)
+            if marker and marker.start():
+                raise GrammarError(f"{asked.path}.triggers", f"{marker[0]} must be where {trigger!r} begins")
+            head = f"TEXT {self._literal(trigger, known)}" if marker else f"head{i}"
+            rules += [] if marker else [f"HEAD{i}: TEXT {grammar.quoted(trigger)}", f"head{i}[lazy]: HEAD{i}"]
+            rules += [f"body{i}_{j}: {body}" for j, body in enumerate(some)]
+            rules.append(f"tag{i}: {head} ({' | '.join(f'body{i}_{j}' for j in range(len(some)))})")
+        return [f"format: ({' | '.join(f'tag{i}' for i in range(len(bodies)))})* TEXT", *rules]
+
+    def _literal(self, text: str, known: re.Pattern[str]) -> str:
+        """A text in a rule; what a model writes as one token (`<tool_call>`) is that."""
+        parts, end = [], 0
+        for found in known.finditer(text):
+            parts += [grammar.quoted(text[end : found.start()])] * (found.start() > end)
+            parts.append(f"<[{self._tokenizer.markers[found[0]]}]>")
+            end = found.end()
+        return " ".join([*parts, *[grammar.quoted(text[end:])] * (len(text) > end)])
 
     def _calls(self, calls: Calls, checked: bool) -> grammar.Calls:
         if self._form is None or not self._token("<tool_call>") or not self._token("</tool_call>"):
@@ -340,6 +402,9 @@ def asked_format(request: protocol.Sampling) -> Format | None:
 def _response_format(value: Any) -> Iterator[Format]:
     if value is None:
         return
+    if isinstance(value, dict) and value.get("type") == "structural_tag":
+        yield Format("response_format", "tag", protocol.convert(value, StructuralTag, "response_format"))
+        return
     asked = protocol.convert(value, ResponseFormat, "response_format")
     if (asked.type == "json_schema") != (asked.json_schema is not None):
         said = "is missing" if asked.json_schema is None else "belongs to the type json_schema only"
@@ -371,11 +436,13 @@ def _structured(request: protocol.Sampling) -> Iterator[Format]:
         kind = {"ebnf": "grammar", "schema": "json"}.get(kind, kind)
         if kind == "object":
             kind, value = "json", ANY
-        if kind == "json" and isinstance(value, str):
+        if kind in ("json", "tag") and isinstance(value, str):
             try:
                 value = msgspec.json.decode(value)
             except (msgspec.DecodeError, RecursionError) as error:
                 raise bad_request(path, f"is not valid JSON: {error}") from None
+        if kind == "tag":
+            value = protocol.convert(value, StructuralTag, path)
         yield Format(path, kind, value)
 
 

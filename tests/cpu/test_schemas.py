@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -278,6 +279,28 @@ def test_regex_choice_grammar_and_completions(client: openai.OpenAI, model: str)
         assert {choice.message.content for choice in answer.choices} <= allowed
         text = client.completions.create(model=model, prompt=["a", "b"], temperature=2.0, extra_body=extra)
         assert {choice.text for choice in text.choices} <= allowed
+
+
+def test_structural_tags(served: Served) -> None:
+    tags = {
+        "type": "structural_tag",
+        "structures": [{"begin": "o", "schema": {"const": 1}, "end": "!"}],
+        "triggers": ["o"],
+    }
+    for thinking in (False, True):
+        body = {
+            "messages": ASK,
+            "n": 3,
+            "max_tokens": 40,
+            "temperature": 1.0,
+            "seed": 1,
+            "enable_thinking": thinking,
+        }
+        body |= {"thinking_budget": 3, "response_format": tags}
+        answer = served.http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        assert any("o1!" in text for text in texts)
+        assert all(re.fullmatch(r"(?s:([^o]|o1!)*(o1?)?)", text) for text in texts), texts
 
 
 def test_budget_of_a_thought(client: openai.OpenAI, model: str) -> None:

@@ -30,6 +30,13 @@ from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer
 from tests.null.test_http import client_of, error_of, post
 
 DEMO = Path(deltic.__file__).parent / "demo"
+
+
+def tagged(triggers: list[str], begin: str, schema: Any = True) -> dict[str, Any]:
+    part = {"begin": begin, "schema": schema, "end": ">"}
+    return {"type": "structural_tag", "structures": [part], "triggers": triggers}
+
+
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOKENIZER = byte_tokenizer()
 BYTES = llguidance.LLTokenizer(TOKENIZER._backend.to_str(), eos_token=END)
@@ -167,6 +174,41 @@ def test_thoughts() -> None:
     twice: dict[str, Any] = {"thinking_budget": 3, "chat_template_kwargs": {"thinking_budget": 4}}
     response = post(engine, "/v1/chat/completions", {"messages": HELLO, "enable_thinking": True} | twice)
     assert error_of(response)["param"] == "thinking_budget"
+
+
+def test_structural_tags() -> None:
+    call = {"begin": "<tool_call>\n<function=f>", "schema": POINT, "end": "</function>\n</tool_call>"}
+    parts = [{"begin": f"<say={i}>", "schema": {"enum": [i]}, "end": "</say>"} for i in range(3)]
+    tags = {
+        "type": "structural_tag",
+        "structures": [*parts, call, {"begin": "!", "end": ""}],
+        "triggers": ["<tool_call>", "<say=", "!"],
+    }
+    said = '<tool_call>\n<function=f>{"x": 1}</function>\n</tool_call>'
+    for fields in (
+        {"response_format": tags},
+        {"structured_outputs": {"structural_tag": json.dumps(tags)}},
+        {"structured_outputs": {"structural_tag": tags}, "response_format": tags},
+    ):
+        text = grammar_of(**fields)
+        for good in (
+            "",
+            "a < <say b\n",
+            "<say=1>1</say>",
+            f"a <say=1>1</say>\n<say=0>0</say>b{said}{said} !null",
+            'e![{"a": "!<say="}]',
+        ):
+            assert accepts(text, good), good
+        for bad in (
+            "a <say=1>2</say>",
+            "<say=3>",
+            "<say=1>1",
+            "<tool_call>",
+            "!",
+            "! a",
+            said.replace("1", '"1"'),
+        ):
+            assert not accepts(text, bad), bad
 
 
 def test_words_that_may_and_may_not_come() -> None:
@@ -330,7 +372,14 @@ def test_a_tool_that_cannot_be_constrained() -> None:
         ({"json_schema": {"type": "strin"}}, "json_schema.type"),
         ({"json_schema": "{"}, "json_schema"),
         ({"regex": "a", "guided_regex": "b"}, "regex"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.structures"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),
+        ({"response_format": tagged(["<a"], "<b>")}, "response_format.structures[0].begin"),
+        ({"response_format": tagged(["<", "<b"], "<b>")}, "response_format.structures[0].begin"),
+        ({"response_format": tagged(["<b", "<c"], "<b>")}, "response_format.triggers"),
+        ({"response_format": tagged(["<b<think>"], "<b<think>")}, "response_format.triggers"),
+        ({"response_format": tagged(["<b"], "<b>", {"type": "strin"})}, "response_format.structures[0].schema.type"),
+        ({"response_format": tagged(["<b"], "<b>"), "tools": [tool("f")]}, "response_format"),
         ({"guided_grammar": "start[temperature=0.5]: /a/"}, "guided_grammar"),
         ({"guided_grammar": "start: start"}, "guided_grammar"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
