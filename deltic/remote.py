@@ -28,7 +28,7 @@ import time
 import urllib.parse
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httptools
 
@@ -97,8 +97,7 @@ class Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # those of other event loops are not of its class
 
     def data_received(self, data: bytes) -> None:
         self._arrival = time.perf_counter()
