@@ -55,6 +55,8 @@ class Piece(msgspec.Struct):
     """The stop string that ended it."""
     token_ids: list[int] = []
     """What the model drew, the end token included; where it was asked for."""
+    n_tokens: int = 0
+    """Of its choice so far."""
 
 
 class Choice:
@@ -140,6 +142,7 @@ class Choice:
             if not matched and reason is not None:
                 text += stops.flush()
         piece = Piece(self.index, Delta("", text) if parser is None else self._parse(parser, text, n_tokens))
+        piece.n_tokens = self.n_tokens
         if self._gives_ids:
             piece.token_ids = drawn
         if held is not None:

@@ -7,6 +7,7 @@ server/anthropic.py) makes a ChatRequest of its own body, takes `prepare_chat` a
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,7 +312,7 @@ def requests_of(
 class AnswerStream(EventStream):
     """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
 
-    __slots__ = ("_echo", "_first", "_generation", "_said")
+    __slots__ = ("_echo", "_first", "_generation", "_n_tokens", "_said")
 
     def __init__(
         self,
@@ -325,6 +326,7 @@ class AnswerStream(EventStream):
         self._said = said
         self._echo = echo
         self._first = first
+        self._n_tokens: dict[int, int] = {}
 
     async def run(self) -> None:
         await self._generation.run(self._take)
@@ -334,13 +336,22 @@ class AnswerStream(EventStream):
     def _take(self, pieces: list[answer.Piece]) -> None:
         if self._echo is not None:
             pieces = self._echo.add(pieces, self._generation)
-        if self._said.extras.running_usage or self._said.extras.timings:
-            self._said.note(self._generation.usage())
-        chunk = b"".join(map(self._said.chunks, pieces))
+        extras = self._said.extras
+        counts = extras.running_usage or extras.timings
+        chunk = b"".join(self._counted(pieces) if counts else map(self._said.chunks, pieces))
         if self._first:
             chunk, self._first = self._first + chunk, b""
         if chunk:
             self.write(chunk)
+
+    def _counted(self, pieces: list[answer.Piece]) -> Iterator[bytes]:
+        """Their chunks, each with the counts up to it: several may have come together."""
+        usage = self._generation.usage()
+        for piece in pieces:
+            self._n_tokens[piece.index] = max(piece.n_tokens, self._n_tokens.get(piece.index, 0))
+            usage.completion_tokens = sum(self._n_tokens.values())
+            self._said.note(usage)
+            yield self._said.chunks(piece)
 
 
 async def collect(generation: Generation, echo: Echo | None) -> list[answer.Message]:

@@ -12,6 +12,9 @@ import httpx
 import openai
 import pytest
 
+from deltic.server.answer import ChatAnswer, Extras, Piece, Usage
+from deltic.server.completions import AnswerStream
+from deltic.server.parser import Delta
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, saying, served
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -63,6 +66,22 @@ def test_usage_in_every_chunk(url: str) -> None:
     plain = chat(url, stream=True, stream_options={"continuous_usage_stats": True})
     assert not any("usage" in chunk for chunk in plain)
     assert chat(url, stream=True, usage={"include": True})[-1]["usage"]["completion_tokens"] == 6
+
+
+def test_counts_are_those_up_to_a_chunk_however_pieces_come() -> None:
+    class Together:
+        """A generation whose pieces come all at once."""
+
+        def usage(self) -> Usage:
+            return Usage(3, 9, 0, 0, {"prefill_ms": 1.0, "decode_ms": 1.0})
+
+    said = ChatAnswer("a", "m", byte_tokenizer(), Extras(usage=True, running_usage=True))
+    stream: Any = AnswerStream(Together(), said, None, b"")  # type: ignore[arg-type]
+    pieces = [Piece(0, Delta(content="a"), n_tokens=1), Piece(1, Delta(content="b"), n_tokens=1)]
+    pieces += [Piece(0, Delta(content="c"), n_tokens=4), Piece(0, Delta(), finish_reason="stop", n_tokens=5)]
+    told = b"".join(stream._counted(pieces)).decode().split("\n\n")[:-1]
+    counts = [json.loads(block[6:])["usage"]["completion_tokens"] for block in told]
+    assert counts == [1, 2, 5, 6]
 
 
 def test_chunks_are_padded(url: str) -> None:
