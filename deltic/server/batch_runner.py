@@ -43,6 +43,8 @@ AGAIN_S = 30.0
 ROOM_S = 2.0
 """How often a batch that waits for room on the disk looks."""
 
+BROKEN = "an error inside the server; its log has more"
+
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -233,6 +235,9 @@ class BatchRunner:
             total, model, errors = await self.files.in_thread(self._checked, batch)
         except OSError as error:
             total, model, errors = 0, None, [_bad(None, "file_unreadable", str(error))]
+        except Exception:
+            log.exception("batch %s", batch.id)
+            total, model, errors = 0, None, [_bad(None, "server_error", BROKEN)]
         if batch.status != "validating":
             return
         batch.total, batch.model, batch.errors = total, model, errors
@@ -331,8 +336,10 @@ class BatchRunner:
                 self._finish(batch, "failed", _bad(None, error.code or "invalid_request", error.message))
             except Exception:
                 log.exception("batch %s", batch.id)
-                said = "an error inside the server; its log has more"
-                self._finish(batch, "failed", _bad(None, "server_error", said))
+                if batch.final is not None:  # it can only be tried again
+                    await asyncio.sleep(AGAIN_S)
+                else:
+                    self._finish(batch, "failed", _bad(None, "server_error", BROKEN))
 
     async def _work(self, batch: Batch) -> None:
         """Answers what is left of a batch."""

@@ -20,7 +20,6 @@ from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
 from deltic.batch_lines import NO_EMBEDDINGS, PATHS
-from deltic.server import protocol
 from deltic.server.batch_runner import Batch, BatchRunner
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStore, append, private
@@ -289,7 +288,8 @@ async def create_batch(service: Service, request: Request) -> ASGIApp:
     runner, owner = _runner(service, request), _owner(request)
     if service.server.draining:
         raise unavailable(SHUTTING_DOWN)
-    asked = protocol.parse(await read_body(request, service.config.max_body_mb), BatchRequest)
+    body = await read_body(request, service.config.max_body_mb)
+    asked = await service.prepare(len(body), lambda: service.read(request, body, BatchRequest), request)
     if asked.endpoint not in PATHS:
         said = NO_EMBEDDINGS if asked.endpoint == "/v1/embeddings" else f"use {', '.join(PATHS)}"
         raise bad_request("endpoint", f"{asked.endpoint!r} is not supported: {said}", "unsupported_endpoint")

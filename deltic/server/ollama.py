@@ -263,7 +263,7 @@ _NEVER_S = 10_000_000_000.0
 async def show(service: Service, request: Request) -> ASGIApp:
     """POST /api/show: what a model is and can do."""
     body = await read_body(request, service.config.max_body_mb)
-    asked = service.read(request, body, wire.ShowRequest)
+    asked = await service.prepare(len(body), lambda: service.read(request, body, wire.ShowRequest), request)
     service = service.server.find(asked.model or asked.name)
     template = service.template
     abilities = {

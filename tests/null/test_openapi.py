@@ -145,6 +145,23 @@ def test_nothing_that_is_sent_breaks_speech(case: schemathesis.Case, speaks: str
     case.call_and_validate(base_url=speaks, checks=CHECKS, timeout=LONGEST_S)
 
 
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(make_app(FakeEngineClient(), batch_dir=tmp_path_factory.mktemp("batches"))) as url:
+        yield url
+
+
+@SCHEMA.include(path_regex="^/v1/(files|batches)").parametrize()
+@settings(
+    max_examples=N_EXAMPLES,
+    deadline=None,
+    derandomize=N_EXAMPLES < 10,
+    suppress_health_check=list(HealthCheck),
+)
+def test_nothing_that_is_sent_breaks_batches(case: schemathesis.Case, batches: str) -> None:
+    case.call_and_validate(base_url=batches, checks=CHECKS, timeout=LONGEST_S)
+
+
 def test_nothing_is_left_open(engine: FakeEngineClient, live: str) -> None:
     """Behind all of the above."""
     assert engine.n_open == 0
