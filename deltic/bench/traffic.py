@@ -348,7 +348,7 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
         {"chat_template_kwargs": 3}, {"priority": "high"}, {"presence_penalty": 99},
     ]  # fmt: skip
     wrong_prompt: list[dict[str, Any]] = [
-        {"prompt": 5}, {"prompt": None}, {"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": [[]]},
+        {"prompt": 5}, {"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": [[]]},
         {"prompt": [1, "a"]},
         {"suffix": "x"}, {"logprobs": 10**4}, {"best_of": 20}, {"messages": hi}, {"min_tokens": -1},
         {"top_k": "x"},
