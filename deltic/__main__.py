@@ -15,6 +15,7 @@ from typing import Any
 
 from deltic import __version__
 from deltic.config import (
+    BUILT_IN,
     ConfigError,
     EngineConfig,
     ModelConfig,
@@ -366,10 +367,21 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
         for group, table in pairs
     ]
+    for engine, about in models:
+        _check_names(engine, about)
     server_config = resolve(ServerConfig, _given(arguments, ServerConfig), table=tables[0])
     from deltic.server.serve import serve
 
     return serve(models, server_config) or 0
+
+
+def _check_names(engine: EngineConfig, about: ModelConfig) -> None:
+    """Raises ConfigError where the last of several names must have been meant as the MODEL, of which there is none."""
+    *others, last = about.served_model_name or ("",)
+    if others and engine.model == BUILT_IN and engine.dummy is None and ("/" in last or Path(last).exists()):
+        raise ConfigError(
+            f"--served-model-name takes every word behind it, {last!r} too; give the MODEL before it"
+        )
 
 
 def _tables(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -180,6 +180,7 @@ def test_a_proxys_prefix_may_be_there_or_not(prefixed: str, prefix: str) -> None
     assert httpx.get(f"{url}/metrics/").status_code == 200
     error = httpx.post(f"{url}/v1/messages", json={}).json()
     assert error["type"] == "error", "Anthropic's form"
+    assert isinstance(httpx.post(f"{url}/api/chat", json={"model": "x"}).json()["error"], str), "Ollama's"
     assert "makes no embeddings" in httpx.post(f"{url}/v1/embeddings", json={}).text
     assert "no such path: GET /nowhere" in httpx.get(f"{url}/nowhere").text
 

@@ -389,6 +389,10 @@ def test_a_model_answers_to_all_its_names() -> None:
     ("line", "complaint"),
     [
         ("serve a --served-model-name x * --and b --served-model-name *", "two models are called '*'"),
+        (
+            "serve --served-model-name x Qwen/Y",
+            "--served-model-name takes every word behind it, 'Qwen/Y' too",
+        ),
         ("serve a --and", "--and needs a MODEL behind it"),
         ("serve a --and --threads 1", "--and needs a MODEL behind it"),
         ("serve a --and --and b", "--and needs a MODEL behind it"),
