@@ -50,7 +50,7 @@ class FunctionMessage(Struct, tag="function", tag_field="role", kw_only=True):
 
 class CalledFunction(Struct):
     name: ToolName
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = ""
 
 
 class CalledCustom(Struct):
@@ -135,7 +135,7 @@ def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
 
 
 def _call(call_id: str | None, called: CalledFunction, path: str) -> dict[str, Any]:
-    arguments: Any = called.arguments
+    arguments: Any = called.arguments or ""
     if isinstance(arguments, str):
         arguments = given_arguments(arguments)
         if arguments is None:

@@ -49,6 +49,9 @@ def test_what_a_library_added_to_an_answer_is_ignored() -> None:
     call["function"] = CALL["function"] | {"strict": True}
     given = said("Hello.", tool_calls=[call], reasoning={"effort": "low"}, **ADDED)
     assert told(given) == [said("Hello.", tool_calls=[SHOWN_CALL])]
+    empty = CALL | {"function": {"name": "f", "arguments": None}}
+    shown = SHOWN_CALL | {"function": {"name": "f", "arguments": {}}}
+    assert told(said(None, tool_calls=[empty])) == [said("", tool_calls=[shown])]
     result = {"role": "tool", "tool_call_id": "1", "content": "r"}
     assert told(result | {"is_error": False, "metadata": {}}) == [result]
     parts = [{"type": "text", "text": "r", "annotations": {}}, {"type": "text", "text": "s"}]
