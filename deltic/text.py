@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,12 @@ so no user can write it."""
 
 _MOST_BYTES_COMPOSED = 4
 """More than how much shorter NFC makes a text: 3.5 times (U+1FBE U+0308 U+0341, 7 bytes of UTF-8, to U+0390)."""
+
+PIECE_CHARACTERS = 65_536
+"""Of a longer text, what is encoded at once."""
+
+MOST_UNCUT = 1_000_000
+"""Characters without a place where a token is certain to end: a word, or white space, of which nobody has so much."""
 
 UNKNOWN_TOKEN = "\N{REPLACEMENT CHARACTER}".encode()
 """What an id that names no token decodes to (padding rows of the embedding; random weights draw them)."""
@@ -114,20 +120,44 @@ class Tokenizer:
         specials: "parse" makes every special literal its id (a prompt that the caller wrote whole), "trusted" only
         those behind TRUSTED (a rendered chat), "text" none (content). The rest is encoded between them.
         """
-        pattern = {"parse": self._literal, "trusted": self._trusted, "text": None}[specials]
-        if pattern is None:
-            return self._encode(text.replace(TRUSTED, ""))
         ids: list[int] = []
-        end = 0
-        for match in pattern.finditer(text):
-            ids += self._encode(text[end : match.start()])
-            ids.append(self._id_of_special[match.group().removeprefix(TRUSTED)])
-            end = match.end()
-        return ids + self._encode(text[end:].replace(TRUSTED, ""))
+        for some in self.encode_pieces(text, specials):
+            ids += some
+        return ids
 
-    def _encode(self, text: str) -> list[int]:
-        if not text:
-            return []
+    def encode_pieces(self, text: str, specials: Specials = "text") -> Iterator[list[int]]:
+        """As `encode`, a few thousand ids at a time: of a long text the library would keep a hundred times its size, and the
+        interpreter stand still while its ids become Python's. Raises UnreadableText."""
+        pattern = {"parse": self._literal, "trusted": self._trusted, "text": None}[specials]
+        end = 0
+        for match in pattern.finditer(text) if pattern else ():
+            yield from self._encode(text[end : match.start()])
+            yield [self._id_of_special[match.group().removeprefix(TRUSTED)]]
+            end = match.end()
+        yield from self._encode((text[end:] if end else text).replace(TRUSTED, ""))
+
+    def _encode(self, text: str) -> Iterator[list[int]]:
+        """The ids of a text without special tokens: at once if it is short, else between places where tokens are certain to end."""
+        start = 0
+        while len(text) - start > PIECE_CHARACTERS and self.has_known_cuts:
+            end = min(start + PIECE_CHARACTERS, len(text))
+            cut = self.last_cut(text[start:end])
+            while cut < 0 and end < len(text):
+                if end - start > MOST_UNCUT:
+                    said = f"it has no place in {MOST_UNCUT} characters where the tokenizer is sure to cut it"
+                    raise UnreadableText(f"the text cannot be read in pieces: {said}; break it up")
+                # Of what was looked at before, the last character is looked at once more.
+                begin, end = end - 1, min(end + PIECE_CHARACTERS, len(text))
+                if (found := self.last_cut(text[begin:end])) >= 0:
+                    cut = begin - start + found
+            if cut < 0:
+                break
+            yield self._encode_piece(text[start : start + cut])
+            start += cut
+        if start < len(text):
+            yield self._encode_piece(text[start:] if start else text)
+
+    def _encode_piece(self, text: str) -> list[int]:
         # A batch of one: unlike `encode` it lets other threads run meanwhile, and it computes no offsets.
         try:
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -213,6 +243,14 @@ class Tokenizer:
                 return self._keeps_text and regex in PRE_TOKENIZERS.values()
         return False
 
+    def last_cut(self, text: str) -> int:
+        """The last place before which the tokens of `text` are those of any text that begins with it; -1: there is none."""
+        if not self.has_known_cuts:
+            return -1
+        kept = self.added_characters
+        places = range(len(text) - 1, 0, -1)
+        return next((i for i in places if _is_boundary(text[i - 1], text[i]) and text[i] not in kept), -1)
+
     @cached_property
     def _max_token_bytes(self) -> int:
         """Bytes of the longest token, or of any text where text may be dropped. Takes 0.1 s for a large vocabulary."""
@@ -285,7 +323,7 @@ class IncrementalEncoder:
     def push(self, text: str) -> list[int]:
         """The ids that are certain now."""
         last = self._held[-1][-1:] if self._held else ""
-        cut = self._last_cut(last + text) - len(last)
+        cut = self._tokenizer.last_cut(last + text) - len(last)
         if cut < 0:
             self._held += [text] * bool(text)
             return []
@@ -298,25 +336,22 @@ class IncrementalEncoder:
         rest, self._held = "".join(self._held).rstrip(), []
         return self._tokenizer.encode(rest)
 
-    def _last_cut(self, text: str) -> int:
-        """The last place before which the tokens of `text` are those of any text that begins with it; -1: there is none."""
-        if not self._tokenizer.has_known_cuts:
-            return -1
-        kept = self._tokenizer.added_characters
-        places = range(len(text) - 1, 0, -1)
-        return next((i for i in places if _is_boundary(text[i - 1], text[i]) and text[i] not in kept), -1)
-
 
 def _is_ever(character: str, kind: str) -> bool:
     """Whether a character is of a major category in Unicode 3.2 and in Python's: then it is in the library's, whatever that is."""
     return unicodedata.ucd_3_2_0.category(character)[0] == unicodedata.category(character)[0] == kind
 
 
+DIGITS = frozenset("0123456789")
+
+
 def _is_boundary(before: str, after: str) -> bool:
     """Whether it is certain that a token of the family's ends between two characters, whatever stands around them: before a space,
-    unless that is behind white space (whose last character may go with what follows), and before punctuation behind a letter. NFC
-    composes neither with what is before it.
+    unless that is behind white space (whose last character may go with what follows), before punctuation behind a letter, and
+    between two digits, each of which is a token. NFC composes none of them with what is before it.
     """
+    if after in DIGITS:
+        return before in DIGITS
     if after == " ":
         return before.isprintable() and before != " "  # no other white space is printable
     return _is_ever(before, "L") and _is_ever(after, "P") and unicodedata.is_normalized("NFC", after)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -233,7 +234,7 @@ class Message:
         self.scores: Scores | None = None
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
-        self.prompt_logprobs: list[dict[str, Any] | None] | None = None
+        self.prompt_logprobs: Iterator[dict[str, Any] | None] | None = None
 
     def add(self, piece: Piece) -> None:
         self.reasoning.append(piece.delta.reasoning)
@@ -309,13 +310,15 @@ class Answer:
             if self.extras.usage and not self.extras.running_usage:
                 self._tail += b',"usage":null'
 
-    def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> bytes:
-        """The whole answer. extra: further fields of it."""
+    def body(
+        self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The whole answer, for a LargeResponse: iterators are arrays. extra: further fields of it."""
         choices = [self._choice(index, message) for index, message in enumerate(messages)]
         told: dict[str, Any] = {"choices": choices, "usage": usage.plain()}
         if self.extras.timings:
             told["timings"] = usage.timings()
-        return _encode(self._head | told | (extra or {}))
+        return self._head | told | (extra or {})
 
     def _chunk(self, choice: bytes, more: bytes = b"") -> bytes:
         """The chunk of one choice. more: further fields of it, each behind a comma."""
@@ -391,7 +394,9 @@ class ChatAnswer(Answer):
         )  # fmt: skip
         return self._chunk(choice, more)
 
-    def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> bytes:
+    def body(
+        self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         if self.extras.prompts is not None:
             extra = (extra or {}) | {"prompt_token_ids": self.extras.prompts[0]}
         return super().body(messages, usage, extra)
@@ -407,22 +412,21 @@ class ChatAnswer(Answer):
         choice = {
             "index": index,
             "message": self._older(plain),
-            "logprobs": self.logprobs(message.scores),
+            "logprobs": None if message.scores is None else {"content": self._entries(message.scores)},
             "finish_reason": self._reason(message.finish_reason),
         }
         return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
 
     def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
         """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
-        if scores is None:
-            return None
-        content = []
+        return None if scores is None else {"content": list(self._entries(scores))}
+
+    def _entries(self, scores: Scores) -> Iterator[dict[str, Any]]:
         for entry in scores.entries:
             assert entry is not None  # a chat shows no prompt tokens
             plain = self._plain_token(entry.token_id, entry.logprob)
             plain["top_logprobs"] = [self._plain_token(token_id, logprob) for token_id, logprob in entry.top]
-            content.append(plain)
-        return {"content": content}
+            yield plain
 
     def _plain_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, data = self._text_of(token_id)
@@ -472,7 +476,7 @@ class CompletionAnswer(Answer):
         return self._chunk(choice)
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
-        logprobs = self.logprobs(message.scores)
+        logprobs = None if message.scores is None else self._lists(message.scores)
         text = "".join(message.content)
         plain = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": message.finish_reason}
         if message.prompt_logprobs is not None:
@@ -485,23 +489,22 @@ class CompletionAnswer(Answer):
         """Four parallel lists; the drawn token is always among its alternatives."""
         if scores is None:
             return None
-        tokens = [self._token(token_id) for token_id in scores.token_ids]
-        logprobs: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        for token, entry in zip(tokens, scores.entries, strict=True):
-            if entry is None:
-                logprobs.append(None)
-                tops.append(None)
-                continue
-            logprobs.append(finite(entry.logprob))
-            top = {self._token(token_id): finite(logprob) for token_id, logprob in entry.top[: self._n_top]}
-            tops.append({token: finite(entry.logprob)} | top)
+        return {name: list(values) for name, values in self._lists(scores).items()}
+
+    def _lists(self, scores: Scores) -> dict[str, Iterable[Any]]:
+        entries = scores.entries
         return {
             "text_offset": scores.offsets,
-            "token_logprobs": logprobs,
-            "tokens": tokens,
-            "top_logprobs": tops,
+            "token_logprobs": (None if entry is None else finite(entry.logprob) for entry in entries),
+            "tokens": map(self._token, scores.token_ids),
+            "top_logprobs": map(self._top, entries),
         }
+
+    def _top(self, entry: TokenLogprob | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        top = {self._token(token_id): finite(logprob) for token_id, logprob in entry.top[: self._n_top]}
+        return {self._token(entry.token_id): finite(entry.logprob)} | top
 
     def _token(self, token_id: int) -> str:
         """A token's text; OpenAI's `bytes:\\xe2` notation for one that is only a part of a character."""
@@ -539,32 +542,30 @@ def _plain_call(call: CallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def prompt_logprobs(entries: list[TokenLogprob | None], tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    entries: list[TokenLogprob | None], tokenizer: Tokenizer
+) -> Iterator[dict[str, Any] | None]:
     """vLLM's form: for each prompt token None (the first) or id -> {logprob, rank, decoded_token}.
 
     A prompt token that is not among the most likely has rank null: it was not computed.
     """
-    plain: list[dict[str, Any] | None] = []
     for entry in entries:
         if entry is None:
-            plain.append(None)
+            yield None
             continue
         ranked: list[tuple[int, float, int | None]] = [
             (i, p, rank + 1) for rank, (i, p) in enumerate(entry.top)
         ]
         if entry.token_id not in {token_id for token_id, _ in entry.top}:
             ranked.append((entry.token_id, entry.logprob, None))
-        plain.append(
-            {
-                str(token_id): {
-                    "logprob": finite(logprob),
-                    "rank": rank,
-                    "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
-                }
-                for token_id, logprob, rank in ranked
+        yield {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
             }
-        )
-    return plain
+            for token_id, logprob, rank in ranked
+        }
 
 
 def prompt_scores(ids: list[int], entries: list[TokenLogprob | None] | None, tokenizer: Tokenizer) -> Scores:

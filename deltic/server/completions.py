@@ -24,7 +24,7 @@ from deltic.server.generation import Generation
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.parser import Delta, OutputParser
 from deltic.server.service import Service
-from deltic.server.transport import EventStream, json_response, read_body, unless_disconnected
+from deltic.server.transport import EventStream, LargeResponse, read_body, unless_disconnected
 from deltic.text import Tokenizer
 
 
@@ -119,10 +119,10 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
         first = b"".join(map(said.role_chunk, range(prepared.params.n)))
         return AnswerStream(generation, said, None, first)
     messages = await unless_disconnected(request.receive, collect(generation, None))
-    extra = {}
+    extra: dict[str, Any] = {}
     if generation.prompt_logprobs[0] is not None:
         extra["prompt_logprobs"] = answer.prompt_logprobs(generation.prompt_logprobs[0], service.tokenizer)
-    return json_response(said.body(messages, generation.usage(), extra))
+    return LargeResponse(said.body(messages, generation.usage(), extra))
 
 
 def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
@@ -245,7 +245,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
             entries = generation.prompt_logprobs[index // n]
             if entries is not None:
                 message.prompt_logprobs = answer.prompt_logprobs(entries, tokenizer)
-    return json_response(said.body(messages, generation.usage()))
+    return LargeResponse(said.body(messages, generation.usage()))
 
 
 def completion_generation(

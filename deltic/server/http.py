@@ -62,6 +62,8 @@ from deltic.server.speech_socket import PATH, converse
 from deltic.server.transport import (
     BODY,
     SERVER_SEND,
+    Encoded,
+    LargeResponse,
     error_response,
     json_response,
     own_path,
@@ -75,6 +77,9 @@ CLIENT_GONE = 499
 """The status noted for a client that left before its answer; nobody receives it."""
 
 CLOSE = {"connection": "close", "x-should-retry": "false"}
+
+LARGE_BYTES = 1_000_000
+"""Of a body and its answer, behind which memory is given back."""
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -287,11 +292,12 @@ class Envelope:
         )
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope["deltic.request_id"] = request_id
-        status = 0
+        status = n_bytes = 0
         ticket = scope[TICKET] = Ticket(self._server.config, is_batch=BATCH in scope)
 
         async def send_marked(message: Message) -> None:
-            nonlocal status
+            nonlocal status, n_bytes
+            n_bytes += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
                 limits = ticket.account.headers() if ticket.account else []
@@ -303,7 +309,7 @@ class Envelope:
 
         async def receive_body() -> Message:
             """`receive` within the time that the request has, as long as its body is to come."""
-            nonlocal is_whole
+            nonlocal is_whole, n_bytes
             try:
                 async with asyncio.timeout(None if is_whole else ticket.left_s()):
                     message = await receive()
@@ -312,6 +318,7 @@ class Envelope:
                     408, "the body did not come in time", code="request_timeout", headers=CLOSE
                 ) from None
             is_whole = not message.get("more_body", False)
+            n_bytes += len(message.get("body", b""))
             if self._server.config.log_prompts and scope.get("deltic.route") != FILES:
                 ticket.body += message.get("body", b"")
             return message
@@ -332,6 +339,8 @@ class Envelope:
             status = status or CLIENT_GONE
             self._server.metrics.responses[route, status] += 1
             ticket.end(status)
+            if n_bytes > LARGE_BYTES:
+                self._server.trim_soon()
             if route not in QUIET:
                 log_request(
                     scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-")
@@ -443,20 +452,21 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
         protocol.check_tokenize(asked)
         if asked.prompt is not None:
             parsed = asked.parse_special_tokens is not False
-            ids = service.tokenizer.encode(asked.prompt, "parse" if parsed else "text")
+            pieces = service.tokenizer.encode_pieces(asked.prompt, "parse" if parsed else "text")
         else:
-            ids = render(service.template, asked)[0].ids
+            pieces = iter([render(service.template, asked)[0].ids])
+        count, tokens, strings = 0, Encoded(), Encoded()
+        for ids in filter(None, pieces):  # of a long text each would take a hundred bytes
+            count += len(ids)
+            tokens.append(msgspec.json.encode(ids)[1:-1])
+            if asked.return_token_strs:
+                texts = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+                strings.append(msgspec.json.encode(texts)[1:-1])
         info = service.client.info
-        told: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": info.max_model_len if info else None,
-            "tokens": ids,
-        }
-        if asked.return_token_strs:
-            told["token_strs"] = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
-        return told
+        told = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
+        return told | ({"token_strs": strings} if asked.return_token_strs else {})
 
-    return json_response(await service.prepare(len(body), work, request))
+    return LargeResponse(await service.prepare(len(body), work, request))
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
@@ -474,7 +484,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
             )
         return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
-    return json_response(await service.prepare(len(body), work, request))
+    return LargeResponse(await service.prepare(len(body), work, request))
 
 
 async def metrics(service: Service, request: Request) -> ASGIApp:

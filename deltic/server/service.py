@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import math
 import time
@@ -56,6 +57,12 @@ UNKNOWN_AGAIN_S = 600.0
 MAX_UNKNOWN = 100
 """Such fields that are remembered."""
 
+TRIM_S = 0.2
+"""Between a large request's end and the memory that is given back behind it: for all that end meanwhile, once."""
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""glibc's."""
+
 Kind = Literal["text", "speech"]
 """What a model makes."""
 
@@ -85,6 +92,7 @@ class Server:
     n_open: int = 0
     """HTTP requests that have not been answered whole."""
     n_sockets: int = 0
+    _is_trimming: bool = False
     _unknown_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
     """When the log told of a field, by route and name."""
 
@@ -95,6 +103,19 @@ class Server:
             self.batches = BatchRunner(self, FileStore(self.config.batch_dir, self.config.batch_disk_gb))
         self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
+
+    def trim_soon(self) -> None:
+        """Has the C library give what is free back to the system, which it keeps otherwise, once this request is forgotten."""
+        if _trim is not None and not self._is_trimming:
+            self._is_trimming = True
+            asyncio.get_running_loop().call_later(TRIM_S, self._trim_now)
+
+    def _trim_now(self) -> None:
+        self._is_trimming = False
+        if _trim is not None:
+            asyncio.get_running_loop().run_in_executor(
+                None, _trim, 0
+            )  # it takes a while, and holds no lock of Python's
 
     def add(self, service: Service) -> None:
         self.models[service.model_name] = service

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,10 +41,18 @@ MAX_UNSENT_BYTES = 8_000_000
 """Of a stream, what is kept for a client that does not read, beside what the system keeps: half an hour of an answer, some
 4,000 tokens of one with twenty alternatives each."""
 
+PART_BYTES = 131_072
+"""Of a large answer, what is sent at once."""
+
+AT_ONCE_S = 0.003
+"""How long a large answer may be made before others have their turn."""
+
 COUNTED_BYTES = 16_384
 """Of a body whose brackets are counted at a time."""
 
 T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
 
 
 async def read_body(request: Request, max_mb: float, is_json: bool = True) -> bytes:
@@ -215,6 +224,84 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+class Encoded(list[bytes]):
+    """The items of a JSON array, some at a time, encoded already."""
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """JSON a few kilobytes at a time. What is an iterator in `value` becomes an array, each of its items a piece."""
+    if isinstance(value, dict):
+        start = b"{"
+        for name, part in value.items():
+            yield start + _encode(name) + b":"
+            yield from json_pieces(part)
+            start = b","
+        yield b"{}" if start == b"{" else b"}"
+    elif isinstance(value, str) and len(value) > COUNTED_BYTES:
+        yield b'"'
+        for at in range(0, len(value), COUNTED_BYTES):
+            yield _encode(value[at : at + COUNTED_BYTES])[1:-1]
+        yield b'"'
+    elif isinstance(value, list | Iterator):
+        start = b"["
+        for some in _items(value):
+            yield start
+            yield from some
+            start = b","
+        yield b"[]" if start == b"[" else b"]"
+    else:
+        yield _encode(value)
+
+
+def _items(value: list[Any] | Iterator[Any]) -> Iterator[Iterable[bytes]]:
+    """An array's items, what stands between two commas or more."""
+    if isinstance(value, Encoded):
+        yield from ((some,) for some in value)
+    elif isinstance(value, Iterator):
+        yield from ((_encode(item),) for item in value)
+    elif value and isinstance(value[0], dict):
+        yield from map(json_pieces, value)
+    else:
+        yield from ((_encode(value[at : at + 1024])[1:-1],) for at in range(0, len(value), 1024))
+
+
+class LargeResponse:
+    """JSON of any size, made as it is sent, and at most some milliseconds at a time: other answers go on meanwhile.
+
+    What turns out to be small is sent as any other answer, with its length.
+    """
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        """value: as of `json_pieces`."""
+        self._pieces = json_pieces(value)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        part = await self._part()
+        if len(part) < PART_BYTES:
+            await Response(part, 200, None, "application/json")(scope, receive, send)
+            return
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while part:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            part = await self._part()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _part(self) -> bytes:
+        """PART_BYTES and a little more; less at the end."""
+        made: list[bytes] = []
+        n_bytes, paused_s = 0, time.perf_counter()
+        for piece in self._pieces:
+            made.append(piece)
+            n_bytes += len(piece)
+            if time.perf_counter() - paused_s > AT_ONCE_S:
+                await asyncio.sleep(0)
+                paused_s = time.perf_counter()
+            if n_bytes >= PART_BYTES:
+                break
+        return b"".join(made)
 
 
 def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:

@@ -1013,3 +1013,41 @@ def test_anthropic_clients_get_errors_in_their_form_on_every_route(
     answer = get(engine, path, headers={"anthropic-version": "2023-06-01"}).json()
     assert answer["type"] == "error" and answer.keys() == {"type", "error", "request_id"}
     assert "type" not in get(engine, path).json()
+
+
+def test_json_in_pieces_is_json() -> None:
+    value = {
+        "a": [], "b": {}, "c": iter([]), "d": iter([1, None, {"x": [1]}]), "e": "é\"\n" * 20_000, "f": [{"g": iter([1])}, {"h": 2}],
+        "i": list(range(5000)), "j": transport.Encoded([b"1,2", b"3"]), "k": None, "l": [["a"], ["b"]], "m": transport.Encoded(),
+    }  # fmt: skip
+    pieces = list(transport.json_pieces(value))
+    assert json.loads(b"".join(pieces)) == value | {
+        "c": [], "d": [1, None, {"x": [1]}], "f": [{"g": [1]}, {"h": 2}], "j": [1, 2, 3], "m": [],
+    }  # fmt: skip
+    assert max(map(len, pieces)) < 200_000
+
+
+def test_a_large_answer_is_made_as_it_is_sent(engine: FakeEngineClient, live: str) -> None:
+    """No part of it holds up others for long; what it took is given back."""
+    assert engine.info
+    engine.info.max_model_len, engine.info.n_pages = 10_000, 1_000
+    engine.answer, engine.batch = lambda request, index: [*b"a" * 3000, END], 500
+    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 3, "n": 4}
+    answer = httpx.post(f"{live}/v1/chat/completions", json=asked, timeout=60)
+    assert "content-length" not in answer.headers and len(answer.content) > 2_000_000
+    for choice in answer.json()["choices"]:
+        assert len(choice["logprobs"]["content"]) == 3000
+        assert [entry["token"] for entry in choice["logprobs"]["content"][5]["top_logprobs"]] == [
+            "a",
+            "A",
+            "B",
+        ]
+    assert "content-length" in httpx.post(f"{live}/v1/chat/completions", json={"messages": HELLO}).headers
+
+
+def test_a_large_text_is_encoded_and_decoded_in_pieces(engine: FakeEngineClient, live: str) -> None:
+    text = "one two 12 " * 100_000
+    answer = httpx.post(f"{live}/tokenize", json={"prompt": text}, timeout=60).json()
+    assert answer["count"] == len(answer["tokens"]) == len(text) and bytes(answer["tokens"]) == text.encode()
+    back = httpx.post(f"{live}/detokenize", json={"tokens": answer["tokens"]}, timeout=60).json()
+    assert back["prompt"] == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from deltic.text import (
     StopMatcher,
     Tokenizer,
     TokenizerError,
+    UnreadableText,
     _is_boundary,
 )
 from tests.fake_engine import ADDED, SPECIAL, byte_alphabet, byte_tokenizer
@@ -256,3 +258,39 @@ def test_as_little_as_possible_is_held_back(stops: list[str], text: str) -> None
     if matcher.matched is None:
         held = text[len(shown) :]
         assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_text_has_the_ids_that_it_has_at_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is encoded in pieces, here of a few characters."""
+    tokenizer = Tokenizer.load(DEMO)
+    draw = random.Random(seed)
+    words = [
+        "one",
+        " two",
+        "  ",
+        "\n\n",
+        "12345678901234567890",
+        ", ",
+        "<think>",
+        "é",
+        "e\u0301",
+        "中文，",
+        " ‘a’ ",
+        "it's",
+        "\t x",
+        "!!!",
+    ]
+    text = "".join(draw.choice(words) for _ in range(3000))
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr("deltic.text.PIECE_CHARACTERS", draw.choice((7, 30, 200)))
+    pieces = list(tokenizer.encode_pieces(text))
+    assert [i for ids in pieces for i in ids] == whole and len(pieces) > 20
+
+
+def test_a_text_that_cannot_be_cut_is_refused() -> None:
+    tokenizer = Tokenizer.load(DEMO)
+    for text in ("a" * 2_000_000, " " * 2_000_000):
+        with pytest.raises(UnreadableText, match="break it up"):
+            tokenizer.encode(text)
+    assert len(tokenizer.encode("1234567890" * 20_000)) == 200_000
