@@ -12,9 +12,12 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
 from deltic.models.checkpoint import (
@@ -26,11 +29,12 @@ from deltic.models.checkpoint import (
     tokenizer_directory,
 )
 from deltic.models.shapes import CheckpointError, ModelShape
+from deltic.remote import LocalServer, ServerFailed
 from deltic.server import fetch
 from deltic.server.fetch import fetched
 from deltic.server.serve import Served, _service
 from deltic.server.service import Server
-from tests.fake_engine import FakeEngineClient
+from tests.fake_engine import FakeEngineClient, served
 from tests.fake_hub import COMMITS, hub_with
 from tests.fake_speech import FakeSpeechClient
 from tests.null.test_serve import server_of, wait_for
@@ -245,3 +249,26 @@ def test_the_lines_of_a_download_are_json() -> None:
         "done_bytes": 1,
         "total_bytes": 2,
     }
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_who_waits_for_a_server_waits_as_long_as_it_gets_on(moves: bool) -> None:
+    """A download may take hours; one that stands still is given up."""
+    began_s = time.monotonic()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        done = time.monotonic() - began_s if moves else 0.0
+        body = {"status": "starting", "loading": {"stage": "downloading", "done": done}}
+        await JSONResponse(body, 200 if done > 2 else 503)(scope, receive, send)
+
+    with served(app) as url, (DEMO / "README.md").open() as log:
+        server = LocalServer.__new__(LocalServer)
+        server.url, server.api_key = url, "k"
+        server.process = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
+        server.log = log  # type: ignore[assignment]
+        if moves:
+            asyncio.run(server.wait_ready(timeout_s=1.0))
+            assert time.monotonic() - began_s > 2
+        else:
+            with pytest.raises(ServerFailed, match="got no further for 1 s"):
+                asyncio.run(server.wait_ready(timeout_s=1.0))
