@@ -14,7 +14,8 @@ import pytest
 
 from deltic.config import ConfigError
 from deltic.server import batch_runner, batches, file_store
-from deltic.server.limits import BATCH_PRIORITY
+from deltic.server.errors import ApiError
+from deltic.server.limits import BATCH_PRIORITY, Account, Ticket
 from tests.fake_engine import END, FakeEngineClient, make_app, served
 
 CHAT = "/v1/chat/completions"
@@ -285,6 +286,20 @@ def test_keys_are_parties_and_a_batch_counts_its_tokens_only(tmp_path: Path) -> 
         alice = site.app.state.server.accounts.named("alice")
         assert alice.numbers.n_generated_tokens == 36 and alice.numbers.n_open == 0
         assert {request.owner for request in site.engine.requests} == {"alice/batches"}, "turns of their own"
+
+
+def test_a_line_waits_for_its_keys_tokens_and_not_for_its_other_requests() -> None:
+    account, ticket = Account("a", 1, 60), Ticket(is_batch=True)
+    account.enter()
+    ticket.account = account
+    ticket.enter()
+    assert account.numbers.n_open == 1
+    ticket.take(1000)
+    with pytest.raises(ApiError, match="has used up its 60 tokens a minute") as caught:
+        ticket.enter()
+    assert caught.value.status == 429
+    ticket.end(429)
+    assert account.numbers.n_open == 1
 
 
 def test_a_batch_takes_half_the_places_and_keys_share_them(tmp_path: Path) -> None:
