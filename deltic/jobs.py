@@ -31,6 +31,7 @@ from rich.progress import (
 )
 
 from deltic.batch_lines import N_TRIES, ForeignFile, Job, parse, read_results, wait_s
+from deltic.logs import counted
 from deltic.remote import Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 
 MAX_UNAVAILABLE = 60
@@ -271,6 +272,6 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     n_errors = tally.n_errors + tally.n_old_errors
     text = f"{tally.n_done} lines answered, {tally.n_errors} of them with an error: {target}"
     if n_errors:
-        text += f"; it holds {n_errors} errors, which --retry-errors tries again"
+        text += f"; it holds {counted(n_errors, 'error')}, which --retry-errors tries again"
     print(text, file=sys.stderr)
     return 1 if n_errors else 0
