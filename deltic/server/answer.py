@@ -16,10 +16,14 @@ import msgspec
 
 from deltic.engine.request import Output, TokenLogprob
 from deltic.server.parser import CallDelta, Delta, OutputParser
+from deltic.server.transport import Encoded
 from deltic.text import Detokenizer, StopMatcher, Tokenizer
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+
+AT_ONCE = 64
+"""Tokens whose log-probabilities are encoded at once; some two milliseconds."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -232,6 +236,9 @@ class Message:
         self.content: list[str] = []
         self.calls: list[CallDelta] = []
         self.scores: Scores | None = None
+        """Those that are not in `logprobs` yet."""
+        self.logprobs: dict[str, Encoded] | None = None
+        """As the answer has them: encoded as they come, for as objects they would take ten times as much."""
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
         self.prompt_logprobs: Iterator[dict[str, Any] | None] | None = None
@@ -319,6 +326,24 @@ class Answer:
         if self.extras.timings:
             told["timings"] = usage.timings()
         return self._head | told | (extra or {})
+
+    def keep(self, message: Message) -> None:
+        """Encodes the log-probabilities that came, but those of a prompt only when they are sent."""
+        scores, message.scores = message.scores, None
+        if scores is None:
+            return
+        lists = self._lists(scores)
+        if message.logprobs is None:
+            message.logprobs = {name: Encoded() for name in lists}
+        for name, values in lists.items():
+            if len(scores.entries) > AT_ONCE:
+                message.logprobs[name].append(map(_encode, values))
+            elif written := _encode(list(values))[1:-1]:
+                message.logprobs[name].append(written)
+
+    def _lists(self, scores: Scores) -> dict[str, Iterable[Any]]:
+        """The arrays that tell of tokens."""
+        raise NotImplementedError
 
     def _chunk(self, choice: bytes, more: bytes = b"") -> bytes:
         """The chunk of one choice. more: further fields of it, each behind a comma."""
@@ -412,7 +437,7 @@ class ChatAnswer(Answer):
         choice = {
             "index": index,
             "message": self._older(plain),
-            "logprobs": None if message.scores is None else {"content": self._entries(message.scores)},
+            "logprobs": message.logprobs,
             "finish_reason": self._reason(message.finish_reason),
         }
         return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
@@ -420,6 +445,9 @@ class ChatAnswer(Answer):
     def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
         """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
         return None if scores is None else {"content": list(self._entries(scores))}
+
+    def _lists(self, scores: Scores) -> dict[str, Iterable[Any]]:
+        return {"content": self._entries(scores)}
 
     def _entries(self, scores: Scores) -> Iterator[dict[str, Any]]:
         for entry in scores.entries:
@@ -476,9 +504,13 @@ class CompletionAnswer(Answer):
         return self._chunk(choice)
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
-        logprobs = None if message.scores is None else self._lists(message.scores)
         text = "".join(message.content)
-        plain = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": message.finish_reason}
+        plain = {
+            "index": index,
+            "text": text,
+            "logprobs": message.logprobs,
+            "finish_reason": message.finish_reason,
+        }
         if message.prompt_logprobs is not None:
             plain["prompt_logprobs"] = message.prompt_logprobs
         if (prompts := self.extras.prompts) is not None:

@@ -118,7 +118,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
         said.note(generation.usage())
         first = b"".join(map(said.role_chunk, range(prepared.params.n)))
         return AnswerStream(generation, said, None, first)
-    messages = await unless_disconnected(request.receive, collect(generation, None))
+    messages = await unless_disconnected(request.receive, collect(generation, said, None))
     extra: dict[str, Any] = {}
     if generation.prompt_logprobs[0] is not None:
         extra["prompt_logprobs"] = answer.prompt_logprobs(generation.prompt_logprobs[0], service.tokenizer)
@@ -239,7 +239,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     said = answer.CompletionAnswer(answer_id, service.model_name, tokenizer, extras, asked.logprobs or 0, n)
     if asked.stream:
         return AnswerStream(generation, said, echo, b"")
-    messages = await unless_disconnected(request.receive, collect(generation, echo))
+    messages = await unless_disconnected(request.receive, collect(generation, said, echo))
     if asked.prompt_logprobs is not None:
         for index, message in enumerate(messages):
             entries = generation.prompt_logprobs[index // n]
@@ -354,13 +354,16 @@ class AnswerStream(EventStream):
             yield self._said.chunks(piece)
 
 
-async def collect(generation: Generation, echo: Echo | None) -> list[answer.Message]:
-    """The whole answer: a message for each choice."""
+async def collect(
+    generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer, echo: Echo | None
+) -> list[answer.Message]:
+    """The whole answer, which `said` will write: a message for each choice."""
     messages = [answer.Message() for _ in range(generation.n_choices)]
 
     def take(pieces: list[answer.Piece]) -> None:
         for piece in echo.add(pieces, generation) if echo else pieces:
             messages[piece.index].add(piece)
+            said.keep(messages[piece.index])
 
     await generation.run(take)
     return messages

@@ -226,8 +226,8 @@ _EVENT_HEADERS = [
 ]
 
 
-class Encoded(list[bytes]):
-    """The items of a JSON array, some at a time, encoded already."""
+class Encoded(list[bytes | Iterator[bytes]]):
+    """The items of a JSON array, some at a time, encoded already or as they are asked for."""
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -258,7 +258,8 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 def _items(value: list[Any] | Iterator[Any]) -> Iterator[Iterable[bytes]]:
     """An array's items, what stands between two commas or more."""
     if isinstance(value, Encoded):
-        yield from ((some,) for some in value)
+        for some in value:
+            yield from ((some,),) if isinstance(some, bytes) else ((one,) for one in some)
     elif isinstance(value, Iterator):
         yield from ((_encode(item),) for item in value)
     elif value and isinstance(value[0], dict):
