@@ -223,6 +223,9 @@ def test_the_second_start_maps_what_the_first_packed(tmp_path: Path, loads: list
     assert_same(first.model.weights, second.model.weights)
     start(source, cache, "int8")
     assert len(loads) == 2 and len(list(cache.iterdir())) == 2
+    cache.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"--weights-cache .*/here: is writable for others"):
+        start(source, cache)
 
 
 def test_random_weights_are_cached_by_shape_and_seed(tmp_path: Path) -> None:

@@ -470,6 +470,26 @@ def test_live_shows_the_engine_while_it_is_looked_at(page: Page) -> None:
     wait_for(lambda: "valid API key" in page.one("#live-error").text)
 
 
+def test_a_key_that_may_not_see_the_others_has_a_chat_and_no_live_view(driver: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "secret"\n')
+    running = Served("--api-key-file", str(keys))
+    operator, running.process.api_key = running.process.api_key, "secret"
+    try:
+        page = Page(driver, running.process)
+        wait_for(lambda: not page.one("nav").is_displayed())
+        page.ask(SUM)
+        assert page.answer()
+        page.run("location.hash = '#live'")
+        page.driver.refresh()
+        wait_for(lambda: page.run("return location.hash") == "#chat" and page.one("#prompt").is_displayed())
+        page.set(key=operator)
+        page.type(Keys.TAB)
+        wait_for(lambda: page.one("nav").is_displayed())
+    finally:
+        running.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pictures(page: Page, scheme: str, tmp_path: Path) -> None:
     wanted = bool(os.environ.get("PAGE_SCREENSHOTS"))

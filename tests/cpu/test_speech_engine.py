@@ -321,6 +321,28 @@ def test_preemption_changes_nothing(host_gb: float) -> None:
     assert all(output.finish_reason == "length" for output in last.values())
 
 
+@pytest.mark.parametrize("part", ["pages", "past"])
+def test_memory_that_is_not_finite_is_not_heard(part: str) -> None:
+    """The utterance is computed once more, and goes on: the same codes, the same samples, none of them twice."""
+    speaking = Speaking()
+    request = long_request(speaking, 100)
+    speaking.run(msgspec.structs.replace(request, id="expected"))
+    was, n_steps = speaking.runner.step, 0
+
+    def step(step: Step) -> StepResult:
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps == 4:
+            getattr(speaking.runner.memory, part).fill_(torch.nan)
+            return speaking._step(step)  # what this one draws is nobody's
+        return was(step)
+
+    speaking.runner.step = step  # type: ignore[method-assign]
+    last = speaking.run(request)
+    assert last["long", 0].finish_reason == "length" and speaking.engine.stats().n_recomputed == 1
+    assert speaking.audio["long", 0] == speaking.audio["expected", 0]
+
+
 def test_what_was_timed_at_start_changes_nothing() -> None:
     """The cost model's made-up steps write to pages and slots that whoever comes next overwrites."""
     speaking = Speaking(max_model_len=256)
