@@ -118,6 +118,19 @@ def test_any_character_may_be_forced() -> None:
     assert error_of(f"start: {quoted(''.join(map(chr, codes)))}") == ""
 
 
+def test_added_tokens_that_the_vocabulary_has_too(tmp_path: Path) -> None:
+    """Older checkpoints have them in both places, and some tokenizers take a whole word of the vocabulary as it stands there."""
+    said = json.loads((DEMO / "tokenizer.json").read_text())
+    said["model"]["vocab"] |= {token["content"]: token["id"] for token in said["added_tokens"]}
+    said["model"]["ignore_merges"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    guides = Guides(TOKENIZER.n_tokens, [END], lambda: tmp_path / "tokenizer.json")
+    for text in TEXTS[:10]:
+        made = guides._get_tokenizer().tokenize_str(text)
+        assert TOKENIZER.decode(made) == text and not any(map(guides._get_tokenizer().is_special_token, made))
+    assert guides._get_tokenizer().is_special_token(TOKENIZER.markers["<think>"])
+
+
 TAGS = st.sampled_from(
     [*TEXTS, "<", ">", "|", "\u0301", "\u0327", "\u1161", "\u11ab", "im_end", "think", "\n"]
 )
