@@ -40,7 +40,7 @@ def requests(context: int) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]
         "/tokenize of Chinese": (tokens, lambda: {"prompt": "".join(chr(0x4E00 + i * 7 % 20_000) for i in range(BODY_CHARACTERS // 6))}),
         "/tokenize of one letter": (tokens, lambda: {"prompt": "a" * BODY_CHARACTERS}),
         "/tokenize of spaces": (tokens, lambda: {"prompt": " " * BODY_CHARACTERS}),
-        "/detokenize": ("/detokenize", lambda: {"tokens": [1000 + i % 500 for i in range(2_500_000)]}),
+        "/detokenize": ("/detokenize", lambda: {"tokens": [1000 + i % 500 for i in range(990_000)]}),
         "a chat that is too long": (chat, lambda: {"messages": [{"role": "user", "content": "one two " * (BODY_CHARACTERS // 8)}]}),
         "many messages": (chat, lambda: {"messages": MESSAGES * 190_000}),
     }  # fmt: skip

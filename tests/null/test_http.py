@@ -855,7 +855,7 @@ def test_containers_are_counted(size: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     for _ in range(100):
         plain, n = value(0)
-        assert asyncio.run(transport._n_containers(bytearray(json.dumps(plain).encode()))) == n
+        assert asyncio.run(transport._n_outside(bytearray(json.dumps(plain).encode()), b"[{", 10**9)) == n
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1046,8 +1046,18 @@ def test_a_large_answer_is_made_as_it_is_sent(engine: FakeEngineClient, live: st
 
 
 def test_a_large_text_is_encoded_and_decoded_in_pieces(engine: FakeEngineClient, live: str) -> None:
-    text = "one two 12 " * 100_000
+    text = "one two 12 " * 50_000
     answer = httpx.post(f"{live}/tokenize", json={"prompt": text}, timeout=60).json()
     assert answer["count"] == len(answer["tokens"]) == len(text) and bytes(answer["tokens"]) == text.encode()
     back = httpx.post(f"{live}/detokenize", json={"tokens": answer["tokens"]}, timeout=60).json()
     assert back["prompt"] == text
+
+
+def test_a_body_of_numbers_is_refused_and_text_full_of_commas_is_not(engine: FakeEngineClient) -> None:
+    error = error_of(post(engine, "/detokenize", b'{"tokens": [' + b"1," * 1_000_001 + b"1]}"))
+    assert error["code"] == "too_many_values" and "several requests" in error["message"]
+    assert post(engine, "/tokenize", b'{"prompt": "' + b",a" * 1_100_000 + b'"}').status_code == 200
+    assert (
+        post(engine, "/detokenize", b'{"tokens": [' + b"65," * 50_000 + b"65]}").json()["prompt"]
+        == "A" * 50_001
+    )
