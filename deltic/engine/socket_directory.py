@@ -87,6 +87,12 @@ def _locked(parent: Path) -> tuple[Path, int]:
             FileNotFoundError
         ):  # another server took it for a stale one, before it was locked
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(directory, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(directory), path.stat()):
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX)
+                is_ours = os.path.samestat(os.fstat(directory), path.stat())
+            except OSError:
+                os.close(directory)
+                raise
+            if is_ours:
                 return path, directory
+            os.close(directory)

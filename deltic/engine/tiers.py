@@ -144,9 +144,9 @@ class Tiers:
         """Whether host memory is for what is evicted, too, and not for preempted sequences alone."""
         self.entries: list[Entry] = []
         self.n_pending = 0
+        """Tickets that `finished` has not given yet."""
         self.n_moved = 0
         """Objects that the mover is done with, well or not."""
-        """Tickets that `finished` has not given yet."""
         self.read_bytes = {"host": 0, "disk": 0}
         self.written_bytes = {"host": 0, "disk": 0}
         self.n_damaged = 0

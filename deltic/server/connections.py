@@ -11,10 +11,12 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import resource
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -52,7 +54,8 @@ class Connections:
         self.closed = Counter() if closed is None else closed
         self.silent: dict[HttpConnection | Handshake, None] = {}
         """Those whose next request is not whole, the one that has said nothing for the longest first."""
-        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._limit: float = math.inf if limit == resource.RLIM_INFINITY else limit
         self._n_evicted = 0
         self._warned_s = -WARN_EVERY_S
 
@@ -269,6 +272,11 @@ class HttpServer(uvicorn.Server):
         self._connections = connections
         self._accepting: list[asyncio.Task[None]] = []
         self._opening: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to StopSignals: the server's own would cut off what the drain lets finish."""
+        yield
 
     async def startup(self, sockets: Any = None) -> None:
         """Takes connections one by one: uvloop takes all that wait at once, and resets those it has no descriptors for."""

@@ -139,7 +139,10 @@ async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
     """Raises CheckpointError."""
     decoder = msgspec.json.Decoder(Progress | Outcome)
     async for line in lines:
-        said = decoder.decode(line)
+        try:
+            said = decoder.decode(line)
+        except msgspec.DecodeError:
+            continue  # what a library has printed
         if isinstance(said, Progress):
             show(said)
         elif said.directory is not None:

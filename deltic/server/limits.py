@@ -28,6 +28,8 @@ from deltic.server.answer import Usage
 from deltic.server.errors import ApiError
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+PLACE = re.compile(r"key-\d+")
+"""Names of keys that were given none."""
 
 Limit = Annotated[int, Meta(ge=0)]
 
@@ -212,6 +214,8 @@ class Accounts:
         self._accounts: dict[str, Account] = {}
         self._of_digest: dict[bytes, Account] = {}
         for name, party, entry in entries:
+            if party and PLACE.fullmatch(name):
+                raise ConfigError(f"API key {name!r}: keys without a name are called so; give it another")
             limits = (
                 config.max_concurrent_per_key if entry.max_concurrent is None else entry.max_concurrent,
                 config.tokens_per_minute_per_key

@@ -106,7 +106,7 @@ def _template_message(message: Message, path: str) -> dict[str, Any]:
 def _template_assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
-        content = [part for part in content if part.get("type") in _SAID]
+        content = [part for part in content if str(part.get("type")) in _SAID]
     text = _text(content, f"{path}.content", strict=False)
     if not text and isinstance(message.refusal, str):
         text = message.refusal

@@ -7,7 +7,6 @@ signal ends at once. So does a first one that the event loop does not take.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -216,8 +215,6 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
         ws_per_message_deflate=False,  # audio does not get smaller
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
-    # Signals are StopSignals': the server's own would cut off what the drain lets finish.
-    http.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
     return http, server
 
 

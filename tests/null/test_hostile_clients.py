@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -21,7 +23,7 @@ import pytest
 from starlette.responses import Response
 
 from deltic.server import connections
-from deltic.server.connections import MAX_HEAD_BYTES
+from deltic.server.connections import MAX_HEAD_BYTES, Connections, HttpServer
 from deltic.server.speech_socket import PATH
 from tests.fake_engine import END, FakeEngineClient, make_app, served
 
@@ -384,3 +386,17 @@ def test_ten_thousand_idle_connections() -> None:
         f"/health in {sorted(waits)[50] * 1e3:.1f} ms, at most {max(waits) * 1e3:.1f} ms"
     )
     process.communicate(timeout=60)
+
+
+def test_descriptors_without_a_limit_are_never_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    connections = Connections(1.0)
+    connections.silent[object()] = None  # type: ignore[index]
+    connections.make_room(50)
+    assert connections.silent
+
+
+def test_a_server_leaves_signals_to_its_process() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with HttpServer(lambda: None, Connections(1.0)).capture_signals():  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGTERM) is before

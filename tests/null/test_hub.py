@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -249,6 +250,19 @@ def test_the_lines_of_a_download_are_json() -> None:
         "done_bytes": 1,
         "total_bytes": 2,
     }
+
+
+def test_what_a_library_prints_is_no_word_of_a_download() -> None:
+    async def go() -> Path:
+        lines = asyncio.StreamReader()
+        lines.feed_data(b"a notice of some library\n{}\n")
+        for said in (fetch.Progress(1, 2), fetch.Outcome(directory="/models/x")):
+            lines.feed_data(msgspec.json.encode(said) + b"\n")
+        lines.feed_eof()
+        return await fetch._read(lines, "x", shown.append)
+
+    shown: list[fetch.Progress] = []
+    assert asyncio.run(go()) == Path("/models/x") and len(shown) == 1
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -80,6 +80,17 @@ def test_a_key_that_might_be_meant_otherwise_is_refused_and_not_shown(key: str) 
     assert "secret" not in str(raised.value) and "c2V" not in str(raised.value)
 
 
+def test_no_party_has_the_name_of_a_key_without_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[key-1]\nkey = "other"\n')
+    for config in (
+        ServerConfig(api_key=("plain", "key-2=x")),
+        ServerConfig(api_key=("plain",), api_key_file=path),
+    ):
+        with pytest.raises(ConfigError, match=r"'key-[12]': keys without a name are called so"):
+            Accounts(config)
+
+
 def test_one_key_cannot_be_two_names() -> None:
     with pytest.raises(ConfigError, match="'bob' is also the key of another name") as raised:
         names("alice=secret", "bob=secret")

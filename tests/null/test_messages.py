@@ -77,6 +77,12 @@ def test_a_refusal_is_what_the_assistant_said(given: dict[str, Any]) -> None:
     assert told(given) == [said("I cannot.")]
 
 
+@pytest.mark.parametrize("kind", [[], {}, None, 7])
+def test_a_part_whose_type_is_no_word_is_ignored(kind: Any) -> None:
+    parts = [{"type": kind, "text": "a"}, {"type": "text", "text": "b"}]
+    assert told(said(parts)) == [said("b")]
+
+
 def test_an_answer_may_be_empty() -> None:
     assert told({"role": "assistant"}, said(None), said([])) == [said("")] * 3
     assert told(said(None, audio={"id": "a"}, refusal="no")) == [said("no")]
