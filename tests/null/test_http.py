@@ -1061,3 +1061,40 @@ def test_a_body_of_numbers_is_refused_and_text_full_of_commas_is_not(engine: Fak
         post(engine, "/detokenize", b'{"tokens": [' + b"65," * 50_000 + b"65]}").json()["prompt"]
         == "A" * 50_001
     )
+
+
+def test_no_large_answer_holds_the_event_loop(engine: FakeEngineClient) -> None:
+    """The loop's own CPU time between two of its turns: on a loaded machine waits say nothing."""
+    assert engine.info
+    engine.info.max_model_len, engine.info.n_pages = 10_000, 1_000
+    engine.answer, engine.batch = lambda request, index: [*b"a" * 4000, END], 20
+    app = make_app(engine)
+    longest_s = 0.0
+    tasks = []
+
+    async def turn() -> None:
+        nonlocal longest_s
+        last_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            last_s, before_s = time.thread_time(), last_s
+            longest_s = max(longest_s, last_s - before_s)
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        if not tasks:
+            tasks.append(asyncio.create_task(turn()))
+        await app(scope, receive, send)
+
+    watched.state = app.state  # type: ignore[attr-defined]
+    with served(watched) as url:
+        httpx.get(f"{url}/health")
+        asked: dict[str, Any] = {"messages": HELLO, "logprobs": True, "top_logprobs": 3, "n": 8}
+        longest_s = 0.0
+        for path, body in (
+            ("/v1/chat/completions", asked),
+            ("/v1/completions", {"prompt": "a", "logprobs": 3, "n": 8, "max_tokens": 4000}),
+            ("/tokenize", {"prompt": "one two " * 200_000}),
+            ("/detokenize", {"tokens": [65] * 500_000}),
+        ):
+            assert len(httpx.post(url + path, json=body, timeout=120).content) > 400_000
+            assert longest_s < 0.05, path
