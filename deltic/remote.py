@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import httptools
 
-from deltic.config import ENV_PREFIX, ConfigError
+from deltic.config import ENV_PREFIX, ConfigError, ServerConfig
 
 PROGRAM = (sys.executable, "-m", "deltic")
 """How a LocalServer is started."""
@@ -310,19 +310,20 @@ def flags(config_class: Any, given: dict[str, Any]) -> list[str]:
     return arguments
 
 
+FOR_A_CHILD = frozenset(
+    ("allow_audio_dir", "allow_audio_host", "client_timeout_s", "default_max_tokens", "drain_s", "engine_timeout_s", "log_format",
+     "log_level", "log_prompts", "max_body_mb", "max_logprobs", "max_n", "max_queue", "max_stored_responses", "queue_timeout_s",
+     "request_timeout_s", "skip_hosted_tools", "strict_fields", "trust_request_chat_template")
+)  # fmt: skip
+"""Settings of ServerConfig that mean the same in a server of ours. The others say where the main server listens, whom it lets in, and
+what is that one's alone, as the directory of its batches."""
+
+
 def own_environment() -> dict[str, str]:
-    """The environment without the settings that would put a server of ours where we do not look for it."""
-    names = (
-        "CONFIG",
-        "UDS",
-        "ROOT_PATH",
-        "SSL_CERTFILE",
-        "SSL_KEYFILE",
-        "SSL_KEYFILE_PASSWORD",
-        "SSL_CA_CERTS",
-    )
-    elsewhere = {ENV_PREFIX + name for name in names}
-    return {name: text for name, text in os.environ.items() if name not in elsewhere}
+    """The environment for a server of ours: without what belongs to the main server."""
+    main = {field.name for field in dataclasses.fields(ServerConfig)} - FOR_A_CHILD | {"config", "trace"}
+    left_out = {ENV_PREFIX + name.upper() for name in main}
+    return {name: text for name, text in os.environ.items() if name not in left_out}
 
 
 class LocalServer:

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from deltic import __version__
 from deltic.__main__ import _server_arguments, main, parser
-from deltic.config import ConfigError, EngineConfig, ServerConfig
-from deltic.remote import Endpoint, LocalServer, ServerFailed, flags
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
+from deltic.remote import FOR_A_CHILD, Endpoint, LocalServer, ServerFailed, flags, own_environment
 from deltic.terminal import Conversation, command
 from tests.fake_openai import FakeOpenAI
 
@@ -100,6 +101,29 @@ def test_flags_of_a_child_are_the_flags_given():
     assert flags(EngineConfig, {"threads": 2, "memory_gb": 1.5}) == ["--threads", "2", "--memory-gb", "1.5"]
     assert (given["model"], given["threads"], given["memory_gb"]) == ("m", 2, 1.5)
     assert flags(ServerConfig, {"api_key": ("a", "b")}) == ["--api-key", "a", "--api-key", "b"]
+
+
+def test_a_child_keeps_what_shapes_answers_and_nothing_that_is_the_main_servers(monkeypatch):
+    names = {field.name.upper() for cls in (EngineConfig, ModelConfig, ServerConfig) for field in fields(cls)}
+    for name in names | {"CONFIG"}:
+        monkeypatch.setenv(f"DELTIC_{name}", "x")
+    monkeypatch.setenv("DELTIC_THREAD", "a typo, which the child will tell of")
+    kept = {name.removeprefix("DELTIC_") for name in own_environment() if name.startswith("DELTIC_")}
+    assert kept >= {
+        "MODEL",
+        "THREADS",
+        "CACHE_DIR",
+        "VOICE_ALIAS",
+        "MAX_QUEUE",
+        "DEFAULT_MAX_TOKENS",
+        "THREAD",
+    }
+    assert names - kept == {
+        "API_KEY", "API_KEY_FILE", "BATCH_DIR", "BATCH_DISK_GB", "BATCH_IN_FLIGHT", "CORS_ORIGIN", "HOST",
+        "MAX_CONCURRENT_PER_KEY", "METRICS_NAMES", "PORT", "ROOT_PATH", "SHARE_CACHE", "SSL_CA_CERTS", "SSL_CERTFILE",
+        "SSL_KEYFILE", "SSL_KEYFILE_PASSWORD", "TOKENS_PER_MINUTE_PER_KEY", "TRACE", "UDS",
+    }  # fmt: skip
+    assert "CONFIG" not in kept and not FOR_A_CHILD - {field.name for field in fields(ServerConfig)}
 
 
 def test_a_server_that_cannot_start_says_why():
