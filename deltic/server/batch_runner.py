@@ -14,8 +14,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -26,7 +26,16 @@ from starlette.types import ASGIApp, Message
 from deltic.batch_lines import BadLine, ForeignFile, Job, read, read_results, wait_s
 from deltic.engine.client import EngineFailed
 from deltic.server.errors import ApiError
-from deltic.server.file_store import KEPT_S, MIN_BYTES, Card, FileStore, append, private, write_whole
+from deltic.server.file_store import (
+    KEPT_S,
+    MIN_BYTES,
+    Card,
+    FileStore,
+    append,
+    private,
+    unwritable,
+    write_whole,
+)
 from deltic.server.limits import BATCH, Account
 
 if TYPE_CHECKING:
@@ -38,6 +47,7 @@ MAX_LINES = 50_000
 MAX_ERRORS = 100
 """Bad lines of an input file that are told."""
 MAX_BATCHES = 10_000
+"""Of one key."""
 AGAIN_S = 30.0
 """After which a batch that the disk or the engine stopped is tried again."""
 ROOM_S = 2.0
@@ -159,11 +169,12 @@ class BatchRunner:
         self._directory = files.directory / "batches"
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._batches: dict[str, Batch] = {}
-        self._lanes: dict[str, asyncio.Task[None]] = {}
-        """Of each key, what works on its batches."""
-        self._checks: set[asyncio.Task[None]] = set()
-        self._stops: dict[str, asyncio.Event] = {}
-        """Of those that run: whether they are to stop."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Of each batch that has not ended."""
+        self._turns: dict[str, asyncio.Lock] = {}
+        """Of each key: one of its batches runs."""
+        self._stops: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """Of those that have not ended: whether they are to be cancelled."""
         self._places: dict[str, asyncio.Semaphore] = {}
         self._n_written: Counter[str] = Counter()
         """Bytes in the results of those that are not finished."""
@@ -171,16 +182,21 @@ class BatchRunner:
 
     def start(self) -> None:
         """Goes on with what the last process left. Call it in the event loop."""
+        accounts = self._server.accounts
         for batch in self._batches.values():
-            self._take_up(batch)
+            is_ours = bool(accounts.named(batch.owner)) if accounts else not batch.owner
+            if is_ours:
+                self._take_up(batch)
+            elif batch.status in UNFINISHED:
+                whose = f"of the key {batch.owner!r}" if batch.owner else "of a server without keys"
+                log.warning("batch %s is %s, and waits until one is started with that", batch.id, whose)
 
     async def stop(self) -> None:
         """Ends all that runs; it goes on when the next process starts."""
-        tasks = [*self._lanes.values(), *self._checks]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._lanes.clear()
 
     def close(self) -> None:
         """Lets another process have the directory. Nothing may run any more."""
@@ -198,39 +214,60 @@ class BatchRunner:
         return [batch for batch in self._batches.values() if batch.owner == owner]
 
     def add(self, batch: Batch) -> None:
-        """Raises ApiError (409) when there are too many."""
-        if len(self._batches) >= MAX_BATCHES:
-            old = next((b for b in self._batches.values() if b.status not in UNFINISHED), None)
+        """Raises ApiError (409) when its key has too many, or the disk is full."""
+        own, old = self.all(batch.owner), None
+        if len(own) >= MAX_BATCHES:
+            old = next((b for b in own if b.status not in UNFINISHED), None)
             if old is None:
                 raise ApiError(409, f"{MAX_BATCHES} batches are not finished; wait", code="too_many_batches")
+        try:
+            self._save(batch)
+        except OSError as error:
+            raise unwritable("the batch", error) from None
+        if old is not None:
             del self._batches[old.id]
             self._path(old, ".json").unlink(missing_ok=True)
-        self._save(batch)
         self._batches[batch.id] = batch
         self.files.in_use[batch.input_file_id] += 1
         self._take_up(batch)
 
     def cancel(self, batch: Batch) -> None:
-        """Ends it, with what it has. Raises ApiError (409) for one that has ended."""
+        """Ends it, with what it has. Raises ApiError (409) for one that has ended, or when that cannot be written yet."""
         if batch.status not in UNFINISHED:
             said = f"Cannot cancel a batch with status '{batch.status}'."
             raise ApiError(409, said, code="batch_ended", headers={"x-should-retry": "false"})
         if batch.status in ("validating", "in_progress"):
-            self._enter(batch, "cancelling")
-            if (stop := self._stops.get(batch.id)) is not None:
-                stop.set()
+            self._stops[batch.id].set()
             self._take_up(batch)
+            try:
+                self._enter(batch, "cancelling")
+            except OSError as error:
+                raise unwritable("that the batch is to end, as it will,", error) from None
 
     def _take_up(self, batch: Batch) -> None:
-        if batch.status == "validating":
-            task = asyncio.get_running_loop().create_task(self._check(batch))
-            self._checks.add(task)
-            task.add_done_callback(self._checks.discard)
-        elif batch.status in UNFINISHED and batch.owner not in self._lanes:
-            self._lanes[batch.owner] = asyncio.get_running_loop().create_task(self._lane(batch.owner))
+        if batch.status in UNFINISHED and batch.id not in self._tasks:
+            if batch.status == "cancelling":
+                self._stops[batch.id].set()
+            task = self._tasks[batch.id] = asyncio.get_running_loop().create_task(self._run(batch))
+            task.add_done_callback(lambda _: self._tasks.pop(batch.id))
+
+    async def _run(self, batch: Batch) -> None:
+        """A batch to its end. What the disk or the engine stops is tried again."""
+        while batch.status in UNFINISHED:
+            try:
+                if batch.status == "validating" and not self._stops[batch.id].is_set():
+                    await self._check(batch)
+                else:
+                    await self._in_turn(batch)
+            except (OSError, EngineFailed) as error:
+                log.warning("batch %s cannot go on: %s; it is tried again", batch.id, error)
+                await asyncio.sleep(AGAIN_S)
+            except Exception:
+                log.exception("batch %s cannot go on; it is tried again", batch.id)
+                await asyncio.sleep(AGAIN_S)
 
     async def _check(self, batch: Batch) -> None:
-        """Reads the input file, after which the batch runs or has failed."""
+        """Reads the input file, after which the batch runs or has failed. Raises OSError when that cannot be written."""
         try:
             total, model, errors = await self.files.in_thread(self._checked, batch)
         except OSError as error:
@@ -238,14 +275,13 @@ class BatchRunner:
         except Exception:
             log.exception("batch %s", batch.id)
             total, model, errors = 0, None, [_bad(None, "server_error", BROKEN)]
-        if batch.status != "validating":
+        if batch.status != "validating" or self._stops[batch.id].is_set():
             return
         batch.total, batch.model, batch.errors = total, model, errors
         if errors:
             self._end(batch, "failed")
         else:
             self._enter(batch, "in_progress")
-            self._take_up(batch)
 
     def _checked(self, batch: Batch) -> tuple[int, str | None, list[dict[str, Any]]]:
         """Lines, their model's name, and what is wrong with them."""
@@ -314,79 +350,74 @@ class BatchRunner:
             raise ApiError(404, f"{service.model_name!r} speaks and does not write", code="unsupported_model")
         return service
 
-    async def _lane(self, owner: str) -> None:
-        """Works on a key's batches, one after the other."""
-        while True:
-            waiting = (b for b in self.all(owner) if b.status in UNFINISHED and b.status != "validating")
-            batch = next(waiting, None)
-            if batch is None:
-                del self._lanes[owner]
-                return
-            try:
-                if batch.final is None:
-                    await self._work(batch)
-                await self._publish(batch)
-            except (OSError, EngineFailed) as error:
-                log.warning("batch %s cannot go on: %s; it is tried again", batch.id, error)
-                await asyncio.sleep(AGAIN_S)
-            except ForeignFile as error:
-                said = f"what was kept of its results is damaged: {error}"
-                self._finish(batch, "failed", _bad(None, "damaged", said))
-            except ApiError as error:  # its model or its key is not there any more
-                self._finish(batch, "failed", _bad(None, error.code or "invalid_request", error.message))
-            except Exception:
-                log.exception("batch %s", batch.id)
-                if batch.final is not None:  # it can only be tried again
-                    await asyncio.sleep(AGAIN_S)
-                else:
-                    self._finish(batch, "failed", _bad(None, "server_error", BROKEN))
+    async def _in_turn(self, batch: Batch) -> None:
+        """Works on a batch when no other one of its key runs; one that is cancelled has nothing to wait for."""
+        turn = self._turns.setdefault(batch.owner, asyncio.Lock())
+        has_turn = await self._unless_cancelled(batch, turn.acquire())
+        try:
+            if batch.final is None:
+                await self._work(batch)
+            await self._publish(batch)
+        except (OSError, EngineFailed):
+            raise
+        except Exception as error:
+            if batch.final is not None:  # it can only be tried again
+                raise
+            self._finish(batch, "failed", self._told(batch, error))
+        finally:
+            if has_turn:
+                turn.release()
+
+    def _told(self, batch: Batch, error: Exception) -> dict[str, Any]:
+        """Why it failed."""
+        if isinstance(error, ForeignFile):
+            return _bad(None, "damaged", f"what was kept of its results is damaged: {error}")
+        if isinstance(error, ApiError):  # its model is not there any more
+            return _bad(None, error.code or "invalid_request", error.message)
+        log.error("batch %s", batch.id, exc_info=error)
+        return _bad(None, "server_error", BROKEN)
+
+    async def _unless_cancelled(
+        self, batch: Batch, work: Coroutine[Any, Any, Any], timeout_s: float | None = None
+    ) -> bool:
+        """Whether `work` came to its end before the batch was cancelled, and in time; it is ended then. Raises what it does."""
+        tasks = working, _ = [asyncio.create_task(c) for c in (work, self._stops[batch.id].wait())]
+        try:
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            return working.done()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, batch: Batch) -> None:
         """Answers what is left of a batch."""
+        stop = self._stops[batch.id]
         results = await self.files.in_thread(_Results, self._path(batch, ".out"), self._path(batch, ".err"))
         try:
             self._note(batch, results)
-            status = "completed"
-            if batch.status == "cancelling":
-                status = "cancelled"
-            elif batch.status == "in_progress":
-                status = await self._answer_all(batch, results)
-            if status != "completed":
-                await self._settle(batch, results, expired=status == "expired")
+            is_whole = batch.status == "finalizing"
+            if batch.status == "in_progress" and not stop.is_set():
+                left_s = max(0.0, batch.expires_at - time.time())
+                is_whole = await self._unless_cancelled(batch, self._feed(batch, results), left_s)
+            if not is_whole:
+                await self._settle(batch, results, expired=not stop.is_set())
         finally:
             await self.files.in_thread(results.close)
-        self._finish(batch, "cancelled" if batch.status == "cancelling" else status)
+        self._finish(batch, "cancelled" if stop.is_set() else "completed" if is_whole else "expired")
 
     def _finish(self, batch: Batch, status: str, error: dict[str, Any] | None = None) -> None:
         """Nothing more is done for its lines."""
-        batch.final = status
-        if error is not None:
-            batch.errors = [error]
-        self._enter(batch, "cancelling" if batch.status == "cancelling" else "finalizing")
-
-    async def _answer_all(self, batch: Batch, results: _Results) -> str:
-        """The status in which it ends."""
-        stop = self._stops[batch.id] = asyncio.Event()
-        feeding = asyncio.create_task(self._feed(batch, results))
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            left_s = max(0.0, batch.expires_at - time.time())
-            tasks = (feeding, stopping)
-            await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if feeding.done():
-                feeding.result()
-                return "completed"
-            return "cancelled" if stop.is_set() else "expired"
-        finally:
-            del self._stops[batch.id]
-            for task in (feeding, stopping):
-                task.cancel()
-            await asyncio.gather(feeding, stopping, return_exceptions=True)
+        errors = batch.errors if error is None else [error]
+        now = "cancelling" if batch.status == "cancelling" else "finalizing"
+        self._enter(batch, now, final=status, errors=errors)
 
     async def _feed(self, batch: Batch, results: _Results) -> None:
         """Has every line answered that is not; raises what a line's task does."""
         service = self._service(batch.model)
-        account = self._account(batch)
+        account = self._server.accounts.named(batch.owner)
         info = await service.client.ready()
         n = self._server.config.batch_in_flight or max(1, info.max_num_seqs // 2)
         places = self._places.setdefault(service.model_name, asyncio.Semaphore(n))
@@ -417,19 +448,9 @@ class BatchRunner:
             if job.custom_id not in results.done:
                 yield job
 
-    def _account(self, batch: Batch) -> Account | None:
-        """Raises ApiError when the key is gone."""
-        accounts = self._server.accounts
-        account = accounts.named(batch.owner)
-        if account is None and (accounts or batch.owner):
-            raise ApiError(
-                401, f"the key {batch.owner!r}, whose batch it is, is none of this server's any more"
-            )
-        return account
-
     async def _wait_for_room(self, batch: Batch) -> None:
         is_told = False
-        while self.files.used_bytes >= self.files.room_bytes:
+        while not self.files.has_room(batch.owner):
             self.files.sweep(now=True)
             if not is_told:
                 log.warning("batch %s waits for room in --batch-dir (--batch-disk-gb)", batch.id)
@@ -544,22 +565,25 @@ class BatchRunner:
             )
             setattr(batch, field, card.id)
             self._save(batch)  # its id first: who comes after a crash finds the file by it
-            await self.files.in_thread(self.files.add, path, card)
-            self.files.used_bytes += max(MIN_BYTES, n_bytes)
-        self.files.used_bytes -= self._n_written.pop(batch.id, 0)
+            await self.files.add(path, card)
+            self.files.count(batch.owner, max(MIN_BYTES, n_bytes))
+        self.files.count(batch.owner, -self._n_written.pop(batch.id, 0))
         self._end(batch, batch.final or "completed")
 
     def _count_written(self, batch: Batch, n_bytes: int) -> None:
         self._n_written[batch.id] += n_bytes
-        self.files.used_bytes += n_bytes
+        self.files.count(batch.owner, n_bytes)
 
-    def _enter(self, batch: Batch, status: str) -> None:
-        batch.status = status
-        batch.times = batch.times | {f"{status}_at": int(time.time())}
-        self._save(batch)
+    def _enter(self, batch: Batch, status: str, **changes: Any) -> None:
+        """Raises OSError; the batch is as before then, and so the same step is taken again."""
+        changes |= {"status": status, "times": batch.times | {f"{status}_at": int(time.time())}}
+        self._save(msgspec.structs.replace(batch, **changes))
+        for name, value in changes.items():
+            setattr(batch, name, value)
 
     def _end(self, batch: Batch, status: str) -> None:
         self._enter(batch, status)
+        self._stops.pop(batch.id, None)
         self.files.in_use[batch.input_file_id] -= 1
         counts = f"{batch.completed} answered, {batch.failed} with an error, of {batch.total}"
         log.info("batch %s %s: %s", batch.id, status, counts)

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from deltic.batch_lines import NO_EMBEDDINGS, PATHS
 from deltic.server.batch_runner import Batch, BatchRunner
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStore, append, private
+from deltic.server.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStore, append, private, unwritable
 from deltic.server.generation import unavailable
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import SHUTTING_DOWN, Service
@@ -77,7 +77,7 @@ SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 async def upload(service: Service, request: Request) -> ASGIApp:
     """POST /v1/files: keeps a file of requests, for a batch."""
     files, owner = _runner(service, request).files, _owner(request)
-    form = _Form(request, files)
+    form = _Form(request, files, owner)
     try:
         await form.read()
         expires_s = form.check()
@@ -91,9 +91,11 @@ async def upload(service: Service, request: Request) -> ASGIApp:
             filename=form.filename,
             purpose=form.fields["purpose"],
         )
-        await files.in_thread(files.add, form.path, card)
-    except BaseException:
+        await files.add(form.path, card)
+    except BaseException as error:
         form.drop()
+        if isinstance(error, OSError):
+            raise unwritable("the file", error) from None
         raise
     return json_response(card.plain())
 
@@ -101,13 +103,14 @@ async def upload(service: Service, request: Request) -> ASGIApp:
 class _Form:
     """A form on its way to the disk."""
 
-    def __init__(self, request: Request, files: FileStore) -> None:
+    def __init__(self, request: Request, files: FileStore, owner: str) -> None:
         self.path = files.part()
         self.fields: dict[str, str] = {}
         self.filename = ""
         self.n_bytes = 0
         self._request = request
         self._files = files
+        self._owner = owner
         self._out: BinaryIO | None = None
         self._n_taken = 0
         self._n_field_bytes = 0
@@ -119,7 +122,7 @@ class _Form:
         self._is_whole = False
 
     async def read(self) -> None:
-        """Raises ApiError (400, 409, 413, 415)."""
+        """Raises ApiError (400, 409, 413, 415), OSError."""
         kind, options = parse_options_header(self._request.headers.get("content-type", ""))
         if kind != b"multipart/form-data" or b"boundary" not in options:
             raise ApiError(
@@ -183,18 +186,14 @@ class _Form:
         if self._out is not None:
             self._out.close()
         self.path.unlink(missing_ok=True)
-        self._files.give_back(self._n_taken)
+        self._files.count(self._owner, -self._n_taken)
 
     def _open(self) -> BinaryIO:
         return open(self.path, "wb", buffering=0, opener=private)
 
     async def _write(self, out: BinaryIO) -> None:
         data, self._unwritten = bytes(self._unwritten), bytearray()
-        try:
-            await self._files.in_thread(append, out, data)
-        except OSError as error:
-            said = f"the file cannot be written: {error.strerror}"
-            raise ApiError(409, said, code="storage_full", headers=NO_RETRY) from None
+        await self._files.in_thread(append, out, data)
 
     def _begin(self) -> None:
         self._disposition = b""
@@ -238,7 +237,7 @@ class _Form:
 
     def _reserve(self) -> None:
         n = max(MIN_BYTES, self.n_bytes) - self._n_taken
-        self._files.take(n)
+        self._files.take(self._owner, n)
         self._n_taken += n
 
     def _end(self) -> None:

@@ -28,6 +28,7 @@ from deltic.server.errors import ApiError
 log = logging.getLogger("deltic.server")
 
 MAX_FILES = 10_000
+"""Of one key."""
 MIN_BYTES = 4096
 """What a file takes at least, with its card."""
 KEPT_S = 30 * 86_400
@@ -61,11 +62,15 @@ class Card(Struct):
 class FileStore:
     """The files of one directory, which is one process's."""
 
-    def __init__(self, directory: Path, room_gb: float) -> None:
-        """Raises ConfigError for a directory that cannot be used."""
+    def __init__(self, directory: Path, room_gb: float, n_owners: int = 1) -> None:
+        """n_owners: among whom the room is shared out. Raises ConfigError for a directory that cannot be used."""
         self.directory = directory
         self.room_bytes = int(room_gb * 1e9)
-        self.used_bytes = 0
+        self.share_bytes = self.room_bytes // n_owners
+        """What one owner may take."""
+        self._used: Counter[str] = Counter()
+        """Bytes by owner."""
+        self._n_files: Counter[str] = Counter()
         self.in_use: Counter[str] = Counter()
         """Files that a batch reads, which stay."""
         self.worker = ThreadPoolExecutor(1, "files")
@@ -112,31 +117,54 @@ class FileStore:
         self.sweep()
         return [card for card in self._cards.values() if card.owner == owner]
 
-    def take(self, n_bytes: int) -> None:
-        """Counts what is about to be written. Raises ApiError (409) when there is no room for it."""
-        if self.used_bytes + n_bytes > self.room_bytes or len(self._cards) >= MAX_FILES:
-            self.sweep(now=True)
-        if self.used_bytes + n_bytes > self.room_bytes or len(self._cards) >= MAX_FILES:
-            said = f"there is no room for more files ({self.room_bytes / 1e9:g} GB, {MAX_FILES} files); delete some"
-            raise ApiError(409, said, code="storage_full", headers=NO_RETRY)
-        self.used_bytes += n_bytes
+    @property
+    def used_bytes(self) -> int:
+        return self._used.total()
 
-    def give_back(self, n_bytes: int) -> None:
-        self.used_bytes -= n_bytes
+    def has_room(self, owner: str, n_bytes: int = 1) -> bool:
+        """Whether there is so much of the owner's share, and of the disk: keys that are gone may have left files."""
+        own, others = self._used[owner], self.used_bytes - self._used[owner]
+        return own + n_bytes <= min(self.share_bytes, self.room_bytes - others)
+
+    def take(self, owner: str, n_bytes: int) -> None:
+        """Counts what is about to be written. Raises ApiError (409) when there is no room for it."""
+
+        def is_full() -> bool:
+            return self._n_files[owner] >= MAX_FILES or not self.has_room(owner, n_bytes)
+
+        if is_full():
+            self.sweep(now=True)
+        if is_full():
+            said = f"there is no room for more files ({self.share_bytes / 1e9:g} GB, {MAX_FILES} files); delete some"
+            raise ApiError(409, said, code="storage_full", headers=NO_RETRY)
+        self.count(owner, n_bytes)
+
+    def count(self, owner: str, n_bytes: int) -> None:
+        """Notes what was written, or, below 0, what is gone."""
+        self._used[owner] += n_bytes
 
     def part(self) -> Path:
         """A name for a file that is being written."""
         return self.path(f"{secrets.token_hex(12)}.part")
 
-    def add(self, written: Path, card: Card) -> None:
-        """Gives a file that is whole its name. What it has beyond MIN_BYTES was counted as it was written."""
-        write_whole(self.path(card.id + ".json"), msgspec.json.encode(card))
-        written.rename(self.path(card.id))
+    async def add(self, written: Path, card: Card) -> None:
+        """Gives a file that is whole its name. It was counted as it was written. Raises OSError."""
+
+        def name() -> None:
+            write_whole(self.path(card.id + ".json"), msgspec.json.encode(card))
+            written.rename(self.path(card.id))
+
+        await self.in_thread(name)
+        self._note(card)  # here: the event loop reads what it changes
+
+    def _note(self, card: Card) -> None:
         self._cards[card.id] = card
+        self._n_files[card.owner] += 1
 
     def remove(self, file_id: str) -> None:
         card = self._cards.pop(file_id)
-        self.used_bytes -= max(MIN_BYTES, card.bytes)
+        self._n_files[card.owner] -= 1
+        self.count(card.owner, -max(MIN_BYTES, card.bytes))
         self.path(file_id).unlink(missing_ok=True)
         self.path(file_id + ".json").unlink(missing_ok=True)
 
@@ -161,8 +189,8 @@ class FileStore:
         for name in found.keys() - kept:
             (self.directory / "files" / name).unlink(missing_ok=True)
         for card in sorted(cards, key=lambda card: card.created_at):
-            self._cards[card.id] = card
-            self.used_bytes += max(MIN_BYTES, card.bytes)
+            self._note(card)
+            self.count(card.owner, max(MIN_BYTES, card.bytes))
 
 
 def _card(path: Path) -> Card | None:
@@ -174,11 +202,21 @@ def _card(path: Path) -> Card | None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Writes a file that is there whole or not at all. Raises OSError."""
     new = path.with_name(path.name + ".new")
-    with open(new, "wb", opener=private) as file:
-        file.write(data)
-    new.replace(path)
+    try:
+        with open(new, "wb", opener=private) as file:
+            file.write(data)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def unwritable(what: str, error: OSError) -> ApiError:
+    """What a client is told whose `what` the disk does not take."""
+    said = f"{what} cannot be written: {error.strerror}"
+    return ApiError(409, said, code="storage_full", headers=NO_RETRY)
 
 
 def private(path: str, flags: int) -> int:

@@ -100,7 +100,9 @@ class Server:
         self.accounts = Accounts(self.config)
         self.responses = ResponseStore(self.config.max_stored_responses)
         if self.config.batch_dir is not None:
-            self.batches = BatchRunner(self, FileStore(self.config.batch_dir, self.config.batch_disk_gb))
+            n_owners = max(1, len(self.accounts.numbers()))
+            files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, n_owners)
+            self.batches = BatchRunner(self, files)
         self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
 

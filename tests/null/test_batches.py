@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -416,9 +420,17 @@ def test_a_batch_goes_on_after_the_process_is_gone(tmp_path: Path) -> None:
         assert len(site.content(done.output_file_id)) == 30
 
 
-def loop_runs(site: Site) -> None:
-    """What serve.py does when the model is ready, in the loop in which the server runs: here another batch wakes the key's lane."""
-    site.ended(site.run([line("later")]))
+def loop_runs(site: Site, key: str = "none") -> None:
+    """What serve.py does when the model is ready, in the loop in which the server runs: here where another batch is made."""
+    add = site.runner.add
+
+    def start_and_add(batch: batch_runner.Batch) -> None:
+        site.runner.start()
+        add(batch)
+
+    site.runner.add = start_and_add  # type: ignore[method-assign]
+    site.ended(site.run([line("later")], key), key)
+    site.runner.add = add  # type: ignore[method-assign]
 
 
 def test_a_publication_that_broke_off_is_made_whole(tmp_path: Path) -> None:
@@ -465,3 +477,187 @@ def test_nothing_is_kept_that_others_may_read(tmp_path: Path) -> None:
             path: path.stat().st_mode & 0o077 for path in (tmp_path / "d").rglob("*") if path.name != "lock"
         }
         assert len(modes) >= 6 and not any(modes.values()), modes
+
+
+class Disk:
+    """In place of write_whole: room for as many of a batch's states as are told."""
+
+    def __init__(self, n_left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_left = n_left
+        self.n_refused = 0
+        self._write = batch_runner.write_whole
+        monkeypatch.setattr(batch_runner, "write_whole", self)
+        monkeypatch.setattr(batch_runner, "AGAIN_S", 0.05)
+
+    def __call__(self, path: Path, data: bytes) -> None:
+        if self.n_left <= 0:
+            self.n_refused += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.n_left -= 1
+        self._write(path, data)
+
+
+@pytest.mark.parametrize("n_before", range(1, 6))
+def test_a_full_disk_delays_any_step_of_a_batch_and_loses_none(
+    n_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states are: made, checked, answered, of which file, ended."""
+    with Site(tmp_path) as site:
+        disk = Disk(n_before, monkeypatch)
+        batch = site.run([line("a")])
+        if n_before < 5:
+            until(lambda: disk.n_refused, lambda n: n >= 2)
+            assert site.client().batches.retrieve(batch.id).status in batch_runner.UNFINISHED
+            with pytest.raises(openai.ConflictError, match="the batch cannot be written: No space left"):
+                site.run([line("a")])
+        disk.n_left = 100
+        done = site.ended(batch)
+        assert (done.status, done.request_counts.completed) == ("completed", 1)
+        assert site.content(done.output_file_id).keys() == {"a"} and len(site.engine.requests) == 1
+        assert site.ended(site.run([line("b")])).status == "completed", "the key's next one runs"
+
+
+def test_a_batch_that_cannot_even_fail_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Site(tmp_path) as site:
+        work = site.runner._work
+
+        async def broken(batch: batch_runner.Batch) -> None:
+            raise RuntimeError("unforeseen")
+
+        monkeypatch.setattr(site.runner, "_work", broken)
+        disk = Disk(2, monkeypatch)
+        first = site.run([line("a")])
+        until(lambda: disk.n_refused, lambda n: n >= 2)
+        disk.n_left = 100
+        assert site.ended(first).errors.data[0].code == "server_error"
+        monkeypatch.setattr(site.runner, "_work", work)
+        assert site.ended(site.run([line("b")])).status == "completed"
+
+
+def test_a_cancel_that_cannot_be_written_is_told_and_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngineClient()
+    engine.hold = True
+    with Site(tmp_path, engine) as site:
+        batch = site.run([line("a")])
+        until(lambda: engine.n_open, lambda n: n == 1)
+        disk = Disk(0, monkeypatch)
+        with pytest.raises(openai.ConflictError, match="cannot be written: No space left"):
+            site.client().batches.cancel(batch.id)
+        until(lambda: disk.n_refused, lambda n: n >= 4)
+        disk.n_left = 100
+        assert site.ended(batch).status == "cancelled"
+        assert len(engine.requests) == 1 and not engine.n_open
+        engine.hold = False
+
+
+def test_an_upload_that_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Site(tmp_path) as site:
+        monkeypatch.setattr(file_store, "write_whole", full)
+        with pytest.raises(openai.ConflictError, match="the file cannot be written: No space left"):
+            site.upload([line("a")])
+        assert site.runner.files.used_bytes == 0 and not list((tmp_path / "files").iterdir())
+
+
+def test_a_state_that_was_not_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        file_store.write_whole(tmp_path / "x", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_batch_that_waits_is_cancelled_at_once(tmp_path: Path) -> None:
+    engine = FakeEngineClient()
+    engine.hold = True
+    with Site(tmp_path, engine) as site:
+        first, second = site.run([line("a")]), site.run([line("b")])
+        client = site.client()
+        until(lambda: client.batches.retrieve(second.id).status, lambda status: status == "in_progress")
+        until(lambda: engine.n_open, lambda n: n == 1)
+        client.batches.cancel(second.id)
+        assert site.ended(second).status == "cancelled"
+        assert client.batches.retrieve(first.id).status == "in_progress" and len(engine.requests) == 1
+        third = site.run([line("c")])
+        engine.hold = False
+        assert site.ended(first).status == site.ended(third).status == "completed"
+
+
+def test_a_batch_waits_for_a_server_that_has_its_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngineClient()
+    engine.hold = True
+    with Site(tmp_path, engine, api_key=("alice=a",)) as site:
+        batch = site.run([line("a")], "a")
+        until(lambda: engine.n_open, lambda n: n == 1)
+    kept = tmp_path / "batches" / f"{batch.id}.json"
+    before = kept.read_bytes()
+    for keys, key in (({"api_key": ("child",)}, "child"), ({}, "none")):
+        caplog.clear()
+        with Site(tmp_path, **keys) as site:
+            loop_runs(site, key)
+            assert len(site.engine.requests) == 1, "the later batch's"
+        assert "is of the key 'alice', and waits" in caplog.text and kept.read_bytes() == before
+    with Site(tmp_path, api_key=("alice=a",)) as site:
+        loop_runs(site, "a")
+        assert site.ended(batch, "a").status == "completed"
+
+
+def test_a_key_leaves_batches_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runner, "MAX_BATCHES", 3)
+    engine = FakeEngineClient()
+    with Site(tmp_path, engine, api_key=("alice=a", "bob=b")) as site:
+        bobs = site.run([line("1")], "b")
+        site.ended(bobs, "b")
+        alices = [site.ended(site.run([line("1")], "a"), "a").id for _ in range(2)]
+        engine.hold = True
+        alices += [site.run([line("1")], "a").id for _ in range(3)]
+        assert {b.id for b in site.client("a").batches.list()} == set(alices[2:]), "hers make room"
+        with pytest.raises(openai.ConflictError, match="3 batches are not finished"):
+            site.run([line("1")], "a")
+        assert site.client("b").batches.retrieve(bobs.id).status == "completed"
+        site.run([line("1")], "b")
+        engine.hold = False
+
+
+def test_a_key_leaves_files_and_room_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Site(tmp_path, api_key=("alice=a", "bob=b"), batch_disk_gb=0.001) as site:
+        full = b"x" * 499_000
+        site.client("a").files.create(file=full, purpose="batch")
+        with pytest.raises(openai.ConflictError, match="no room for more files"):
+            site.upload([line("1")] * 10, "a")
+        site.client("b").files.create(file=full, purpose="batch")
+        monkeypatch.setattr(file_store, "MAX_FILES", 2)
+    with Site(tmp_path, api_key=("alice=a", "bob=b"), batch_disk_gb=0.1) as site:
+        site.upload([line("1")], "a")
+        with pytest.raises(openai.ConflictError, match="2 files"):
+            site.upload([line("1")], "a")
+        site.upload([line("1")], "b")
+    with Site(tmp_path, api_key=("bob=b",), batch_disk_gb=0.0015) as site:
+        assert not site.runner.files.has_room("bob", 500_000), "alice's files are there"
+        assert site.runner.files.has_room("bob", 400_000)
+
+
+def test_files_are_noted_in_the_thread_that_lists_them(tmp_path: Path) -> None:
+    """So that a list never changes while it is read."""
+    files = file_store.FileStore(tmp_path / "d", 1)
+    threads = set()
+
+    class Cards(dict[str, file_store.Card]):
+        def __setitem__(self, name: str, card: file_store.Card) -> None:
+            threads.add(threading.get_ident())
+            super().__setitem__(name, card)
+
+    files._cards = Cards()
+    part = files.part()
+    part.write_bytes(b"")
+    card = file_store.Card("file-1", "", 0, 0, 2**40, "f", "batch")
+    asyncio.run(files.add(part, card))
+    assert threads == {threading.get_ident()} and files.all("") == [card]
+    files.close()
