@@ -2,7 +2,8 @@
 
     python -m deltic.bench.soak --minutes 30 [--kill-engine 5] [--seed 0]
     python -m deltic.bench.soak MODEL --speech --minutes 20       (a model that speaks, or --serve-args "--dummy ...")
-    python -m deltic.bench.soak --hostile 4 [--hang-engine 5]     (beside it: clients that mean harm, an engine that stands still)
+    python -m deltic.bench.soak --hostile 4 [--hang-engine 5] [--spoil-cache 2]
+            (beside it: clients that mean harm, an engine that stands still, a prefix cache on disk that gives no numbers)
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
 other with a status), no 5xx except then, the answers' form, the same text for the same seed; at quiet
@@ -24,6 +25,7 @@ import shlex
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,7 @@ from rich.table import Table
 
 from deltic.bench import hostile_traffic, speech_traffic, traffic
 from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.spoil import spoil
 from deltic.bench.traffic import Kinds, Lost, Traffic, Violation
 from deltic.remote import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
 
@@ -141,6 +144,10 @@ class Soak:
     n_requests: int = 0
     n_lost: int = 0
     killing: bool = False
+    cache_dir: Path | None = None
+    """The prefix cache that is spoilt now and then."""
+    n_spoilt: int = 0
+    """Its files that were."""
 
     def __post_init__(self) -> None:
         self.begin = time.monotonic()
@@ -207,6 +214,7 @@ class Soak:
             return
         self.killing = True
         begin = time.monotonic()
+        self.spoil()  # the next engine process has nothing but these files
         os.kill(pid, with_signal)
         seen: set[int] = set()
         probe = Endpoint(self.server.url, self.server.api_key)
@@ -226,10 +234,16 @@ class Soak:
         self.recoveries_s.append(round(time.monotonic() - begin, 2))
         self.killing = False
 
-    async def run(self, n_clients: int, n_hostile: int, breaks: dict[signal.Signals, float]) -> None:
+    def spoil(self) -> None:
+        """Fills the prefix cache on disk with what is no number; requests must be answered as if it were not there."""
+        if self.cache_dir is not None:
+            with contextlib.suppress(FileNotFoundError):  # one that the engine has dropped meanwhile
+                self.n_spoilt += spoil(self.cache_dir)
+
+    async def run(self, n_clients: int, n_hostile: int, breaks: dict[signal.Signals | None, float]) -> None:
         """Traffic until the deadline, with quiet points between.
 
-        breaks: what the engine gets under load, and every how many seconds.
+        breaks: what the engine gets under load, and every how many seconds; None: its prefix cache on disk is spoilt.
         """
         every = min(30.0, (self.deadline - self.begin) / 13)
         kinds = [self.kinds] * n_clients + [hostile_traffic.KINDS] * n_hostile
@@ -239,7 +253,10 @@ class Soak:
             await asyncio.sleep(min(every, max(0.0, self.deadline - time.monotonic())))
             for which, every_s in breaks.items():
                 if time.monotonic() >= due[which] and not self.over():
-                    await self.break_engine(which)
+                    if which is None:
+                        self.spoil()
+                    else:
+                        await self.break_engine(which)
                     due[which] = time.monotonic() + every_s
             await self.quiet()
         await asyncio.gather(*clients)
@@ -250,6 +267,8 @@ class Soak:
         else:
             await self.quiet()
             self.check_restarts()
+            if self.n_spoilt and not self.gauges.get("recomputed_sequences_total"):
+                self.violate(f"{self.n_spoilt} spoilt files of the prefix cache, and none was met")
 
     def check_restarts(self) -> None:
         """The engine was started again as often as it was killed here: more means that it died by itself."""
@@ -301,6 +320,8 @@ class Soak:
             "kinds": dict(sorted(self.traffic.counts.items())),
             "generated_tokens_checked": self.traffic.n_tokens,
             "lost_to_kills": self.n_lost,
+            "spoilt_cache_files": self.n_spoilt,
+            "recomputed_sequences": self.gauges.get("recomputed_sequences_total"),
             "kills": len(self.recoveries_s),
             "recoveries_s": self.recoveries_s,
             "memory_growth": self.check_memory(),
@@ -314,7 +335,7 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
     extra = shlex.split(arguments.serve_args)
     given = SPEECH_SERVE if arguments.speech else SERVE
     kinds = speech_traffic.KINDS if arguments.speech else traffic.KINDS
-    breaks: dict[signal.Signals, float] = {}
+    breaks: dict[signal.Signals | None, float] = {}
     if arguments.kill_engine:
         breaks[signal.SIGKILL] = arguments.kill_engine * 60
     if arguments.hang_engine:
@@ -322,6 +343,10 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
         extra += ["--engine-timeout-s", f"{ENGINE_TIMEOUT_S:g}"]
     if arguments.hostile:
         extra += HOSTILE_SERVE
+    cache = tempfile.TemporaryDirectory(prefix="deltic-soak-") if arguments.spoil_cache else None
+    if cache is not None:
+        breaks[None] = arguments.spoil_cache * 60
+        extra += ["--cache-dir", cache.name]
     server = LocalServer([*([arguments.model] if arguments.model else []), *given, *extra])
     try:
         with console.status("starting the server"):
@@ -329,6 +354,7 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
         sent = Traffic(endpoint, await model_name(endpoint), MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE)
         deadline = time.monotonic() + arguments.minutes * 60
         soak = Soak(server, sent, kinds, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
+        soak.cache_dir = Path(cache.name) if cache is not None else None
         with console.status(f"{arguments.minutes:g} minutes of traffic"):
             await soak.run(arguments.clients, arguments.hostile, breaks)
         report = soak.report()
@@ -340,6 +366,8 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
         return report | {"stop_s": round(time.monotonic() - begin, 2)}
     finally:
         server.stop()
+        if cache is not None:
+            cache.cleanup()
 
 
 def table(report: dict[str, Any]) -> Table:
@@ -352,6 +380,8 @@ def table(report: dict[str, Any]) -> Table:
     for name, value in report["kinds"].items():
         out.add_row(name, str(value))
     out.add_row("tokens, or frames, in checked answers", str(report["generated_tokens_checked"]))
+    spoilt = f"{report['spoilt_cache_files']}, {report['recomputed_sequences'] or 0:.0f}"
+    out.add_row("spoilt files of the prefix cache, sequences computed once more", spoilt)
     out.add_row("engine kills, requests lost to them", f"{report['kills']}, {report['lost_to_kills']}")
     for name, sizes in report["memory_growth"].items():
         if sizes:
@@ -376,6 +406,12 @@ def main() -> int:
         type=float,
         metavar="MINUTES",
         help="SIGSTOP the engine this often, until it is noticed",
+    )
+    parser.add_argument(
+        "--spoil-cache",
+        type=float,
+        metavar="MINUTES",
+        help="keep the prefix cache on disk, and fill it with NaN this often",
     )
     parser.add_argument(
         "--hostile", type=int, default=0, help="hostile clients beside the others (default: 0)"

@@ -59,7 +59,7 @@ async def body(traffic: Traffic, rng: random.Random) -> dict[str, Any]:
         (0.2, "top_p", [0.3, 0.9]),
         (0.2, "seed", [0, 7, 2**63 - 1]),
         (0.2, "repetition_penalty", [1.0, 1.3]),
-        (0.2, "sample_rate", [8000, 24000]),
+        (0.2, "sample_rate", [8000, 24000, 48000]),
         (0.3, "non_streaming_mode", [True, False]),
     ):
         if rng.random() < probability:
@@ -215,8 +215,8 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
     """A request that cannot be right: a 4xx with OpenAI's error body."""
     wrong: list[dict[str, Any]] = [
         {"input": ""}, {"input": " \n"}, {"input": 5}, {"input": None}, {"voice": "nobody"}, {"voice": 3}, {"voice": {"name": "x"}},
-        {"model": "no-such-model"}, {"language": "klingon"}, {"response_format": "aiff"}, {"sample_rate": 44100},
-        {"speed": 9}, {"speed": 2, "stream_format": "audio"}, {"stream_format": "video"}, {"response_format": "mp3", "stream": True},
+        {"model": "no-such-model"}, {"language": "klingon"}, {"response_format": "aiff"}, {"sample_rate": 96000},
+        {"speed": 9}, {"speed": 2, "initial_codec_chunk_frames": 1}, {"stream_format": "video"}, {"response_format": "aac", "stream": True},
         {"max_new_tokens": 0}, {"max_new_tokens": 10**6}, {"max_new_tokens": "x"}, {"temperature": -1}, {"top_p": 2}, {"top_k": -1},
         {"seed": "x"}, {"ref_audio": "data:audio/wav;base64,AAAA"}, {"ref_text": "x"}, {"speaker_embedding": [1.0]},
         {"task_type": "Base"}, {"no_such_field": 1}, {"repetition_penalty": 0}, {"input": "word " * 20_000},

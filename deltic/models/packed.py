@@ -276,7 +276,10 @@ def through_cache(
         return load()
     cached, cache_notices = cache_file(config, directory), list[str]()
     try:
-        make_private("--weights-cache", config.weights_cache)
+        with contextlib.suppress(
+            OSError
+        ):  # one that cannot be made is told below, as one that cannot be written
+            make_private("--weights-cache", config.weights_cache)
         if cached.exists():
             return map_file(cached)
     except (CheckpointError, OSError) as error:
