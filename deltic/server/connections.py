@@ -21,7 +21,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from deltic.logs import counted
 from deltic.server.errors import ApiError
@@ -37,6 +37,9 @@ LEAST_BYTES_PER_S = 256
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections: one that is closed as it is used again looks like a failure to them. A client that
 takes nothing of its answer for as long has stalled."""
+
+MAX_PIPELINED = 8
+"""Requests that may wait behind the one that is answered while it is still watched whether the client leaves."""
 
 RESERVED = 16
 """Descriptors that connections leave to everything else, and to those that come next."""
@@ -96,6 +99,8 @@ class HttpConnection(HttpToolsProtocol):
         self._n_unsent = self._n_same = 0
         """Bytes of the answer that the client had not taken at the last look, and how many looks saw as many."""
         self._refusal: ApiError | None = None
+        self._answered: RequestResponseCycle | None = None
+        """The request whose answer is made, or was last; `cycle` is the newest, which may have to wait in `pipeline`."""
 
     # What the transport calls.
 
@@ -107,6 +112,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
+        self._disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -126,10 +132,22 @@ class HttpConnection(HttpToolsProtocol):
         self._leave()
         super().handle_websocket_upgrade()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """Tells all requests that are not answered that their client has gone."""
+        for cycle in (self._answered, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
     # What the parser calls. An error that is raised here ends in `send_400_response`.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         self._is_head_open = True
         self._waits_since_s = time.monotonic()
         self._n_head_bytes = self._n_mute_bytes = 0
@@ -154,6 +172,8 @@ class HttpConnection(HttpToolsProtocol):
         self._is_head_open, self._is_body_open = False, True
         self._waits_since_s = None
         self._body_since_s, self._n_body_bytes = time.monotonic(), 0
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # else nobody would notice that the client leaves
 
     def on_body(self, body: bytes) -> None:
         self._n_mute_bytes = 0
@@ -163,9 +183,19 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._n_mute_bytes = 0
         self._is_body_open = False
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._all.silent.pop(self, None)
         super().on_message_complete()
+        if self.cycle is None:
+            return
+        if not self.cycle.response_complete:
+            self._all.silent.pop(self, None)
+        elif (
+            not self.transport.is_closing()
+        ):  # the answer came before the body was whole: now it waits for the next
+            self._waits_since_s = None
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -220,13 +250,12 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse("timeout", ApiError(408, said, code="request_timeout"))
 
     def _refuse(self, why: str, error: ApiError) -> None:
-        """Answers for the application, unless that has begun to, and closes."""
-        cycle = self.cycle
+        """Answers for the application, unless that has begun to, or has answered what is not whole; and closes."""
+        cycle = self._answered
         is_answering = cycle is not None and not cycle.response_complete
-        if is_answering:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        if not (is_answering and cycle.response_started):
+        has_answer = cycle.response_started if cycle and is_answering else self._is_body_open
+        self._disconnect()
+        if not has_answer:
             body = error.body()
             self.transport.write(
                 STATUS_LINE[error.status]

@@ -200,6 +200,68 @@ def test_who_waits_for_an_answer_is_not_silent(engine: FakeEngineClient) -> None
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("rest", [b"0123456789", b""], ids=["then the body ends", "the body never ends"])
+def test_an_answer_before_the_end_of_its_body_is_the_only_one(engine: FakeEngineClient, rest: bytes) -> None:
+    with served(make_app(engine, api_key=("a=k",)), client_timeout_s=SHORT_S) as url:
+        client = Raw(url)
+        client.send(START + b"content-length: 10\r\n\r\n")
+        assert client.socket.recv(65536).startswith(b"HTTP/1.1 401 ")
+        client.send(rest)
+        if not rest:
+            assert client.answer() == b""
+            return
+        time.sleep(2 * SHORT_S)  # it is idle then, as after any other answer
+        client.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert client.answer().startswith(b"HTTP/1.1 200 ")
+
+
+def test_idle_connections_end_after_a_late_body_too(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", SHORT_S)
+    with served(make_app(engine, api_key=("a=k",)), client_timeout_s=100) as url:
+        client = Raw(url)
+        client.send(START + b"content-length: 10\r\n\r\n")
+        assert client.socket.recv(65536).startswith(b"HTTP/1.1 401 ")
+        client.send(b"0123456789")
+        assert client.answer() == b""
+
+
+PIPELINED = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def begun(url: str, is_stream: bool) -> Raw:
+    """A client that has asked for a long answer."""
+    body = json.dumps({"prompt": "a", "max_tokens": 3000, "stream": is_stream}).encode()
+    client = Raw(url)
+    client.send(START + b"content-length: %d\r\n\r\n" % len(body) + body)
+    if is_stream:
+        client.socket.recv(100)
+    return client
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_pipelined_request_does_not_hide_that_the_client_left(is_stream: bool) -> None:
+    engine = FakeEngineClient(answer=lambda request, index: [65] * 3000 + [END], max_model_len=100_000)
+    engine.token_s = 0.01
+    with served(make_app(engine)) as url:
+        client = begun(url, is_stream)
+        client.send(PIPELINED)
+        time.sleep(0.1)
+        client.socket.close()
+        wait_for(lambda: engine.aborts)
+
+
+def test_a_malformed_request_writes_nothing_into_the_answer_before_it() -> None:
+    engine = FakeEngineClient(answer=lambda request, index: [65] * 3000 + [END], max_model_len=100_000)
+    engine.token_s = 0.01
+    with served(make_app(engine)) as url:
+        client = begun(url, is_stream=True)
+        client.send(PIPELINED + b"GARBAGE\r\n\r\n")
+        assert b"HTTP/1.1 400" not in client.answer()
+        wait_for(lambda: engine.aborts)
+
+
 def test_a_body_that_comes_slowly_is_read(engine: FakeEngineClient) -> None:
     body = b'{"prompt": "a"}' + b" " * 100_000
 
