@@ -139,7 +139,12 @@ class Cache:
         if sequence.prefix is None:
             return []
         self._extend_keys(sequence)
+        if self._is_doomed(sequence.prefix):
+            return []
         return self._tree.match(sequence.prefix.keys, (len(sequence.tokens) - 1) // PAGE_SIZE)
+
+    def _is_doomed(self, prefix: Prefix) -> bool:
+        return bool(prefix.keys) and self.store.is_doomed(prefix.keys[0])
 
     def usable(self, sequence: Sequence, known: list[Node], tier: int = DISK) -> list[Node]:
         """As much of `known` as the sequence can start behind, with what is in this tier and in those above it. Unless it comes
@@ -352,11 +357,11 @@ class Cache:
         """A chunk ran, and the sequence's n_computed says so: its full pages and snapshots enter the tree."""
         sequence = chunk.sequence
         self._let_go_of_start(sequence)
+        self.publish(sequence)
         prefix: Prefix | None = sequence.prefix
         if prefix is None:
             self.slots.give_back([slot for _, slot in chunk.snapshots])  # the cache was reset meanwhile
             return
-        self.publish(sequence)
         for n, slot in chunk.snapshots:
             depth = chunk.start + n
             node = self._tree.nodes[prefix.keys[depth // PAGE_SIZE - 1]]
@@ -373,12 +378,16 @@ class Cache:
             sequence.start_slot = None
 
     def publish(self, sequence: Sequence) -> None:
-        """Full pages enter the tree. Where it has the same page already, the sequence takes that one for its own."""
+        """Full pages enter the tree. Where it has the same page already, the sequence takes that one for its own; where that is not
+        to be used, the sequence goes on without the tree."""
         prefix, pages = sequence.prefix, sequence.pages
         n_tokens = min(sequence.n_computed, self._n_canonical(sequence))
         if prefix is None or prefix.node.depth + PAGE_SIZE > n_tokens:
             return
         self._extend_keys(sequence)
+        if self._is_doomed(prefix):
+            sequence.prefix = None
+            return
         node = prefix.node if prefix.node.depth else self._root(sequence)
         for i in range(node.depth // PAGE_SIZE, n_tokens // PAGE_SIZE):
             node = self._tree.child(node, prefix.keys[i])

@@ -35,9 +35,6 @@ SURVEY_S = 60.0
 REGROW_S = 3600.0
 """How long less is kept on a disk that was full."""
 
-MAX_DROP_S = 5.0
-"""How long steps wait for a disk that moves what must not be used any more."""
-
 MAX_SAVED_PAGES = 1 << 17
 """Pages on disk; the tree takes about 1.2 kB of memory for each."""
 
@@ -83,6 +80,8 @@ class Residency:
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, tuple[list[Node], list[Node]]] = {}  # the path, and the node of each move
         self._to_save: dict[Node, None] = {}
+        self._doomed: set[Node] = set()
+        """Dropped with all beyond them, as soon as nothing of that is moved."""
         self._disk_used = 0
         self._disk_most = math.inf
         """Less than the budget for a while after the disk was full."""
@@ -278,6 +277,8 @@ class Residency:
                     self._loaded(self._loads.pop(ticket), moves)
                 else:
                     self._saved(*self._saves.pop(ticket), moves)
+                for node in list(self._doomed):
+                    self.drop(node)
         if self._to_save and not self._saves:
             self._save_next()
 
@@ -491,6 +492,7 @@ class Residency:
         for n in reversed(_branch(node)):
             assert not n.busy
             self._to_save.pop(n, None)
+            self._doomed.discard(n)
             if n.state[DEVICE] is not None:
                 self._free(self.slots, self.tree.drop_state(self.device, n))
             if n.state[HOST] is not None:
@@ -506,20 +508,20 @@ class Residency:
             self.tree.forget(n)
 
     def drop(self, node: Node) -> int:
-        """Drops a node and all beyond it from every tier, once nothing of them is moved; the number of pages. 0, with nothing
-        changed, where a disk takes longer than MAX_DROP_S."""
-        branch, until_s = _branch(node), time.monotonic() + MAX_DROP_S
-        for n in branch:
-            self._to_save.pop(n, None)
-        while any(n.busy for n in branch):
-            assert self.tiers is not None
-            if (left_s := until_s - time.monotonic()) <= 0:
-                return 0
-            self.tiers.wait(left_s)
-            self.poll()
-        if self.tree.nodes.get(node.key) is node:  # else what was moved was damaged, too
+        """Drops a node and all beyond it from every tier; the number of pages. While something of them is moved they are doomed, and
+        go once they rest: a disk may take long."""
+        branch = _branch(node)
+        if any(n.busy for n in branch):
+            self._doomed.add(node)
+            for n in branch:
+                self._to_save.pop(n, None)
+        elif self.tree.nodes.get(node.key) is node:
             self._drop_branch(node)
         return len(branch)
+
+    def is_doomed(self, key: bytes) -> bool:
+        """Whether the node with this key is to be dropped: nobody may use it, nor put anything into it."""
+        return bool(self._doomed) and self.tree.nodes.get(key) in self._doomed
 
     def reset(self) -> None:
         """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""

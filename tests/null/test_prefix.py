@@ -313,6 +313,42 @@ def test_a_prefix_that_is_not_finite_leaves_every_tier(
     assert session.engine.stats().n_recomputed == 1
 
 
+def test_what_is_not_finite_goes_once_a_slow_disk_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile it is neither used nor waited for."""
+    rng = Random(18)
+    disk: Disk = {}
+    session = session_with(n_units=64, disk=disk)
+    tiers = session.runner.tiers
+    assert isinstance(tiers, FakeTiers)
+    begin, other = some_ids(rng, 60), some_ids(rng, 100)
+    prompt = [*begin, *session.complete(begin, max_tokens=10, use_cache=False)[0], *some_ids(rng, 330)]
+    answer, *_ = session.complete(prompt, max_tokens=2)
+    session.store.poll()
+    for ticket in tiers._pending.values():  # the disk hangs, in the middle of saving it
+        ticket.n_polls = 10**9
+    assert session.store.n_moving and not any(saved.depth == 64 for saved in disk.values())
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers, "wait", lambda timeout_s: pytest.fail("the engine's thread waits for the disk"))
+        spoilt = next(n for n in session.store.tree.nodes.values() if n.depth == 64)
+        assert spoilt.busy
+        content = session.runner.pages[spoilt.page[DEVICE]].copy()
+        session.runner.pages[spoilt.page[DEVICE]] = NAN
+        for _ in range(3):
+            assert session.complete(prompt, max_tokens=2)[:2] == (answer, 0)
+        session.complete(begin, max_tokens=10)  # its first page is the same, once it is full
+        assert session.complete(other)[1] == 0 and session.complete(other)[1] == 64
+        assert session.engine.stats().n_recomputed == 1
+    session.runner.pages[spoilt.page[DEVICE]] = content  # the fake disk looks whether it was changed
+    tiers.wait(0.0)
+    session.settle()
+    assert {n.depth for n in session.store.tree.nodes.values()} == {64}, "the other prompt's is all there is"
+    assert {saved.depth for saved in disk.values()} <= {64}
+    assert session.complete(prompt, max_tokens=2)[:2] == (answer, 0)
+    assert session.complete(prompt, max_tokens=2)[:2] == (answer, 384)
+    assert session.engine.stats().n_recomputed == 1
+    session.check_answers()
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_an_answer_whose_memory_is_spoilt_goes_on(use_cache: bool) -> None:
     """Nothing comes twice, nothing is left out, and who shares the prefix goes on, too."""
