@@ -23,6 +23,7 @@ from deltic.config import (
     add_flags,
     check_environment,
     config_file,
+    exit_status,
     n_usable_cpus,
     resolve,
 )
@@ -548,7 +549,7 @@ def _bench_quality(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status. 2: wrong arguments or settings, 130: interrupted."""
+    """Runs a command; returns its exit status. 2: wrong arguments or settings, 1: what may pass, 130: interrupted."""
     words = sys.argv[1:] if argv is None else argv
     # argparse would take no more than the MODEL of `--and=MODEL` as what stands behind it.
     words = [
@@ -569,7 +570,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if type(error).__module__.partition(".")[0] != "deltic":
             raise
         print(f"deltic: {error}", file=sys.stderr)
-        return 2
+        return exit_status(error)
     except KeyboardInterrupt:
         return 130
 

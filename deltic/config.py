@@ -38,6 +38,15 @@ class ConfigError(ValueError):
     """A setting that cannot be honoured; the message says which, why, and what would work."""
 
 
+class MayPass(ConfigError):
+    """What nothing is wrong with but the moment, as a port that another server has."""
+
+
+def exit_status(error: Exception) -> int:
+    """Of a command that an error ends: 2 where a setting is wrong, which no later start mends, 1 for all else."""
+    return 2 if isinstance(error, ValueError) and not isinstance(error, MayPass) else 1
+
+
 def knob(
     default: Any,
     text: str,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from deltic.config import MayPass
 from deltic.models.shapes import CheckpointError
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,6 +55,12 @@ class Outcome(msgspec.Struct, tag="outcome"):
 
     directory: str | None = None
     error: str | None = None
+    may_pass: bool = False
+    """Whether that is a DownloadFailed."""
+
+
+class DownloadFailed(CheckpointError, MayPass):
+    """The hub, the way to it, or the disk: nothing is wrong with the name."""
 
 
 def is_hub_name(name: str) -> bool:
@@ -84,13 +91,13 @@ def download(wanted: Download) -> Path:
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(f"{name}: neither a directory here nor a model on the hub") from error
     except errors.LocalEntryNotFoundError as error:
-        raise CheckpointError(
+        raise DownloadFailed(
             f"{name}{f' at {given}' if given else ''}: not a directory, not (or not wholly) in the download cache, and the hub "
             "cannot be reached; go online once, or give the path of a checkpoint directory"
         ) from error
     except Exception as error:  # the hub's own, the system's, and those of whichever HTTP library it has
         said = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(
+        raise DownloadFailed(
             f"{name}: the download failed ({said}); start again: files that have come whole are kept"
         ) from error
 
@@ -174,7 +181,7 @@ def main() -> None:
     try:
         outcome = Outcome(directory=str(download(wanted)))
     except CheckpointError as error:
-        outcome = Outcome(error=str(error))
+        outcome = Outcome(error=str(error), may_pass=isinstance(error, DownloadFailed))
     _say(outcome)
     os._exit(0)  # the library's threads may have files to finish
 

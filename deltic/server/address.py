@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltic.config import ConfigError, ServerConfig
+from deltic.config import ConfigError, MayPass, ServerConfig
 
 if TYPE_CHECKING:
     import ssl
@@ -51,7 +52,7 @@ def listen(config: ServerConfig) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
+        raise _refusal(error)(
             f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --host or --port"
         ) from error
     return listener
@@ -63,7 +64,7 @@ def _listen_on_path(path: Path) -> socket.socket:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"--uds {path} exists and is no socket; remove it, or choose another path")
         if _is_answered(path):
-            raise ConfigError(f"--uds {path}: another server listens there; choose another path")
+            raise MayPass(f"--uds {path}: another server listens there; choose another path")
         path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o777 & ~SOCKET_MODE)
@@ -73,10 +74,14 @@ def _listen_on_path(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         why = error.strerror or error
-        raise ConfigError(f"cannot listen on --uds {path} ({why}); choose another path") from error
+        raise _refusal(error)(f"cannot listen on --uds {path} ({why}); choose another path") from error
     finally:
         os.umask(before)
     return listener
+
+
+def _refusal(error: OSError) -> type[ConfigError]:
+    return MayPass if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) else ConfigError
 
 
 def _is_answered(path: Path) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 
 from deltic.config import EngineConfig, ServerConfig
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
-from deltic.models.hub import Download, Outcome, Progress, is_hub_name
+from deltic.models.hub import Download, DownloadFailed, Outcome, Progress, is_hub_name
 from deltic.models.shapes import CheckpointError
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
         elif said.directory is not None:
             return Path(said.directory)
         else:
-            raise CheckpointError(str(said.error))
-    raise CheckpointError(f"{name}: the download ended without a word; start again")
+            raise (DownloadFailed if said.may_pass else CheckpointError)(str(said.error))
+    raise DownloadFailed(f"{name}: the download ended without a word; start again")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 from msgspec import Struct
 
-from deltic.config import ConfigError
+from deltic.config import ConfigError, MayPass
 from deltic.server.errors import ApiError
 
 log = logging.getLogger("deltic.server")
@@ -89,7 +89,7 @@ class FileStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._load()
         except BlockingIOError:
-            raise ConfigError(f"--batch-dir {directory} is another server's that runs") from None
+            raise MayPass(f"--batch-dir {directory} is another server's that runs") from None
         except OSError as error:
             raise ConfigError(f"--batch-dir {directory} cannot be used: {error.strerror}") from None
 

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from deltic import logs
-from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status
 from deltic.engine.client import EngineClient, EngineFailed
 from deltic.engine.host import PROGRAM, EngineHost
 from deltic.engine.request import EngineInfo
-from deltic.models.checkpoint import model_name, speaks, text_directory, tokenizer_directory
+from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.shapes import CheckpointError
 from deltic.server.address import listening, tls, url_of
 from deltic.server.fetch import fetch_all
@@ -69,11 +69,14 @@ def serve(
     *,
     program: tuple[str, ...] = PROGRAM,
 ) -> int:
-    """Serves until a signal; returns the exit status, 1 when a model cannot be served.
+    """Serves until a signal; returns the exit status, `exit_status`'s or 1 when a model cannot be served.
 
     program: the command of the engine process. Raises ConfigError when the address cannot be listened on, or two models have one
-    name.
+    name; UnsupportedModelError for a dummy of no known shape.
     """
+    for engine, _ in models:
+        if engine.dummy is not None and not speaks(engine):
+            locate(engine)
     names = [about.names(model_name(engine)) for engine, about in models]
     all_names = [name for own, (_, about) in zip(names, models, strict=True) for name in own + about.patterns]
     for name in all_names:
@@ -185,7 +188,7 @@ async def _serve(
         OSError,
     ) as error:  # a model's files, the port, no process to be had
         log.error("%s", error)
-        return 1
+        return exit_status(error)
     finally:
         if signals.second.is_set() and host.pid is not None:
             os.kill(host.pid, signal.SIGKILL)

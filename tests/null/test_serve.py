@@ -20,8 +20,12 @@ import httpx
 import pytest
 
 from deltic import logs
-from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
-from deltic.server.address import listen
+from deltic.__main__ import main
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status
+from deltic.models.hub import DownloadFailed
+from deltic.models.shapes import CheckpointError
+from deltic.server.address import listen, listening
+from deltic.server.file_store import FileStore
 from deltic.server.serve import serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +181,7 @@ def test_an_engine_process_that_cannot_be_started_is_an_error_of_one_line() -> N
 
 def test_one_of_several_that_cannot_be_served_is_named() -> None:
     with server_of(engine={"model": "/no/such/model"}, names=("a", "b")) as server:
-        assert server.end(20) == 1
+        assert server.end(20) == 2
     assert "ERROR a cannot be served: /no/such/model: no such directory" in "".join(server.log)
 
 
@@ -246,7 +250,7 @@ def test_the_engine_dies_under_load_and_comes_back() -> None:
 
 def test_a_model_that_cannot_be_served() -> None:
     with server_of(engine={"model": "/no/such/model"}) as server:
-        assert server.end(20) == 1
+        assert server.end(20) == 2
     assert "/no/such/model: no such directory" in "".join(server.log) and "Traceback" not in "".join(
         server.log
     )
@@ -376,3 +380,41 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
             line["custom_id"] for line in lines
         )
         assert done["usage"]["output_tokens"] == 60 * 20
+
+
+@pytest.mark.parametrize(
+    ("engine", "server", "complaint"),
+    [
+        ({"model": "/nonexistent"}, {}, "/nonexistent"),
+        ({}, {"api_key_file": "/nonexistent"}, "cannot be read"),
+        ({}, {"api_key": ("a b=c",)}, "--api-key number 1"),
+        ({}, {"batch_dir": "/tmp"}, "--batch-dir /tmp"),
+    ],
+)
+def test_a_wrong_setting_found_late_is_status_2(
+    engine: dict[str, Any], server: dict[str, Any], complaint: str
+) -> None:
+    given = {name: Path(value) if isinstance(value, str) else value for name, value in server.items()}
+    with server_of(engine=engine, before="from pathlib import PosixPath", **given) as running:
+        assert running.end(20) == 2
+        assert complaint in "".join(running.log)
+
+
+def test_what_a_later_start_may_find_mended_is_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening(ServerConfig(port=0)) as taken, listening(ServerConfig(uds=tmp_path / "s")):
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 1
+        assert main(["serve", "--uds", str(tmp_path / "s")]) == 1
+    store = FileStore(tmp_path / "batches", 1.0)
+    try:
+        with pytest.raises(ConfigError, match="another server's") as refused:
+            FileStore(tmp_path / "batches", 1.0)
+        assert exit_status(refused.value) == 1
+    finally:
+        store.close()
+    assert exit_status(DownloadFailed("no hub")) == 1 and exit_status(CheckpointError("no such model")) == 2
+    capsys.readouterr()
+    assert main(["serve", "--dummy", "qwen9", "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "qwen9" in said and "listening" not in said and said.count("\n") == 1
