@@ -46,7 +46,7 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
     check(service, chat)
     limit = protocol.context_limit(info) if chat.truncate_prompt_tokens is None else None
     prompt, tools = render(service.template, chat, limit)
-    prompt = _truncated(prompt, chat, info)
+    prompt = _truncated(prompt, chat, info, service.default_length)
     max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
     if constraint := service.constrainer.chat(chat, prompt.thinking):
@@ -55,21 +55,23 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
 
 
 def _prepare(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
-    """`prepare_chat`, whose errors name `functions` where those were sent."""
+    """`prepare_chat`, whose errors name `functions` and `function_call` where those were sent."""
     try:
         return prepare_chat(service, chat, info)
     except ApiError as error:
-        raise (renamed(error, _OLDER_NAMES) if chat.functions else error) from None
+        names: tuple[tuple[str, str], ...] = _FUNCTIONS if chat.functions else ()
+        names += _FUNCTION_CALL if chat.function_call else ()
+        raise renamed(error, names) from None
 
 
-_OLDER_NAMES = (
-    (r"^tools\[(\d+)\]\.function", r"functions[\1]"),
-    (r"^tool_choice(\.function)?", "function_call"),
-)
+_FUNCTIONS = ((r"^tools\[(\d+)\]\.function", r"functions[\1]"),)
+_FUNCTION_CALL = ((r"^tool_choice(\.function)?", "function_call"),)
 
 
-def _truncated(prompt: Prompt, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prompt:
-    ids = protocol.truncated(chat, prompt.ids, info)
+def _truncated(
+    prompt: Prompt, chat: protocol.ChatRequest, info: engine.EngineInfo, default: int | None
+) -> Prompt:
+    ids = protocol.truncated(chat, prompt.ids, info, default)
     cut = len(prompt.ids) - len(ids)
     return Prompt(ids, [at - cut for at in prompt.boundaries if at > cut], prompt.thinking) if cut else prompt
 
@@ -298,7 +300,7 @@ def requests_of(
         if n >= limit:
             raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
         ids = service.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt
-        ids = protocol.truncated(asked, ids, info)
+        ids = protocol.truncated(asked, ids, info, service.default_length)
         max_tokens = protocol.answer_length(asked, len(ids), info, service.default_length)
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
         if i == 0:  # it is the same for all prompts

@@ -30,6 +30,8 @@ from deltic.text import TokenizerError, read_json
 MAX_STOPS = 32
 MAX_STOP_LENGTH = 1024
 """Characters of one stop string."""
+SHORT_ANSWER = 16
+"""Tokens of a completion that asks for no length."""
 END_OF_TEXT = "<|endoftext|>"
 """The prompt of a completion that has none."""
 GREEDY_BELOW = 1e-4
@@ -369,15 +371,16 @@ def settle(request: Sampling) -> None:
         raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
     if not isinstance(request, ChatRequest):
         return
+    choice = request.function_call
     if request.functions:
         if request.tools:
             raise bad_request("functions", "is the older form of tools; give one of the two")
         request.tools = [{"type": "function", "function": function} for function in request.functions]
         request.parallel_tool_calls = False  # the older form has room for one
-        choice = request.function_call
-        request.tool_choice = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
-    elif isinstance(request.function_call, dict):
+    elif isinstance(choice, dict) and not request.tools:
         raise bad_request("function_call", "names a function, and there are none")
+    named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+    put("function_call", "tool_choice", named)
     if switch := request.thinking:
         put("thinking.type", "enable_thinking", switch.type != "disabled")
         put("thinking.budget_tokens", "thinking_budget", switch.budget_tokens)
@@ -473,7 +476,7 @@ def answer_length(
         if asked == 0:
             raise bad_request("max_tokens", "must be at least 1")
     if asked is None:
-        asked = default or (limit if isinstance(request, ChatRequest) else 16)
+        asked = default or (limit if isinstance(request, ChatRequest) else SHORT_ANSWER)
     return min(asked, limit - n_prompt)
 
 
@@ -488,16 +491,19 @@ def prompt_too_long(param: str, n_prompt: str, limit: int) -> ApiError:
     )
 
 
-def truncated(request: Sampling, ids: list[int], info: EngineInfo) -> list[int]:
-    """The end of a prompt, as `truncate_prompt_tokens` asks. Raises ApiError (400) for more than the context holds."""
+def truncated(request: Sampling, ids: list[int], info: EngineInfo, default: int | None) -> list[int]:
+    """The end of a prompt, as `truncate_prompt_tokens` asks. Raises ApiError (400) for more than the context holds.
+
+    default: as of `answer_length`; the prompt leaves room for so much where the answer may have any length."""
     most, limit = request.truncate_prompt_tokens, context_limit(info)
     if most is None:
         return ids
     if most == 0 or most >= limit:
         raise bad_request("truncate_prompt_tokens", f"must be -1, or from 1 to {limit - 1}")
     if most == -1:
-        answer = request.max_tokens or getattr(request, "max_completion_tokens", None) or 1
-        most = max(1, limit - answer)
+        asked = _first(request.max_tokens, getattr(request, "max_completion_tokens", None))
+        lengths = [n for n in (asked, default, SHORT_ANSWER) if n is not None and n < limit]
+        most = max(1, limit - max(1, lengths[0])) if lengths else 1
     return ids[-most:]
 
 

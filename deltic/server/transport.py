@@ -138,7 +138,16 @@ class EventStream:
     while it does not is sent together once it does.
     """
 
-    __slots__ = ("_n_unsent", "_send", "_sending", "_server_send", "_started", "_transport", "_unsent")
+    __slots__ = (
+        "_is_cut",
+        "_n_unsent",
+        "_send",
+        "_sending",
+        "_server_send",
+        "_started",
+        "_transport",
+        "_unsent",
+    )
 
     max_unsent_bytes = MAX_UNSENT_BYTES
     """Where the stream of a client that does not read ends."""
@@ -149,6 +158,8 @@ class EventStream:
 
     def __init__(self) -> None:
         self._started = False
+        self._is_cut = False
+        """Whether the client left so much unread that no more is kept for it: what follows would leave a gap."""
         self._unsent: list[bytes] = []
         self._n_unsent = 0
         self._sending: asyncio.Task[None] | None = None
@@ -182,6 +193,11 @@ class EventStream:
             error = raised
         if self._sending is not None:
             await self._sending
+        if self._is_cut:
+            said = (
+                f"the client left {self.max_unsent_bytes} bytes of its stream unread: the rest was not kept"
+            )
+            error = ApiError(408, said, code="stream_not_read")
         if error is not None and not self._started:
             await error_response(error, scope)(scope, receive, send)
             return
@@ -196,6 +212,8 @@ class EventStream:
     def write(self, chunk: bytes) -> None:
         """Sends a chunk, at once if the client reads; never waits. The first may be empty: it starts the response."""
         transport = self._transport
+        if self._is_cut:
+            return
         if (
             transport is not None
             and self._sending is None
@@ -206,8 +224,9 @@ class EventStream:
             transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
             return
         if self._n_unsent > self.max_unsent_bytes:
-            if transport is not None and not transport.is_closing():
-                log.warning("a client did not read %d bytes of its stream, which was ended", self._n_unsent)
+            self._is_cut = True
+            log.warning("a client did not read %d bytes of its stream, which was ended", self._n_unsent)
+            if transport is not None:
                 transport.abort()  # it has gone, as far as everybody else can tell
             return
         self._unsent.append(chunk)

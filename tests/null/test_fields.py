@@ -160,6 +160,9 @@ def test_prompts_are_cut_at_their_beginning(engine: FakeEngineClient, url: str) 
     assert completion(url, truncate_prompt_tokens=3, echo=True)["choices"][0]["text"] == "lloHello"
     completion(url, prompt="x" * 9000, truncate_prompt_tokens=-1, max_tokens=24)
     assert len(engine.requests[-1].prompt_ids) == 1000
+    for unbounded in ({}, {"n_predict": -1}, {"max_tokens": 1024}, {"max_tokens": 90_000}):
+        completion(url, prompt="x" * 9000, truncate_prompt_tokens=-1, **unbounded)
+        assert len(engine.requests[-1].prompt_ids) == 1024 - 16
     chat(
         url,
         messages=[*HELLO, {"role": "assistant", "content": "x" * 9000}, *HELLO],
@@ -364,6 +367,18 @@ def test_functions_of_the_older_form(engine: FakeEngineClient, url: str) -> None
     assert chunks[-1]["finish_reason"] == "function_call"
     assert engine.requests[-1].params.constraint is not None  # one call at most
     assert chat(url, function_call="none", functions=[])["choices"]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    forced = [{"tool_choice": "required"}, {"tool_choice": tools[0]}, {"function_call": {"name": "f"}}]
+    for given in ({"functions": [{"name": "f"}]}, {"tools": tools}):
+        for choice in forced:
+            chat(url, **given, **choice)
+            assert engine.requests[-1].params.constraint
+        for choice in ({"tool_choice": "none"}, {"function_call": "none"}):
+            chat(url, **given, **choice)
+            assert not engine.requests[-1].params.constraint
+        both = chat(url, 400, function_call="none", tool_choice="required", **given)
+        assert both["param"] == "function_call" and "tool_choice" in both["message"]
+        assert chat(url, 400, tool_choice="always", **given)["param"] == "tool_choice"
     for wrong, param in (
         (
             {"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]},

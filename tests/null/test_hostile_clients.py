@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from starlette.responses import Response
 from deltic.server import connections
 from deltic.server.connections import MAX_HEAD_BYTES, Connections, HttpServer
 from deltic.server.speech_socket import PATH
+from deltic.server.transport import SERVER_SEND, EventStream
 from tests.fake_engine import END, FakeEngineClient, make_app, served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -292,6 +294,39 @@ def test_who_reads_nothing_of_a_stream_is_cut(
         wait_for(lambda: engine.aborts, 30)
         assert b"[DONE]" not in client.answer()
         assert HTTP.get(f"{url}/health").status_code == 200
+
+
+def test_a_stream_with_a_gap_has_no_proper_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventStream, "max_unsent_bytes", 1000)
+    sent: list[bytes] = []
+
+    async def run() -> None:
+        reads = asyncio.Event()
+
+        class Stream(EventStream):
+            async def run(self) -> None:
+                for chunk in range(50):
+                    self.write(b"%03d " % chunk * 60)
+                    await asyncio.sleep(0)
+                reads.set()
+                await asyncio.sleep(0.01)
+                self.write(b"999 ")
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await reads.wait()
+                sent.append(message["body"])
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        await Stream()({"type": "http", SERVER_SEND: send, "headers": [], "path": "/"}, receive, send)
+
+    asyncio.run(run())
+    *told, last = sent
+    numbers = sorted(map(int, {*b"".join(told).split()}))
+    assert numbers == [*range(len(numbers))] and 0 < len(numbers) < 50
+    assert b"stream_not_read" in last and b"[DONE]" not in last
 
 
 def test_who_takes_nothing_of_an_answer_is_cut(
