@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -648,3 +650,14 @@ def test_doors_that_are_not_there_say_so(door: Door, path: str) -> None:
     reply = door.http.post(f"/v1/{path}", json={})
     assert reply.status_code == 404
     assert "the models here write or speak; this server" in reply.json()["error"]["message"]
+
+
+def test_what_the_guide_says_is_refused_is(server: Door) -> None:
+    guide = (
+        (Path(__file__).parents[2] / "docs/agents.md").read_text().partition("## The OpenAI Responses API")[2]
+    )
+    told = guide.partition("Refused by name:")[2].partition("images and files,")[2].partition(" Codex ")[0]
+    fields = re.findall(r"`([^`]+)`", told)
+    assert len(fields) > 3
+    for field in fields:
+        assert server.post(400, **{field: True})["param"] == field
