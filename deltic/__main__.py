@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from deltic.config import (
     config_file,
     exit_status,
     n_usable_cpus,
+    nearest,
     resolve,
 )
 
@@ -52,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     def add(name: str, command: Any, text: str, under: Any = commands) -> argparse.ArgumentParser:
         summary = text[0].upper() + text[1:] + "."
         sub: argparse.ArgumentParser = under.add_parser(name, help=text, description=summary)
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=command, used=sub)
         return sub
 
     serve = add("serve", _serve, "serve a model, or several, over the OpenAI API")
@@ -113,6 +115,16 @@ def parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="benches", metavar="WHAT", required=True)
     _add_benches(add, benches)
     return top
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The command line; ends the process with status 2 and the subcommand's usage where it is wrong."""
+    arguments, left = parser().parse_known_args(words)
+    if left:
+        known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", arguments.used.format_help()))
+        hint = nearest(left[0].partition("=")[0], known)
+        arguments.used.error(f"unrecognized arguments: {' '.join(left)}{hint and '; ' + hint}")
+    return arguments
 
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
@@ -397,7 +409,7 @@ def _tables(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _further(words: Sequence[str]) -> argparse.Namespace:
     """What stands behind an `--and`: a model and its flags, and perhaps another `--and`. Raises ConfigError."""
-    group = parser().parse_args(["serve", *words])
+    group = parsed(["serve", *words])
     if not {"model", "dummy"} & vars(group).keys():
         raise ConfigError("--and needs a MODEL behind it, or --dummy SHAPE")
     misplaced = _given(group, ServerConfig) | ({"config": None} if "config" in group else {})
@@ -555,7 +567,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [
         part for word in words for part in (("--and", word[6:]) if word.startswith("--and=") else (word,))
     ]
-    arguments = parser().parse_args(words)
+    arguments = parsed(words)
     try:
         check_environment()
         status = int(arguments.command(arguments) or 0)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import fnmatch
 import json
 import math
 import os
@@ -370,7 +372,7 @@ def resolve(
 ) -> T:
     """Flags over `DELTIC_<FIELD>` variables over those of a file over defaults; unknown flags and malformed values are errors.
 
-    table: of a file; what is not of `cls` is passed over. Raises ConfigError.
+    table: of a file, which its `config` is; what is not of `cls` is passed over. Raises ConfigError.
     """
     environ = _ours(environ)
     hints = typing.get_type_hints(cls)
@@ -379,6 +381,7 @@ def resolve(
     if unknown:
         raise ConfigError(f"unknown setting {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
     values: dict[str, Any] = {}
+    called: dict[str, str] = {}
     for name in known:
         kind, many = _scalar(hints[name])
         variable = ENV_PREFIX + name.upper()
@@ -393,10 +396,12 @@ def resolve(
         elif name in table:
             found = table[name]
             items = found if many and isinstance(found, list) else [found]
-            parsed = _parsed(kind, items, f"{name.replace('_', '-')} = {found!r}")
+            called[name] = f"--config {table['config']}: " if "config" in table else ""
+            called[name] += name.replace("_", "-")
+            parsed = _parsed(kind, items, f"{called[name]} = {found!r}")
             values[name] = tuple(parsed) if many else parsed[0]
     config = cls(**values)
-    _check(config)
+    _check(config, called)
     return config
 
 
@@ -444,7 +449,14 @@ def check_environment(environ: typing.Mapping[str, str] = os.environ) -> None:
     known = {f.name.upper() for cls in classes for f in dataclasses.fields(cls)} | {"CONFIG"}
     for variable in _ours(environ):
         if variable.removeprefix(ENV_PREFIX) not in known:
-            raise ConfigError(f"{variable} is not a setting of Deltic; unset it or correct its name")
+            hint = nearest(variable, {ENV_PREFIX + name for name in known}) or "unset it or correct its name"
+            raise ConfigError(f"{variable} is not a setting of Deltic; {hint}")
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """A question for who mistyped a name; empty where none is like it."""
+    near = difflib.get_close_matches(name, sorted(known), 1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def config_file(given: str | None, environ: typing.Mapping[str, str] = os.environ) -> Path | None:
@@ -467,10 +479,11 @@ RANGES: dict[str, tuple[float, float]] = {
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
 
 
-def _check(config: EngineConfig | ModelConfig | ServerConfig) -> None:
-    """Raises ConfigError for a value that no model and no machine could make right."""
+def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, str]) -> None:
+    """Raises ConfigError for a value that no model and no machine could make right. called: settings that are no flags."""
     for field in dataclasses.fields(config):
-        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        value = getattr(config, field.name)
+        flag = called.get(field.name, "--" + field.name.replace("_", "-"))
         if isinstance(value, tuple) and not all(item.strip() for item in value):
             raise ConfigError(
                 f"{flag} (or {ENV_PREFIX}{field.name.upper()}) has an empty value; leave it out, or give one"
@@ -482,6 +495,11 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig) -> None:
         if field.name in RANGES and value is not None and not (least <= value <= most and value < math.inf):
             expected = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
             raise ConfigError(f"{flag} {value}: must be {expected}")
+    for name in config.patterns if isinstance(config, ModelConfig) else ():
+        if re.escape(name) in fnmatch.translate(name):
+            raise ConfigError(
+                f"--served-model-name {name!r}: the '[' needs a ']', as in 'qwen-[ab]'; so it matches only itself"
+            )
     if isinstance(config, ServerConfig) and not re.fullmatch(r"(/[\w.~-]+)*", config.root_path):
         raise ConfigError(f"--root-path {config.root_path!r}: must begin with a '/', and end without one")
     if isinstance(config, EngineConfig) and config.dummy and config.model != BUILT_IN:

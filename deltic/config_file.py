@@ -11,12 +11,11 @@ model = "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice"
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, nearest
 
 AND = "and"
 """The key of the list of further models."""
@@ -24,6 +23,7 @@ AND = "and"
 
 def read_config(path: Path) -> list[dict[str, Any]]:
     """What the file says of each model, by the names of fields; of the server with the first. Values are as the file has them.
+    `config` is the file, for complaints.
 
     Raises ConfigError for a file that cannot be read, and for a key that is no setting.
     """
@@ -36,7 +36,7 @@ def read_config(path: Path) -> list[dict[str, Any]]:
         tables.append(_fields(path, table, (EngineConfig, ModelConfig)))
         if not {"model", "dummy"} & tables[-1].keys():
             raise ConfigError(f"--config {path}: each table of {AND!r} needs a model (or dummy)")
-    return tables
+    return [table | {"config": path} for table in tables]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -46,12 +46,7 @@ def _load(path: Path) -> dict[str, Any]:
         if path.suffix == ".toml":
             content: Any = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml"):
-            import yaml  # here: most have none
-
-            try:
-                content = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(" ".join(str(error).split())) from None
+            content = _yaml(text)
         else:
             raise ConfigError(f"--config {path}: expected a file called .toml, .yaml or .yml")
     except OSError as error:
@@ -67,6 +62,26 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
+def _yaml(text: str) -> Any:
+    """Raises ValueError, also for a key that is there twice."""
+    import yaml  # here: most have none
+
+    class Once(yaml.SafeLoader):  # type: ignore[misc]
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise yaml.MarkedYAMLError(None, None, f"{key.value} is there twice", key.start_mark)
+                seen.add(str(key.value))
+            return node
+
+    try:
+        return yaml.load(text, Once)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
 def _fields(path: Path, table: dict[Any, Any], classes: tuple[Any, ...]) -> dict[str, Any]:
     """A table under the names of fields. Raises ConfigError for what is none of `classes`'."""
     known = {field.name for cls in classes for field in dataclasses.fields(cls)}
@@ -78,8 +93,7 @@ def _fields(path: Path, table: dict[Any, Any], classes: tuple[Any, ...]) -> dict
                 raise ConfigError(
                     f"--config {path}: {key} is the whole server's; put it at the top of the file"
                 )
-            near = difflib.get_close_matches(name, sorted(known), 1)
-            hint = f"did you mean {near[0].replace('_', '-')}?" if near else "deltic serve --help lists them"
+            hint = nearest(name, known).replace("_", "-") or "deltic serve --help lists them"
             raise ConfigError(f"--config {path}: {key} is not a setting of Deltic; {hint}")
         if name in fields:
             raise ConfigError(f"--config {path}: {key} is there twice")

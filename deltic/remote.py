@@ -290,6 +290,8 @@ async def model_name(endpoint: Endpoint, *, speaks: bool = False) -> str:
         return str(next((card for card in cards if ("speech" in card) == speaks), cards[0])["id"])
     except (TypeError, LookupError):
         message = error_message(body, status)
+        if status in (401, 403):
+            raise EndpointError(f"{endpoint.url}: {message}; give its key with --api-key") from None
         raise EndpointError(f"{endpoint.url} lists no model: {message}; name one with --model") from None
 
 

@@ -369,7 +369,8 @@ async def _drain(host: EngineHost, server: Server, signals: StopSignals) -> None
     if server.batches is not None:
         await server.batches.stop()  # they go on with the next start
     drain_s = server.config.drain_s
-    log.info("stopping; %s open, with %g s to finish", logs.counted(server.n_open, "request"), drain_s)
+    left = f", with {drain_s:g} s to finish" if server.n_open else ""
+    log.info("stopping; %s open%s", logs.counted(server.n_open, "request"), left)
     await _while_open(server, drain_s, signals)
     if signals.second.is_set():
         return

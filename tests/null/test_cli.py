@@ -20,6 +20,7 @@ from deltic.__main__ import _server_arguments, main, parser
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.remote import FOR_A_CHILD, Endpoint, LocalServer, ServerFailed, flags, own_environment
 from deltic.terminal import Conversation, command
+from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fake_openai import FakeOpenAI
 
 COMMANDS = [
@@ -53,6 +54,7 @@ def test_version(capsys):
         ("serve --threads 0", "--threads 0: must be from 1 to 256"),
         ("serve some-model --dummy qwen3.5-0.8b", "not both"),
         ("chat --url http://x --threads 2", "threads cannot be set"),
+        ("serve --served-model-name gpt-[x", "--served-model-name 'gpt-[x': the '[' needs a ']'"),
         ("plan --max-model-len -3", "--max-model-len -3"),
         ("bench serve --n 0", "--n '0'"),
         ("bench ops --threads 0", "--threads 0: must be from 1"),
@@ -82,7 +84,7 @@ def test_a_wrong_setting_is_one_line_and_status_2(arguments, complaint, capsys):
 def test_a_mistyped_variable_is_refused(name, monkeypatch, capsys):
     monkeypatch.setenv("DELTIC_THREAD", "2")
     assert main(name.split()) == 2
-    assert "DELTIC_THREAD" in capsys.readouterr().err
+    assert "DELTIC_THREAD is not a setting of Deltic; did you mean DELTIC_THREADS?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["chat", "run in out", "say hello", "bench serve", "bench speech"])
@@ -94,6 +96,30 @@ def test_a_server_child_is_told_of_a_model_only_when_one_was_given(command, monk
     monkeypatch.setenv("DELTIC_DUMMY", "qwen3.5-0.8b")
     with pytest.raises(ConfigError, match="not both"):
         _server_arguments(parser().parse_args(command.split()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "hint"),
+    [
+        ("serve --prot 80", "usage: deltic serve", "--prot; did you mean --port?"),
+        ("serve a --and b --tread=2", "usage: deltic serve", "--tread=2; did you mean --threads?"),
+        ("bench ops --row 5 --zzzz", "usage: deltic bench ops", "arguments: --zzzz\n"),
+        ("version x", "usage: deltic version", "arguments: x\n"),
+    ],
+)
+def test_a_mistyped_flag_is_told_with_the_nearest(arguments, usage, hint, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments.split())
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.startswith(usage) and hint in error
+
+
+def test_a_server_with_keys_asks_for_one(capsys, tmp_path):
+    (tmp_path / "in").write_text('{"prompt": "x"}\n')
+    with served(make_app(FakeEngineClient(), api_key=("secret",))) as url:
+        assert main(["run", str(tmp_path / "in"), str(tmp_path / "out"), "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert "--api-key" in error and "--model" not in error
 
 
 def test_flags_of_a_child_are_the_flags_given():

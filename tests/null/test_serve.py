@@ -312,6 +312,7 @@ def test_ctrl_c_while_a_model_loads_prints_no_traceback() -> None:
         assert server.end(10) == 0
     assert server.log[-1].endswith(" stopped\n")
     assert not any("Traceback" in line or "never retrieved" in line for line in server.log), server.log
+    assert any("stopping; 0 requests open\n" in line for line in server.log)
 
 
 BLOCKING = """
