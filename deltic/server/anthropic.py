@@ -80,7 +80,10 @@ async def count_tokens(service: Service, request: Request) -> ASGIApp:
 
 
 def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
-    return chat_request(asked, service.template.variables if service.template else set())
+    """Raises ApiError (400)."""
+    template = service.template
+    thinks = None if template and "enable_thinking" in template.defaults else False
+    return chat_request(asked, template.variables if template else set(), thinks)
 
 
 def _prepare(service: Service, asked: MessagesRequest, info: EngineInfo) -> Prepared:

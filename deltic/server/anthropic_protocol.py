@@ -207,8 +207,11 @@ class MessagesRequest(CountTokensRequest):
     fallback_credit_token: Any = None
 
 
-def chat_request(asked: CountTokensRequest, variables: Set[str]) -> protocol.ChatRequest:
-    """The chat that a body asks for. variables: the settings of the model's template. Raises ApiError (400)."""
+def chat_request(
+    asked: CountTokensRequest, variables: Set[str], thinks: bool | None = False
+) -> protocol.ChatRequest:
+    """The chat that a body asks for. variables: the settings of the model's template; thinks: whether it thinks where the body does
+    not say (None: the operator's setting holds). Raises ApiError (400)."""
     if isinstance(asked.thread, HeldThread):
         said = "thread: this server holds none; send the whole history"
         raise ApiError(404, said, param="thread", code=THREAD_NOT_FOUND)
@@ -225,7 +228,7 @@ def chat_request(asked: CountTokensRequest, variables: Set[str]) -> protocol.Cha
         model=asked.model,
         messages=told,
         continue_final_message=continued or None,
-        enable_thinking=thinking.type != "disabled",
+        enable_thinking=thinks if asked.thinking is None else thinking.type != "disabled",
         thinking_budget=thinking.budget_tokens,
         chat_template_kwargs=settings or None,
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools)] if asked.tools else None,

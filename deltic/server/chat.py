@@ -86,7 +86,8 @@ class ChatTemplate:
                 raise TokenizerError(f"the chat template is nested too deeply ({error})") from error
         self.variables = self.reads - _OWN_VARIABLES - _GLOBALS - self._constants.keys()
         """Of those, the ones that a request may set."""
-        self._defaults: dict[str, Any] = {}
+        self.defaults: dict[str, Any] = {}
+        """Settings for chats that do not say otherwise."""
 
     def set_defaults(self, settings: Mapping[str, Any]) -> None:
         """Settings for chats that do not say otherwise. Raises ConfigError for what the template does not have."""
@@ -95,7 +96,7 @@ class ChatTemplate:
                 raise ConfigError(f"--default-chat-template-kwargs: {name}: {error}")
             if name in protocol.SWITCHES and not isinstance(value, bool):
                 raise ConfigError(f"--default-chat-template-kwargs: {name}: expected true or false")
-        self._defaults = dict(settings)
+        self.defaults = dict(settings)
 
     def _unknown(self, name: str) -> str | None:
         """What is wrong with the name of a setting."""
@@ -112,7 +113,7 @@ class ChatTemplate:
             other = ChatTemplate({"default": source}, self._tokenizer)
         except TokenizerError as error:
             raise bad_request("chat_template", str(error)) from None
-        other._constants, other._defaults = self._constants, self._defaults
+        other._constants, other.defaults = self._constants, self.defaults
         other.variables -= self._constants.keys()
         return other
 
@@ -193,7 +194,7 @@ class ChatTemplate:
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CUT}]
         compiled = self._compiled.get("tool_use") if tools else None
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
-        variables = self._constants | self._defaults | dict(settings) | dict(shown or {})
+        variables = self._constants | self.defaults | dict(settings) | dict(shown or {})
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._text(compiled, variables, is_inline=in_event_loop())
         if continue_final_message:

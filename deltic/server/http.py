@@ -614,7 +614,7 @@ ROUTES = (
     Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
     Route("GET", "/metrics", metrics, is_shared=True, gives=("text/plain",)),
-    Route("GET", "/load", load),
+    Route("GET", "/load", load, is_shared=True),
     Route("GET", "/cache", inspect_cache, is_shared=True, takes_model=True),
     Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, is_shared=True, takes_model=True),
     Route("GET", "/live", live, is_shared=True, takes_model=True),

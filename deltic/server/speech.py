@@ -550,7 +550,9 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
             raise bad_request("speaker_embedding", "expected a JSON list of numbers") from None
         speech_protocol.check_embedding(vector, speech.prompts.shape)
     ticket: Ticket = request.scope[TICKET]
-    adding = speech.voices.add(asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector)
+    adding = speech.voices.add(
+        asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector, ticket.owner
+    )
     voice = await unless_disconnected(request.receive, _in_time(ticket, adding))
     return json_response({"success": True, "voice": voice.card()})
 
@@ -593,5 +595,6 @@ async def delete_voice(service: Service, request: Request) -> ASGIApp:
     """DELETE /v1/audio/voices/{name}: forgets a voice that was uploaded."""
     speech = service.speaking()
     name = request.path_params["name"]
-    speech.voices.remove(name)
+    ticket: Ticket = request.scope[TICKET]
+    speech.voices.remove(name, ticket.account)
     return json_response({"success": True, "name": name, "deleted": True})

@@ -33,6 +33,7 @@ from deltic.private import make_private
 from deltic.server.audio import MAX_REFERENCE_BYTES, AudioError, decode_reference
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.generation import RETRY_LATER, unavailable
+from deltic.server.limits import Account
 
 log = logging.getLogger("deltic.server")
 
@@ -61,6 +62,8 @@ class Stored:
     """Of `data`: samples, float32 mono at 24 kHz, or a speaker's vector, float32."""
     data: bytes | None
     """None: in its file."""
+    owner: str = ""
+    """Name of the key that it came with."""
 
     def card(self) -> dict[str, Any]:
         told = {"name": self.name, "consent": self.consent, "created_at": self.created}
@@ -79,6 +82,7 @@ class _Head(msgspec.Struct):
     n_bytes: int
     digest: str
     """SHA-256 of the data."""
+    owner: str = ""
 
 
 MAX_HEAD = 65_536
@@ -133,10 +137,16 @@ class VoiceStore:
         return sorted(self._stored.values(), key=lambda voice: voice.name)
 
     async def add(
-        self, name: str, consent: str, ref_text: str, audio: bytes | None, vector: list[float] | None
+        self,
+        name: str,
+        consent: str,
+        ref_text: str,
+        audio: bytes | None,
+        vector: list[float] | None,
+        owner: str = "",
     ) -> Stored:
         """Encodes and keeps a voice, of audio as it was uploaded or of a speaker's vector. name: as VoiceForm has it, so that it
-        can be a file's. Raises ApiError."""
+        can be a file's; owner: the name of the key that asks. Raises ApiError."""
         self._check_name(name)
         if (audio is None) == (vector is None):
             raise bad_request("audio_sample", "give either audio_sample or speaker_embedding")
@@ -150,7 +160,7 @@ class VoiceStore:
             else:
                 data = await self._decode(audio, "audio_sample")
             key = key_of(data, kind, bool(ref_text))
-            voice = Stored(name, key, consent, ref_text, int(time.time()), kind, data)
+            voice = Stored(name, key, consent, ref_text, int(time.time()), kind, data, owner)
             await self._encode(voice, data)
             try:
                 self._check_name(name)  # another upload may have been quicker
@@ -203,11 +213,14 @@ class VoiceStore:
             )
             raise ApiError(409, said, code="too_many_voices")
 
-    def remove(self, name: str) -> None:
-        """Raises ApiError (404)."""
+    def remove(self, name: str, account: Account | None) -> None:
+        """account: of the key that asks; None where there are no keys. Raises ApiError (403, 404)."""
         voice = self.find(name)
         if voice is None:
             raise ApiError(404, f"no stored voice {name!r}", param="name", code="voice_not_found")
+        if account is not None and not account.is_admin and account.name != voice.owner:
+            said = f"voice {name!r} came with another key; only that key's name or an administrator may delete it"
+            raise ApiError(403, said, param="name", code="not_your_voice")
         del self._stored[name.lower()]
         if self._files is not None:
             self._path(voice).unlink(missing_ok=True)
@@ -385,7 +398,7 @@ def _write(path: Path, voice: Stored) -> None:
     assert data is not None
     head = _Head(
         voice.name, voice.key, voice.consent, voice.ref_text, voice.created, voice.kind,
-        len(data), hashlib.sha256(data).hexdigest(),
+        len(data), hashlib.sha256(data).hexdigest(), voice.owner,
     )  # fmt: skip
     part = path.with_suffix(".part")
     with part.open("wb") as file:
@@ -406,4 +419,4 @@ def _read(path: Path, with_data: bool = True) -> Stored:
         data = file.read() if with_data else None
     if data is not None and hashlib.sha256(data).hexdigest() != head.digest:
         raise ValueError("the file is damaged")
-    return Stored(head.name, head.key, head.consent, head.ref_text, head.created, head.kind, data)
+    return Stored(head.name, head.key, head.consent, head.ref_text, head.created, head.kind, data, head.owner)
