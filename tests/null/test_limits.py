@@ -155,7 +155,13 @@ def test_limits_of_keys_need_keys() -> None:
 
 # Parties: what a key may see.
 
-SHARED = [("GET", "/metrics"), ("GET", "/cache"), ("POST", "/cache/reset"), ("GET", "/live")]
+SHARED = [
+    ("GET", "/metrics"),
+    ("GET", "/cache"),
+    ("POST", "/cache/reset"),
+    ("GET", "/live"),
+    ("GET", "/load"),
+]
 
 
 def seen(engine: FakeEngineClient, key: str, **config: Any) -> set[int]:

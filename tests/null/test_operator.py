@@ -52,6 +52,18 @@ def test_a_templates_settings_hold_where_a_request_does_not_say() -> None:
         assert request.prompt_ids == same.prompt_ids
 
 
+def test_thinking_by_default_reaches_the_door_that_does_not_think_by_itself() -> None:
+    message = {"model": "a", "messages": HELLO, "max_tokens": 5}
+    thinks = {"thinking": {"type": "adaptive"}}
+    said = [message | thinks, message | {"thinking": {"type": "disabled"}}]
+    by_itself, on, off = (r.prompt_ids for r in asked({}, "/v1/messages", message, *said))
+    assert by_itself == off != on
+    for default, expected in ((True, on), (False, off)):
+        about = {"default_chat_template_kwargs": {"enable_thinking": default}}
+        told = [request.prompt_ids for request in asked(about, "/v1/messages", message, *said)]
+        assert told == [expected, on, off]
+
+
 def test_how_tokens_are_drawn_where_a_request_does_not_say() -> None:
     override = {
         "temperature": 0.3,

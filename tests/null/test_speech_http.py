@@ -525,6 +525,31 @@ def upload(client: httpx.AsyncClient, name: str = "alice", **fields: Any) -> Any
     return client.post(VOICES, data=given, files={"audio_sample": ("a.wav", file)} if file else {"x": b""})
 
 
+def test_a_voice_is_deleted_by_its_key_or_an_administrator(tmp_path: Path) -> None:
+    keys = ("alice=a", "alice=a2", "bob=b", "operator")
+
+    async def go() -> None:
+        for key, by, status in (
+            ("a", "b", 403),
+            ("a", "a2", 200),
+            ("a", "operator", 200),
+            ("operator", "b", 403),
+        ):
+            async with client_of(FakeSpeechClient("base"), tmp_path, api_key=keys) as client:
+                await client.delete(f"{VOICES}/tom", headers={"x-api-key": "operator"})
+                client.headers["x-api-key"] = key
+                assert (await upload(client, "tom")).status_code == 200
+            async with client_of(FakeSpeechClient("base"), tmp_path, api_key=keys) as client:  # a restart
+                client.headers["x-api-key"] = by
+                refused = await client.delete(f"{VOICES}/Tom")
+                assert refused.status_code == status
+                assert status == 200 or error_of(refused)["code"] == "not_your_voice"
+                listed = (await client.get(VOICES)).json()["voices"]
+                assert listed == ([] if status == 200 else ["tom"])
+
+    asyncio.run(go())
+
+
 def test_a_voice_is_kept_used_and_deleted(tmp_path: Path) -> None:
     engine = FakeSpeechClient("base")
 
