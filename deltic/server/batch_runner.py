@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import Counter, defaultdict
@@ -33,6 +34,7 @@ from deltic.server.file_store import (
     FileStore,
     append,
     private,
+    unusable,
     unwritable,
     write_whole,
 )
@@ -54,6 +56,9 @@ ROOM_S = 2.0
 """How often a batch that waits for room on the disk looks."""
 
 BROKEN = "an error inside the server; its log has more"
+
+OURS = re.compile(r"batch_[0-9a-f]{24}")
+"""Names of batches; files in their directory with other names are somebody else's."""
 
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
@@ -163,11 +168,10 @@ class BatchRunner:
     """Answers the lines; set when it is made."""
 
     def __init__(self, server: Server, files: FileStore) -> None:
-        """Raises ConfigError, OSError."""
+        """Raises ConfigError."""
         self.files = files
         self._server = server
         self._directory = files.directory / "batches"
-        self._directory.mkdir(mode=0o700, exist_ok=True)
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Of each batch that has not ended."""
@@ -178,7 +182,10 @@ class BatchRunner:
         self._places: dict[str, asyncio.Semaphore] = {}
         self._n_written: Counter[str] = Counter()
         """Bytes in the results of those that are not finished."""
-        self._load()
+        try:
+            self._load()
+        except OSError as error:
+            raise unusable(files.directory, error) from None
 
     def start(self) -> None:
         """Goes on with what the last process left. Call it in the event loop."""
@@ -597,9 +604,15 @@ class BatchRunner:
     def _load(self) -> None:
         batches = []
         for path in self._directory.glob("*.json"):
+            if not OURS.fullmatch(path.stem):
+                continue
             try:
-                batches.append(msgspec.json.decode(path.read_bytes(), type=Batch))
+                batch = msgspec.json.decode(path.read_bytes(), type=Batch)
             except msgspec.DecodeError:
+                batch = None
+            if batch is not None and batch.id == path.stem:
+                batches.append(batch)
+            else:
                 log.warning("%s is no batch; it is left alone", path)
         for batch in sorted(batches, key=lambda batch: batch.created_at):
             self._batches[batch.id] = batch

@@ -1,8 +1,8 @@
 """Files that are kept under `--batch-dir`: what was uploaded, and what batches made of it.
 
 Each file has a card beside it, in JSON. A card is written before its file gets its name: a file without a card, or a card without its file, is
-what a process that was killed left behind, and goes when the next one starts. All belong to the key that made them; nobody else finds
-them. What touches the disk for long runs in `worker`.
+what a process that was killed left behind, and goes when the next one starts. What has another name than these is somebody else's, and stays.
+All belong to the key that made them; nobody else finds them. What touches the disk for long runs in `worker`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import re
 import secrets
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from deltic.config import ConfigError, MayPass
+from deltic.private import make_private
 from deltic.server.errors import ApiError
 
 log = logging.getLogger("deltic.server")
@@ -34,6 +36,9 @@ MIN_BYTES = 4096
 KEPT_S = 30 * 86_400
 """How long a file is kept that does not say."""
 SWEEP_S = 60.0
+
+OURS = re.compile(r"file-[0-9a-f]{24}(\.json(\.new)?)?|[0-9a-f]{24}\.part")
+"""Names that are made here."""
 
 NO_RETRY = {"x-should-retry": "false"}
 
@@ -77,21 +82,15 @@ class FileStore:
         self._cards: dict[str, Card] = {}
         self._swept_s = time.monotonic()
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            about = directory.stat()
-            if about.st_mode & 0o022 or (about.st_uid not in (os.geteuid(), 0) and os.geteuid()):
-                raise ConfigError(
-                    f"--batch-dir {directory} belongs to another user, or others may write there, and so ask in anybody's name; "
-                    "give one of this user's, or chmod go-w it"
-                )
-            (directory / "files").mkdir(mode=0o700, exist_ok=True)
+            for made in (directory, directory / "files", directory / "batches"):
+                make_private("--batch-dir", made)  # who may write there asks in anybody's name
             self._lock = (directory / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._load()
         except BlockingIOError:
             raise MayPass(f"--batch-dir {directory} is another server's that runs") from None
         except OSError as error:
-            raise ConfigError(f"--batch-dir {directory} cannot be used: {error.strerror}") from None
+            raise unusable(directory, error) from None
 
     def close(self) -> None:
         """Lets another process have the directory."""
@@ -178,27 +177,35 @@ class FileStore:
             self.remove(file_id)
 
     def _load(self) -> None:
-        found = {entry.name: entry for entry in os.scandir(self.directory / "files")}
+        entries = os.scandir(self.directory / "files")
+        found = {entry.name: Path(entry.path) for entry in entries if OURS.fullmatch(entry.name)}
         cards = []
-        for name, entry in found.items():
+        for name, path in found.items():
             stem = name.removesuffix(".json")
-            card = _card(Path(entry.path)) if stem != name and stem in found else None
+            card = _card(path) if stem != name and stem in found else None
             if card is not None and card.id == stem:
                 cards.append(card)
         kept = {name for card in cards for name in (card.id, card.id + ".json")}
         for name in found.keys() - kept:
-            (self.directory / "files" / name).unlink(missing_ok=True)
+            found[name].unlink()
         for card in sorted(cards, key=lambda card: card.created_at):
             self._note(card)
             self.count(card.owner, max(MIN_BYTES, card.bytes))
 
 
 def _card(path: Path) -> Card | None:
+    """Raises OSError: the card is there all the same."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Card)
-    except (msgspec.DecodeError, OSError):
+    except msgspec.DecodeError:
         log.warning("%s is no card of a file; it is removed", path)
         return None
+
+
+def unusable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--batch-dir {directory} cannot be used: {error.filename or directory}: {error.strerror}"
+    )
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -399,8 +399,8 @@ def test_a_batch_goes_on_after_the_process_is_gone(tmp_path: Path) -> None:
     whole = out.read_bytes()
     n_kept = whole.count(b"\n")
     out.write_bytes(whole[: whole.rindex(b"\n") + 1] + b'{"id":"batch_req_1","cus')
-    (tmp_path / "files" / "x.part").write_bytes(b"x")
-    (tmp_path / "files" / "file-y").write_bytes(b"y")
+    for name in ("0" * 24 + ".part", "file-" + "0" * 24, f"file-{'0' * 24}.json.new"):
+        (tmp_path / "files" / name).write_bytes(b"x")
     again = FakeEngineClient()
     with Site(tmp_path, again) as site:
         assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [
@@ -418,6 +418,45 @@ def test_a_batch_goes_on_after_the_process_is_gone(tmp_path: Path) -> None:
     with Site(tmp_path) as site:
         assert site.client().batches.retrieve(batch.id).output_file_id == done.output_file_id
         assert len(site.content(done.output_file_id)) == 30
+
+
+def test_what_others_keep_in_the_directory_stays(tmp_path: Path) -> None:
+    with Site(tmp_path) as site:
+        done = site.ended(site.run([line("a")]))
+    batch = (tmp_path / "batches" / f"{done.id}.json").read_bytes()
+    foreign = {tmp_path / "files" / name: b"x" for name in ("thesis.txt", "file-1", "file-1.json", "a.part")}
+    foreign |= {
+        tmp_path / "batches" / name: batch for name in ("notes.json", f"{done.id} (copy).json", "a.out")
+    }
+    for path, data in foreign.items():
+        path.write_bytes(data)
+    (tmp_path / "files" / "below.json").mkdir()
+    (tmp_path / "batches" / "below.json").mkdir()
+    with Site(tmp_path) as site:
+        assert [batch.id for batch in site.client().batches.list()] == [done.id]
+        assert {f.id for f in site.client().files.list()} == {done.input_file_id, done.output_file_id}
+    assert {path: path.read_bytes() for path in foreign} == foreign
+
+
+def test_a_card_that_cannot_be_read_stops_the_start_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Site(tmp_path) as site:
+        done = site.ended(site.run([line("a")]))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*[-_]*") if path.is_file()}
+    read = Path.read_bytes
+    for name in (done.input_file_id, done.id):
+
+        def failing(path: Path, stem: str = name) -> bytes:
+            if path.stem == stem:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return read(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", failing)
+            with pytest.raises(ConfigError, match=f"cannot be used: .*{name}.json: Input/output error"):
+                make_app(FakeEngineClient(), batch_dir=tmp_path)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def loop_runs(site: Site, key: str = "none") -> None:
@@ -454,8 +493,14 @@ def test_one_server_has_a_directory(tmp_path: Path) -> None:
         make_app(FakeEngineClient(), batch_dir=tmp_path)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigError, match="others may write there"):
+    with pytest.raises(ConfigError, match="--batch-dir .*/open: is writable for others"):
         make_app(FakeEngineClient(), batch_dir=tmp_path / "open")
+    for below in ("files", "batches"):
+        (tmp_path / "own" / below).mkdir(0o700, parents=True)
+        (tmp_path / "own" / below).chmod(0o777)
+        with pytest.raises(ConfigError, match=f"--batch-dir .*/own/{below}: is writable for others"):
+            make_app(FakeEngineClient(), batch_dir=tmp_path / "own")
+        (tmp_path / "own" / below).chmod(0o700)
     (tmp_path / "f").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         make_app(FakeEngineClient(), batch_dir=tmp_path / "f")
