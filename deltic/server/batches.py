@@ -26,7 +26,7 @@ from deltic.server.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStor
 from deltic.server.generation import unavailable
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import SHUTTING_DOWN, Service
-from deltic.server.transport import json_response, read_body
+from deltic.server.transport import LargeResponse, json_response, read_body
 
 MAX_FILE_BYTES = 200_000_000
 MAX_FIELD_BYTES = 4096
@@ -61,12 +61,16 @@ Word = Annotated[str, Meta(max_length=64)]
 Note = Annotated[str, Meta(max_length=512)]
 
 
+WINDOW = re.compile("[1-9][0-9]{0,3}[mhd]")
+WINDOW_SAID = "such as 24h: a number from 1 to 9999 and m, h or d"
+
+
 class BatchRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/batches."""
 
     input_file_id: str
     endpoint: str
-    completion_window: Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,3}[mhd](?!\n)$")]
+    completion_window: Annotated[str, Meta(description=WINDOW_SAID)]
     metadata: Annotated[dict[Word, Note], Meta(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
 
@@ -129,20 +133,8 @@ class _Form:
                 415, "send a form as multipart/form-data with a boundary", code="unsupported_media_type"
             )
         out = self._out = await self._files.in_thread(self._open)
-        parser = MultipartParser(
-            options[b"boundary"],
-            {
-                "on_part_begin": self._begin,
-                "on_part_data": self._take,
-                "on_part_end": self._end,
-                "on_header_field": self._head,
-                "on_header_value": self._head_value,
-                "on_header_end": self._head_end,
-                "on_headers_finished": self._heads_end,
-                "on_end": self._end_form,
-            },
-        )
         try:
+            parser = self._parser(options[b"boundary"])
             async for data in self._request.stream():
                 parser.write(data)
                 if len(self._unwritten) >= WRITE_BYTES:
@@ -154,6 +146,22 @@ class _Form:
             raise bad_request(None, f"the body is not a valid form: {error}", "invalid_form") from None
         await self._write(out)
         await self._files.in_thread(out.close)
+
+    def _parser(self, boundary: bytes) -> MultipartParser:
+        """Raises FormParserError."""
+        return MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_part_data": self._take,
+                "on_part_end": self._end,
+                "on_header_field": self._head,
+                "on_header_value": self._head_value,
+                "on_header_end": self._head_end,
+                "on_headers_finished": self._heads_end,
+                "on_end": self._end_form,
+            },
+        )
 
     def check(self) -> int:
         """How long the file is kept, in seconds. Raises ApiError (400)."""
@@ -289,6 +297,8 @@ async def create_batch(service: Service, request: Request) -> ASGIApp:
         raise unavailable(SHUTTING_DOWN)
     body = await read_body(request, service.config.max_body_mb)
     asked = await service.prepare(len(body), lambda: service.read(request, body, BatchRequest), request)
+    if not WINDOW.fullmatch(asked.completion_window):
+        raise bad_request("completion_window", f"must be {WINDOW_SAID}")
     if asked.endpoint not in PATHS:
         said = NO_EMBEDDINGS if asked.endpoint == "/v1/embeddings" else f"use {', '.join(PATHS)}"
         raise bad_request("endpoint", f"{asked.endpoint!r} is not supported: {said}", "unsupported_endpoint")
@@ -370,10 +380,10 @@ def _list(request: Request, found: Sequence[Listed], default: int, most: int) ->
             raise bad_request("after", f"{after!r} is not in the list")
         rows = rows[place + 1 :]
     page = rows[: int(given)]
-    return json_response(
+    return LargeResponse(
         {
             "object": "list",
-            "data": [row.plain() for row in page],
+            "data": (row.plain() for row in page),
             "first_id": page[0].id if page else None,
             "last_id": page[-1].id if page else None,
             "has_more": len(rows) > len(page),

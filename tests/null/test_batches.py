@@ -160,6 +160,18 @@ def test_lists_have_pages(tmp_path: Path) -> None:
                 client.batches.list(**wrong)
 
 
+def test_a_long_list_is_made_as_it_is_sent(tmp_path: Path) -> None:
+    with Site(tmp_path) as site:
+        for i in range(file_store.MAX_FILES):
+            card = file_store.Card(f"file-{i}", "", 0, 0, 2**40, "f", "batch")
+            site.runner.files._cards[card.id] = card
+        answer = httpx.get(f"{site.url}/v1/files?order=asc")
+        assert answer.headers["transfer-encoding"] == "chunked", "other answers go on meanwhile"
+        told = answer.json()
+        assert [file["id"] for file in told["data"]] == list(site.runner.files._cards)
+        assert (told["first_id"], told["last_id"], told["has_more"]) == ("file-0", "file-9999", False)
+
+
 @pytest.mark.parametrize(
     ("rows", "code", "at"),
     [
@@ -214,7 +226,9 @@ def test_what_a_batch_is_refused_for(tmp_path: Path) -> None:
         assert "makes no embeddings" in refused(endpoint="/v1/embeddings")
         assert "/v1/images/edits" in refused(endpoint="/v1/images/edits")
         assert "no file 'file-x'" in refused(input_file_id="file-x")
-        assert "completion_window" in refused(completion_window="tomorrow")
+        for window in ("soon", "24", "0h", "24h\n", "99999h"):
+            said = refused(completion_window=window)
+            assert "completion_window: must be such as 24h: a number from 1 to 9999 and m, h or d" in said
         assert "metadata" in refused(metadata={f"k{i}": "v" for i in range(17)})
         assert "metadata" in refused(metadata={"k": "v" * 513})
         assert "seconds" in refused(output_expires_after={"anchor": "created_at", "seconds": 10})
@@ -253,6 +267,10 @@ def test_what_a_file_is_refused_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ):  # fmt: skip
             answer = httpx.post(f"{site.url}/v1/files", content=body, headers=form)
             assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+        for boundary in ("x" * 257, '""'):
+            form = {"content-type": f"multipart/form-data; boundary={boundary}"}
+            answer = httpx.post(f"{site.url}/v1/files", content=b"nonsense", headers=form)
+            assert answer.status_code == 400 and "not a valid form" in answer.json()["error"]["message"]
         assert httpx.post(f"{site.url}/v1/files", json={}).status_code == 415
         names = {path.suffix for path in (tmp_path / "files").iterdir()}
         assert names == {"", ".json"}, "no parts are left"
@@ -454,7 +472,7 @@ def test_a_card_that_cannot_be_read_stops_the_start_and_stays(
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", failing)
-            with pytest.raises(ConfigError, match=f"cannot be used: .*{name}.json: Input/output error"):
+            with pytest.raises(ConfigError, match=rf"cannot be used: .*{name}.json: Input/output error"):
                 make_app(FakeEngineClient(), batch_dir=tmp_path)
     assert {path: path.read_bytes() for path in before} == before
 
@@ -493,12 +511,12 @@ def test_one_server_has_a_directory(tmp_path: Path) -> None:
         make_app(FakeEngineClient(), batch_dir=tmp_path)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigError, match="--batch-dir .*/open: is writable for others"):
+    with pytest.raises(ConfigError, match=r"--batch-dir .*/open: is writable for others"):
         make_app(FakeEngineClient(), batch_dir=tmp_path / "open")
     for below in ("files", "batches"):
         (tmp_path / "own" / below).mkdir(0o700, parents=True)
         (tmp_path / "own" / below).chmod(0o777)
-        with pytest.raises(ConfigError, match=f"--batch-dir .*/own/{below}: is writable for others"):
+        with pytest.raises(ConfigError, match=rf"--batch-dir .*/own/{below}: is writable for others"):
             make_app(FakeEngineClient(), batch_dir=tmp_path / "own")
         (tmp_path / "own" / below).chmod(0o700)
     (tmp_path / "f").write_text("")
