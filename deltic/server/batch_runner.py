@@ -34,7 +34,6 @@ from deltic.server.file_store import (
     FileStore,
     append,
     private,
-    unusable,
     unwritable,
     write_whole,
 )
@@ -135,6 +134,10 @@ class Batch(Struct, kw_only=True):
     failed: int = 0
     usage: Usage = msgspec.field(default_factory=Usage)
 
+    @property
+    def counts(self) -> str:
+        return f"{self.completed} answered, {self.failed} with an error, of {self.total}"
+
     def plain(self) -> dict[str, Any]:
         """As OpenAI's API has it."""
         return {
@@ -168,7 +171,7 @@ class BatchRunner:
     """Answers the lines; set when it is made."""
 
     def __init__(self, server: Server, files: FileStore) -> None:
-        """Raises ConfigError."""
+        """Raises OSError."""
         self.files = files
         self._server = server
         self._directory = files.directory / "batches"
@@ -182,10 +185,7 @@ class BatchRunner:
         self._places: dict[str, asyncio.Semaphore] = {}
         self._n_written: Counter[str] = Counter()
         """Bytes in the results of those that are not finished."""
-        try:
-            self._load()
-        except OSError as error:
-            raise unusable(files.directory, error) from None
+        self._load()
 
     def start(self) -> None:
         """Goes on with what the last process left. Call it in the event loop."""
@@ -405,6 +405,8 @@ class BatchRunner:
         results = await self.files.in_thread(_Results, self._path(batch, ".out"), self._path(batch, ".err"))
         try:
             self._note(batch, results)
+            if results.done:
+                log.info("batch %s goes on: %s", batch.id, batch.counts)
             is_whole = batch.status == "finalizing"
             if batch.status == "in_progress" and not stop.is_set():
                 left_s = max(0.0, batch.expires_at - time.time())
@@ -592,8 +594,7 @@ class BatchRunner:
         self._enter(batch, status)
         self._stops.pop(batch.id, None)
         self.files.in_use[batch.input_file_id] -= 1
-        counts = f"{batch.completed} answered, {batch.failed} with an error, of {batch.total}"
-        log.info("batch %s %s: %s", batch.id, status, counts)
+        log.info("batch %s %s: %s", batch.id, status, batch.counts)
 
     def _path(self, batch: Batch, suffix: str) -> Path:
         return self._directory / (batch.id + suffix)

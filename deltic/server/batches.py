@@ -134,7 +134,11 @@ class _Form:
             )
         out = self._out = await self._files.in_thread(self._open)
         try:
-            parser = self._parser(options[b"boundary"])
+            parser = MultipartParser(options[b"boundary"], {
+                "on_part_begin": self._begin, "on_part_data": self._take, "on_part_end": self._end,
+                "on_header_field": self._head, "on_header_value": self._head_value, "on_header_end": self._head_end,
+                "on_headers_finished": self._heads_end, "on_end": self._end_form,
+            })  # fmt: skip
             async for data in self._request.stream():
                 parser.write(data)
                 if len(self._unwritten) >= WRITE_BYTES:
@@ -146,22 +150,6 @@ class _Form:
             raise bad_request(None, f"the body is not a valid form: {error}", "invalid_form") from None
         await self._write(out)
         await self._files.in_thread(out.close)
-
-    def _parser(self, boundary: bytes) -> MultipartParser:
-        """Raises FormParserError."""
-        return MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin,
-                "on_part_data": self._take,
-                "on_part_end": self._end,
-                "on_header_field": self._head,
-                "on_header_value": self._head_value,
-                "on_header_end": self._head_end,
-                "on_headers_finished": self._heads_end,
-                "on_end": self._end_form,
-            },
-        )
 
     def check(self) -> int:
         """How long the file is kept, in seconds. Raises ApiError (400)."""

@@ -90,7 +90,8 @@ class FileStore:
         except BlockingIOError:
             raise MayPass(f"--batch-dir {directory} is another server's that runs") from None
         except OSError as error:
-            raise unusable(directory, error) from None
+            said = f"{error.filename or directory}: {error.strerror}"
+            raise ConfigError(f"--batch-dir {directory} cannot be used: {said}") from None
 
     def close(self) -> None:
         """Lets another process have the directory."""
@@ -179,12 +180,8 @@ class FileStore:
     def _load(self) -> None:
         entries = os.scandir(self.directory / "files")
         found = {entry.name: Path(entry.path) for entry in entries if OURS.fullmatch(entry.name)}
-        cards = []
-        for name, path in found.items():
-            stem = name.removesuffix(".json")
-            card = _card(path) if stem != name and stem in found else None
-            if card is not None and card.id == stem:
-                cards.append(card)
+        stems = [stem for name in found if (stem := name.removesuffix(".json")) != name and stem in found]
+        cards = [card for stem in stems if (card := _card(found[f"{stem}.json"])) and card.id == stem]
         kept = {name for card in cards for name in (card.id, card.id + ".json")}
         for name in found.keys() - kept:
             found[name].unlink()
@@ -200,12 +197,6 @@ def _card(path: Path) -> Card | None:
     except msgspec.DecodeError:
         log.warning("%s is no card of a file; it is removed", path)
         return None
-
-
-def unusable(directory: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"--batch-dir {directory} cannot be used: {error.filename or directory}: {error.strerror}"
-    )
 
 
 def write_whole(path: Path, data: bytes) -> None:

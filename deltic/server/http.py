@@ -392,7 +392,8 @@ def log_request(
         f" {name}={json.dumps(value) if name == 'body' else value}" for name, value in more.items()
     )
     ids = {"request_id": request_id, "answer_id": answer_id}
-    log.info("%s %s %s", text, request_id, answer_id, extra={"fields": fields | more | ids})
+    level = logging.DEBUG if ticket.is_batch else logging.INFO  # of a batch its end is told
+    log.log(level, "%s %s %s", text, request_id, answer_id, extra={"fields": fields | more | ids})
 
 
 async def list_models(service: Service, request: Request) -> ASGIApp:

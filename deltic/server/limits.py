@@ -126,9 +126,10 @@ class Ticket:
     )  # fmt: skip
 
     def __init__(self, config: ServerConfig | None = None, *, is_batch: bool = False) -> None:
-        """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all others."""
+        """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all others, and is ended with
+        its batch's window only: others may take its place from it again and again."""
         config = config or ServerConfig()
-        timeout_s = config.request_timeout_s
+        timeout_s = 0.0 if is_batch else config.request_timeout_s
         self.queue_timeout_s = 0.0 if is_batch else config.queue_timeout_s
         self.is_batch = is_batch
         self.started_s = time.monotonic()
