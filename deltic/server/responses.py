@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -66,7 +67,9 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
         if said.is_stored:
             turns = (*asked.history, asked.turn)
             items = Turn([(item["id"], _encode(item)) for item in said.output])
-            service.server.responses.add(response_id, Stored(asked.owner, said.body(), turns, items))
+            service.server.responses.add(
+                response_id, Stored(asked.owner, said.body(), turns, items, said.ends)
+            )
         return event
 
     if asked.request.stream:
@@ -195,7 +198,8 @@ def _item(item: bytes, place: str) -> wire.Item:
 
 async def get_response(service: Service, request: Request) -> ASGIApp:
     """A response that is held."""
-    body, query = _stored(service, request).body, request.query_params
+    stored, query = _stored(service, request), request.query_params
+    body = stored.body
     if query.get("stream", "false") == "false":
         return json_response(body)
     after = query.get("starting_after", "-1")
@@ -203,7 +207,7 @@ async def get_response(service: Service, request: Request) -> ASGIApp:
         raise bad_request("starting_after", "expected the sequence_number of an event")
 
     def write() -> bytes:
-        return b"".join(_events_of(msgspec.json.decode(body))[int(after) + 1 :])
+        return b"".join(_events_of(msgspec.json.decode(body), stored.ends, int(after)))
 
     written = await service.prepare(len(body), write, request)
     return Response(written, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
@@ -281,6 +285,8 @@ class ResponseAnswer:
 
     def __init__(self, response_id: str, asked: wire.ResponsesRequest, service: Service) -> None:
         self.output: list[dict[str, Any]] = []
+        self.ends: list[array[int]] = []
+        """As of Stored."""
         self.is_stored = asked.store is not False and bool(service.server.responses.most)
         self._asked = asked
         self._plain = _echo(asked, service) | {
@@ -300,6 +306,8 @@ class ResponseAnswer:
         self._place: dict[str, Any] = {}
         self._delta_start = b""
         self._text: list[str] = []
+        self._n_said = 0
+        """Characters of `_text`."""
         self._wants_scores = wire.wants(asked, "message.output_text.logprobs")
         self._encrypts = wire.wants(asked, "reasoning.encrypted_content")
         self._pads = asked.stream_options is not None and bool(asked.stream_options.include_obfuscation)
@@ -383,6 +391,9 @@ class ResponseAnswer:
         if not text:
             return written
         self._n_events += 1
+        self._n_said += len(text)
+        assert self._item is not None
+        self.ends[-1].extend((self._n_said, len(self._item.get("logprobs", ()))))
         said = _encode(text) + scores
         if self._pads:
             said += b',"obfuscation":"%s"' % answer.padding(len(said))
@@ -417,13 +428,14 @@ class ResponseAnswer:
             item |= {"role": "assistant", "content": []}
         self._place = {"item_id": item_id, "output_index": len(self.output)}
         self.output.append(item)
+        self.ends.append(array("I"))
         written += self._event(
             "response.output_item.added", {"output_index": len(self.output) - 1, "item": item}
         )
         if kind in _PARTS:
             self._place["content_index"] = 0
             written += self._event("response.content_part.added", self._place | {"part": _PARTS[kind]})
-        self._item, self._text = item, []
+        self._item, self._text, self._n_said = item, [], 0
         if kind == "message":
             item["logprobs"] = []  # until the part is made
         name = f"{_DELTAS[kind]}.delta"
@@ -465,13 +477,29 @@ class ResponseAnswer:
         return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
 
-def _events_of(response: dict[str, Any]) -> list[bytes]:
-    """The events of a response that is complete, as those of one that came in large pieces."""
-    events: list[bytes] = []
+def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> list[bytes]:
+    """The events of a response that is complete behind the one of this number. They have the numbers that they had as the response
+    was made; deltas that followed each other come as one, with the number of the last.
 
-    def add(name: str, **fields: Any) -> None:
-        data = _encode({"type": name, "sequence_number": len(events)} | fields)
-        events.append(b"event: %s\ndata: %s\n\n" % (name.encode(), data))
+    ends: as of Stored."""
+    events: list[bytes] = []
+    n_events = 0
+
+    def add(name: str, n: int = 1, **fields: Any) -> None:
+        """n: for how many it stands."""
+        nonlocal n_events
+        n_events += n
+        if n_events - 1 > after:
+            data = _encode({"type": name, "sequence_number": n_events - 1} | fields)
+            events.append(b"event: %s\ndata: %s\n\n" % (name.encode(), data))
+
+    def add_delta(i: int, at: dict[str, Any], text: str, scores: list[Any] | None) -> None:
+        n = len(ends[i]) // 2
+        n_seen = min(n, max(0, after + 1 - n_events))
+        n_chars, n_scores = ends[i][2 * n_seen - 2 : 2 * n_seen] if n_seen else (0, 0)
+        shown = {} if scores is None else {"logprobs": scores[n_scores : ends[i][-1] if n else 0]}
+        if n:
+            add(f"{_DELTAS[response['output'][i]['type']]}.delta", n, **at, delta=text[n_chars:], **shown)
 
     begun: dict[str, Any] = {
         "status": "in_progress",
@@ -488,13 +516,13 @@ def _events_of(response: dict[str, Any]) -> list[bytes]:
         empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
         add("response.output_item.added", output_index=i, item=item | empty | {"status": "in_progress"})
         if is_call:
-            add(f"{_DELTAS[kind]}.delta", **place, delta=item["arguments"])
+            add_delta(i, place, item["arguments"], None)
             add(f"{_DELTAS[kind]}.done", **place, arguments=item["arguments"])
         for j, part in enumerate(item.get("content", ())):
             at = place | {"content_index": j}
             scores = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
             add("response.content_part.added", **at, part=_PARTS[kind])
-            add(f"{_DELTAS[kind]}.delta", **at, delta=part["text"], **scores)
+            add_delta(i, at, part["text"], part.get("logprobs"))
             add(f"{_DELTAS[kind]}.done", **at, text=part["text"], **scores)
             add("response.content_part.done", **at, part=part)
         add("response.output_item.done", output_index=i, item=item)

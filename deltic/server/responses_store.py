@@ -7,6 +7,7 @@ needs it any more. All is kept as JSON, so what it takes is known to the byte, n
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections import OrderedDict
 from typing import Any
 
@@ -38,13 +39,17 @@ class Stored(msgspec.Struct, eq=False):
     body: bytes
     input: tuple[Turn, ...]
     output: Turn
+    ends: list[array[int]] = []
+    """For each item of the answer, as each of its deltas ended: how many characters had been said, and how many
+    log-probabilities, one behind the other."""
 
     @property
     def history(self) -> tuple[Turn, ...]:
         return (*self.input, self.output)
 
     def n_bytes(self) -> int:
-        return len(self.body) + _OVERHEAD_BYTES + 8 * len(self.input)
+        n_bytes = sum(len(ends) * ends.itemsize + _OVERHEAD_BYTES for ends in self.ends)
+        return len(self.body) + _OVERHEAD_BYTES + 8 * len(self.input) + n_bytes
 
 
 class ResponseStore:
