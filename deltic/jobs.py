@@ -14,6 +14,7 @@ import fcntl
 import functools
 import json
 import os
+import stat
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -66,11 +67,14 @@ def finished(out: BinaryIO) -> dict[str | int, bool]:
 def without_errors(path: Path, out: BinaryIO) -> BinaryIO:
     """The output file again, less its lines with an error. `out` is closed. Raises Stopped.
 
-    A file of its own takes the place of the old one when it is whole, so that nothing is lost if this process ends meanwhile.
+    A file of its own takes the place of the old one when it is whole, so that nothing is lost if this process ends meanwhile;
+    who may read it, and a link to it, stay as they were.
     """
     finished(out)
+    path = path.resolve()
     new = open_output(path.with_name(path.name + ".retry"))
     new.truncate(0)
+    os.fchmod(new.fileno(), stat.S_IMODE(os.fstat(out.fileno()).st_mode))
     out.seek(0)
     for line in out:
         if json.loads(line).get("error") is None:

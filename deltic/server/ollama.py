@@ -76,7 +76,7 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
 
     def take(pieces: list[Piece]) -> None:
         for piece in pieces:
-            said.lines(piece)
+            said.keep(piece)
 
     await unless_disconnected(request.receive, generation.run(take))
     return json_response(said.body(generation.usage()))
@@ -113,7 +113,7 @@ _NAMES = (
 
 
 class LinesAnswer:
-    """One answer: what it has said so far, and the lines that say what was added."""
+    """One answer, its pieces as lines (`lines`, `end`) or kept until it is whole (`keep`, `body`)."""
 
     def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer | None) -> None:
         """model: as it was asked for. scored: writes log-probabilities, if they are wanted."""
@@ -129,7 +129,20 @@ class LinesAnswer:
         self._reason = "stop"
 
     def lines(self, piece: Piece) -> bytes:
-        """Takes what comes next."""
+        """What comes next, as a line; nothing if there is nothing to tell."""
+        added = self._read(piece)
+        return self._line(self._told(*added) | {"done": False}) if any(added) else b""
+
+    def keep(self, piece: Piece) -> None:
+        """Takes what comes next, for `body`."""
+        content, thinking, calls, logprobs = self._read(piece)
+        self._content.append(content)
+        self._thinking.append(thinking)
+        self._calls += calls
+        self._logprobs += logprobs
+
+    def _read(self, piece: Piece) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
+        """What a piece adds: text, thought, calls that are whole, log-probabilities."""
         delta, calls = piece.delta, []
         for call in delta.calls:
             if call.id is not None:
@@ -141,21 +154,14 @@ class LinesAnswer:
             calls += self._ended_call()
             self._reason = "length" if piece.finish_reason == "length" else "stop"
         scores = self._scored.logprobs(piece.scores) if self._scored and piece.scores else None
-        logprobs = scores["content"] if scores else []
-        self._content.append(delta.content)
-        self._thinking.append(delta.reasoning)
-        self._calls += calls
-        self._logprobs += logprobs
-        if not (delta.content or delta.reasoning or calls or logprobs):
-            return b""
-        return self._line(self._told(delta.content, delta.reasoning, calls, logprobs) | {"done": False})
+        return delta.content, delta.reasoning, calls, scores["content"] if scores else []
 
     def end(self, usage: Usage) -> bytes:
         """The last line."""
         return self._line(self._told("", "", [], []) | self._counts(usage))
 
     def body(self, usage: Usage) -> bytes:
-        """The whole answer."""
+        """The whole answer, of what was kept."""
         content, thinking = "".join(self._content), "".join(self._thinking)
         return self._line(self._told(content, thinking, self._calls, self._logprobs) | self._counts(usage))
 

@@ -103,6 +103,21 @@ def test_errors_are_tried_again_where_asked(tmp_path: Path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+def test_errors_are_tried_again_in_the_same_place(tmp_path: Path):
+    """A link stays a link, and the file as private or as public as it was."""
+    source, out, target = write(tmp_path / "in", lines(2)), tmp_path / "out", tmp_path / "there" / "out"
+    target.parent.mkdir()
+    out.symlink_to(target)
+    with FakeOpenAI(statuses=[200, 404]) as server:
+        arguments = ["run", str(source), str(out), "--url", server.url, "--in-flight", "1"]
+        assert main(arguments) == 1
+        target.chmod(0o660)
+        assert main([*arguments, "--retry-errors"]) == 0
+    assert out.is_symlink() and len(results(target)) == 2
+    assert target.stat().st_mode & 0o777 == 0o660
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
 def test_a_given_model_is_that_of_every_line(tmp_path: Path):
     """A file for OpenAI's batch API names one in each."""
     told = [{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",

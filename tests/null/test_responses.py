@@ -615,11 +615,11 @@ def test_many_items_take_no_time() -> None:
     store = ResponseStore(3)
     store.add("a", stored("a", Turn([(str(i), b"{}") for i in range(n)])))
     messages = wire.Messages(None)
-    before_s = time.monotonic()
+    before_s = time.thread_time()
     for i in range(n):
         assert store.item(str(i), "") == b"{}"
         messages.add(wire.CallItem(call_id="1", name="weather", arguments="{}"), "")
-    assert time.monotonic() - before_s < 3
+    assert time.thread_time() - before_s < 3
     (message,) = messages.whole()
     assert isinstance(message, AssistantMessage) and len(message.tool_calls or ()) == n
 
