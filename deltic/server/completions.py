@@ -68,10 +68,8 @@ _FUNCTIONS = ((r"^tools\[(\d+)\]\.function", r"functions[\1]"),)
 _FUNCTION_CALL = ((r"^tool_choice(\.function)?", "function_call"),)
 
 
-def _truncated(
-    prompt: Prompt, chat: protocol.ChatRequest, info: engine.EngineInfo, default: int | None
-) -> Prompt:
-    ids = protocol.truncated(chat, prompt.ids, info, default)
+def _truncated(prompt: Prompt, chat: protocol.ChatRequest, info: engine.EngineInfo, n: int | None) -> Prompt:
+    ids = protocol.truncated(chat, prompt.ids, info, n)
     cut = len(prompt.ids) - len(ids)
     return Prompt(ids, [at - cut for at in prompt.boundaries if at > cut], prompt.thinking) if cut else prompt
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 import secrets
+import time
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -120,10 +122,7 @@ class LinesAnswer:
         self._model = model
         self._is_chat = is_chat
         self._scored = scored
-        self._content: list[str] = []
-        self._thinking: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._logprobs: list[Any] = []
+        self._kept: list[tuple[str, str, list[dict[str, Any]], list[Any]]] = [("", "", [], [])]
         self._open: tuple[dict[str, Any], list[str]] | None = None
         """A call whose arguments still come, and these."""
         self._reason = "stop"
@@ -135,11 +134,7 @@ class LinesAnswer:
 
     def keep(self, piece: Piece) -> None:
         """Takes what comes next, for `body`."""
-        content, thinking, calls, logprobs = self._read(piece)
-        self._content.append(content)
-        self._thinking.append(thinking)
-        self._calls += calls
-        self._logprobs += logprobs
+        self._kept.append(self._read(piece))
 
     def _read(self, piece: Piece) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
         """What a piece adds: text, thought, calls that are whole, log-probabilities."""
@@ -162,8 +157,9 @@ class LinesAnswer:
 
     def body(self, usage: Usage) -> bytes:
         """The whole answer, of what was kept."""
-        content, thinking = "".join(self._content), "".join(self._thinking)
-        return self._line(self._told(content, thinking, self._calls, self._logprobs) | self._counts(usage))
+        content, thinking, calls, logprobs = zip(*self._kept, strict=True)
+        told = self._told("".join(content), "".join(thinking), [*chain(*calls)], [*chain(*logprobs)])
+        return self._line(told | self._counts(usage))
 
     def loaded(self) -> bytes:
         """The answer where nothing was to be said."""
@@ -207,11 +203,7 @@ class LinesAnswer:
 
 def _time(seconds: float | None = None) -> str:
     """seconds: of the epoch; now without."""
-    at = (
-        datetime.datetime.now(datetime.UTC)
-        if seconds is None
-        else datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    )
+    at = datetime.datetime.fromtimestamp(time.time() if seconds is None else seconds, datetime.UTC)
     return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 

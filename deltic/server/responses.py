@@ -199,17 +199,16 @@ def _item(item: bytes, place: str) -> wire.Item:
 async def get_response(service: Service, request: Request) -> ASGIApp:
     """A response that is held."""
     stored, query = _stored(service, request), request.query_params
-    body = stored.body
     if query.get("stream", "false") == "false":
-        return json_response(body)
+        return json_response(stored.body)
     after = query.get("starting_after", "-1")
     if after != "-1" and not (after.isdecimal() and len(after) < 10):
         raise bad_request("starting_after", "expected the sequence_number of an event")
 
     def write() -> bytes:
-        return b"".join(_events_of(msgspec.json.decode(body), stored.ends, int(after)))
+        return b"".join(_events_of(msgspec.json.decode(stored.body), stored.ends, int(after)))
 
-    written = await service.prepare(len(body), write, request)
+    written = await service.prepare(len(stored.body), write, request)
     return Response(written, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
 
 
@@ -392,8 +391,7 @@ class ResponseAnswer:
             return written
         self._n_events += 1
         self._n_said += len(text)
-        assert self._item is not None
-        self.ends[-1].extend((self._n_said, len(self._item.get("logprobs", ()))))
+        self.ends[-1].extend((self._n_said, len(self.output[-1].get("logprobs", ()))))
         said = _encode(text) + scores
         if self._pads:
             said += b',"obfuscation":"%s"' % answer.padding(len(said))
