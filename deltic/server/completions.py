@@ -59,9 +59,8 @@ def _prepare(service: Service, chat: protocol.ChatRequest, info: engine.EngineIn
     try:
         return prepare_chat(service, chat, info)
     except ApiError as error:
-        names: tuple[tuple[str, str], ...] = _FUNCTIONS if chat.functions else ()
-        names += _FUNCTION_CALL if chat.function_call else ()
-        raise renamed(error, names) from None
+        older = (*_FUNCTIONS[: bool(chat.functions)], *_FUNCTION_CALL[: bool(chat.function_call)])
+        raise renamed(error, older) from None
 
 
 _FUNCTIONS = ((r"^tools\[(\d+)\]\.function", r"functions[\1]"),)

@@ -184,13 +184,10 @@ class HttpConnection(HttpToolsProtocol):
         self._n_mute_bytes = 0
         self._is_body_open = False
         super().on_message_complete()
-        if self.cycle is None:
-            return
-        if not self.cycle.response_complete:
+        if self.cycle is not None and not self.cycle.response_complete:
             self._all.silent.pop(self, None)
-        elif (
-            not self.transport.is_closing()
-        ):  # the answer came before the body was whole: now it waits for the next
+        elif self.cycle is not None and not self.transport.is_closing():
+            # The answer came before the body was whole: now it waits for the next request.
             self._waits_since_s = None
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -252,8 +249,7 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, why: str, error: ApiError) -> None:
         """Answers for the application, unless that has begun to, or has answered what is not whole; and closes."""
         cycle = self._answered
-        is_answering = cycle is not None and not cycle.response_complete
-        has_answer = cycle.response_started if cycle and is_answering else self._is_body_open
+        has_answer = cycle.response_started if cycle and not cycle.response_complete else self._is_body_open
         self._disconnect()
         if not has_answer:
             body = error.body()
