@@ -31,6 +31,9 @@ log = logging.getLogger("deltic.server")
 MAX_HEAD_BYTES = 65_536
 """Of a request's line and headers together, its trailers included; and of what a client sends that is no part of a request."""
 
+MAX_DROPPED_BYTES = 1_000_000
+"""Of a body that still comes behind its answer (a 401, a 429) and that nobody reads; then the connection is closed."""
+
 LEAST_BYTES_PER_S = 256
 """A body that comes more slowly, for the client's whole timeout, is given up."""
 
@@ -96,6 +99,7 @@ class HttpConnection(HttpToolsProtocol):
         self._n_body_bytes = 0
         """Since `_body_since_s`."""
         self._body_since_s = 0.0
+        self._n_dropped = 0
         self._n_unsent = self._n_same = 0
         """Bytes of the answer that the client had not taken at the last look, and how many looks saw as many."""
         self._refusal: ApiError | None = None
@@ -172,6 +176,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_head_open, self._is_body_open = False, True
         self._waits_since_s = None
         self._body_since_s, self._n_body_bytes = time.monotonic(), 0
+        self._n_dropped = 0
         if 0 < len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # else nobody would notice that the client leaves
 
@@ -179,6 +184,10 @@ class HttpConnection(HttpToolsProtocol):
         self._n_mute_bytes = 0
         self._n_body_bytes += len(body)
         super().on_body(body)
+        if self.cycle is not None and self.cycle.response_complete:
+            self._n_dropped += len(body)
+            if self._n_dropped > MAX_DROPPED_BYTES and not self.transport.is_closing():
+                self.cut("body")
 
     def on_message_complete(self) -> None:
         self._n_mute_bytes = 0

@@ -497,3 +497,21 @@ def test_a_server_leaves_signals_to_its_process() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with HttpServer(lambda: None, Connections(1.0)).capture_signals():  # type: ignore[arg-type]
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_body_behind_its_answer_is_not_read_for_ever() -> None:
+    """A 404 comes before the body, which may be of any length; a small rest is let pass, and the connection serves on."""
+    with served(make_app(FakeEngineClient())) as url:
+        for n_bytes, is_kept in ((500_000, True), (1_000_000_000, False)):
+            with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=20) as client:
+                head = f"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: {n_bytes}\r\n\r\n"
+                client.sendall(head.encode())
+                assert client.recv(65_536).startswith(b"HTTP/1.1 404")
+                try:
+                    for _ in range(n_bytes // 100_000):
+                        client.sendall(bytes(100_000))
+                    client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                    again = client.recv(65_536)
+                except OSError:
+                    again = b""
+                assert again.startswith(b"HTTP/1.1 200") == is_kept
