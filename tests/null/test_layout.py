@@ -21,7 +21,7 @@ SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 MAX_SOURCE_FILES = 175
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 37_000
+MAX_PACKAGE_LINES = 38_000
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 
 LAYERS = ["server", "engine", "models", "ops"]  # each may import what stands after it
