@@ -1,8 +1,9 @@
 """Jinja with a meter: what a template may take of time and memory, whoever wrote it.
 
 Jinja's sandbox keeps a template from the process, not from its time: loops in loops, a string times three billion, a width of a
-billion. Here all that makes a template long or large passes the Meter: each turn of a loop and each call is a step, each text that
-is made counts its characters, and what one call would make is looked at before it is made. So a call takes milliseconds, and a
+billion. Here all that makes a template long or large passes the Meter: each turn of a loop and each call is a step, what is searched or
+compared is some more by its size, each text that is made counts its characters, and what one call would make is looked at before it
+is made. So a call takes milliseconds, and a
 rendering that takes more of them than it may ends with TooMuch.
 """
 
@@ -17,7 +18,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
@@ -94,6 +95,14 @@ class Meter(threading.local):
                 self.characters(n)
         return n
 
+    def read(self, value: Any) -> None:
+        """A text or list is about to be gone through, whatever is in it: what counts and compares texts reads 256 characters in a
+        step or more."""
+        if isinstance(value, str):
+            self.step(len(value) >> 8)
+        elif isinstance(value, Collection) and not isinstance(value, range):
+            self.step(self.size(value) >> 8)
+
     def made(self, value: Any) -> Any:
         """A result, counted."""
         if isinstance(value, str):
@@ -128,6 +137,24 @@ class _Generator(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        """As Jinja's, with each side passed through `compared`."""
+        self.write("(environment.compared(")
+        self.visit(node.expr, frame)
+        for operand in node.ops:
+            self.write(f") {operators[operand.op]} environment.compared(")
+            self.visit(operand.expr, frame)
+            if operand is node.ops[-1] and operand.op in ("in", "notin"):
+                self.write(", True")
+        self.write("))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        """Slices, which Jinja does not show to its environment."""
+        is_slice = isinstance(node.arg, nodes.Slice)
+        self.write("environment.meter.made(" * is_slice)
+        super().visit_Getitem(node, frame)
+        self.write(")" * is_slice)
+
 
 class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The environment of chat templates. A rendering begins with `meter.start`."""
@@ -145,6 +172,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def finish(self) -> None:
         """Once all filters are there."""
         self.filters = {name: _metered(self.meter, name, made) for name, made in self.filters.items()}
+        self.tests |= {name: self._metered_test(self.tests[name]) for name in READING_TESTS}
         self.filters["*turns"] = lambda values, n: Turns(self.meter, values, n)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -165,6 +193,19 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def tilde(self, parts: tuple[Any, ...]) -> str:
         self.meter.characters(sum(map(self.meter.size, parts)))
         return "".join(map(str, parts))
+
+    def compared(self, value: Any, is_holder: bool = False) -> Any:
+        """One side of a comparison; is_holder: that in which something is looked for, which takes no time in a mapping."""
+        if not (is_holder and isinstance(value, Mapping)):
+            self.meter.read(value)
+        return value
+
+    def _metered_test(self, test: Callable[..., bool]) -> Callable[..., bool]:
+        def metered(value: Any, *others: Any) -> bool:
+            self.meter.step()
+            return test(self.compared(value), *(self.compared(other, is_holder=True) for other in others))
+
+        return metered
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         meter = self.meter
@@ -199,18 +240,28 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
             named = {key: value for key, value in kwargs.items() if not key.startswith("_")}
             text = owner if isinstance(owner, str) else None
+            if isinstance(owner, str | list | tuple):
+                for value in (owner, *args):
+                    meter.read(value)
             if text is not None and name in ("format", "format_map"):
                 _check_format(meter, BRACES, text, [*args, *named.values()])
             _check_call(meter, name, text, args, named)
         return meter.made(super().call(__context, __obj, *args, **kwargs))
 
 
+READING_TESTS = ("eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge", ">=", "in", "lower",
+                 "upper")  # fmt: skip
+"""Those of Jinja's tests that go through what they are asked about."""
+
 TEXTS = frozenset(
     ("tojson", "string", "pprint", "urlencode", "xmlattr", "urlize", "escape", "e", "forceescape")
 )
 """Filters that make a text of anything."""
 
-WHOLE = frozenset(("join", "list", "sort", "batch", "slice", "reverse"))
+COMPARING = frozenset(("sort", "dictsort", "min", "max", "groupby", "unique"))
+"""Filters that compare what is in their lists."""
+
+WHOLE = COMPARING | {"join", "list", "batch", "slice", "reverse"}
 """Filters that take all that a generator gives."""
 
 ITEMS = frozenset(("list", "batch", "slice", "sort", "reverse", "unique", "groupby"))
@@ -234,6 +285,8 @@ def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[...,
             meter.step(len(value) >> 10)
         elif isinstance(value, Collection):
             meter.items(len(value))
+        if name in COMPARING:
+            meter.read(value)
         if name in ITEMS and isinstance(value, str):
             meter.items(len(value))
         if name == "sum" and not isinstance(

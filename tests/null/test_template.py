@@ -23,6 +23,7 @@ GROWTH = (
     "{% set s = namespace(v='" + "a" * 1000 + "') %}{% for i in range(40) %}{% set s.v = @ %}{% endfor %}"
 )
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}@{% endfor %}{% endfor %}"
+READS = "{% set s = 'a' * 30000000 %}{% set z = 'a' * 30000000 %}{% set l = [0] * 900000 %}{% for i in range(9999) %}{% set y = @ %}{% endfor %}"
 HOSTILE = {
     "loops": LOOPS.replace("@", ""),
     "loops with text": LOOPS.replace("@", "x" * 10_000),
@@ -66,6 +67,17 @@ HOSTILE = {
     "filters": "{% for i in range(99999) %}{{ range(99999) | list | sort | length }}{% endfor %}",
     "maps": "{{ (['a' * 1000000] * 1000) | map('replace', 'a', 'aa') | list | length }}",
     "texts of a map": "{{ (['a' * 1000000] * 1000000) | map('upper') | join | length }}",
+    "searches": READS.replace("@", "s.count('ab')"),
+    "searches by an operator": READS.replace("@", "'b' in s"),
+    "searches of a list": READS.replace("@", "'b' in l"),
+    "searches by a test": READS.replace("@", "'b' is in(l)"),
+    "many texts looked for": READS.replace("@", "'b'.startswith(('a',) * 900000)"),
+    "comparisons": READS.replace("@", "s == z"),
+    "comparisons by a filter": READS.replace("@", "[s] | select('eq', z) | list"),
+    "comparisons of nested lists": "{% set s = namespace(v=[1], w=[1]) %}{% for i in range(60) %}{% set s.v = [s.v, s.v] %}{% set s.w = [s.w, s.w] %}{% endfor %}{{ s.v == s.w }}",
+    "sorted nested lists": "{% set s = namespace(v=[1], w=[1]) %}{% for i in range(60) %}{% set s.v = [s.v, s.v] %}{% set s.w = [s.w, s.w] %}{% endfor %}{{ [s.v, s.w] | sort | length }}",
+    "slices of a text": READS.replace("@", "s[1:]"),
+    "slices of a list": READS.replace("@", "l[1:]"),
     "translation": "{{ ('a' * 1000000).translate({97: 'a' * 1000000}) }}",
 }  # fmt: skip
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -81,10 +93,11 @@ def test_a_template_that_takes_too_much_is_refused(what: str, monkeypatch: pytes
     assert caught.value.status == 400 and time.process_time() - began_s < 15
 
 
-@pytest.mark.parametrize("what", ["loops", "joins"])
+@pytest.mark.parametrize("what", ["loops", "joins", "short searches"])
 def test_it_is_not_tried_in_the_event_loop(what: str) -> None:
     async def go() -> None:
-        hostile = ChatTemplate({"default": HOSTILE[what]}, byte_tokenizer())
+        searches = "{% set s = 'a' * 900000 %}{% for i in range(800) %}{{ s.count('ab') }}{% endfor %}"
+        hostile = ChatTemplate({"default": HOSTILE.get(what, searches)}, byte_tokenizer())
         began_s = time.process_time()
         with pytest.raises(NotInline):
             hostile.render(USER)
@@ -117,7 +130,8 @@ def test_what_templates_do_stays() -> None:
         "{{ messages | map(attribute='role') | join(',') }} {{ messages[::-1] | length }} {{ 'a-b'.split('-') | list }} "
         "{{ '%s has %5d' % ('a', 3) }} {{ '{:>4}'.format('x') }} {{ {'a': [1, 'é']} | tojson }} {{ 'x' * 3 ~ (2 + 1) }} "
         "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% else %}none{% endfor %} "
-        "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is not number else x }}{% endfor %} {{ 'a\\nb' | indent(2) }}"
+        "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is not number else x }}{% endfor %} {{ 'a\\nb' | indent(2) }} "
+        "{{ 1 < 2 < 3 }}{{ 1 < 2 > 3 }}{{ 'a' not in 'bc' }}{{ 'a' in {'a': 1} }}{{ 'abc'[1:] }}{{ [1, 2, 3][:-1] }}{{ 2 is in([2]) }}"
     )
     ids = (
         ChatTemplate({"default": source}, byte_tokenizer())
@@ -125,7 +139,7 @@ def test_what_templates_do_stays() -> None:
         .ids
     )
     assert byte_tokenizer().decode(ids) == (
-        "1/2 2/2 last user,assistant 2 ['a', 'b'] a has     3    x {\"a\": [1, \"é\"]} xxx3 a1 123 a\n  b"
+        "1/2 2/2 last user,assistant 2 ['a', 'b'] a has     3    x {\"a\": [1, \"é\"]} xxx3 a1 123 a\n  b TrueFalseTrueTruebc[1, 2]True"
     )
 
 
