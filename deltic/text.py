@@ -143,9 +143,7 @@ class Tokenizer:
             end = min(start + PIECE_CHARACTERS, len(text))
             cut = self.last_cut(text[start:end])
             while cut < 0 and end < len(text):
-                if end - start > MOST_UNCUT:
-                    said = f"it has no place in {MOST_UNCUT} characters where the tokenizer is sure to cut it"
-                    raise UnreadableText(f"the text cannot be read in pieces: {said}; break it up")
+                _check_uncut(end - start)
                 # Of what was looked at before, the last character is looked at once more.
                 begin, end = end - 1, min(end + PIECE_CHARACTERS, len(text))
                 if (found := self.last_cut(text[begin:end])) >= 0:
@@ -156,6 +154,24 @@ class Tokenizer:
             start += cut
         if start < len(text):
             yield self._encode_piece(text[start:] if start else text)
+
+    def encode_end(self, text: str, n: int, specials: Specials) -> list[int]:
+        """The last `n` ids of `encode(text, specials)`: of a long text no more is read than they take. Raises UnreadableText."""
+        pieces: list[list[int]] = []
+        n_ids, start = 0, len(text)
+        while start and n_ids < n:
+            end = start
+            start = max(0, end - PIECE_CHARACTERS)
+            while start:
+                begin = max(0, start - PIECE_CHARACTERS)
+                if (cut := self.last_cut(text[begin : start + 1])) >= 0:
+                    start = begin + cut
+                    break
+                _check_uncut(end - begin)
+                start = begin
+            pieces.append(self.encode(text[start:end], specials))
+            n_ids += len(pieces[-1])
+        return [id for piece in reversed(pieces) for id in piece][-n:]
 
     def _encode_piece(self, text: str) -> list[int]:
         # A batch of one: unlike `encode` it lets other threads run meanwhile, and it computes no offsets.
@@ -247,9 +263,12 @@ class Tokenizer:
         """The last place before which the tokens of `text` are those of any text that begins with it; -1: there is none."""
         if not self.has_known_cuts:
             return -1
-        kept = self.added_characters
-        places = range(len(text) - 1, 0, -1)
-        return next((i for i in places if _is_boundary(text[i - 1], text[i]) and text[i] not in kept), -1)
+        kept = self.added_characters  # a token that were cut would have both characters
+        for i in range(len(text) - 1, 0, -1):
+            before, after = text[i - 1], text[i]
+            if _is_boundary(before, after) and not (after in kept and before in kept):
+                return i
+        return -1
 
     @cached_property
     def _max_token_bytes(self) -> int:
@@ -342,19 +361,32 @@ def _is_ever(character: str, kind: str) -> bool:
     return unicodedata.ucd_3_2_0.category(character)[0] == unicodedata.category(character)[0] == kind
 
 
+def _check_uncut(n: int) -> None:
+    """Raises UnreadableText where too many characters have no place for a cut."""
+    if n > MOST_UNCUT:
+        said = f"it has no place in {MOST_UNCUT} characters where the tokenizer is sure to cut it"
+        raise UnreadableText(f"the text cannot be read in pieces: {said}; break it up")
+
+
 DIGITS = frozenset("0123456789")
 
 
 def _is_boundary(before: str, after: str) -> bool:
-    """Whether it is certain that a token of the family's ends between two characters, whatever stands around them: before a space,
-    unless that is behind white space (whose last character may go with what follows), before punctuation behind a letter, and
-    between two digits, each of which is a token. NFC composes none of them with what is before it.
+    """Whether it is certain that a token of the family's ends between two characters, whatever stands around them: where a line
+    begins with something visible; between that and a space, a tab or a digit; behind a digit, which is a token of its own, before
+    ASCII; and behind a letter before a line's end, punctuation or a symbol. NFC composes none of them with what is before it.
     """
-    if after in DIGITS:
-        return before in DIGITS
-    if after == " ":
-        return before.isprintable() and before != " "  # no other white space is printable
-    return _is_ever(before, "L") and _is_ever(after, "P") and unicodedata.is_normalized("NFC", after)
+    if before in "\r\n":
+        return after.isprintable() and after != " "  # no other white space is printable
+    if after in " \t" or after in DIGITS:
+        return before.isprintable() and before != " "
+    if before in DIGITS:
+        return after.isascii()
+    is_end = after in "\r\n" or _is_ever(after, "P") or _is_ever(after, "S")
+    # NFC makes some letters two characters, of which the second is a mark (U+0958).
+    return (
+        is_end and _is_ever(before, "L") and all(unicodedata.is_normalized("NFC", c) for c in (before, after))
+    )
 
 
 class Detokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from functools import cache
 from pathlib import Path
 
@@ -112,10 +113,13 @@ def test_where_text_is_cut() -> None:
 
     tokenizer = merging(False)
     assert pushed(tokenizer, "Hello, world! It's 5 o'clock.\n\nYes ") == [
-        "Hello", ",", " world", "!", " It", "'s", " 5", " o", "'clock", ".\n\nYes", ""
+        "Hello", ",", " world", "!", " It", "'s", " 5", " o", "'clock", ".\n\n", "Yes", ""
     ]  # fmt: skip
     assert pushed(tokenizer, "你好，世界今天。“好”") == ["你好", "，世界今天", "。“好", "”"]
-    assert pushed(tokenizer, "a <think> b<x") == ["a", " <think>", " b<x"]
+    assert pushed(tokenizer, "a <think> b<x") == ["a", " <think>", " b", "<x"]
+    assert pushed(tokenizer, "apple\nx\t1\t2.5\r\n- y+\n\n  z") == [
+        "apple", "\n", "x", "\t1", "\t2", ".", "5", "\r\n", "-", " y", "+\n\n  z"
+    ]  # fmt: skip
     assert pushed(tokenizer, "a  b   c") == ["a", "  b", "   c"]
 
 
@@ -126,15 +130,18 @@ def test_no_token_crosses_a_cut(marks: bool) -> None:
     characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
 
     def pieces(text: str) -> list[str]:
-        return [piece for piece, _ in split.pre_tokenize_str(text)]
+        return [piece for piece, _ in split.pre_tokenize_str(normalizers.NFC().normalize_str(text))]
 
     places = [(c, " ") for c in characters[:: 997 - marks]] + [("a", c) for c in characters[:0x3100:7]]
+    places += [(c, a) for c in characters[:: 1499 - marks] for a in "\t5\n"]
+    places += [(b, c) for c in characters[:: 1499 - marks] for b in "\n\r5a"]
+    places += [("\u0958", a) for a in ",\n<"] + [("a", c) for c in "<=>+|^`$"]
     places += [(c, "，") for c in [*characters[: 0x2000 : 11 + marks], "\u1885", "\u1886"]]
     n = 0
     for before, after in places:
         if _is_boundary(before, after):
             n += 1
-            for right in (after, after + "s", after + " ", after + "\n", after + "\u0301"):
+            for right in (after, after + "s", after + " ", after + "\n", after + "\u0301", after + "\u0338"):
                 left = f"'{before}"
                 assert pieces(left + right) == pieces(left) + pieces(right), (before, right)
     assert n > 500
@@ -294,3 +301,35 @@ def test_a_text_that_cannot_be_cut_is_refused() -> None:
         with pytest.raises(UnreadableText, match="break it up"):
             tokenizer.encode(text)
     assert len(tokenizer.encode("1234567890" * 20_000)) == 200_000
+
+
+@pytest.mark.parametrize(
+    "line", ["apple\nbanana\n", "apple\tbanana\n", '{"a":"b","c":"d"}\n', "Größe\r\nMaß\r\n", "!!!\n???\n"]
+)
+def test_long_lists_and_tables_are_read(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.text.MOST_UNCUT", 70_000)
+    text = line * (200_000 // len(line))
+    cuts = [BUILT_IN.last_cut(text[at : at + 64]) for at in range(0, len(text) - 64, 5_003)]
+    assert min(cuts) > 0
+    n = sum(map(len, BUILT_IN.encode_pieces(text)))
+    assert n == len(BUILT_IN.encode(line)) * (len(text) // len(line))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PIECES, max_size=40).map("".join), st.integers(1, 60), st.integers(1, 12), st.booleans())
+def test_the_end_of_a_text_has_the_ids_of_the_whole(text: str, n: int, size: int, marks: bool) -> None:
+    text = text.replace("<think>", f"{TRUSTED}<|im_start|>")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deltic.text.PIECE_CHARACTERS", size)
+        for tokenizer in (merging(marks), TOKENIZER):
+            assert tokenizer.encode_end(text, n, "trusted") == tokenizer.encode(text, "trusted")[-n:]
+            plain = text.replace(TRUSTED, "")
+            assert tokenizer.encode_end(plain, n, "parse") == tokenizer.encode(plain, "parse")[-n:]
+
+
+def test_only_the_end_of_a_long_text_is_read() -> None:
+    began_s = time.process_time()
+    assert BUILT_IN.encode_end("one two " * 2_000_000, 5, "parse") == BUILT_IN.encode("one two " * 9)[-5:]
+    assert time.process_time() - began_s < 1
+    with pytest.raises(UnreadableText, match="break it up"):
+        BUILT_IN.encode_end("a" * 3_000_000, 5, "parse")
