@@ -263,12 +263,9 @@ class Tokenizer:
         """The last place before which the tokens of `text` are those of any text that begins with it; -1: there is none."""
         if not self.has_known_cuts:
             return -1
-        kept = self.added_characters  # a token that were cut would have both characters
-        for i in range(len(text) - 1, 0, -1):
-            before, after = text[i - 1], text[i]
-            if _is_boundary(before, after) and not (after in kept and before in kept):
-                return i
-        return -1
+        # An added token that were cut would have both characters.
+        places = (i for i in range(len(text) - 1, 0, -1) if _is_boundary(text[i - 1], text[i]))
+        return next((i for i in places if not self.added_characters.issuperset(text[i - 1 : i + 1])), -1)
 
     @cached_property
     def _max_token_bytes(self) -> int:
@@ -376,17 +373,14 @@ def _is_boundary(before: str, after: str) -> bool:
     begins with something visible; between that and a space, a tab or a digit; behind a digit, which is a token of its own, before
     ASCII; and behind a letter before a line's end, punctuation or a symbol. NFC composes none of them with what is before it.
     """
-    if before in "\r\n":
-        return after.isprintable() and after != " "  # no other white space is printable
-    if after in " \t" or after in DIGITS:
-        return before.isprintable() and before != " "
+    if before in "\r\n" or after in " \t" or after in DIGITS:
+        seen = after if before in "\r\n" else before
+        return seen.isprintable() and seen != " "  # no other white space is printable
     if before in DIGITS:
         return after.isascii()
     is_end = after in "\r\n" or _is_ever(after, "P") or _is_ever(after, "S")
     # NFC makes some letters two characters, of which the second is a mark (U+0958).
-    return (
-        is_end and _is_ever(before, "L") and all(unicodedata.is_normalized("NFC", c) for c in (before, after))
-    )
+    return is_end and _is_ever(before, "L") and unicodedata.is_normalized("NFC", before + after)
 
 
 class Detokenizer:

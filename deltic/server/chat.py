@@ -178,12 +178,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         settings: Mapping[str, Any] | None = None,
         limit: int | None = None,
+        kept: int | None = None,
         shown: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; shown: those that every template may
-        be given.
+        be given; kept: only so many ids, from the end, are wanted.
 
-        Raises ApiError (400) when the template refuses the messages or does not know a setting, or when the
+        Raises ApiError (400) when the template refuses the messages or does not know a setting, or (without `kept`) when the
         rendered text is certain to have `limit` tokens or more, which is found out without encoding it.
         """
         settings = settings or {}
@@ -203,9 +204,9 @@ class ChatTemplate:
                 raise bad_request(
                     "continue_final_message", "the chat template drops the end of the last message"
                 )
-        if limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
+        if kept is None and limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
             raise protocol.prompt_too_long("messages", f"at least {n}", limit)
-        return self._prompt(text)
+        return self._prompt(text, kept)
 
     def _text(self, compiled: jinja2.Template, variables: Mapping[str, Any], is_inline: bool) -> str:
         """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up (is_inline)."""
@@ -223,15 +224,19 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
             raise bad_request("messages", f"the chat template cannot render them: {error}") from error
 
-    def _prompt(self, text: str) -> Prompt:
-        ids = self._tokenizer.encode(text, "trusted")
+    def _prompt(self, text: str, kept: int | None) -> Prompt:
+        if kept is None:
+            ids = first = self._tokenizer.encode(text, "trusted")
+        else:
+            first = next(self._tokenizer.encode_pieces(text, "trusted"), [])
+            ids = self._tokenizer.encode_end(text, kept, "trusted")
         # A turn starts with the special token that the prompt starts with (<|im_start|>); where one starts, the
         # message before it has ended. Such an offset is a token boundary by construction.
         boundaries: list[int] = []
-        if ids and ids[0] in self._tokenizer.special_ids:
+        if first and first[0] in self._tokenizer.special_ids:
             try:
                 while True:
-                    boundaries.append(ids.index(ids[0], boundaries[-1] + 1 if boundaries else 1))
+                    boundaries.append(ids.index(first[0], boundaries[-1] + 1 if boundaries else 1))
             except ValueError:
                 pass
         answer = text[text.rfind(TRUSTED) :] if TRUSTED in text else text
@@ -243,10 +248,11 @@ def render(
     template: ChatTemplate | None,
     chat: protocol.ChatRequest | protocol.TokenizeRequest,
     limit: int | None = None,
+    kept: int | None = None,
 ) -> tuple[Prompt, dict[str, dict[str, Any]] | None]:
     """The chat's prompt, and the schemas of the tools that the answer may call (None: it may call none).
 
-    limit: as in ChatTemplate.render. Raises ApiError (400).
+    limit, kept: as in ChatTemplate.render. Raises ApiError (400).
     """
     if template is None:
         raise no_template()
@@ -269,6 +275,7 @@ def render(
         settings=protocol.template_settings(chat),
         shown=protocol.shown_by_template(chat, template.reads),
         limit=limit,
+        kept=kept,
     )
     return prompt, tools
 

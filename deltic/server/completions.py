@@ -44,9 +44,8 @@ class Prepared:
 def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
     """Any door's chat, as a ChatRequest, on its way to the engine. Slow for long ones: see Service.prepare. Raises ApiError."""
     check(service, chat)
-    limit = protocol.context_limit(info) if chat.truncate_prompt_tokens is None else None
-    prompt, tools = render(service.template, chat, limit)
-    prompt = _truncated(prompt, chat, info, service.default_length)
+    kept = protocol.kept_tokens(chat, info, service.default_length)
+    prompt, tools = render(service.template, chat, protocol.context_limit(info), kept)
     max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
     if constraint := service.constrainer.chat(chat, prompt.thinking):
@@ -65,12 +64,6 @@ def _prepare(service: Service, chat: protocol.ChatRequest, info: engine.EngineIn
 
 _FUNCTIONS = ((r"^tools\[(\d+)\]\.function", r"functions[\1]"),)
 _FUNCTION_CALL = ((r"^tool_choice(\.function)?", "function_call"),)
-
-
-def _truncated(prompt: Prompt, chat: protocol.ChatRequest, info: engine.EngineInfo, n: int | None) -> Prompt:
-    ids = protocol.truncated(chat, prompt.ids, info, n)
-    cut = len(prompt.ids) - len(ids)
-    return Prompt(ids, [at - cut for at in prompt.boundaries if at > cut], prompt.thinking) if cut else prompt
 
 
 def chat_generation(service: Service, prepared: Prepared, request_id: str, ticket: Ticket) -> Generation:
@@ -291,13 +284,16 @@ def requests_of(
     requests = []
     constraint = None
     limit = protocol.context_limit(info)
+    kept = protocol.kept_tokens(asked, info, service.default_length)
     for i, prompt in enumerate(prompts):
-        is_cut = asked.truncate_prompt_tokens is not None
-        n = 0 if is_cut or not isinstance(prompt, str) else service.tokenizer.least_tokens(prompt, limit)
-        if n >= limit:
+        if not isinstance(prompt, str):
+            ids = prompt[-(kept or 0) :]
+        elif kept is not None:
+            ids = service.tokenizer.encode_end(prompt, kept, "parse")
+        elif (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
             raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
-        ids = service.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt
-        ids = protocol.truncated(asked, ids, info, service.default_length)
+        else:
+            ids = service.tokenizer.encode(prompt, "parse")
         max_tokens = protocol.answer_length(asked, len(ids), info, service.default_length)
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
         if i == 0:  # it is the same for all prompts

@@ -491,20 +491,21 @@ def prompt_too_long(param: str, n_prompt: str, limit: int) -> ApiError:
     )
 
 
-def truncated(request: Sampling, ids: list[int], info: EngineInfo, default: int | None) -> list[int]:
-    """The end of a prompt, as `truncate_prompt_tokens` asks. Raises ApiError (400) for more than the context holds.
+def kept_tokens(request: Sampling, info: EngineInfo, default: int | None) -> int | None:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; None: all. Raises ApiError (400) for more than the context
+    holds.
 
     default: as of `answer_length`; the prompt leaves room for so much where the answer may have any length."""
     most, limit = request.truncate_prompt_tokens, context_limit(info)
     if most is None:
-        return ids
+        return None
     if most == 0 or most >= limit:
         raise bad_request("truncate_prompt_tokens", f"must be -1, or from 1 to {limit - 1}")
     if most == -1:
         asked = _first(request.max_tokens, getattr(request, "max_completion_tokens", None))
         lengths = [n for n in (asked, default, SHORT_ANSWER) if n is not None and n < limit]
         most = max(1, limit - max(1, lengths[0])) if lengths else 1
-    return ids[-most:]
+    return most
 
 
 def sampling_params(

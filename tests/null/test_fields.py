@@ -15,6 +15,7 @@ import pytest
 from deltic.server.answer import ChatAnswer, Extras, Piece, Usage
 from deltic.server.completions import AnswerStream
 from deltic.server.parser import Delta
+from deltic.text import Tokenizer
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, saying, served
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -171,8 +172,31 @@ def test_prompts_are_cut_at_their_beginning(engine: FakeEngineClient, url: str) 
     sent = engine.requests[-1]
     assert len(sent.prompt_ids) == 40 and sent.prompt_ids[-1:] == byte_tokenizer().encode("\n")
     assert sent.boundaries and all(0 < at < 40 for at in sent.boundaries)
+    chat(url, messages=HELLO * 3)
+    whole = engine.requests[-1].prompt_ids
+    chat(url, messages=HELLO * 3, truncate_prompt_tokens=20)
+    assert engine.requests[-1].prompt_ids == whole[-20:]
     for wrong in (0, 1024):
         assert completion(url, 400, truncate_prompt_tokens=wrong)["param"] == "truncate_prompt_tokens"
+
+
+def test_only_the_end_of_a_prompt_that_is_cut_is_encoded(
+    engine: FakeEngineClient, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer._encode_piece
+
+    def counted(self: Tokenizer, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "_encode_piece", counted)
+    said = "one two " * 250_000
+    completion(url, prompt=said, truncate_prompt_tokens=5)
+    assert engine.requests[-1].prompt_ids == [*b" two "]
+    chat(url, messages=[{"role": "user", "content": said}, *HELLO], truncate_prompt_tokens=100)
+    assert len(engine.requests[-1].prompt_ids) == 100 and engine.requests[-1].boundaries
+    assert sum(encoded) < 400_000
 
 
 def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_look_for(url: str) -> None:
