@@ -200,10 +200,12 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.meter.read(value)
         return value
 
-    def _metered_test(self, test: Callable[..., bool]) -> Callable[..., bool]:
+    def _metered_test(self, test: Any) -> Callable[..., bool]:
         def metered(value: Any, *others: Any) -> bool:
             self.meter.step()
-            return test(self.compared(value), *(self.compared(other, is_holder=True) for other in others))
+            return bool(
+                test(self.compared(value), *(self.compared(other, is_holder=True) for other in others))
+            )
 
         return metered
 
