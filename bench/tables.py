@@ -277,7 +277,7 @@ def peers_claim(runs: Runs) -> str:
         dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in peer_rows(run.data))
     )
     return (
-        f"On the CPU it was measured on it {does} {shown(min(medians))} to {shown(max(medians))} times as fast as llama.cpp "
+        f"On the CPU we measured, it {does} {shown(min(medians))} to {shown(max(medians))} times as fast as llama.cpp "
         f"and transformers, the least of any round {shown(least)}."
     )
 
