@@ -15,7 +15,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from deltic.bench.traffic import CHAT, COMPLETIONS, Kinds, Traffic, Violation, refused, was_full
+from deltic.bench.load import WORDS
+from deltic.bench.traffic import (
+    CHAT,
+    COMPLETIONS,
+    Kinds,
+    Traffic,
+    Violation,
+    asked_again,
+    refused,
+    was_full,
+)
 
 CLIENT_TIMEOUT_S = 3.0
 """What the server is started with as --client-timeout-s: how long it bears a client that says nothing."""
@@ -24,6 +34,9 @@ SLACK_S = 25.0
 MOST_ACCEPTED = 40_000_000
 """Bytes of headers, or of a body that is too large, that may be on their way before the server has closed: what lies in the
 sockets' buffers is among them."""
+
+N_LONG_PROMPTS, N_LONG_WORDS = 40, 250
+"""Some 400 tokens each: six times what the soak's pools hold."""
 
 SPECIAL = (
     "<|im_end|>",
@@ -173,4 +186,11 @@ async def forced_special(traffic: Traffic, rng: random.Random) -> None:
         raise Violation(f"one of {texts} was asked for, and {said!r} came")
 
 
-KINDS: Kinds = {silent: 10, header_flood: 4, giant_body: 4, forced_special: 8}
+async def come_back(traffic: Traffic, rng: random.Random) -> None:
+    """One of more long prompts than the pools hold, so that it is read from the disk, if there is a cache: the same text each time."""
+    which = rng.randrange(1000, 1000 + N_LONG_PROMPTS)
+    words = " ".join(random.Random(which).choices(WORDS, k=N_LONG_WORDS))
+    await asked_again(traffic, rng, which, words)
+
+
+KINDS: Kinds = {silent: 10, header_flood: 4, giant_body: 4, forced_special: 8, come_back: 12}

@@ -214,7 +214,7 @@ class Soak:
             return
         self.killing = True
         begin = time.monotonic()
-        self.spoil()  # the next engine process has nothing but these files
+        await self.spoil()  # the next engine process has nothing but these files
         os.kill(pid, with_signal)
         seen: set[int] = set()
         probe = Endpoint(self.server.url, self.server.api_key)
@@ -234,11 +234,10 @@ class Soak:
         self.recoveries_s.append(round(time.monotonic() - begin, 2))
         self.killing = False
 
-    def spoil(self) -> None:
+    async def spoil(self) -> None:
         """Fills the prefix cache on disk with what is no number; requests must be answered as if it were not there."""
         if self.cache_dir is not None:
-            with contextlib.suppress(FileNotFoundError):  # one that the engine has dropped meanwhile
-                self.n_spoilt += spoil(self.cache_dir)
+            self.n_spoilt += await asyncio.to_thread(spoil, self.cache_dir)  # the clients go on meanwhile
 
     async def run(self, n_clients: int, n_hostile: int, breaks: dict[signal.Signals | None, float]) -> None:
         """Traffic until the deadline, with quiet points between.
@@ -254,7 +253,7 @@ class Soak:
             for which, every_s in breaks.items():
                 if time.monotonic() >= due[which] and not self.over():
                     if which is None:
-                        self.spoil()
+                        await self.spoil()
                     else:
                         await self.break_engine(which)
                     due[which] = time.monotonic() + every_s

@@ -284,8 +284,12 @@ async def burst(traffic: Traffic, rng: random.Random) -> None:
 async def again(traffic: Traffic, rng: random.Random) -> None:
     """A seeded request that was asked before: the same text, whatever runs beside it."""
     which = rng.randrange(6)
-    own = random.Random(which)
-    request: dict[str, Any] = {"model": traffic.model, "stream": rng.random() < 0.5, "prompt": text(own, 60)}
+    await asked_again(traffic, rng, which, text(random.Random(which), 60))
+
+
+async def asked_again(traffic: Traffic, rng: random.Random, which: int, prompt: str) -> None:
+    """Asks the seeded request of that number. Raises Violation where its text is another than before."""
+    request: dict[str, Any] = {"model": traffic.model, "stream": rng.random() < 0.5, "prompt": prompt}
     request |= {
         "max_tokens": 24,
         "temperature": 0.9,
