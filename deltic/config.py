@@ -622,11 +622,8 @@ _FILE_CACHE = ("inactive_file", "active_file")
 
 MEMORY_FILES = (
     ("memory.max", "memory.current", _FILE_CACHE),
-    (
-        "memory.high",
-        "memory.current",
-        _FILE_CACHE,
-    ),  # beyond it the kernel slows the group down until it hardly moves
+    # Beyond it the kernel slows the group down until it hardly moves.
+    ("memory.high", "memory.current", _FILE_CACHE),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 """A group's limit, its usage, and the lines of `memory.stat` that are file cache; cgroup v2, then v1."""

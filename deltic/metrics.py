@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -22,6 +22,14 @@ SECONDS = (
     1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
 )  # fmt: skip
 TOKENS = tuple(2.0**k for k in range(18))
+
+
+def labelled(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    """A counter with one label. counts: by the label's value."""
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
 
 
 class Histogram:
@@ -121,12 +129,7 @@ class SpeechNumbers:
             ("vocoder_seconds", "Time that vocoding took.", stage.vocoder_s),
         ):
             yield CounterMetricFamily(f"deltic_speech_{name}", text, value=count)
-        ended = CounterMetricFamily(
-            "deltic_speech_ended", "Utterances, by how they ended.", labels=["reason"]
-        )
-        for reason, count in self._ended.items():
-            ended.add_metric([reason], count)
-        yield ended
+        yield labelled("deltic_speech_ended", "Utterances, by how they ended.", "reason", self._ended)
         for histogram in (self._first_s, self._audio_s, self._rtf, self._late_s):
             yield histogram.family()
 
@@ -212,12 +215,7 @@ class Metrics:
         build = GaugeMetricFamily("deltic_build_info", "What runs here.", labels=list(about := self._about()))
         build.add_metric(list(about.values()), 1)
         yield build
-        finished = CounterMetricFamily(
-            "deltic_sequences_finished", "Sequences that ended.", labels=["finish_reason"]
-        )
-        for reason, count in self.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
+        yield labelled("deltic_sequences_finished", "Sequences that ended.", "finish_reason", self.finished)
         for histogram in (
             self.queued_s,
             self.prefill_s,
@@ -254,15 +252,10 @@ class Metrics:
             ("prefix_cache_hits", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
         ):
             yield CounterMetricFamily(f"vllm:{name}", text, value=count)
-        success = CounterMetricFamily(
-            "vllm:request_success", "Sequences that ended.", labels=["finished_reason"]
-        )
         reasons: Counter[str] = Counter()
         for reason, count in self.finished.items():
             reasons[VLLM_REASONS.get(reason, "abort")] += count
-        for reason, count in reasons.items():
-            success.add_metric([reason], count)
-        yield success
+        yield labelled("vllm:request_success", "Sequences that ended.", "finished_reason", reasons)
         for name, histogram in (
             ("request_queue_time_seconds", self.queued_s),
             ("request_prefill_time_seconds", self.prefill_s),
@@ -319,20 +312,10 @@ class Exposition(Collector):
         for (route, code), count in self.responses.items():
             responses.add_metric([route, str(code)], count)
         yield responses
-        closed = CounterMetricFamily(
-            "deltic_http_connections_closed",
-            "Connections closed for what their clients did.",
-            labels=["reason"],
-        )
-        for reason, count in self.closed.items():
-            closed.add_metric([reason], count)
-        yield closed
-        unknown = CounterMetricFamily(
-            "deltic_unknown_fields", "Fields of requests that were left out.", labels=["route"]
-        )
-        for route, count in self.unknown_fields.items():
-            unknown.add_metric([route], count)
-        yield unknown
+        closed = "Connections closed for what their clients did."
+        yield labelled("deltic_http_connections_closed", closed, "reason", self.closed)
+        unknown = "Fields of requests that were left out."
+        yield labelled("deltic_unknown_fields", unknown, "route", self.unknown_fields)
 
 
 MAX_KEYS = 100

@@ -276,9 +276,8 @@ def through_cache(
         return load()
     cached, cache_notices = cache_file(config, directory), list[str]()
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # one that cannot be made is told below, as one that cannot be written
+        # One that cannot be made is told below, as one that cannot be written.
+        with contextlib.suppress(OSError):
             make_private("--weights-cache", config.weights_cache)
         if cached.exists():
             return map_file(cached)
