@@ -25,6 +25,20 @@ def requests(context: int) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]
     half = context // 2
     ids = list(range(100, 1100))
     long: dict[str, Any] = {"ignore_eos": True, "max_tokens": half - 50}
+    scores = ["message.output_text.logprobs"]
+    response: dict[str, Any] = {
+        "input": "Tell a story.",
+        "include": scores,
+        "top_logprobs": 20,
+        "max_output_tokens": half,
+    }
+    ollama = {
+        "messages": MESSAGES,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "stream": False,
+        "options": {"num_predict": half},
+    }
     chat, text, tokens = "/v1/chat/completions", "/v1/completions", "/tokenize"
     return {
         "n = 16, 20 alternatives": (chat, lambda: {"messages": MESSAGES, "n": 16, "logprobs": True, "top_logprobs": 20, **long}),
@@ -33,6 +47,10 @@ def requests(context: int) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]
         "n = 16": (chat, lambda: {"messages": MESSAGES, "n": 16, **long}),
         "a prompt's 20 alternatives": (text, lambda: {"prompt": (ids * 40)[: context - 10], "prompt_logprobs": 20, "max_tokens": 1}),
         "a prompt's, echoed": (text, lambda: {"prompt": (ids * 40)[: context - 10], "logprobs": 20, "echo": True, "max_tokens": 1}),
+        "a prompt's, streamed": (text, lambda: {"prompt": (ids * 40)[: context - 10], "logprobs": 20, "echo": True, "max_tokens": 1, "stream": True}),
+        "a response's": ("/v1/responses", lambda: response),
+        "a response's, streamed": ("/v1/responses", lambda: response | {"stream": True}),
+        "Ollama's": ("/api/chat", lambda: ollama),
         "32 prompts": (text, lambda: {"prompt": [[i, *(ids * 40)[: half]] for i in range(100, 132)], "max_tokens": 16}),
         "/tokenize of words": (tokens, lambda: {"prompt": "one two " * (BODY_CHARACTERS // 8)}),
         "/tokenize of digits": (tokens, lambda: {"prompt": "1234567890" * (BODY_CHARACTERS // 10)}),
@@ -40,9 +58,9 @@ def requests(context: int) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]
         "/tokenize of Chinese": (tokens, lambda: {"prompt": "".join(chr(0x4E00 + i * 7 % 20_000) for i in range(BODY_CHARACTERS // 6))}),
         "/tokenize of one letter": (tokens, lambda: {"prompt": "a" * BODY_CHARACTERS}),
         "/tokenize of spaces": (tokens, lambda: {"prompt": " " * BODY_CHARACTERS}),
-        "/detokenize": ("/detokenize", lambda: {"tokens": [1000 + i % 500 for i in range(990_000)]}),
+        "/detokenize": ("/detokenize", lambda: {"tokens": [1000 + i % 500 for i in range(490_000)]}),
         "a chat that is too long": (chat, lambda: {"messages": [{"role": "user", "content": "one two " * (BODY_CHARACTERS // 8)}]}),
-        "many messages": (chat, lambda: {"messages": MESSAGES * 190_000}),
+        "many messages": (chat, lambda: {"messages": MESSAGES * 95_000}),
     }  # fmt: skip
 
 

@@ -268,7 +268,8 @@ class _Answer:
         done, message = self.completion, self.message
         done.token_ids += output.token_ids
         done.cached_tokens = max(done.cached_tokens, output.cached_tokens)
-        done.prompt_logprobs = output.prompt_logprobs or done.prompt_logprobs
+        if output.prompt_logprobs is not None:
+            done.prompt_logprobs = list(output.prompt_logprobs)
         if output.logprobs is not None:
             done.logprobs = (done.logprobs or []) + output.logprobs
         message.add(self.choice.push(output))

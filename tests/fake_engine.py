@@ -20,7 +20,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.client import Deliver, EngineUnavailable, QueueFull, State, Stream
-from deltic.engine.request import CacheReport, EngineInfo, Loading, Output, Request, Stats, TokenLogprob
+from deltic.engine.request import (
+    CacheReport,
+    EngineInfo,
+    Loading,
+    Output,
+    PromptLogprobs,
+    Request,
+    Stats,
+    TokenLogprob,
+)
 from deltic.server.chat import ChatTemplate
 from deltic.server.connections import Connections, HttpServer
 from deltic.server.http import create_app
@@ -216,7 +225,8 @@ class FakeEngineClient:
                 output.logprobs = [self._logprob(i, params.logprobs) for i in new]
             if start == 0 and index == 0 and params.prompt_logprobs is not None:
                 rest = [self._logprob(i, params.prompt_logprobs) for i in request.prompt_ids[1:]]
-                output.prompt_logprobs = [None, *rest]
+                output.prompt_logprobs = PromptLogprobs()
+                output.prompt_logprobs.extend([None, *rest])
             if last:
                 output.finish_reason = "stop" if ended_by_token else "length"
                 output.stop_token_id = ids[-1] if ended_by_token else None

@@ -212,8 +212,7 @@ class Scheduler:
             )
             for index in range(params.n)
         ]
-        if params.prompt_logprobs is not None:
-            group[0].prompt_logprobs = [None]
+        group[0].begin_prompt_logprobs()
         group[0].siblings = group[1:]
         self.cache.open(group[0])
         if self.guides is not None:
@@ -558,8 +557,7 @@ class Scheduler:
         for member in (sequence, *sequence.siblings):
             self.cache.preempt(member)
         sequence.n_preempted += 1
-        if sequence.wants_prompt_logprobs:
-            sequence.prompt_logprobs = [None]
+        sequence.begin_prompt_logprobs()
         insort(self._waiting, sequence, key=_rank)
         self.n_preemptions += 1
 
@@ -572,7 +570,7 @@ class Scheduler:
             if chunk.length > 1 or sequence.start_slot is not None or sequence.n_computed % PAGE_SIZE == 0:
                 self.cache.computed(chunk)
             if chunk.prompt_logprobs and sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += result.prompt_logprobs[i]
+                sequence.prompt_logprobs.extend(result.prompt_logprobs[i])
             if chunk.start < sequence.n_prompt:
                 self.n_prompt_tokens += chunk.length
         eos_token_ids = self.eos_token_ids
@@ -642,8 +640,7 @@ class Scheduler:
             sequence.n_preempted += 1  # to the runner it is the same
             if not sequence.n_generated:
                 sequence.n_cached = 0
-            if sequence.wants_prompt_logprobs:
-                sequence.prompt_logprobs = [None]
+            sequence.begin_prompt_logprobs()
             insort(self._waiting, sequence, key=_rank)
         self.n_recomputed += len(spoilt)
         log.warning(

@@ -10,20 +10,18 @@ import secrets
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from deltic.engine.request import Output, TokenLogprob
+from deltic.engine.request import LOGPROBS_PACKED, Output, PromptLogprobs, TokenLogprob
 from deltic.server.parser import CallDelta, Delta, OutputParser
 from deltic.server.transport import Encoded
 from deltic.text import Detokenizer, StopMatcher, Tokenizer
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
-
-AT_ONCE = 64
-"""Tokens whose log-probabilities are encoded at once; some two milliseconds."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -47,6 +45,22 @@ class Scores(msgspec.Struct):
         taken = Scores(self.token_ids[:n], self.entries[:n], self.offsets[:n])
         del self.token_ids[:n], self.entries[:n], self.offsets[:n]
         return taken
+
+
+class PromptScores(msgspec.Struct):
+    """Those of a prompt that is echoed: as Scores, but unpacked as they are needed."""
+
+    token_ids: list[int]
+    entries: PromptLogprobs
+    offsets: list[int]
+
+    def parts(self) -> Iterator[Scores]:
+        """LOGPROBS_PACKED tokens at a time."""
+        entries = iter(self.entries)
+        for start in range(0, len(self.token_ids), LOGPROBS_PACKED):
+            part = slice(start, start + LOGPROBS_PACKED)
+            ids = self.token_ids[part]
+            yield Scores(ids, list(islice(entries, len(ids))), self.offsets[part])
 
 
 class Piece(msgspec.Struct):
@@ -237,7 +251,7 @@ class Message:
         self.calls: list[CallDelta] = []
         self.scores: Scores | None = None
         """Those that are not in `logprobs` yet."""
-        self.logprobs: dict[str, Encoded] | None = None
+        self.logprobs: dict[str, Encoded] = {}
         """As the answer has them: encoded as they come, for as objects they would take ten times as much."""
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
@@ -328,20 +342,16 @@ class Answer:
         return self._head | told | (extra or {})
 
     def keep(self, message: Message) -> None:
-        """Encodes the log-probabilities that came, but those of a prompt only when they are sent."""
+        """Encodes the log-probabilities that came."""
         scores, message.scores = message.scores, None
         if scores is None:
             return
-        lists = self._lists(scores)
-        if message.logprobs is None:
-            message.logprobs = {name: Encoded() for name in lists}
-        for name, values in lists.items():
-            if len(scores.entries) > AT_ONCE:
-                message.logprobs[name].append(map(_encode, values))
-            elif written := _encode(list(values))[1:-1]:
-                message.logprobs[name].append(written)
+        for name, values in self._lists(scores).items():
+            into = message.logprobs.setdefault(name, Encoded())
+            if written := _encode(list(values))[1:-1]:
+                into.append(written)
 
-    def _lists(self, scores: Scores) -> dict[str, Iterable[Any]]:
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
         """The arrays that tell of tokens."""
         raise NotImplementedError
 
@@ -437,7 +447,7 @@ class ChatAnswer(Answer):
         choice = {
             "index": index,
             "message": self._older(plain),
-            "logprobs": message.logprobs,
+            "logprobs": message.logprobs or None,
             "finish_reason": self._reason(message.finish_reason),
         }
         return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
@@ -446,10 +456,14 @@ class ChatAnswer(Answer):
         """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
         return None if scores is None else {"content": list(self._entries(scores))}
 
-    def _lists(self, scores: Scores) -> dict[str, Iterable[Any]]:
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
         return {"content": self._entries(scores)}
 
-    def _entries(self, scores: Scores) -> Iterator[dict[str, Any]]:
+    def encoded(self, scores: Scores) -> list[msgspec.Raw]:
+        """The log-probabilities of each token as JSON. Those of a long answer are kept so: objects would take ten times as much."""
+        return [msgspec.Raw(_encode(entry)) for entry in self._entries(scores)]
+
+    def _entries(self, scores: Scores | PromptScores) -> Iterator[dict[str, Any]]:
         for entry in scores.entries:
             assert entry is not None  # a chat shows no prompt tokens
             plain = self._plain_token(entry.token_id, entry.logprob)
@@ -503,12 +517,28 @@ class CompletionAnswer(Answer):
         )
         return self._chunk(choice)
 
+    def put_prompt(self, message: Message, text: str, scores: PromptScores | None) -> None:
+        """Before what `message` says. The log-probabilities are encoded as they are sent."""
+        message.content.insert(0, text)
+        if scores is not None:
+            for name, values in self._lists(scores).items():
+                message.logprobs.setdefault(name, Encoded()).insert(0, map(_encode, values))
+
+    def prompt_chunks(self, index: int, text: str, scores: PromptScores | None) -> Iterator[bytes]:
+        """The chunks of the prompt of a choice."""
+        if scores is None:
+            yield self.chunks(Piece(index, Delta(content=text)))
+            return
+        starts = [*scores.offsets[::LOGPROBS_PACKED], len(text)]
+        for i, part in enumerate(scores.parts()):
+            yield self.chunks(Piece(index, Delta(content=text[starts[i] : starts[i + 1]]), part))
+
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
         text = "".join(message.content)
         plain = {
             "index": index,
             "text": text,
-            "logprobs": message.logprobs,
+            "logprobs": message.logprobs or None,
             "finish_reason": message.finish_reason,
         }
         if message.prompt_logprobs is not None:
@@ -523,7 +553,7 @@ class CompletionAnswer(Answer):
             return None
         return {name: list(values) for name, values in self._lists(scores).items()}
 
-    def _lists(self, scores: Scores) -> dict[str, Iterable[Any]]:
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
         entries = scores.entries
         return {
             "text_offset": scores.offsets,
@@ -574,9 +604,7 @@ def _plain_call(call: CallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def prompt_logprobs(
-    entries: list[TokenLogprob | None], tokenizer: Tokenizer
-) -> Iterator[dict[str, Any] | None]:
+def prompt_logprobs(entries: PromptLogprobs, tokenizer: Tokenizer) -> Iterator[dict[str, Any] | None]:
     """vLLM's form: for each prompt token None (the first) or id -> {logprob, rank, decoded_token}.
 
     A prompt token that is not among the most likely has rank null: it was not computed.
@@ -600,12 +628,10 @@ def prompt_logprobs(
         }
 
 
-def prompt_scores(ids: list[int], entries: list[TokenLogprob | None] | None, tokenizer: Tokenizer) -> Scores:
-    """An echoed prompt's log-probabilities, with the place of each token in its text."""
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-    scores = Scores(ids, entries or [None] * len(ids))
-    at = 0
+def offsets(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Where each token of a prompt begins in its text, in characters."""
+    detokenizer, at, found = Detokenizer(tokenizer, skip_special_tokens=False), 0, []
     for token_id in ids:
-        scores.offsets.append(at)
+        found.append(at)
         at += len(detokenizer.push((token_id,)))
-    return scores
+    return found

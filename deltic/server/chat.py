@@ -196,8 +196,12 @@ class ChatTemplate:
         compiled = self._compiled.get("tool_use") if tools else None
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
         variables = self._constants | self.defaults | dict(settings) | dict(shown or {})
-        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        text = self._text(compiled, variables, is_inline=in_event_loop())
+        own = list(messages)
+        variables |= {"messages": own, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            text = self._text(compiled, variables, is_inline=in_event_loop())
+        finally:
+            own.clear()  # a template with a macro and what it was given hold each other until the interpreter looks for such rings
         if continue_final_message:
             text, cut, _ = text.partition(CUT)
             if not cut:

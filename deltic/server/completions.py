@@ -6,7 +6,9 @@ server/anthropic.py) makes a ChatRequest of its own body, takes `prepare_chat` a
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +24,13 @@ from deltic.server.constraint import is_fixed
 from deltic.server.errors import ApiError, bad_request, renamed
 from deltic.server.generation import Generation
 from deltic.server.limits import TICKET, Ticket
-from deltic.server.parser import Delta, OutputParser
+from deltic.server.parser import OutputParser
 from deltic.server.service import Service
 from deltic.server.transport import EventStream, LargeResponse, read_body, unless_disconnected
 from deltic.text import Tokenizer
+
+MAX_HELD = 1000
+"""Pieces that wait for the prompt before them to be written, until those of a client that does not read are treated as any stream's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +114,8 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     if chat.stream:
         said.note(generation.usage())
         first = b"".join(map(said.role_chunk, range(prepared.params.n)))
-        return AnswerStream(generation, said, None, first)
-    messages = await unless_disconnected(request.receive, collect(generation, said, None))
+        return AnswerStream(generation, said, first)
+    messages = await unless_disconnected(request.receive, collect(generation, said))
     extra: dict[str, Any] = {}
     if generation.prompt_logprobs[0] is not None:
         extra["prompt_logprobs"] = answer.prompt_logprobs(generation.prompt_logprobs[0], service.tokenizer)
@@ -170,7 +175,7 @@ def extras_of(request: protocol.Sampling, prompts: list[list[int]]) -> answer.Ex
 
 
 class Echo:
-    """The prompts of a completion that is to repeat them, as the first piece of each choice."""
+    """The prompts of a completion that is to repeat them. Slow to make for long ones: see Service.prepare."""
 
     def __init__(
         self,
@@ -180,33 +185,21 @@ class Echo:
         tokenizer: Tokenizer,
     ) -> None:
         """requests: those of `prompts`."""
-        self._scores = asked.logprobs is not None
-        is_whole = not self._scores and asked.truncate_prompt_tokens is None
+        has_scores = asked.logprobs is not None
+        is_whole = not has_scores and asked.truncate_prompt_tokens is None
         self._ids = [sent.prompt_ids for sent in requests]
         self.texts = [
             prompt if isinstance(prompt, str) and is_whole else tokenizer.decode(ids, False)
             for prompt, ids in zip(prompts, self._ids, strict=True)
         ]
-        self._n = requests[0].params.n
-        self._tokenizer = tokenizer
-        self._waiting = set(range(len(requests) * self._n))
+        self._offsets = [answer.offsets(ids, tokenizer) for ids in self._ids] if has_scores else None
 
-    def add(self, pieces: list[answer.Piece], generation: Generation) -> list[answer.Piece]:
-        """`pieces`, with the prompt before the first of each choice."""
-        with_prompts = []
-        for piece in pieces:
-            if piece.index in self._waiting:
-                self._waiting.remove(piece.index)
-                with_prompts.append(self._piece(piece.index, generation))
-            with_prompts.append(piece)
-        return with_prompts
-
-    def _piece(self, index: int, generation: Generation) -> answer.Piece:
-        p = index // self._n
-        piece = answer.Piece(index, Delta(content=self.texts[p]))
-        if self._scores:
-            piece.scores = answer.prompt_scores(self._ids[p], generation.prompt_logprobs[p], self._tokenizer)
-        return piece
+    def of(self, p: int, generation: Generation) -> tuple[str, answer.PromptScores | None]:
+        """Text of prompt `p`, and the log-probabilities that came with the first of its answer."""
+        entries = generation.prompt_logprobs[p]
+        if self._offsets is None or entries is None:
+            return self.texts[p], None
+        return self.texts[p], answer.PromptScores(self._ids[p], entries, self._offsets[p])
 
 
 async def completions(service: Service, request: Request) -> ASGIApp:
@@ -230,8 +223,11 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     extras = extras_of(asked, [sent.prompt_ids for sent in requests])
     said = answer.CompletionAnswer(answer_id, service.model_name, tokenizer, extras, asked.logprobs or 0, n)
     if asked.stream:
-        return AnswerStream(generation, said, echo, b"")
-    messages = await unless_disconnected(request.receive, collect(generation, said, echo))
+        return EchoStream(generation, said, echo, n) if echo else AnswerStream(generation, said)
+    messages = await unless_disconnected(request.receive, collect(generation, said))
+    if echo is not None:
+        for index, message in enumerate(messages):
+            said.put_prompt(message, *echo.of(index // n, generation))
     if asked.prompt_logprobs is not None:
         for index, message in enumerate(messages):
             entries = generation.prompt_logprobs[index // n]
@@ -307,30 +303,29 @@ def requests_of(
 class AnswerStream(EventStream):
     """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
 
-    __slots__ = ("_echo", "_first", "_generation", "_n_tokens", "_said")
+    __slots__ = ("_first", "_generation", "_n_tokens", "_said")
 
     def __init__(
         self,
         generation: Generation,
         said: answer.ChatAnswer | answer.CompletionAnswer,
-        echo: Echo | None,
-        first: bytes,
+        first: bytes = b"",
     ) -> None:
         super().__init__()
         self._generation = generation
         self._said = said
-        self._echo = echo
         self._first = first
         self._n_tokens: dict[int, int] = {}
 
     async def run(self) -> None:
         await self._generation.run(self._take)
+        self.write_usage()
+
+    def write_usage(self) -> None:
         if self._said.extras.usage:
             self.write(self._said.usage_chunk(self._generation.usage()))
 
     def _take(self, pieces: list[answer.Piece]) -> None:
-        if self._echo is not None:
-            pieces = self._echo.add(pieces, self._generation)
         extras = self._said.extras
         counts = extras.running_usage or extras.timings
         chunk = b"".join(self._counted(pieces) if counts else map(self._said.chunks, pieces))
@@ -349,14 +344,62 @@ class AnswerStream(EventStream):
             yield self._said.chunks(piece)
 
 
+class EchoStream(AnswerStream):
+    """The chunks of a completion behind those of its prompts, which are made a few at a time: others go on meanwhile."""
+
+    __slots__ = ("_completion", "_echo", "_held", "_n", "_waiting", "_writing")
+
+    def __init__(self, generation: Generation, said: answer.CompletionAnswer, echo: Echo, n: int) -> None:
+        """n: choices of each prompt."""
+        super().__init__(generation, said)
+        self._completion = said
+        self._echo = echo
+        self._n = n
+        self._held = deque[answer.Piece]()
+        """What came and has not been written."""
+        self._waiting = set(range(generation.n_choices))
+        """Choices whose prompt has not been."""
+        self._writing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        try:
+            await self._generation.run(self._hold)
+        except asyncio.CancelledError:
+            if self._writing is not None:
+                self._writing.cancel()
+            raise
+        finally:
+            if self._writing is not None:
+                await self._writing
+        self.write_usage()
+
+    def _hold(self, pieces: list[answer.Piece]) -> None:
+        self._held += pieces
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_held())
+
+    async def _write_held(self) -> None:
+        while self._held:
+            piece = self._held.popleft()
+            if piece.index in self._waiting:
+                self._waiting.remove(piece.index)
+                text, scores = self._echo.of(piece.index // self._n, self._generation)
+                for chunk in self._completion.prompt_chunks(piece.index, text, scores):
+                    self.write(chunk)
+                    if len(self._held) < MAX_HELD:
+                        await self.drained()
+            self._take([piece])
+        self._writing = None
+
+
 async def collect(
-    generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer, echo: Echo | None
+    generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer
 ) -> list[answer.Message]:
     """The whole answer, which `said` will write: a message for each choice."""
     messages = [answer.Message() for _ in range(generation.n_choices)]
 
     def take(pieces: list[answer.Piece]) -> None:
-        for piece in echo.add(pieces, generation) if echo else pieces:
+        for piece in pieces:
             messages[piece.index].add(piece)
             said.keep(messages[piece.index])
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
-from deltic.engine.request import Output, Request, TokenLogprob
+from deltic.engine.request import Output, PromptLogprobs, Request
 from deltic.metrics import Metrics
 from deltic.server.answer import Choice, Piece, Usage
 from deltic.server.errors import ApiError
@@ -54,7 +54,7 @@ class Generation:
         self._first_s: float | None = None
         self._is_late = False  # it has waited as long as it may, and is ended unless it has its place
         self._n_cached = [0] * len(requests)
-        self.prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(requests)
+        self.prompt_logprobs: list[PromptLogprobs | None] = [None] * len(requests)
 
     @property
     def n_choices(self) -> int:

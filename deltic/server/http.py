@@ -65,6 +65,7 @@ from deltic.server.transport import (
     Encoded,
     LargeResponse,
     error_response,
+    forget_frames,
     json_response,
     own_path,
     read_body,
@@ -225,6 +226,7 @@ def _answering(
         except ApiError as error:
             return error_response(error, request.scope)
         except UnreadableText as error:
+            forget_frames(error)
             return error_response(bad_request(None, str(error)), request.scope)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)

@@ -33,7 +33,7 @@ from deltic.server.errors import ApiError, renamed
 from deltic.server.generation import Generation
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
-from deltic.server.transport import EventStream, json_response, read_body, unless_disconnected
+from deltic.server.transport import EventStream, LargeResponse, json_response, read_body, unless_disconnected
 
 LINES = "application/x-ndjson"
 
@@ -81,7 +81,7 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
             said.keep(piece)
 
     await unless_disconnected(request.receive, generation.run(take))
-    return json_response(said.body(generation.usage()))
+    return LargeResponse(said.body(generation.usage()))
 
 
 def _generation(
@@ -148,8 +148,8 @@ class LinesAnswer:
         if piece.finish_reason is not None:
             calls += self._ended_call()
             self._reason = "length" if piece.finish_reason == "length" else "stop"
-        scores = self._scored.logprobs(piece.scores) if self._scored and piece.scores else None
-        return delta.content, delta.reasoning, calls, scores["content"] if scores else []
+        scores = self._scored.encoded(piece.scores) if self._scored and piece.scores else []
+        return delta.content, delta.reasoning, calls, scores
 
     def end(self, usage: Usage) -> bytes:
         """The last line."""

@@ -5,15 +5,15 @@ A request becomes a ChatRequest (responses_protocol.py) and goes the way of all 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from deltic.server import answer, protocol
@@ -27,7 +27,15 @@ from deltic.server.limits import TICKET, Ticket
 from deltic.server.parser import CallDelta
 from deltic.server.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.service import Service
-from deltic.server.transport import EventStream, json_response, read_body, unless_disconnected
+from deltic.server.transport import (
+    EVENT_HEADERS,
+    PART_BYTES,
+    EventStream,
+    LargeResponse,
+    json_response,
+    read_body,
+    unless_disconnected,
+)
 
 MAX_LISTED = 100
 """Items in one answer of /input_items."""
@@ -61,16 +69,15 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
     generation = chat_generation(service, prepared, response_id, request.scope[TICKET])
     said = ResponseAnswer(response_id, asked.request, service)
 
-    def end() -> bytes:
-        """The last event, after which the response is kept."""
-        event = said.end(generation.usage())
+    async def end() -> End:
+        """The end of the answer, which is kept then."""
+        usage = generation.usage()
+        done = said.end(usage) if said.n_bytes < PART_BYTES else await asyncio.to_thread(said.end, usage)
         if said.is_stored:
             turns = (*asked.history, asked.turn)
-            items = Turn([(item["id"], _encode(item)) for item in said.output])
-            service.server.responses.add(
-                response_id, Stored(asked.owner, said.body(), turns, items, said.ends)
-            )
-        return event
+            stored = Stored(asked.owner, done.body, turns, Turn(done.items), said.ends)
+            service.server.responses.add(response_id, stored)
+        return done
 
     if asked.request.stream:
         return ResponseStream(generation, said, end)
@@ -80,8 +87,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
             said.add(piece)
 
     await unless_disconnected(request.receive, generation.run(take))
-    end()
-    return json_response(said.body())
+    return LargeResponse((await end()).body)
 
 
 async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
@@ -200,16 +206,16 @@ async def get_response(service: Service, request: Request) -> ASGIApp:
     """A response that is held."""
     stored, query = _stored(service, request), request.query_params
     if query.get("stream", "false") == "false":
-        return json_response(stored.body)
+        return LargeResponse(stored.body)
     after = query.get("starting_after", "-1")
     if after != "-1" and not (after.isdecimal() and len(after) < 10):
         raise bad_request("starting_after", "expected the sequence_number of an event")
 
     def write() -> bytes:
-        return b"".join(_events_of(msgspec.json.decode(stored.body), stored.ends, int(after)))
+        return b"".join(_events_of(_opened(stored.body), stored.ends, int(after)))
 
     written = await service.prepare(len(stored.body), write, request)
-    return Response(written, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
+    return LargeResponse(written, EVENT_HEADERS)
 
 
 async def delete_response(service: Service, request: Request) -> ASGIApp:
@@ -279,13 +285,26 @@ _DELTAS = {
 }
 
 
+class End(NamedTuple):
+    """What a response ends with."""
+
+    events: bytes
+    """Its last ones, if there are any."""
+    body: bytes
+    items: list[tuple[str, bytes]]
+    """Of its output: (id, JSON)."""
+
+
 class ResponseAnswer:
-    """One response as it grows: its items, and the events that tell of them."""
+    """One response as it grows: its items, and the events that tell of them, if it is streamed."""
 
     def __init__(self, response_id: str, asked: wire.ResponsesRequest, service: Service) -> None:
         self.output: list[dict[str, Any]] = []
         self.ends: list[array[int]] = []
         """As of Stored."""
+        self.n_bytes = 0
+        """Of log-probabilities and text, more or less."""
+        self._has_events = bool(asked.stream)
         self.is_stored = asked.store is not False and bool(service.server.responses.most)
         self._asked = asked
         self._plain = _echo(asked, service) | {
@@ -315,9 +334,6 @@ class ResponseAnswer:
         self._late = ""
         """What was said while a call was open."""
         self._finish_reason = ""
-
-    def body(self) -> bytes:
-        return _encode(self._plain | {"output": self.output})
 
     def begin(self) -> bytes:
         """The events before the first item."""
@@ -349,8 +365,8 @@ class ResponseAnswer:
             self._finish_reason = piece.finish_reason
         return written
 
-    def end(self, usage: answer.Usage) -> bytes:
-        """The last events; `body` is complete then."""
+    def end(self, usage: answer.Usage) -> End:
+        """Slow for a long one with log-probabilities."""
         written = b""
         is_cut = self._finish_reason == "length"
         if not is_cut and all(item["type"] == "reasoning" for item in self.output):
@@ -365,7 +381,10 @@ class ResponseAnswer:
         else:
             self._plain["completed_at"] = int(time.time())
         self._plain["usage"] = _plain_usage(usage)
-        return written + self._whole(f"response.{status}")
+        items = [(item["id"], _encode(item)) for item in self.output]
+        body = _encode(self._plain | {"output": [msgspec.Raw(item) for _, item in items]})
+        written += self._event(f"response.{status}", {"response": msgspec.Raw(body)})
+        return End(written, body, items)
 
     def fail(self, error: ApiError) -> bytes:
         """The events of an error after the first piece."""
@@ -391,6 +410,7 @@ class ResponseAnswer:
             return written
         self._n_events += 1
         self._n_said += len(text)
+        self.n_bytes += len(text)
         self.ends[-1].extend((self._n_said, len(self.output[-1].get("logprobs", ()))))
         said = _encode(text) + scores
         if self._pads:
@@ -401,15 +421,15 @@ class ResponseAnswer:
         text, self._late = self._late, ""
         return self._grow("message", text) if text else b""
 
-    def _take_scores(self) -> list[dict[str, Any]]:
-        """Log-probabilities of what was added to the message; they are in its part, too."""
+    def _take_scores(self) -> list[msgspec.Raw]:
+        """Log-probabilities of what was added to the message, encoded once: they are in its part, too, which comes four times."""
         if not self._scores.entries:
             return []
         scores, self._scores = self._scores, answer.Scores()
-        plain = self._chat.logprobs(scores)
-        assert plain is not None and self._item is not None
-        entries: list[dict[str, Any]] = plain["content"]
+        assert self._item is not None
+        entries = self._chat.encoded(scores)
         self._item["logprobs"] += entries
+        self.n_bytes += sum(map(len, entries))
         return entries
 
     def _begin_item(self, kind: str, call: CallDelta | None = None) -> bytes:
@@ -470,9 +490,24 @@ class ResponseAnswer:
         return self._event(name, {"response": self._plain | {"output": self.output}})
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
+        if not self._has_events:
+            return b""
         data = _encode({"type": name, "sequence_number": self._n_events} | fields)
         self._n_events += 1
         return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")) -> dict[str, Any]:
+    """A response's JSON, whose log-probabilities are left encoded: there may be millions."""
+    opened: dict[str, Any] = {}
+    name, *rest = path
+    for field, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        if field != name:
+            opened[field] = msgspec.json.decode(value)
+            continue
+        items = msgspec.json.decode(value, type=list[msgspec.Raw])
+        opened[field] = [_opened(item, rest) for item in items] if rest else items
+    return opened
 
 
 def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> list[bytes]:
@@ -582,7 +617,9 @@ class ResponseStream(EventStream):
 
     __slots__ = ("_end", "_generation", "_has_begun", "_said")
 
-    def __init__(self, generation: Generation, said: ResponseAnswer, end: Callable[[], bytes]) -> None:
+    def __init__(
+        self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]
+    ) -> None:
         super().__init__()
         self._generation = generation
         self._said = said
@@ -591,7 +628,7 @@ class ResponseStream(EventStream):
 
     async def run(self) -> None:
         await self._generation.run(self._take)
-        self.write(self._end())
+        self.write((await self._end()).events)
 
     def _take(self, pieces: list[answer.Piece]) -> None:
         chunk = b"" if self._has_begun else self._said.begin()

@@ -50,7 +50,7 @@ from deltic.server.speech_protocol import (
     SpeechRequest,
     VoiceForm,
 )
-from deltic.server.transport import EventStream, json_response, log_failure, read_body, unless_disconnected
+from deltic.server.transport import EventStream, json_response, let_go, read_body, unless_disconnected
 from deltic.server.voices import Stored
 
 FORM_BYTES = 65_536
@@ -491,7 +491,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
             spoken = await utterance(service, planned, info, ticket)
             data = await spoken.file()
         except ApiError as error:
-            log_failure(error, request.scope)
+            let_go(error, request.scope)
             failed: dict[str, Any] = msgspec.json.decode(error.body())
             return {"index": index, "status": "error", "status_code": error.status} | failed
         usage = spoken.usage()

@@ -34,7 +34,7 @@ from deltic.server.service import Server, Service
 from deltic.server.speech import Utterance, parts, plan, utterance
 from deltic.server.speech_prompt import OpenText
 from deltic.server.speech_protocol import ClientMessage, InputDone, InputText, SessionClose, SessionConfig
-from deltic.server.transport import MAX_CONTAINERS, error_response, log_failure
+from deltic.server.transport import MAX_CONTAINERS, error_response, let_go
 
 log = logging.getLogger("deltic.server")
 
@@ -353,7 +353,7 @@ class _Conversation:
         self._n_bytes += len(audio)
 
     async def _fail(self, error: ApiError, **place: int) -> None:
-        log_failure(error, self._socket.scope)
+        let_go(error, self._socket.scope)
         told = msgspec.json.decode(error.body())["error"]
         await self._send("error", **place, **(told | {"kind": told.pop("type")}))
 

@@ -33,16 +33,16 @@ ANTHROPIC_HEADER = b"anthropic-version"
 OLLAMA = "/api/"
 """How those of Ollama's do."""
 
-MAX_CONTAINERS = 200_000
+MAX_CONTAINERS = 100_000
 """JSON objects and arrays of a body, nested and side by side. The interpreter stands still while they are made and collected: for
-30 ms then, for 3 s where a body of 16 MB is nothing else."""
+15 ms then, for 3 s where a body of 16 MB is nothing else."""
 
 MAX_UNSENT_BYTES = 8_000_000
 """Of a stream, what is kept for a client that does not read, beside what the system keeps: half an hour of an answer, some
 4,000 tokens of one with twenty alternatives each."""
 
-MAX_VALUES = 1_000_000
-"""Of a body's arrays and objects: numbers, for the most part. They are made in one go, too: for 30 ms then."""
+MAX_VALUES = 500_000
+"""Of a body's arrays and objects: numbers, for the most part. They are made in one go, too: for 15 ms then."""
 
 PART_BYTES = 131_072
 """Of a large answer, what is sent at once."""
@@ -145,7 +145,7 @@ class EventStream:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        return _EVENT_HEADERS
+        return EVENT_HEADERS
 
     def __init__(self) -> None:
         self._started = False
@@ -193,7 +193,7 @@ class EventStream:
             await error_response(error, scope)(scope, receive, send)
             return
         if error is not None:
-            log_failure(error, scope)
+            let_go(error, scope)
         await send({"type": "http.response.body", "body": self.last(error), "more_body": False})
 
     def last(self, error: ApiError | None) -> bytes:
@@ -225,6 +225,10 @@ class EventStream:
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_unsent())
 
+    async def drained(self) -> None:
+        """Gives others their turn, and waits until the client has read most of what was written."""
+        await (self._sending or asyncio.sleep(0))
+
     async def _send_unsent(self) -> None:
         if not self._started:
             self._started = True
@@ -240,7 +244,7 @@ class EventStream:
         self._sending = None
 
 
-_EVENT_HEADERS = [
+EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -289,25 +293,37 @@ def _items(value: list[Any] | Iterator[Any]) -> Iterator[Iterable[bytes]]:
         yield from ((_encode(value[at : at + 1024])[1:-1],) for at in range(0, len(value), 1024))
 
 
+def _parts(made: bytes) -> Iterator[bytes]:
+    for start in range(0, len(made), PART_BYTES):
+        yield made[start : start + PART_BYTES]
+
+
 class LargeResponse:
-    """JSON of any size, made as it is sent, and at most some milliseconds at a time: other answers go on meanwhile.
+    """A body of any size, made as it is sent, and at most some milliseconds at a time: other answers go on meanwhile.
 
     What turns out to be small is sent as any other answer, with its length.
     """
 
-    def __init__(self, value: dict[str, Any]) -> None:
-        """value: as of `json_pieces`."""
-        self._pieces = json_pieces(value)
+    def __init__(
+        self,
+        value: bytes | dict[str, Any],
+        headers: list[tuple[bytes, bytes]] | None = None,
+    ) -> None:
+        """value: as of `json_pieces`, or what is made already. headers: where it is no JSON."""
+        self._pieces = json_pieces(value) if isinstance(value, dict) else _parts(value)
+        self._headers = headers or [(b"content-type", b"application/json")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         part = await self._part()
         if len(part) < PART_BYTES:
-            await Response(part, 200, None, "application/json")(scope, receive, send)
+            headers = [*self._headers, (b"content-length", b"%d" % len(part))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": part, "more_body": False})
             return
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         while part:
             await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)  # where the client reads fast, `send` waits for nothing
             part = await self._part()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -332,8 +348,17 @@ def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:
     )
 
 
-def log_failure(error: ApiError, scope: Scope) -> None:
-    """A line for an error that the client is not to blame for: the request's own line has no room for the reason."""
+def forget_frames(error: BaseException | None) -> None:
+    """The frames that an error came through, and futures in them, hold the error, which holds them, and with them a body of any
+    size, until the interpreter looks for such rings. It seldom does."""
+    while error is not None:
+        error.__traceback__, error = None, error.__context__
+
+
+def let_go(error: ApiError, scope: Scope) -> None:
+    """What is done with every error that was caught: its frames are forgotten, and the log has a line if the client is not to
+    blame, for the request's own has no room for the reason."""
+    forget_frames(error)
     if error.status >= 500:
         log.error("%s: %s %s", error.message, scope["deltic.request_id"], scope.get("deltic.answer_id", "-"))
 
@@ -346,7 +371,7 @@ def own_path(scope: Scope) -> str:
 
 def error_response(error: ApiError, scope: Scope) -> Response:
     """An error in the form of the API that was asked; one of ours is noted in the log."""
-    log_failure(error, scope)
+    let_go(error, scope)
     body, status = error.body(), error.status
     is_theirs = any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])
     if is_theirs or own_path(scope).startswith(ANTHROPIC):

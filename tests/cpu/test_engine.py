@@ -133,7 +133,7 @@ def test_every_expert_against_oracle(tmp_path: Path) -> None:
     )
     engine.add(Request(id="a", prompt_ids=ids, params=params))
     outputs = finish(engine)["a", 0]
-    entries = [*(outputs[0].prompt_logprobs or [])[1:], *(e for o in outputs for e in o.logprobs or [])]
+    entries = [*list(outputs[0].prompt_logprobs or ())[1:], *(e for o in outputs for e in o.logprobs or [])]
     said = torch.tensor([entry.logprob for entry in entries if entry is not None])
     drawn = tokens(outputs)
     assert len(said) == len(ids) - 1 + n and {t % N_EXPERTS for t in drawn} == set(range(N_EXPERTS))
@@ -318,8 +318,8 @@ def test_logprobs_of_prompt_and_answer(runner: Runner) -> None:
     engine.add(Request(id="a", prompt_ids=ids, params=params))
     engine.add(Request(id="b", prompt_ids=prompt(140), params=params))
     outputs = finish(engine)["a", 0]
-    entries = outputs[0].prompt_logprobs
-    assert entries is not None and len(entries) == 150 and entries[0] is None
+    entries = list(outputs[0].prompt_logprobs or ())
+    assert len(entries) == 150 and entries[0] is None
     logits = forward(plain(runner.model.weights), runner.plan.shape, ids, precision="bfloat16")
     logits[:, N_REAL_VOCAB:] = -torch.inf
     expected = logits.log_softmax(-1)

@@ -270,7 +270,8 @@ def note(outputs: list[Output], asked: dict[str, Asked]) -> None:
         answer = asked[output.id].answers[output.index]
         answer.tokens += output.token_ids
         answer.finish_reason = output.finish_reason or answer.finish_reason
-        answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+        if output.prompt_logprobs is not None:
+            answer.prompt_logprobs = list(output.prompt_logprobs)
         asked[output.id].cached_tokens = max(asked[output.id].cached_tokens, output.cached_tokens)
 
 
@@ -483,7 +484,7 @@ def outputs_of(
                 part.fill_(torch.nan)
         for output in engine.step():
             assert output.error is None, output.error
-            told = output.token_ids, output.logprobs, output.prompt_logprobs
+            told = output.token_ids, output.logprobs, list(output.prompt_logprobs or ())
             found[output.id, output.index].append(msgspec.to_builtins(told))
         engine.check()
         n_steps += 1

@@ -428,8 +428,8 @@ def test_prompt_logprobs() -> None:
     engine = Engine(inner)
     engine.add(request("a", ids, n_tokens=1, prompt_logprobs=2))
     outputs = [output for _ in range(20) if engine.has_work() for output in engine.step()]
-    entries = outputs[0].prompt_logprobs
-    assert entries is not None and entries[0] is None and len(entries) == len(ids)
+    entries = list(outputs[0].prompt_logprobs or ())
+    assert entries[0] is None and len(entries) == len(ids)
     expected = forward(plain(inner.model.weights), inner.plan.shape, ids, precision="bfloat16")[
         :, :N_REAL_VOCAB
     ].log_softmax(-1)

@@ -77,7 +77,7 @@ def test_counts_are_those_up_to_a_chunk_however_pieces_come() -> None:
             return Usage(3, 9, 0, 0, {"prefill_ms": 1.0, "decode_ms": 1.0})
 
     said = ChatAnswer("a", "m", byte_tokenizer(), Extras(usage=True, running_usage=True))
-    stream: Any = AnswerStream(Together(), said, None, b"")  # type: ignore[arg-type]
+    stream: Any = AnswerStream(Together(), said)  # type: ignore[arg-type]
     pieces = [Piece(0, Delta(content="a"), n_tokens=1), Piece(1, Delta(content="b"), n_tokens=1)]
     pieces += [Piece(0, Delta(content="c"), n_tokens=4), Piece(0, Delta(), finish_reason="stop", n_tokens=5)]
     told = b"".join(stream._counted(pieces)).decode().split("\n\n")[:-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -291,6 +293,20 @@ def test_completion_logprobs_and_echo(engine: FakeEngineClient) -> None:
     )
     streamed = events(post(engine, "/v1/completions", body | {"stream": True}))
     assert [t for c in streamed for t in c["choices"][0]["logprobs"]["tokens"]] == ["a", "b", "H", "e"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_long_prompt_is_echoed_in_several_chunks(engine: FakeEngineClient, n: int) -> None:
+    prompt = "".join(map(chr, range(ord("a"), ord("z")))) * 6
+    body = {"prompt": [prompt, "\u00e9" * 100], "logprobs": 2, "echo": True, "max_tokens": 2, "n": n}
+    wholes = post(engine, "/v1/completions", body).json()["choices"]
+    chunks = events(post(engine, "/v1/completions", body | {"stream": True}))
+    for whole in wholes:
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == whole["index"]]
+        assert len(parts) > 3 and max(len(part["logprobs"]["tokens"]) for part in parts) == 64
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        for name, told in whole["logprobs"].items():
+            assert [entry for part in parts for entry in part["logprobs"][name]] == told
 
 
 def test_long_prompts_are_decoded_for_their_echo_beside_the_event_loop(
@@ -1045,8 +1061,49 @@ def test_a_large_answer_is_made_as_it_is_sent(engine: FakeEngineClient, live: st
     assert "content-length" in httpx.post(f"{live}/v1/chat/completions", json={"messages": HELLO}).headers
 
 
+def test_a_large_answer_lets_others_have_their_turn_where_its_client_reads_fast() -> None:
+    n_parts, n_turns = 20, 0
+
+    async def send(message: Any) -> None:
+        """Waits for nothing."""
+
+    async def others() -> None:
+        nonlocal n_turns
+        while True:
+            n_turns += 1
+            await asyncio.sleep(0)
+
+    async def go() -> None:
+        task = asyncio.create_task(others())
+        response = transport.LargeResponse(bytes(transport.PART_BYTES * n_parts))
+        await response({}, None, send)  # type: ignore[arg-type]
+        task.cancel()
+
+    asyncio.run(go())
+    assert n_turns >= n_parts
+
+
+@pytest.mark.parametrize("more", [{}, {"nosuch": 1}])
+def test_a_large_request_that_was_refused_is_forgotten_at_once(live: str, more: dict[str, Any]) -> None:
+    """No ring of frames, errors and futures holds it until the interpreter looks for rings."""
+    body = {"messages": HELLO * 3000} | more
+    gc.collect()
+    gc.disable()
+    try:
+        assert httpx.post(f"{live}/v1/chat/completions", json=body, timeout=60).status_code == 400
+        time.sleep(0.2)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        held = [one.f_code.co_qualname for one in gc.garbage if isinstance(one, FrameType)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not held
+
+
 def test_a_large_text_is_encoded_and_decoded_in_pieces(engine: FakeEngineClient, live: str) -> None:
-    text = "one two 12 " * 50_000
+    text = "one two 12 " * 40_000
     answer = httpx.post(f"{live}/tokenize", json={"prompt": text}, timeout=60).json()
     assert answer["count"] == len(answer["tokens"]) == len(text) and bytes(answer["tokens"]) == text.encode()
     back = httpx.post(f"{live}/detokenize", json={"tokens": answer["tokens"]}, timeout=60).json()

@@ -313,8 +313,8 @@ def test_prompt_logprobs_respect_the_rows_and_come_once() -> None:
     for id, index in (("a", 0), ("b", 0)):
         first, *rest = bench.outputs[id, index]
         assert first.prompt_logprobs is not None and all(o.prompt_logprobs is None for o in rest)
-    entries = bench.outputs["b", 0][0].prompt_logprobs
-    assert entries is not None and entries[0] is None
+    entries = list(bench.outputs["b", 0][0].prompt_logprobs or ())
+    assert entries[0] is None
     assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
     assert len(bench.outputs["a", 0][0].prompt_logprobs or []) == 300
     assert all(output.prompt_logprobs is None for output in bench.outputs["a", 1])
