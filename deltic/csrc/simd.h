@@ -48,12 +48,17 @@ static inline v16 operator*(v16 a, v16 b) { return each_part([&](int i) { return
 static inline v16 operator/(v16 a, v16 b) { return each_part([&](int i) { return a.part[i] / b.part[i]; }); }
 static inline v16 operator-(v16 a) { return each_part([&](int i) { return -a.part[i]; }); }
 
+// A register at a time: GCC copies a whole v16 of two registers through the stack, 16 bytes a store and 32 a load, which waits.
 static inline v16 load(const float* p) {
-    v16 v;
-    memcpy(&v, p, sizeof v);
-    return v;
+    return each_part([&](int i) {
+        f32_part part;
+        memcpy(&part, p + i * LANES, sizeof part);
+        return part;
+    });
 }
-static inline void store(float* p, v16 v) { memcpy(p, &v, sizeof v); }
+static inline void store(float* p, v16 v) {
+    for (int i = 0; i < PARTS; i++) memcpy(p + i * LANES, &v.part[i], sizeof v.part[i]);
+}
 static inline v16 splat(float x) {
     return each_part([&](int) { return f32_part{} + x; });
 }
