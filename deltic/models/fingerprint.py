@@ -35,7 +35,8 @@ _N_THREADS = 2
 _SETTLED_S = 2.0
 """A file that changed this recently could change again within the resolution of its time stamp: it is not remembered."""
 
-_CODE = ("engine", "models", "ops", "ops/gpu")
+_CODE = ("engine", "models", "ops")
+"""Folders whose Python, at any depth, may decide the bits."""
 
 Progress = Callable[[int, int], None]  # bytes hashed, bytes to hash
 
@@ -51,7 +52,7 @@ def fingerprint(
     memory_file = config.cache_dir / MEMORY if config.cache_dir is not None else None
     weights = {} if config.dummy is not None else _weight_hashes(directory, memory_file, on_progress)
     package = Path(__file__).parent.parent
-    sources = sorted(path for part in _CODE for path in (package / part).glob("*.py"))
+    sources = sorted(path for part in _CODE for path in (package / part).rglob("*.py"))
     content = {
         "weights": weights or [config.dummy, config.seed],
         "quantize": config.quantize,

@@ -16,6 +16,7 @@ from deltic.config import EngineConfig
 from deltic.models import fingerprint as fingerprint_module
 from deltic.models.fingerprint import MEMORY, fingerprint
 from deltic.models.shapes import CheckpointError
+from tests.null.test_layout import FILES, import_graph, module_name, reachable
 
 OLD = 1_600_000_000_000_000_000  # a time of change long ago, in ns
 
@@ -95,6 +96,41 @@ def test_code_and_libraries_are_in_it(model: Model, monkeypatch: pytest.MonkeyPa
         fingerprint_module, "_hash", lambda file: "other" if file.name == "qwen.py" else hashed(file)
     )
     assert len({first, another_torch, model.name()}) == 3
+
+
+DECIDE_NO_BITS = {"config", "logs", "private"}
+"""Modules that the engine imports and that are no part of the name: the knobs that matter are in it by their values."""
+
+
+def test_all_that_the_engine_imports_is_in_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[Path] = set()
+    hashed = fingerprint_module._hash
+
+    def hash_and_note(file: Path) -> str:
+        seen.add(file)
+        return hashed(file)
+
+    monkeypatch.setattr(fingerprint_module, "_hash", hash_and_note)
+    model.name()
+    graph = import_graph()
+    used = {"engine.build", "engine.loop"}.union(
+        *(reachable(graph, name) for name in ("engine.build", "engine.loop"))
+    )
+    files = {module_name(path).removesuffix(".__init__"): path for path in FILES}
+    assert {name for name in used if files[name] not in seen} == DECIDE_NO_BITS
+
+
+def test_folders_are_hashed_at_any_depth(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / "ops" / "one" / "two" / "kernel.py"
+    deep.parent.mkdir(parents=True)
+    monkeypatch.setattr(fingerprint_module, "__file__", str(tmp_path / "models" / "fingerprint.py"))
+    names = set()
+    for text in ("a = 1", "a = 2"):
+        deep.write_text(text)
+        names.add(model.name())
+    assert len(names) == 2
 
 
 def test_random_weights(model: Model) -> None:

@@ -91,6 +91,51 @@ def test_imports_run_one_way(path: Path) -> None:
         )
 
 
+CYCLES = [
+    {"bench.gpu", "fit"},
+    {"engine.build", "engine.runner", "engine.speech_runner", "engine.gpu_build", "engine.gpu_runner", "engine.gpu_speech_build",
+     "engine.gpu_speech_runner"},
+    {"server.batch_runner", "server.service"},
+]  # fmt: skip
+"""Modules that import each other, by way of an import inside a function: none may be added to them."""
+
+
+def import_graph() -> dict[str, set[str]]:
+    """For each module of the package those that it imports, in its functions and for type checkers, too."""
+    modules = {module_name(path).removesuffix(".__init__"): path for path in FILES}
+
+    def imported(path: Path) -> set[str]:
+        found = set()
+        for name in ours(imports(path)):
+            while name not in modules and "." in name:
+                name = name.rpartition(".")[0]
+            found |= {name} & modules.keys()
+        return found
+
+    return {name: imported(path) - {name} for name, path in modules.items()}
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    todo = [start]
+    while todo:
+        new = graph[todo.pop()] - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_modules_do_not_import_each_other() -> None:
+    graph = import_graph()
+    ways = {name: reachable(graph, name) for name in graph}
+    rings = {
+        frozenset(other for other in ways[name] if name in ways[other])
+        for name in graph
+        if name in ways[name]
+    }
+    assert sorted(map(sorted, rings)) == sorted(map(sorted, CYCLES))
+
+
 def test_server_process_loads_no_torch() -> None:
     """Not even through somebody else's import: a second of start-up and 200 MB."""
     import subprocess
