@@ -1,0 +1,193 @@
+"""Hashes of everything that must not change when code only moves: `python -m tests.bits --device cpu > before.json`.
+
+Tokens, log-probabilities, audio and loaded weights of tiny checkpoints and of the built-in model, in every format of the device:
+`cpu`, `cuda`, or `interpreter` (the GPU's kernels without one). Bits may differ between processors, so a run is compared with one of
+the same machine: `python -m tests.bits --device cpu --against before.json`, of another commit's worktree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+Builder = Callable[..., Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda", "interpreter"), default="cpu")
+    parser.add_argument("--against", type=Path, help="an earlier run; 1 is returned unless all is equal")
+    arguments = parser.parse_args()
+    if arguments.device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+        mend_interpreter()
+    found: dict[str, str] = {}
+    for name, content in contents(arguments.device):
+        found[name] = hashlib.sha256(content).hexdigest()[:16]
+        print(f"{found[name]}  {name}", file=sys.stderr)
+    print(json.dumps(found, indent=0))
+    if arguments.against is None:
+        return 0
+    kept = json.loads(arguments.against.read_text())
+    changed = sorted(name for name in found.keys() | kept.keys() if found.get(name) != kept.get(name))
+    print(f"{len(found) - len(changed)} of {len(kept)} are equal", *changed, sep="\n", file=sys.stderr)
+    return int(bool(changed))
+
+
+def contents(device: str) -> Iterator[tuple[str, bytes]]:
+    """Names, and the bytes that are hashed."""
+    from deltic.config import EngineConfig
+    from deltic.models.checkpoint import DEMO
+    from tests.tiny import tiny_checkpoint
+
+    formats = (None, "int8", "int4") if device == "cpu" else (None,)
+    kinds = {kind: tiny_checkpoint(kind) for kind in ("dense", "moe", "next")}
+    if device != "interpreter":
+        kinds["built-in"] = DEMO
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "max_step_tokens": 128,
+        "n_pages": 96,
+        "memory_gb": None,
+    }
+    if device == "interpreter":
+        sizes |= {"max_num_seqs": 4, "max_model_len": 256, "n_pages": 24}
+    else:
+        sizes["memory_gb"] = 2.0 if device == "cpu" else 8.0
+    for kind, path in kinds.items():
+        for quantize in formats:
+            config = EngineConfig(
+                model=str(path), quantize=quantize, threads=2 if device == "cpu" else None, **sizes
+            )
+            name = f"{kind} {quantize or '16 bits'}"
+            runner = build_text(device, config)
+            yield f"{name}: weights", b"".join(sorted(digests(runner.model)))
+            for request, told in answers(runner, small=device == "interpreter").items():
+                yield f"{name}: {request}", told
+    if device == "cpu":
+        yield from speech()
+
+
+def mend_interpreter() -> None:
+    from tests.gpu.mended_interpreter import mend
+    from tests.gpu.quick_interpreter import quicken
+
+    mend()
+    quicken()
+
+
+def build_text(device: str, config: Any) -> Any:
+    if device == "cpu":
+        from deltic.engine.runner import build_runner
+
+        return build_runner(config, lambda stage, done: None)
+    from deltic.engine.gpu_build import build_gpu_runner
+
+    return build_gpu_runner(config, lambda stage, done: None)
+
+
+def answers(runner: Any, small: bool) -> dict[str, bytes]:
+    """What every request of a small company is told, all of it."""
+    from deltic.engine.loop import Engine
+    from deltic.engine.request import Request, SamplingParams
+
+    rng = random.Random(7)
+    n = 3 if small else 24
+    sampled = {
+        "temperature": 0.9,
+        "seed": 3,
+        "top_p": 0.95,
+        "top_k": 40,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+    }
+    asked: dict[str, tuple[int, dict[str, Any]]] = {
+        "short": (5, {}),
+        "long": (70 if small else 300, {}),
+        "sampled": (33, sampled),
+        "two of one prompt": (40, sampled | {"n": 2}),
+        "a prompt's": (90, {"prompt_logprobs": 5}),
+        "biased": (12, {"logit_bias": {65: 3.0, 66: -100.0}, "min_tokens": 2}),
+    }
+    engine = Engine(runner)
+    for name, (length, params) in asked.items():
+        ids = [rng.randrange(256) for _ in range(length)]
+        given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": n, "logprobs": 10} | params
+        engine.add(Request(id=name, prompt_ids=ids, params=SamplingParams(**given)))
+    told: dict[str, list[Any]] = {name: [] for name in asked}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None, output.error
+            prompt = [as_plain(entry) for entry in output.prompt_logprobs or ()]
+            scores = [as_plain(entry) for entry in output.logprobs or ()]
+            told[output.id].append((output.index, output.token_ids, output.finish_reason, scores, prompt))
+    engine.check()
+    return {
+        name: repr(sorted(outputs, key=lambda output: output[0])).encode() for name, outputs in told.items()
+    }
+
+
+def as_plain(entry: Any) -> Any:
+    return entry and (
+        entry.token_id,
+        entry.logprob.hex(),
+        [(token, value.hex()) for token, value in entry.top],
+    )
+
+
+def speech() -> Iterator[tuple[str, bytes]]:
+    """Frames and audio of the golden cases, on a CPU."""
+    from tests.cpu.test_speech_engine import CASES, FORMATS, Speaking, request_of
+
+    for variant in ("custom_voice", "voice_design", "base"):
+        cases = [case for case in CASES if case["variant"] == variant and not case["wide"]][:4]
+        for quantize in FORMATS:
+            speaking = Speaking(variant, quantize=quantize)
+            speaking.run(*(request_of(speaking, case, str(i)) for i, case in enumerate(cases)))
+            name = f"{variant} {quantize or '16 bits'}"
+            yield f"{name}: weights", b"".join(sorted(digests(speaking.runner.model)))
+            yield f"{name}: frames", repr(sorted(speaking.codes.items())).encode()
+            yield f"{name}: audio", b"".join(audio for _, audio in sorted(speaking.audio.items()))
+
+
+def digests(model: Any) -> set[bytes]:
+    """Of every tensor that belongs to a model, in whatever objects it is kept."""
+    import torch
+
+    found: set[bytes] = set()
+    seen: set[int] = set()
+
+    def walk(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.dim() and value.numel() > 1:
+                raw = value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+                found.add(hashlib.sha256(raw).digest())
+        elif isinstance(value, dict):
+            for part in value.values():
+                walk(part)
+        elif isinstance(value, list | tuple):
+            for part in value:
+                walk(part)
+        elif is_dataclass(value) and not isinstance(value, type):
+            for field in fields(value):
+                walk(getattr(value, field.name, None))
+
+    walk(getattr(model, "weights", None))
+    assert found, "no weights"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
