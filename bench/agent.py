@@ -44,10 +44,11 @@ from deltic.config import ConfigError, EngineConfig, free_memory_bytes
 from deltic.engine.cache import pages_for
 from deltic.engine.loop import Engine
 from deltic.engine.plan import CACHE_SHARE
-from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
+from deltic.engine.request import Output, Request, SamplingParams
 from deltic.llm import LLM
 from deltic.models.checkpoint import locate, model_name, text_directory
 from deltic.models.shapes import CheckpointError, UnsupportedModelError
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.server import protocol
 from deltic.server.answer import Choice
 from deltic.server.answer import Message as AnswerMessage

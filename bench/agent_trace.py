@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltic.engine.request import PAGE_SIZE
+from deltic.ops.geometry import PAGE_SIZE
 
 FULL_SIZE = 30_000
 """Tokens of the longest prompt that the sizes below are made for."""

@@ -16,15 +16,15 @@ from deltic.config import ConfigError, EngineConfig, free_memory_bytes
 from deltic.engine.build import is_for_gpu
 from deltic.engine.cache import pages_for
 from deltic.engine.plan import Plan, make_plan
-from deltic.engine.request import PAGE_SIZE
 from deltic.engine.speech_plan import SpeechPlan, make_speech_plan
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.packed import PACKED, resolve_quantize
 from deltic.models.shapes import CheckpointError, ModelShape
-from deltic.models.speech_shapes import N_CODES, SAMPLE_RATE, SpeechShape
+from deltic.models.speech_shapes import SAMPLE_RATE, SpeechShape
 from deltic.models.tts_weights import frame_bytes
 from deltic.models.weights import Moe, empty_weights
-from deltic.roofs import multiply_peak, read_bandwidth
+from deltic.ops.geometry import N_CODES, PAGE_SIZE
+from deltic.roofs import GpuRoofs, multiply_peak, read_bandwidth
 
 
 def report(config: EngineConfig) -> str:
@@ -300,10 +300,8 @@ def _gpu_speed_table(plan: Plan, is_here: bool) -> Table | str:
     shape, context = plan.shape, min(1024, plan.max_model_len)
     n_seqs = [n for n in (1, 4, 16, 64, 128) if n <= plan.max_num_seqs]
     if is_here:
-        from deltic.bench.gpu import Roofs
-
         try:
-            roofs = Roofs.measured()
+            roofs = GpuRoofs.measured()
         except torch.OutOfMemoryError:
             return "The roofs were not measured: too little of the GPU's memory is free."
         return _speed_table(plan, roofs.read, roofs.multiply, n_seqs)

@@ -27,17 +27,9 @@ import numpy as np
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine import process
 from deltic.engine.loop import Progress
-from deltic.engine.request import (
-    PAGE_SIZE,
-    Chunk,
-    EngineInfo,
-    SamplingParams,
-    Sequence,
-    Step,
-    StepResult,
-    TokenLogprob,
-)
+from deltic.engine.request import Chunk, EngineInfo, SamplingParams, Sequence, Step, StepResult, TokenLogprob
 from deltic.engine.tiers import Entry, Move
+from deltic.ops.geometry import PAGE_SIZE
 
 VOCAB_SIZE = 1000
 EOS = 0

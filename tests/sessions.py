@@ -10,8 +10,9 @@ from random import Random
 from typing import Any
 
 from deltic.engine.loop import Engine
-from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
+from deltic.engine.request import Output, Request, SamplingParams
 from deltic.engine.tree import DEVICE, next_key, root_key
+from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Turn
 from tests.fakes import NAN, FakeRunner, FakeTiers, Saved, expected_tokens
 

@@ -35,36 +35,7 @@ from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.shapes import ModelShape
 from deltic.models.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import Levers, parse_levers
-
-
-@dataclass(frozen=True)
-class Roofs:
-    """Bytes read per second; operations per second of a bfloat16 product."""
-
-    read: float
-    multiply: float
-
-    @classmethod
-    def measured(cls) -> Roofs:
-        data = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-        read_s = _best_s(lambda: torch.sum(data))
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        out = torch.empty_like(a)
-        multiply_s = _best_s(lambda: torch.mm(a, b, out=out))
-        return cls(data.nbytes / read_s, 2 * 8192**3 / multiply_s)
-
-
-def _best_s(run: Any, n: int = 10) -> float:
-    run()
-    times = []
-    for _ in range(n):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1000)
-    return float(min(times))
+from deltic.roofs import GpuRoofs
 
 
 @dataclass(frozen=True)
@@ -147,7 +118,12 @@ def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> list[float]:
 
 
 def decode_row(
-    engine: Engine, shape: ModelShape, roofs: Roofs, n: int, rounds: Sequence[Sequence[float]], context: int
+    engine: Engine,
+    shape: ModelShape,
+    roofs: GpuRoofs,
+    n: int,
+    rounds: Sequence[Sequence[float]],
+    context: int,
 ) -> dict[str, Any]:
     """What the rounds (seconds of each step) of n sequences come to. context: the mean of their steps."""
     times = sorted(second for found in rounds for second in found)
@@ -162,7 +138,7 @@ def decode_row(
     }  # fmt: skip
 
 
-def prefill_row(shape: ModelShape, roofs: Roofs, n_tokens: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:  # fmt: skip
+def prefill_row(shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:  # fmt: skip
     """What the rounds (milliseconds of each prompt) come to."""
     ms = statistics.median(ms for found in rounds for ms in found)
     return {
@@ -175,7 +151,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """The command `deltic bench gpu`: a table and a JSON file. A round has every number of sequences and every prompt once."""
     _need_gpu()
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
-    roofs, shape_name = Roofs.measured(), config.dummy or config.model
+    roofs, shape_name = GpuRoofs.measured(), config.dummy or config.model
     begin = time.perf_counter()
     model = Model.load(config)
     weights_s = time.perf_counter() - begin

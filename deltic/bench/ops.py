@@ -29,7 +29,7 @@ from deltic.bench.sweep import numbers
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.engine.batch import Batch
 from deltic.engine.cache import pages_for
-from deltic.engine.request import PAGE_SIZE, Chunk, Draw, Request, SamplingParams, Sequence, Step
+from deltic.engine.request import Chunk, Draw, Request, SamplingParams, Sequence, Step
 from deltic.engine.sampler import Sampler
 from deltic.models.checkpoint import locate, model_name
 from deltic.models.qwen import Activations, allocate_activations
@@ -38,6 +38,7 @@ from deltic.models.weights import format_of, weight_bytes
 from deltic.ops.attention import AttentionHeads, attention, attn_prepare
 from deltic.ops.embed import embed
 from deltic.ops.gdn import GdnHeads, GdnWeights, gdn
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.linear import linear
 from deltic.ops.matrix import Matrix, MatrixFormat
 from deltic.ops.moe import moe

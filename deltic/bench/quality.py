@@ -36,10 +36,11 @@ from deltic.bench.machine import code, machine, now, runs_directory
 from deltic.config import ConfigError, EngineConfig, resolve
 from deltic.engine.cache import pages_for
 from deltic.engine.loop import Engine
-from deltic.engine.request import PAGE_SIZE, Chunk, Request, SamplingParams, Sequence, Step
+from deltic.engine.request import Chunk, Request, SamplingParams, Sequence, Step
 from deltic.engine.runner import Runner, build_runner
 from deltic.models.checkpoint import model_name, text_directory
 from deltic.models.weights import Weights
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.matrix import Matrix
 from deltic.ops.table import instruction_set
 from deltic.text import Tokenizer

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deltic.engine.request import PAGE_SIZE, Chunk, Sequence, Step
-from deltic.models.qwen import Allocate, ForwardInputs
+from deltic.engine.request import Chunk, Sequence, Step
+from deltic.models.qwen import ForwardInputs
+from deltic.ops.geometry import PAGE_SIZE, Allocate
 
 
 class Batch:

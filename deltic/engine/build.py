@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,18 +55,6 @@ def build_for_device(config: EngineConfig, progress: Callable[[str, float], None
     from deltic.engine.runner import build_runner
 
     return build_runner(config, progress)
-
-
-def stopwatch() -> tuple[Callable[[str], None], dict[str, float]]:
-    """For the stages of a start: a function that ends one, by its name, and the seconds that each took."""
-    begun, spent = time.perf_counter(), dict[str, float]()
-
-    def lap(stage: str) -> None:
-        nonlocal begun
-        now = time.perf_counter()
-        spent[stage], begun = round(now - begun, 3), now
-
-    return lap, spent
 
 
 def warmup(config: EngineConfig) -> int:

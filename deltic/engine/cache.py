@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deltic.engine.pool import IntegrityError, Pool
-from deltic.engine.request import PAGE_SIZE, Chunk, Sequence
+from deltic.engine.request import Chunk, Sequence
 from deltic.engine.residency import Load, Residency
 from deltic.engine.tree import DEVICE, DISK, SUPERSEDED, Geometry, Node, next_key, root_key, top
+from deltic.ops.geometry import PAGE_SIZE
 
 if TYPE_CHECKING:
     from deltic.engine.tiers import Tiers

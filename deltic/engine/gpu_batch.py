@@ -15,8 +15,9 @@ from torch import Tensor
 
 from deltic.engine.gpu_places import Places, Ring
 from deltic.engine.gpu_plan import MAX_SEGMENTS
-from deltic.engine.request import PAGE_SIZE, Chunk, Draw, Step
+from deltic.engine.request import Chunk, Draw, Step
 from deltic.models.qwen_gpu import PrefillInputs
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import Blocks
 
 _ALIGNED = 4

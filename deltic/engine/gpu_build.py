@@ -11,17 +11,18 @@ import triton
 from triton.errors import TritonError
 
 from deltic.config import EngineConfig
-from deltic.engine.build import stopwatch
 from deltic.engine.gpu_compile import Job, Kernels, begin_compiling, collecting
 from deltic.engine.gpu_plan import make_gpu_plan
 from deltic.engine.gpu_runner import GpuRunner
 from deltic.engine.plan import Plan
-from deltic.engine.request import MAX_LOGPROBS, PAGE_SIZE
+from deltic.engine.request import MAX_LOGPROBS
+from deltic.engine.stopwatch import stopwatch
 from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.fingerprint import fingerprint
 from deltic.models.packed import PACKED
 from deltic.models.shapes import CheckpointError
 from deltic.models.weights import Weights, dummy_weights, empty_weights, load_weights
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
 from deltic.ops.gpu.sample import prompt_logprobs
 from deltic.ops.table import KernelError

@@ -15,10 +15,9 @@ from torch import Tensor
 from deltic.config import ConfigError, EngineConfig, free_memory_bytes
 from deltic.engine.cache import pages_for
 from deltic.engine.plan import CACHE_SHARE, DEFAULT_MODEL_LEN, Plan
-from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, PAGE_SIZE
+from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS
 from deltic.models.qwen_gpu import (
     RING,
-    Allocate,
     DecodeBuffers,
     PlaceState,
     PrefillBuffers,
@@ -27,6 +26,7 @@ from deltic.models.qwen_gpu import (
 )
 from deltic.models.shapes import ModelShape, UnsupportedModelError
 from deltic.models.weights import weight_bytes
+from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import PlaceParameters, SampleScratch, sample_scratch
 

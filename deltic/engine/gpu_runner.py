@@ -37,7 +37,6 @@ from deltic.engine.gpu_record import Body, Recording, record_all
 from deltic.engine.plan import Plan
 from deltic.engine.request import (
     MAX_LOGPROBS,
-    PAGE_SIZE,
     EngineInfo,
     Request,
     SamplingParams,
@@ -50,6 +49,7 @@ from deltic.engine.runner import even_context
 from deltic.engine.tiers import Tiers
 from deltic.models.qwen_gpu import GpuMemory, QwenGpu
 from deltic.models.weights import Weights
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import prompt_logprobs, sample, sample_decode
 

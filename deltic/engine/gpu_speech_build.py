@@ -10,12 +10,12 @@ import triton
 from triton.errors import TritonError
 
 from deltic.config import EngineConfig
-from deltic.engine.build import stopwatch
 from deltic.engine.gpu_build import free_device_bytes
 from deltic.engine.gpu_compile import Job, Kernels, begin_compiling, collecting
 from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
 from deltic.engine.gpu_speech_runner import GpuSpeechRunner
 from deltic.engine.speech_plan import SpeechPlan
+from deltic.engine.stopwatch import stopwatch
 from deltic.engine.voices import open_voices
 from deltic.models.checkpoint import locate_speech, model_name
 from deltic.models.codec_weights import dummy_codec, empty_codec, load_codec

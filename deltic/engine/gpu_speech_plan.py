@@ -12,11 +12,10 @@ from deltic.config import ConfigError, EngineConfig, free_memory_bytes
 from deltic.engine.cache import pages_for
 from deltic.engine.gpu_plan import FREE_SHARE, MAX_SEGMENTS, MAX_SEQS, RESERVE_BYTES, place_table
 from deltic.engine.gpu_vocoder import vocoder_bytes
-from deltic.engine.request import PAGE_SIZE
 from deltic.engine.speech_plan import DEFAULT_MODEL_LEN, SpeechPlan, _refuse_foreign
 from deltic.models.codec_gpu import check_codec, state_words
-from deltic.models.qwen_gpu import Allocate, PlaceState
-from deltic.models.speech_shapes import N_CODES, SpeechShape
+from deltic.models.qwen_gpu import PlaceState
+from deltic.models.speech_shapes import SpeechShape
 from deltic.models.tts_gpu import (
     FrameBuffers,
     PromptBuffers,
@@ -25,6 +24,7 @@ from deltic.models.tts_gpu import (
     prompt_buffers,
 )
 from deltic.models.tts_weights import speech_weight_bytes
+from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.gpu.frames import FrameParameters
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import PlaceParameters, SampleScratch, sample_scratch

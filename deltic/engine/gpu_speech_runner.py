@@ -23,16 +23,17 @@ from deltic.engine.gpu_record import Body, Recording, record_all
 from deltic.engine.gpu_runner import BLOCKS, LENGTHS, ROWS
 from deltic.engine.gpu_speech_plan import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.engine.gpu_vocoder import GpuVocoder
-from deltic.engine.request import PAGE_SIZE, EngineInfo, Request, Sequence, Step, StepResult
+from deltic.engine.request import EngineInfo, Request, Sequence, Step, StepResult
 from deltic.engine.scheduler import RequestError
 from deltic.engine.speech_batch import DEFAULT_SPEECH, PREDICTOR_KEY
 from deltic.engine.speech_plan import SpeechPlan
 from deltic.engine.speech_runner import SpeechRunner
 from deltic.engine.tiers import Tiers
-from deltic.models.speech_shapes import FRAME, N_CODES, N_SIDE, SPEAKER
+from deltic.models.speech_shapes import FRAME, N_SIDE, SPEAKER
 from deltic.models.tts import SpeechMemory
 from deltic.models.tts_gpu import TtsGpu
 from deltic.models.tts_weights import SpeechWeights
+from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import sample, sample_decode
 

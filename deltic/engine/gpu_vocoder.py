@@ -26,7 +26,8 @@ from deltic.models.codec_gpu import (
     state_words,
 )
 from deltic.models.codec_weights import codec_weight_bytes
-from deltic.models.speech_shapes import N_CODES, VocoderShape
+from deltic.models.speech_shapes import VocoderShape
+from deltic.ops.geometry import N_CODES
 from deltic.ops.gpu.launch import Levers
 
 FRAMES = (1, 2, 4, 8, 16, 32)

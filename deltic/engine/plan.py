@@ -23,11 +23,11 @@ from deltic.config import (
 )
 from deltic.engine.batch import Batch
 from deltic.engine.cache import pages_for
-from deltic.engine.request import PAGE_SIZE
 from deltic.engine.sampler import Sampler
 from deltic.models.qwen import Activations, allocate_activations, check_kernels
 from deltic.models.shapes import ModelShape
 from deltic.models.weights import weight_bytes
+from deltic.ops.geometry import PAGE_SIZE
 
 DEFAULT_MODEL_LEN = 32768
 DEFAULT_SEQS = 32

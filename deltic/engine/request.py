@@ -14,9 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-PAGE_SIZE = 64
-"""Tokens in one KV page; also the grid on which the scheduler cuts a prefill."""
-
 MAX_BIASES = 1024
 """Ids that one request may bias, and stop ids it may have: the sampler's buffers hold as many for each sequence."""
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deltic.engine.pool import IntegrityError, Pool
-from deltic.engine.request import PAGE_SIZE, CacheStats
+from deltic.engine.request import CacheStats
 from deltic.engine.tree import DEVICE, DISK, HOST, TIER_NAMES, Geometry, Node, PrefixTree, Tier
+from deltic.ops.geometry import PAGE_SIZE
 
 if TYPE_CHECKING:
     from deltic.engine.tiers import Move, Tiers

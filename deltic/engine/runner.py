@@ -14,19 +14,9 @@ from pathlib import Path
 import torch
 
 from deltic.config import EngineConfig, free_memory_bytes
-from deltic.engine.build import stopwatch
 from deltic.engine.plan import Arena, Plan, build_workspace, make_plan
-from deltic.engine.request import (
-    PAGE_SIZE,
-    Chunk,
-    Draw,
-    EngineInfo,
-    Request,
-    SamplingParams,
-    Sequence,
-    Step,
-    StepResult,
-)
+from deltic.engine.request import Chunk, Draw, EngineInfo, Request, SamplingParams, Sequence, Step, StepResult
+from deltic.engine.stopwatch import stopwatch
 from deltic.engine.tiers import Bytes, Tiers
 from deltic.models.checkpoint import locate, model_name, n_real_ids
 from deltic.models.fingerprint import fingerprint
@@ -34,6 +24,7 @@ from deltic.models.packed import PACKED, map_packed, resolve_quantize, through_c
 from deltic.models.qwen import Memory, Qwen
 from deltic.models.shapes import ModelShape
 from deltic.models.weights import Weights, dummy_weights, load_weights
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.table import Program, chosen, load_library
 
 Progress = Callable[[str, float], None]

@@ -20,7 +20,7 @@ from deltic.engine.request import (
     StepResult,
     TokenLogprob,
 )
-from deltic.models.qwen import Allocate
+from deltic.ops.geometry import Allocate
 from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
 from deltic.ops.table import Program
 

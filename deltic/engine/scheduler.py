@@ -44,7 +44,6 @@ from deltic.engine.cache import Cache, pages_for
 from deltic.engine.constraint import Guides
 from deltic.engine.cost import Load, StepCost
 from deltic.engine.request import (
-    PAGE_SIZE,
     AddText,
     Chunk,
     Draw,
@@ -58,6 +57,7 @@ from deltic.engine.request import (
 )
 from deltic.engine.tree import DEVICE
 from deltic.logs import counted
+from deltic.ops.geometry import PAGE_SIZE
 
 log = logging.getLogger("deltic.engine.scheduler")
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from deltic.engine.request import Sequence, Speech, Step
-from deltic.models.qwen import Allocate
-from deltic.models.speech_shapes import FRAME, N_CODES, N_SIDE, SPEAKER, SpeechShape
+from deltic.models.speech_shapes import FRAME, N_SIDE, SPEAKER, SpeechShape
 from deltic.models.tts import PAD_ROW, PredictorDraws, RowInputs, SpeechInputs
+from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters
 from deltic.ops.speech import SIDE_KEPT, SIDE_VOICE
 

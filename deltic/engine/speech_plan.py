@@ -19,7 +19,6 @@ from deltic.config import (
 )
 from deltic.engine.cache import pages_for
 from deltic.engine.plan import DEFAULT_POOL_BYTES, DEFAULT_STEP_TOKENS, FREE_SHARE, Arena
-from deltic.engine.request import PAGE_SIZE
 from deltic.engine.sampler import Sampler
 from deltic.engine.speech_batch import SpeechBatch
 from deltic.engine.voices import ENCODING_BYTES, MEMORY_BYTES
@@ -28,6 +27,7 @@ from deltic.models.codec_weights import codec_weight_bytes
 from deltic.models.speech_shapes import SpeechShape
 from deltic.models.tts import SpeechActivations, allocate_speech, check_speech_kernels
 from deltic.models.tts_weights import speech_weight_bytes
+from deltic.ops.geometry import PAGE_SIZE
 
 DEFAULT_MODEL_LEN = 4096
 """Five minutes and more of audio."""

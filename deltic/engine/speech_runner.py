@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from deltic.config import EngineConfig, free_memory_bytes
-from deltic.engine.build import stopwatch
 from deltic.engine.plan import Arena
 from deltic.engine.request import (
     MAX_FIRST_FRAMES,
-    PAGE_SIZE,
     Chunk,
     Draw,
     EngineInfo,
@@ -32,6 +30,7 @@ from deltic.engine.request import (
 )
 from deltic.engine.scheduler import RequestError
 from deltic.engine.speech_plan import SpeechPlan, build_speech_workspace, make_speech_plan
+from deltic.engine.stopwatch import stopwatch
 from deltic.engine.tiers import Bytes, Tiers
 from deltic.engine.voices import Voices, open_voices
 from deltic.models.checkpoint import locate_speech, model_name
@@ -47,6 +46,7 @@ from deltic.models.tts_weights import (
     load_speech_weights,
 )
 from deltic.ops.codec import multiplies_half
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.table import Program, chosen, instruction_set, load_library
 
 Progress = Callable[[str, float], None]

@@ -36,8 +36,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deltic.config import ConfigError
-from deltic.engine.request import PAGE_SIZE
 from deltic.logs import counted
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.private import is_ours, make_private
 
 log = logging.getLogger("deltic.engine.tiers")

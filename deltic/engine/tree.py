@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from deltic.engine.request import PAGE_SIZE
+from deltic.ops.geometry import PAGE_SIZE
 
 DEVICE, HOST, DISK = 0, 1, 2
 TIER_NAMES = ("device", "host", "disk")

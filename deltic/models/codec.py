@@ -16,7 +16,7 @@ cores' caches, and the weights, which a pass reads once, are shared by enough fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deltic.models.codec_weights import DILATIONS
 from deltic.models.shapes import UnsupportedModelError
-from deltic.models.speech_shapes import FRAME_SAMPLES, MAX_REF_FRAMES, N_CODES, VocoderShape
+from deltic.models.speech_shapes import FRAME_SAMPLES, MAX_REF_FRAMES, VocoderShape
 from deltic.ops.codec import (
     MAX_DIM,
     MAX_WINDOW,
@@ -40,10 +40,8 @@ from deltic.ops.codec import (
     embed_codes,
     interleaved,
 )
+from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.table import Program
-
-Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
-"""Gives a named, zeroed tensor that lives as long as the engine."""
 
 PASS_FRAMES = 16
 """Frames of a pass, of all its streams together."""

@@ -8,7 +8,7 @@ waits or allocates, so that a chunk can be recorded as a graph: about a hundred 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from deltic.models.codec_weights import DILATIONS
 from deltic.models.shapes import UnsupportedModelError
-from deltic.models.speech_shapes import N_CODES, VocoderShape
+from deltic.models.speech_shapes import VocoderShape
+from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.gpu.conv import (
     MAX_PARTS,
     PART_SIZE,
@@ -39,8 +40,6 @@ from deltic.ops.gpu.vocode import (
     wave,
     window_attention,
 )
-
-Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 LAYER_NORM_EPS = 1e-6
 _ALIGNED = 32

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deltic.models.shapes import CheckpointError
-from deltic.models.speech_shapes import N_CODES, VocoderShape
+from deltic.models.speech_shapes import VocoderShape
+from deltic.ops.geometry import N_CODES
 
 FILE = "speech_tokenizer/model.safetensors"
 USED_LEAST = 1e-5

@@ -10,7 +10,6 @@ Left out: the vision tower and the MTP head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +20,13 @@ from deltic.models.weights import AttnLayer, GdnLayer, Moe, Weights
 from deltic.ops.attention import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads, attention, attn_prepare
 from deltic.ops.embed import embed
 from deltic.ops.gdn import MAX_DIM, GdnHeads, GdnWeights, gdn
+from deltic.ops.geometry import Allocate
 from deltic.ops.linear import linear
 from deltic.ops.matrix import Matrix, row_bytes
 from deltic.ops.moe import MoeScratch, moe
 from deltic.ops.rms_norm import rms_norm
 from deltic.ops.silu_mul import silu_mul
 from deltic.ops.table import Program
-
-Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
-"""Gives a named, zeroed tensor that lives as long as the engine."""
 
 
 @dataclass(frozen=True)

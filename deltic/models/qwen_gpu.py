@@ -12,7 +12,6 @@ Everything here starts kernels on the current stream and neither waits nor alloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from deltic.models.shapes import ModelShape
 from deltic.models.weights import AttnLayer, GdnLayer, Mlp, Moe, Weights
 from deltic.ops.attention import AttentionHeads
 from deltic.ops.gdn import GdnHeads, GdnWeights
+from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks
@@ -38,8 +38,6 @@ from deltic.ops.gpu.linear import (
 from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
-
-Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 RING = 4
 """Convolution inputs that a state slot holds on a GPU: a ring by position, one row more than the window needs, so that the row

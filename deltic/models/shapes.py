@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deltic.ops.geometry import PAGE_SIZE
+
 LINEAR_ATTENTION = "linear_attention"
 FULL_ATTENTION = "full_attention"
 
@@ -218,7 +220,7 @@ class ModelShape:
         """Bytes of one token's bfloat16 keys and values over all attention layers."""
         return self.n_attn_layers * 2 * self.n_kv_heads * self.head_dim * BF16_BYTES
 
-    def page_bytes(self, page_size: int = 64) -> int:
+    def page_bytes(self, page_size: int = PAGE_SIZE) -> int:
         """Bytes of one page of `page_size` tokens over all attention layers."""
         return page_size * self.kv_bytes_per_token
 

@@ -23,11 +23,10 @@ from deltic.models.shapes import (
     read_flag,
     read_json,
 )
+from deltic.ops.geometry import N_CODES, PAGE_SIZE
 
 ARCHITECTURE = "Qwen3TTSForConditionalGeneration"
 VARIANTS = ("base", "custom_voice", "voice_design")
-N_CODES = 16
-"""Codes of a frame."""
 N_CONTROL = 1024
 """Ids at the end of the talker's vocabulary that are not codes."""
 FRAME_SAMPLES = 1920
@@ -281,7 +280,7 @@ class SpeechShape:
         """Of one state slot: the talker's last normed output, which the predictor starts from."""
         return self.talker.hidden_size * BF16_BYTES
 
-    def page_bytes(self, page_size: int = 64) -> int:
+    def page_bytes(self, page_size: int = PAGE_SIZE) -> int:
         return page_size * self.talker.kv_bytes_per_token
 
     @property

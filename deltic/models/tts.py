@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.models.qwen import Allocate
 from deltic.models.shapes import UnsupportedModelError
-from deltic.models.speech_shapes import N_CODES, DecoderShape, SpeechShape
+from deltic.models.speech_shapes import DecoderShape, SpeechShape
 from deltic.models.tts_weights import Decoder, Projection, SpeechWeights
 from deltic.ops.attention import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads, attention, attn_prepare
+from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.linear import linear
 from deltic.ops.rms_norm import rms_norm
 from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters, sample
@@ -27,7 +27,6 @@ from deltic.ops.silu_mul import silu_mul
 from deltic.ops.speech import add_bias, code_rows, gather, keep_rows, talker_rows
 from deltic.ops.table import Program
 
-PAGE = 64
 PAD_ROW = 0
 """Row of `SpeechActivations.text_rows` with the projection of the pad text, which stays there; a step's own texts follow."""
 
@@ -150,7 +149,7 @@ def allocate_speech(
         text_act=allocate("text act", (t, th), bf16),
         text_rows=allocate("text rows", (1 + t, h), f32),
         code_in=allocate("code in", (2 * n_seqs, h), bf16) if shape.has_projection else None,
-        predictor_pages=allocate("predictor pages", (n_seqs, d.n_layers, 2, d.n_kv_heads, PAGE, d.head_dim), bf16),
+        predictor_pages=allocate("predictor pages", (n_seqs, d.n_layers, 2, d.n_kv_heads, PAGE_SIZE, d.head_dim), bf16),
         code_final=allocate("code final", (n_seqs, p), bf16),
         code_logits=allocate("code logits", (n_seqs, n), f32),
         final=allocate("final", (n_seqs, h), bf16),

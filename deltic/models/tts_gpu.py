@@ -17,10 +17,11 @@ from torch import Tensor
 
 from deltic.models.qwen_gpu import PlaceState
 from deltic.models.shapes import UnsupportedModelError
-from deltic.models.speech_shapes import N_CODES, N_SIDE, SPEAKER, DecoderShape, SpeechShape
+from deltic.models.speech_shapes import N_SIDE, SPEAKER, DecoderShape, SpeechShape
 from deltic.models.tts import SpeechMemory
 from deltic.models.tts_weights import Decoder, DecoderLayer, Projection, SpeechWeights
 from deltic.ops.attention import AttentionHeads
+from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks
@@ -40,7 +41,6 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import k_splits, narrow_linear, narrow_swiglu, silu_mul, wide_linear
 from deltic.ops.gpu.norm import add_norm
 
-Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 Attend = Callable[[int, DecoderLayer, Tensor, Tensor], None]
 
 TEXTS_AT_ONCE = 4096

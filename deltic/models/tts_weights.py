@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.models.speech_shapes import N_CODES, DecoderShape, SpeechShape
+from deltic.models.speech_shapes import DecoderShape, SpeechShape
 from deltic.models.weights import (
     DUMMY_BLOCK,
     Files,
@@ -33,6 +33,7 @@ from deltic.models.weights import (
     replace_parts,
     tile,
 )
+from deltic.ops.geometry import N_CODES
 from deltic.ops.matrix import Matrix
 
 _SPEAKER_ENCODER = "speaker_encoder."  # read by models/voice.py; what was trained from Base may still have it

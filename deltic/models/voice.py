@@ -32,8 +32,9 @@ from deltic.models.shapes import (
     positive_int,
     read_json,
 )
-from deltic.models.speech_shapes import FRAME_SAMPLES, MAX_REF_FRAMES, N_CODES, SAMPLE_RATE
+from deltic.models.speech_shapes import FRAME_SAMPLES, MAX_REF_FRAMES, SAMPLE_RATE
 from deltic.models.weights import Files, read_headers
+from deltic.ops.geometry import N_CODES
 
 MIN_SAMPLES = SAMPLE_RATE // 5
 MAX_SAMPLES = MAX_REF_FRAMES * FRAME_SAMPLES

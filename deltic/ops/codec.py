@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltic.ops.geometry import N_CODES
 from deltic.ops.table import Program, check
 
 PANEL = 32
 MAX_WINDOW = MAX_DIM = 256
-N_CODES = 16
 
 ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "clamp": 3}
 """swiglu: silu(first half of the outputs) * second half, packed by `interleaved`; clamp: to [-1, 1]."""

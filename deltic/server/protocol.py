@@ -22,7 +22,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from deltic.config import ConfigError, ModelConfig, ServerConfig
-from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, PAGE_SIZE, EngineInfo, SamplingParams
+from deltic.engine.request import MAX_BIASES, MAX_LOGPROBS, EngineInfo, SamplingParams
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.messages import Message
 from deltic.text import TokenizerError, read_json

@@ -30,8 +30,9 @@ import torch
 from deltic.bench.spoil import spoil
 from deltic.config import EngineConfig
 from deltic.engine.loop import Engine
-from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams, Step, StepResult, TokenLogprob
+from deltic.engine.request import Output, Request, SamplingParams, Step, StepResult, TokenLogprob
 from deltic.engine.runner import Runner, build_runner
+from deltic.ops.geometry import PAGE_SIZE
 from tests.tiny import tiny_checkpoint
 
 MAX_PROMPT, MAX_TOKENS = 600, 100

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from deltic.ops.attention import AttentionHeads
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.attention_decode import (
     FAN,
-    PAGE,
     AttentionScratch,
     Splits,
     attention_decode,
@@ -56,17 +56,17 @@ def make(
     def randn(*size: int) -> Tensor:
         return torch.randn(*size, generator=g)
 
-    max_pages = max(n // PAGE + 1 for n in lengths) + 1
-    n_pages = sum(n // PAGE + 1 for n in lengths) + 3
-    both = torch.full((n_pages, 2, 2, heads.n_kv, PAGE, heads.dim), torch.nan, dtype=torch.bfloat16)
+    max_pages = max(n // PAGE_SIZE + 1 for n in lengths) + 1
+    n_pages = sum(n // PAGE_SIZE + 1 for n in lengths) + 3
+    both = torch.full((n_pages, 2, 2, heads.n_kv, PAGE_SIZE, heads.dim), torch.nan, dtype=torch.bfloat16)
     pages, table = both[:, 1], torch.full((len(lengths), max_pages), n_pages - 1, dtype=torch.int32)
     order, history, at = torch.randperm(n_pages - 1, generator=g).tolist(), [], 0
     for place, n in enumerate(lengths):
         old = randn(2, n, heads.n_kv, heads.dim).bfloat16()
-        for i in range(n // PAGE + 1):
+        for i in range(n // PAGE_SIZE + 1):
             page, at = order[at], at + 1
             table[place, i] = page
-            part = old[:, i * PAGE : (i + 1) * PAGE].transpose(1, 2)
+            part = old[:, i * PAGE_SIZE : (i + 1) * PAGE_SIZE].transpose(1, 2)
             pages[page, :, :, : part.shape[2]] = part
         history.append(old)
     angle = (torch.arange(max(lengths) + 1)[:, None].double() * _inv_freq(half)).float()
@@ -151,11 +151,11 @@ def compare(case: Case, places: list[int], **kw: object) -> None:
         o, k, v = expected(case, place)
         torch.testing.assert_close(out[row].float().cpu(), o, **TOLERANCE)
         at = case.lengths[place]
-        page = int(case.table[place, at // PAGE])
+        page = int(case.table[place, at // PAGE_SIZE])
         # the rounding to bfloat16 may fall the other way: one unit in the last place, of the terms that a rotation subtracts
-        torch.testing.assert_close(pages[page, 0, :, at % PAGE].float().cpu(), k, atol=2e-4, rtol=2**-7)
-        torch.testing.assert_close(pages[page, 1, :, at % PAGE].float().cpu(), v, atol=1e-5, rtol=2**-7)
-        written[page, :, :, at % PAGE] = pages[page, :, :, at % PAGE]
+        torch.testing.assert_close(pages[page, 0, :, at % PAGE_SIZE].float().cpu(), k, atol=2e-4, rtol=2**-7)
+        torch.testing.assert_close(pages[page, 1, :, at % PAGE_SIZE].float().cpu(), v, atol=1e-5, rtol=2**-7)
+        written[page, :, :, at % PAGE_SIZE] = pages[page, :, :, at % PAGE_SIZE]
     same = torch.equal(written.view(torch.int16), pages.view(torch.int16))
     assert same, "nothing else in the pages is touched"
 
@@ -194,7 +194,7 @@ def test_split_sizes_fit_their_bounds(n: int) -> None:
     ):
         for n_tiles in range(1, n + 1):
             count = -(-n_tiles // splits.tiles(n_tiles))
-            assert count <= splits.capacity(n * PAGE) <= splits.most <= FAN * FAN
+            assert count <= splits.capacity(n * PAGE_SIZE) <= splits.most <= FAN * FAN
 
 
 def test_bits_of_a_row_do_not_depend_on_its_neighbours_the_bucket_or_the_capacity(device: str) -> None:

@@ -37,7 +37,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
         return [600.0 + len(order)] * 5
 
     monkeypatch.setattr(gpu, "_need_gpu", lambda: None)
-    monkeypatch.setattr(gpu.Roofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
+    monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config: model))
     monkeypatch.setattr(gpu, "decode", decode)
     monkeypatch.setattr(gpu, "prefill_ms", prefill)

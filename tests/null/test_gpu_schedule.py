@@ -20,9 +20,10 @@ if __name__ == "__main__":
 import pytest
 
 from deltic.engine.cache import Cache
-from deltic.engine.request import PAGE_SIZE, Chunk, Request, SamplingParams, Sequence
+from deltic.engine.request import Chunk, Request, SamplingParams, Sequence
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.tree import DEVICE
+from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Conversations, Turn, chat, follow_up, some_ids
 from tests.fakes import DECODED, MASK, FakeRunner, FakeTiers
 from tests.null.test_prefix import check_what_is_left, run_life

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 from deltic.engine.loop import Engine
-from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams
+from deltic.engine.request import Output, Request, SamplingParams
 from deltic.engine.tiers import Tiers
+from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Conversations, Turn
 from tests.fakes import MASK, FakeRunner, expected_tokens
 from tests.sessions import spoil_something

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 
 from deltic.engine.cache import Cache
-from deltic.engine.request import PAGE_SIZE, Output, Request, SamplingParams, Step, StepResult
+from deltic.engine.request import Output, Request, SamplingParams, Step, StepResult
 from deltic.engine.scheduler import RequestError, Scheduler
+from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import EOS, NAN, FakeRunner, expected_tokens
 
 

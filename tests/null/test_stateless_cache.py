@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.request import PAGE_SIZE, Chunk
+from deltic.engine.request import Chunk
+from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Conversations, some_ids
 from tests.fakes import FakeRunner, FakeTiers
 from tests.null.test_prefix import check_what_is_left, run_life

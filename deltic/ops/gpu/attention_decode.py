@@ -31,10 +31,10 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.attention import AttentionHeads
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.table import check
 
-PAGE = 64
 FAN = 8
 """Records merged at once: with 64 splits, two rounds of 8."""
 
@@ -63,7 +63,7 @@ class Splits:
 
     def capacity(self, max_len: int) -> int:
         """The most splits of any row with at most max_len keys."""
-        n_tiles = -(-max_len // PAGE)
+        n_tiles = -(-max_len // PAGE_SIZE)
         return max(min(self.few, n_tiles), min(self.most, -(-n_tiles // self.few_tiles)))
 
 
@@ -404,7 +404,8 @@ def attention_decode(
     expect(heads.dim == next_power_of_2(heads.dim) and 32 <= heads.dim <= 256, "head_dim 32, 64, 128 or 256")
     expect(half % 4 == 0 and 2 * half <= heads.dim, "rotary dims inside a head, a multiple of 8")
     expect(
-        pages.shape[1:] == (2, heads.n_kv, PAGE, heads.dim), f"pages [n, 2, {heads.n_kv}, 64, {heads.dim}]"
+        pages.shape[1:] == (2, heads.n_kv, PAGE_SIZE, heads.dim),
+        f"pages [n, 2, {heads.n_kv}, 64, {heads.dim}]",
     )
     expect(
         pages.dtype == torch.bfloat16 and pages[0].is_contiguous(), "bfloat16 pages, a page's part contiguous"
@@ -427,6 +428,6 @@ def attention_decode(
         scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
-        GP=next_power_of_2(group), PAGE=PAGE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
+        GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
         AHEAD=splits.ahead, GATED=heads.is_gated, num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
     )  # fmt: skip

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-BLOCK = 64
+from deltic.ops.geometry import PAGE_SIZE
+
+BLOCK = PAGE_SIZE
 
 
 @dataclass(frozen=True)

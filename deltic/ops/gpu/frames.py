@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.attention import AttentionHeads
+from deltic.ops.geometry import N_CODES
 from deltic.ops.gpu.attention_decode import _rotated, _summed, _turn
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
@@ -39,8 +40,6 @@ from deltic.ops.gpu.sample_kernels import (
 )
 from deltic.ops.table import check
 
-N_CODES = 16
-"""Codes of a frame, and so positions of the predictor."""
 MAX_CODES = 2048
 """Codes of a codebook: one program holds a row's logits."""
 

@@ -23,7 +23,6 @@ Source: the published Qwen3-Next and Qwen3.5-MoE model code (softmax over all ex
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +31,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
-
-Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 

@@ -19,7 +19,6 @@ nowhere and get zeros. Every program waits for the kernel in front before it rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.moe import (
@@ -39,8 +39,6 @@ from deltic.ops.gpu.moe import (
     route_rows,
     router_splits,
 )
-
-Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 TILE = 128
 _TILE = tl.constexpr(TILE)
