@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltic.remote import LocalServer
@@ -82,3 +83,11 @@ class Served:
         """No sequence, page or slot in use."""
         used = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
         return not any(self.metric(name) for name in used)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """The built-in model."""
+    running = Served()
+    yield running
+    running.close()

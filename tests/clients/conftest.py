@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.served import Served
+from tests.served import Served, served
 from tests.tiny_speech import tiny_speech
+
+__all__ = ["served"]
 
 # Before the packages are imported: without these they ask their makers' servers for prices, versions and datasets.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -17,14 +19,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 os.environ.setdefault("MSWEA_COST_TRACKING", "ignore_errors")
 os.environ.setdefault("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "1")
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    """The built-in model."""
-    running = Served()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import openai
 import pytest
 
 from deltic.remote import LocalServer
-from tests.served import Served
+from tests.served import Served, served
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    running = Served()
-    yield running
-    running.close()
+__all__ = ["served"]
 
 
 @pytest.fixture(scope="module")

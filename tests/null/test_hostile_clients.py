@@ -81,17 +81,6 @@ def n_closed(url: str, why: str) -> int:
     return int(float(found.group(1))) if found else 0
 
 
-@pytest.fixture
-def engine() -> FakeEngineClient:
-    return FakeEngineClient()
-
-
-@pytest.fixture
-def live(engine: FakeEngineClient) -> Iterator[str]:
-    with served(make_app(engine)) as url:
-        yield url
-
-
 START = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 CHUNKED = START + b"transfer-encoding: chunked\r\n\r\n"
 ENDLESS = {

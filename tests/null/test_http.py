@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -87,17 +87,6 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return error
-
-
-@pytest.fixture
-def engine() -> FakeEngineClient:
-    return FakeEngineClient()
-
-
-@pytest.fixture
-def live(engine: FakeEngineClient) -> Iterator[str]:
-    with served(make_app(engine)) as url:
-        yield url
 
 
 # Answers.

@@ -37,11 +37,6 @@ DOORS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture
-def engine() -> FakeEngineClient:
-    return FakeEngineClient()
-
-
 def client_of(engine: FakeEngineClient, key: str = "", **config: Any) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     transport = httpx.ASGITransport(make_app(engine, **config))
