@@ -269,7 +269,10 @@ def peers_claim(runs: Runs) -> str:
     """One sentence: the least and the greatest ratio of medians, and of any round."""
     run = peers_run(runs)
     if run is None:
-        return "No run beside llama.cpp and transformers is kept."
+        return "No run beside another engine is kept."
+    theirs = dict.fromkeys(
+        row["theirs"].rpartition("-")[0] for _, _, found in peer_rows(run.data) for row in found
+    )
     ratios = [row["ratio"] for _, _, found in peer_rows(run.data) for row in found]
     medians = [row["median"] for row in ratios]
     least = min(row["min"] for row in ratios)
@@ -277,8 +280,8 @@ def peers_claim(runs: Runs) -> str:
         dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in peer_rows(run.data))
     )
     return (
-        f"On the CPU we measured, it {does} {shown(min(medians))} to {shown(max(medians))} times as fast as llama.cpp "
-        f"and transformers, the least of any round {shown(least)}."
+        f"On the CPU we measured, it {does} {shown(min(medians))} to {shown(max(medians))} times as fast as "
+        f"{' and '.join(theirs)}, the least of any round {shown(least)}."
     )
 
 

@@ -261,7 +261,7 @@ constexpr int64_t FAR = 32768, NEAR = 4096;  // bytes between what is multiplied
 // would only take the few places that a core has for what is under way: one to eight rows are up to twice as fast for it (Zen 4). With
 // AVX2 it is the other way round: one row of int8 or int4 is 1.6 times as fast with all of them (Zen 3).
 template <Format F, int MR>
-constexpr int EVERY = F == Format::BF16 || MR > 8 || LANES < 16 ? 1 : 4;
+constexpr int EVERY = F == Format::BF16 || MR > 8 || LANES == 8 ? 1 : 4;
 
 static inline int64_t tile_rows(int64_t n_rows) { return n_rows <= 2 * MOST_ROWS ? MOST_ROWS : TILE_ROWS; }
 
