@@ -148,8 +148,7 @@ def test_a_part_in_a_sentence_stays_in_it(tmp_path: Path) -> None:
     text = "It runs. <!-- table peers-claim -->old<!-- end --> More."
     made = filled(text, Runs(tmp_path), ROOT / "README.md")
     assert (
-        made
-        == "It runs. <!-- table peers-claim -->No run beside llama.cpp and transformers is kept.<!-- end --> More."
+        made == "It runs. <!-- table peers-claim -->No run beside another engine is kept.<!-- end --> More."
     )
 
 
