@@ -33,6 +33,7 @@ def requests(context: int) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]
         "max_output_tokens": half,
     }
     ollama = {
+        "model": "built-in",
         "messages": MESSAGES,
         "logprobs": True,
         "top_logprobs": 20,

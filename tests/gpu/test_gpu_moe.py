@@ -211,9 +211,8 @@ def test_the_cut_changes_no_bit(device: str) -> None:
     expected = layer.decode(x, tiles=MoeTiles())
     ahead = layer.decode(x, tiles=MoeTiles(early=True, down_ahead=True, router_ahead=True))
     assert torch.equal(ahead, expected)
-    if (
-        device == "cpu"
-    ):  # NumPy, which multiplies for the interpreter, has on some machines other bits for other blocks
+    # NumPy, which multiplies for the interpreter, has on some machines other bits for other blocks.
+    if device == "cpu":
         _close(layer.decode(x, tiles=MoeTiles(block_n=32, block_f=16, block_m=128)), expected)
     else:  # fewer weight rows than 64 would not be a product of Hopper's kind
         cut = MoeTiles(block_n=32, block_f=64, block_m=128, up_k=64, down_k=128)
