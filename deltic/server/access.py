@@ -4,8 +4,9 @@ A browser lets any page send requests to a server on its user's machine. Without
 from a program: it may not POST `application/json` elsewhere without asking first (which CORS, off by default, denies),
 and a name of its own that it has pointed at 127.0.0.1 (DNS rebinding) stands in the Host header. So, without keys:
 
-- a POST must have `Content-Type: application/json`, else 415. A form (an upload) and a WebSocket are what a page may send
-  anywhere; but then the browser says whose page it is: an Origin that is neither this server nor `--cors-origin` gets 403;
+- a POST must have `Content-Type: application/json`, else 415. A form (an upload), a WebSocket and a body of another type (as
+  curl sends to Ollama's routes) are what a page may send anywhere; but then the browser says whose page it is: an Origin that is
+  neither this server nor `--cors-origin` gets 403;
 - a server that listens on a loopback address answers only to `localhost`, a name under it, or any IP address (rebinding
   needs a name), with any port, else 403. A request without a Host header is none of a browser's.
 
@@ -33,9 +34,10 @@ class Access:
         self._origins = config.cors_origin
 
     def check(
-        self, request: Request, *, open_: bool, takes_form: bool = False, is_shared: bool = False
+        self, request: Request, *, open_: bool, any_type: bool = False, is_shared: bool = False
     ) -> Account | None:
-        """Whose key it has; None where none is needed (open_). is_shared: it asks for what all keys share, which only some may.
+        """Whose key it has; None where none is needed (open_). any_type: its body need not be declared as JSON. is_shared: it asks
+        for what all keys share, which only some may.
         Raises ApiError (401, 403, 415)."""
         if self._accounts:
             if open_:
@@ -51,9 +53,10 @@ class Access:
             return account
         self._check_host(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if takes_form and kind == "multipart/form-data":
-            self._check_origin(request)
-        elif request.method == "POST" and kind != "application/json":
+        if request.method == "POST" and kind != "application/json":
+            if any_type:
+                self._check_origin(request)
+                return None
             raise ApiError(
                 415,
                 f"the body is {kind or 'of no declared type'}; send JSON with 'Content-Type: application/json'",

@@ -111,6 +111,8 @@ class Route:
     """It tells of what all keys share, or resets it: for administrators."""
     form: bool = False
     """Its body is not JSON but a form."""
+    any_type: bool = False
+    """Its JSON may be declared as anything: Ollama's manual shows `curl -d`, which calls it a form."""
     gives: tuple[str, ...] = ("application/json",)
     """The media types of its answers, beside event streams."""
 
@@ -131,7 +133,10 @@ def create_app(server: Server) -> FastAPI:
                 ticket.account = request.scope[BATCH]
             else:
                 ticket.account = access.check(
-                    request, open_=route.open_, takes_form=route.form, is_shared=route.is_shared
+                    request,
+                    open_=route.open_,
+                    any_type=route.form or route.any_type,
+                    is_shared=route.is_shared,
                 )
             if route.generates:
                 ticket.enter()
@@ -599,18 +604,27 @@ ROUTES = (
     Route("GET", "/v1/batches", batches.list_batches),
     Route("GET", "/v1/batches/{batch_id}", batches.get_batch),
     Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
-    Route("POST", "/api/chat", ollama.chat, ollama_protocol.ChatRequest, generates=True, gives=OLLAMA_GIVES),
+    Route(
+        "POST",
+        "/api/chat",
+        ollama.chat,
+        ollama_protocol.ChatRequest,
+        generates=True,
+        any_type=True,
+        gives=OLLAMA_GIVES,
+    ),
     Route(
         "POST",
         "/api/generate",
         ollama.generate,
         ollama_protocol.GenerateRequest,
         generates=True,
+        any_type=True,
         gives=OLLAMA_GIVES,
     ),
     Route("GET", "/api/tags", ollama.tags),
     Route("GET", "/api/ps", ollama.running),
-    Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest),
+    Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True),
     Route("GET", "/api/version", ollama.version, open_=True),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", get_model),

@@ -253,6 +253,22 @@ def test_errors_have_their_form() -> None:
     assert "was started with" in refused(post(FakeEngineClient(), "/api/pull", {"model": "x"}), 404)
 
 
+def test_a_plain_curl_is_answered_and_a_foreign_page_is_not() -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what `curl -d` declares
+    bodies = {
+        "/api/chat": {"model": "fake", "messages": HELLO},
+        "/api/generate": {"model": "fake", "prompt": "hello"},
+        "/api/show": {"model": "fake"},
+    }
+    for path, body in bodies.items():
+        raw = json.dumps(body).encode()
+        for kind in (form, {"content-type": ""}):
+            assert post(FakeEngineClient(), path, raw, kind).status_code == 200, (path, kind)
+        foreign = post(FakeEngineClient(), path, raw, form | {"origin": "https://evil.example"})
+        assert "may not send" in refused(foreign, 403)
+        assert post(FakeEngineClient(), path, raw, form | {"origin": "null"}).status_code == 403
+
+
 def test_what_there_is() -> None:
     async def go() -> None:
         async with client_of(FakeEngineClient()) as client:
