@@ -39,21 +39,22 @@ from rich.table import Table
 from bench.agent_trace import Conversation, Message, Oracle, Trace, Turn, Writer
 from bench.prefix import fit_ttft
 from deltic.bench.load import percentile
-from deltic.bench.machine import code, machine, now, runs_directory
-from deltic.config import ConfigError, EngineConfig, free_memory_bytes
-from deltic.engine.cache import pages_for
-from deltic.engine.loop import Engine
-from deltic.engine.plan import CACHE_SHARE
-from deltic.engine.request import Output, Request, SamplingParams
+from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.config import ConfigError, EngineConfig
+from deltic.engine.cache.cache import pages_for
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.llm import LLM
+from deltic.machine import free_memory_bytes
 from deltic.models.checkpoint import locate, model_name, text_directory
-from deltic.models.shapes import CheckpointError, UnsupportedModelError
+from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server import protocol
-from deltic.server.answer import Choice
-from deltic.server.answer import Message as AnswerMessage
-from deltic.server.chat import ChatTemplate, Prompt, render
-from deltic.server.parser import OutputParser
+from deltic.runtime.cpu.plan import CACHE_SHARE
+from deltic.server.api import protocol
+from deltic.server.chat.answer import Choice
+from deltic.server.chat.answer import Message as AnswerMessage
+from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.template import ChatTemplate, Prompt, render
 from deltic.text import Tokenizer
 
 Row = dict[str, Any]

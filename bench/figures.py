@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltic.bench.machine import code, runs_directory
+from deltic.bench.provenance import code, runs_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from bench.served import MODEL, stream
-from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.commands.endpoint import LocalServer
 from deltic.config import EngineConfig
-from deltic.engine.loop import Engine
-from deltic.engine.request import Request, SamplingParams
-from deltic.engine.runner import Runner, build_runner
-from deltic.ops.table import Program
-from deltic.remote import LocalServer
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
+from deltic.ops.cpu.program import Program
+from deltic.runtime.cpu.text import Runner, build_runner
 
 N_STEPS = 200
 

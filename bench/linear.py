@@ -12,10 +12,10 @@ import time
 
 import torch
 
-from deltic.config import n_usable_cpus
-from deltic.ops.linear import linear
+from deltic.machine import n_usable_cpus
+from deltic.ops.cpu.dense import linear
+from deltic.ops.cpu.program import Program, instruction_set, usable_instruction_sets
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
-from deltic.ops.table import Program, instruction_set, usable_instruction_sets
 from deltic.roofs import read_bandwidth
 
 SHAPES = ((6144, 1024), (1024, 3584))

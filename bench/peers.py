@@ -35,10 +35,11 @@ from rich.console import Console
 from bench import peers_busy as busy
 from bench import peers_report as report
 from bench.peers_report import LANES, MOST_OTHERS, OURS, Cost, Lane, Workload
-from deltic.bench.machine import code, machine, machine_name, now, runs_directory
+from deltic.bench.provenance import code, machine, machine_name, now, runs_directory
 from deltic.bench.sweep import numbers
-from deltic.config import ConfigError, EngineConfig, free_memory_bytes, n_usable_cpus
-from deltic.models.shapes import ModelShape, published_shape
+from deltic.config import ConfigError, EngineConfig
+from deltic.machine import free_memory_bytes, n_usable_cpus
+from deltic.models.qwen.shape import ModelShape, published_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -16,12 +16,12 @@ import torch
 from bench.peers_worker import serve
 from deltic import roofs
 from deltic.config import EngineConfig
-from deltic.engine.cache import pages_for
-from deltic.engine.loop import Engine
-from deltic.engine.request import Request, SamplingParams
-from deltic.engine.runner import build_runner
-from deltic.models.weights import empty_weights
-from deltic.ops.table import instruction_set
+from deltic.engine.cache.cache import pages_for
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
+from deltic.models.qwen.weights import empty_weights
+from deltic.ops.cpu.program import instruction_set
+from deltic.runtime.cpu.text import build_runner
 
 SPARE_TOKENS = 64
 """More than a sequence decodes while the others of its batch are still being prefilled."""

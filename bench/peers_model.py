@@ -1,6 +1,6 @@
 """One random checkpoint at a published shape, in the Hugging Face layout: what every engine of the comparison loads.
 
-Dense text models only. The values are drawn as those of `deltic.models.weights.dummy_weights` are: unit fan-in matrices,
+Dense text models only. The values are drawn as those of `deltic.models.qwen.weights.dummy_weights` are: unit fan-in matrices,
 norms near their rest, decays from a few tokens to thousands; so activations and states stay in the range of trained ones.
 
     python -m bench.peers_model SHAPE DIRECTORY
@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltic.models.shapes import LINEAR_ATTENTION, ModelShape, published_shape
+from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape, published_shape
 
 SHARD_BYTES = 2_000_000_000
 

@@ -38,10 +38,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.agent_trace import Message, Writer
-from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.commands.endpoint import DONE, Endpoint, LocalServer, ServerFailed
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.models.checkpoint import model_name, text_directory
-from deltic.remote import DONE, Endpoint, LocalServer, ServerFailed
 from deltic.text import Tokenizer
 
 Row = dict[str, Any]

@@ -22,12 +22,12 @@ from typing import Any
 import msgspec
 
 from deltic.bench.load import percentile
-from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.commands.endpoint import DONE, Endpoint, LocalServer
 from deltic.config import EngineConfig
-from deltic.engine.loop import Engine
-from deltic.engine.request import Request, SamplingParams
-from deltic.engine.runner import build_runner
-from deltic.remote import DONE, Endpoint, LocalServer
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
+from deltic.runtime.cpu.text import build_runner
 
 PROMPT_TOKENS = 64
 MODEL = "dummy"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltic.engine.request import SamplingParams
+    from deltic.engine.messages import SamplingParams
     from deltic.llm import LLM, Completion
 
 __all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(llm, name)
     if name == "SamplingParams":
-        from deltic.engine.request import SamplingParams
+        from deltic.engine.messages import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'deltic' has no attribute {name!r}")

@@ -25,10 +25,10 @@ from deltic.config import (
     check_environment,
     config_file,
     exit_status,
-    n_usable_cpus,
     nearest,
     resolve,
 )
+from deltic.machine import n_usable_cpus
 
 MODEL_HELP = "checkpoint directory or hub name (default: the small built-in model)"
 REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
@@ -421,7 +421,7 @@ def _further(words: Sequence[str]) -> argparse.Namespace:
 
 def _server_arguments(arguments: argparse.Namespace) -> list[str]:
     """Arguments of `deltic serve` for a server child; the settings are checked here, before it starts."""
-    from deltic.remote import Endpoint, flags
+    from deltic.commands.endpoint import Endpoint, flags
 
     given = {name: value for name, value in _given(arguments, EngineConfig).items() if value is not None}
     model = [given["model"]] if "model" in given else []
@@ -439,19 +439,19 @@ def _server_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from deltic.terminal import chat
+    from deltic.commands.chat import chat
 
     return chat(arguments, _server_arguments(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from deltic.jobs import run
+    from deltic.commands.run import run
 
     return run(arguments, _server_arguments(arguments))
 
 
 def _say(arguments: argparse.Namespace) -> int:
-    from deltic.say import say
+    from deltic.commands.say import say
 
     return say(arguments, _server_arguments(arguments))
 
@@ -463,7 +463,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "deltic plan is about one model, and the file of --config has several; give it one's flags"
         )
     config = resolve(EngineConfig, _given(arguments, EngineConfig), table=table)
-    from deltic.fit import report
+    from deltic.commands.plan import report
 
     print(report(config))
     return 0
@@ -492,13 +492,13 @@ def _pack(arguments: argparse.Namespace) -> int:
 
 def _warmup(arguments: argparse.Namespace) -> int:
     config = resolve(EngineConfig, _given(arguments, EngineConfig))
-    from deltic.engine.build import warmup
+    from deltic.runtime.build import warmup
 
     return warmup(config)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from deltic.doctor import report
+    from deltic.commands.doctor import report
 
     print(report())
     return 0

@@ -22,16 +22,16 @@ from typing import Any
 import msgspec
 
 from deltic.config import BUILT_IN, EngineConfig, resolve
-from deltic.engine.loop import MAX_FAILURES, Engine
-from deltic.engine.request import Output, Request, SamplingParams, TokenLogprob
+from deltic.engine.engine import MAX_FAILURES, Engine
+from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
 from deltic.models.checkpoint import text_directory, tokenizer_directory
-from deltic.server import protocol
-from deltic.server.answer import Choice
-from deltic.server.answer import Message as AnswerMessage
-from deltic.server.chat import ChatTemplate, render
+from deltic.server.api import protocol
+from deltic.server.chat.answer import Choice
+from deltic.server.chat.answer import Message as AnswerMessage
+from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
-from deltic.server.parser import OutputParser
 from deltic.text import Tokenizer
 
 Message = dict[str, Any]
@@ -83,7 +83,7 @@ class LLM:
         directory = tokenizer_directory(self.config)
         self.tokenizer = Tokenizer.load(directory)
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
-        from deltic.engine.build import build_for_device  # imports torch: after what can fail at once
+        from deltic.runtime.build import build_for_device  # imports torch: after what can fail at once
 
         trace = Trace(self.config.trace) if self.config.trace is not None else None
         self._engine = Engine(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from deltic.ops.cpu.program import Program
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
-from deltic.ops.table import Program
 
 
 def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:

@@ -87,18 +87,18 @@ def mend_interpreter() -> None:
 
 def build_text(device: str, config: Any) -> Any:
     if device == "cpu":
-        from deltic.engine.runner import build_runner
+        from deltic.runtime.cpu.text import build_runner
 
         return build_runner(config, lambda stage, done: None)
-    from deltic.engine.gpu_build import build_gpu_runner
+    from deltic.runtime.gpu.build import build_gpu_runner
 
     return build_gpu_runner(config, lambda stage, done: None)
 
 
 def answers(runner: Any, small: bool) -> dict[str, bytes]:
     """What every request of a small company is told, all of it."""
-    from deltic.engine.loop import Engine
-    from deltic.engine.request import Request, SamplingParams
+    from deltic.engine.engine import Engine
+    from deltic.engine.messages import Request, SamplingParams
 
     rng = random.Random(7)
     n = 3 if small else 24

@@ -19,8 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from deltic.config import EngineConfig, ServerConfig
-from deltic.engine.client import Deliver, EngineUnavailable, QueueFull, State, Stream
-from deltic.engine.request import (
+from deltic.engine.messages import (
     CacheReport,
     EngineInfo,
     Loading,
@@ -30,9 +29,10 @@ from deltic.engine.request import (
     Stats,
     TokenLogprob,
 )
-from deltic.server.chat import ChatTemplate
+from deltic.host.client import Deliver, EngineUnavailable, QueueFull, State, Stream
+from deltic.server.app import create_app
+from deltic.server.chat.template import ChatTemplate
 from deltic.server.connections import Connections, HttpServer
-from deltic.server.http import create_app
 from deltic.server.service import Server, Service
 from deltic.text import PRE_TOKENIZERS, Tokenizer
 

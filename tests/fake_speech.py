@@ -14,20 +14,15 @@ import msgspec
 import numpy as np
 
 from deltic.config import ServerConfig
-from deltic.engine.client import Stream
-from deltic.engine.request import EncodeVoice, Output, Request, VoiceEncoded
-from deltic.models.speech_shapes import (
-    FRAME_SAMPLES,
-    PUBLISHED_SPEECH,
-    SAMPLE_RATE,
-    SpeechIds,
-    SpeechShape,
-)
-from deltic.server.http import create_app
+from deltic.engine.messages import EncodeVoice, Output, Request, VoiceEncoded
+from deltic.host.client import Stream
+from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechIds, SpeechShape
+from deltic.models.vocoder.shape import FRAME_SAMPLES, SAMPLE_RATE
+from deltic.server.app import create_app
 from deltic.server.service import Server, Service, SpeechParts
-from deltic.server.speech_prompt import Prompter
-from deltic.server.speech_protocol import voice_aliases
-from deltic.server.voices import VoiceStore
+from deltic.server.speech.prompt import Prompter
+from deltic.server.speech.protocol import voice_aliases
+from deltic.server.speech.voices import VoiceStore
 from tests.fake_engine import FakeEngineClient, byte_tokenizer
 
 NAMES = {

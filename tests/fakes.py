@@ -25,10 +25,11 @@ if __name__ == "__main__":
 import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine import process
-from deltic.engine.loop import Progress
-from deltic.engine.request import Chunk, EngineInfo, SamplingParams, Sequence, Step, StepResult, TokenLogprob
-from deltic.engine.tiers import Entry, Move
+from deltic.engine.cache.tiers import Entry, Move
+from deltic.engine.engine import Progress
+from deltic.engine.messages import EngineInfo, SamplingParams, TokenLogprob
+from deltic.engine.step import Chunk, Sequence, Step, StepResult
+from deltic.host import process
 from deltic.ops.geometry import PAGE_SIZE
 
 VOCAB_SIZE = 1000
@@ -386,7 +387,7 @@ class Ticket:
 
 
 class FakeTiers:
-    """Host memory and disk of a FakeRunner: what `deltic.engine.tiers.Tiers` is to the real one.
+    """Host memory and disk of a FakeRunner: what `deltic.engine.cache.tiers.Tiers` is to the real one.
 
     Moves take a random number of polls and fail at random, with `rng`. A buffer that is written or taken away while it is
     moved is an AssertionError when the move is done. The disk is a dict that outlives the object: a later one restores it.

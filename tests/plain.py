@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.models.weights import Moe, Weights
+from deltic.models.qwen.weights import Moe, Weights
 from deltic.ops.matrix import Matrix
 
 

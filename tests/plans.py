@@ -16,14 +16,17 @@ from typing import Any
 from unittest import mock
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine import gpu_plan, gpu_speech_plan, plan, speech_plan
-from deltic.engine.gpu_plan import make_gpu_plan
-from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
-from deltic.engine.plan import make_plan
-from deltic.engine.speech_plan import make_speech_plan
-from deltic.models.shapes import PUBLISHED, CheckpointError
-from deltic.models.speech_shapes import PUBLISHED_SPEECH
+from deltic.models.fields import CheckpointError
+from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.gpu.launch import Levers
+from deltic.runtime.cpu import plan, speech_plan
+from deltic.runtime.cpu.plan import make_plan
+from deltic.runtime.cpu.speech_plan import make_speech_plan
+from deltic.runtime.gpu import plan as gpu_plan
+from deltic.runtime.gpu import speech_plan as gpu_speech_plan
+from deltic.runtime.gpu.plan import make_gpu_plan
+from deltic.runtime.gpu.speech_plan import make_gpu_speech_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "plans.json"
 GB = 10**9

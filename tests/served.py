@@ -13,7 +13,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deltic.remote import LocalServer
+from deltic.commands.endpoint import LocalServer
 from tests.golden import make
 
 MAX_NUM_SEQS, MAX_QUEUE, N_PAGES = 8, 32, 96

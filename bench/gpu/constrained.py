@@ -17,10 +17,10 @@ import llguidance
 
 from bench.gpu.experiment import parser, run
 from deltic.config import EngineConfig
-from deltic.engine.build import build_for_device
-from deltic.engine.loop import Engine
-from deltic.engine.request import Constraint, Request, SamplingParams
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Constraint, Request, SamplingParams
 from deltic.models.checkpoint import text_directory
+from deltic.runtime.build import build_for_device
 
 PLACE = {
     "type": "object", "additionalProperties": False, "required": ["path", "line", "text"],

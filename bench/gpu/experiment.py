@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deltic.bench.machine import code, machine, now
+from deltic.bench.provenance import code, machine, now
 
 DEVICE = "cuda"
 

@@ -22,12 +22,13 @@ import torch
 
 from bench.gpu.experiment import parser, run
 from deltic.config import EngineConfig
-from deltic.engine.gpu_record import Recording
-from deltic.engine.gpu_speech_build import build_gpu_speech_runner
-from deltic.engine.gpu_speech_runner import GpuSpeechRunner
-from deltic.engine.loop import Engine
-from deltic.engine.request import Request, SamplingParams, Speech
-from deltic.models.speech_shapes import FRAME_SAMPLES, SAMPLE_RATE, codec_side, row_id
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams, Speech
+from deltic.models.tts.shape import codec_side, row_id
+from deltic.models.vocoder.shape import FRAME_SAMPLES, SAMPLE_RATE
+from deltic.runtime.gpu.record import Recording
+from deltic.runtime.gpu.speech import GpuSpeechRunner
+from deltic.runtime.gpu.speech_build import build_gpu_speech_runner
 
 Row = Callable[..., None]
 

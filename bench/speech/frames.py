@@ -16,12 +16,13 @@ import time
 from array import array
 
 from deltic.config import EngineConfig
-from deltic.engine.build import build_for_device
-from deltic.engine.request import Chunk, Draw, Request, SamplingParams, Sequence, Speech, Step
-from deltic.engine.speech_runner import SpeechRunner
-from deltic.models.speech_shapes import row_id
-from deltic.models.tts_weights import frame_bytes
+from deltic.engine.messages import Request, SamplingParams, Speech
+from deltic.engine.step import Chunk, Draw, Sequence, Step
+from deltic.models.tts.shape import row_id
+from deltic.models.tts.weights import frame_bytes
 from deltic.roofs import read_bandwidth
+from deltic.runtime.build import build_for_device
+from deltic.runtime.cpu.speech import SpeechRunner
 
 POSITION, N_PROMPT = 100, 27
 

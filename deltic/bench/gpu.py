@@ -22,20 +22,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.gpu_build import collect
-from deltic.engine.gpu_compile import begin_compiling
-from deltic.engine.gpu_plan import make_gpu_plan
-from deltic.engine.gpu_runner import GpuRunner
-from deltic.engine.loop import Engine
-from deltic.engine.request import Request, SamplingParams
-from deltic.fit import decode_bytes
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import locate, n_real_ids
-from deltic.models.shapes import ModelShape
-from deltic.models.weights import Weights, dummy_weights, load_weights
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.roofs import GpuRoofs
+from deltic.runtime.gpu.build import collect
+from deltic.runtime.gpu.compile import begin_compiling
+from deltic.runtime.gpu.plan import make_gpu_plan
+from deltic.runtime.gpu.text import GpuRunner
 
 
 @dataclass(frozen=True)

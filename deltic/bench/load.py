@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from deltic.remote import DONE, Endpoint, EndpointError, error_message
+from deltic.commands.endpoint import DONE, Endpoint, EndpointError, error_message
 
 _TEXT = """
 river stone window garden yellow market winter letter bridge silver morning forest candle orange thunder

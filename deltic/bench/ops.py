@@ -24,29 +24,28 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.bench.sweep import numbers
 from deltic.config import BUILT_IN, EngineConfig
-from deltic.engine.batch import Batch
-from deltic.engine.cache import pages_for
-from deltic.engine.request import Chunk, Draw, Request, SamplingParams, Sequence, Step
-from deltic.engine.sampler import Sampler
+from deltic.engine.cache.cache import pages_for
+from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.checkpoint import locate, model_name
-from deltic.models.qwen import Activations, allocate_activations
-from deltic.models.shapes import PUBLISHED, ModelShape
-from deltic.models.weights import format_of, weight_bytes
-from deltic.ops.attention import AttentionHeads, attention, attn_prepare
-from deltic.ops.embed import embed
-from deltic.ops.gdn import GdnHeads, GdnWeights, gdn
-from deltic.ops.geometry import PAGE_SIZE
-from deltic.ops.linear import linear
+from deltic.models.loading import format_of
+from deltic.models.qwen.cpu import Activations, allocate_activations
+from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.weights import weight_bytes
+from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
+from deltic.ops.cpu.gdn import gdn
+from deltic.ops.cpu.moe import moe
+from deltic.ops.cpu.program import Program, instruction_set
+from deltic.ops.cpu.sample import logprobs, sample
+from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import Matrix, MatrixFormat
-from deltic.ops.moe import moe
-from deltic.ops.rms_norm import rms_norm
-from deltic.ops.sample import logprobs, sample
-from deltic.ops.silu_mul import silu_mul
-from deltic.ops.table import Program, instruction_set
 from deltic.roofs import multiply_peak, read_bandwidth
+from deltic.runtime.cpu.batch import Batch
+from deltic.runtime.cpu.sampler import Sampler
 
 MAX_DECODES = 64
 CONTEXT = 1024

@@ -32,17 +32,18 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.config import ConfigError, EngineConfig, resolve
-from deltic.engine.cache import pages_for
-from deltic.engine.loop import Engine
-from deltic.engine.request import Chunk, Request, SamplingParams, Sequence, Step
-from deltic.engine.runner import Runner, build_runner
+from deltic.engine.cache.cache import pages_for
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.checkpoint import model_name, text_directory
-from deltic.models.weights import Weights
+from deltic.models.qwen.weights import Weights
+from deltic.ops.cpu.program import instruction_set
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.matrix import Matrix
-from deltic.ops.table import instruction_set
+from deltic.runtime.cpu.text import Runner, build_runner
 from deltic.text import Tokenizer
 
 TEXT = Path(__file__).with_name("quality.jsonl")

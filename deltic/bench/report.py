@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deltic.bench.machine import now, runs_directory
+from deltic.bench.provenance import now, runs_directory
 
 
 def report(

@@ -17,11 +17,11 @@ from rich.table import Table
 
 from deltic.bench import load as loads
 from deltic.bench.load import Load, Prompts
-from deltic.bench.machine import code, machine, now
+from deltic.bench.provenance import code, machine, now
 from deltic.bench.report import report
 from deltic.bench.sweep import Work, measure_all, points, run
+from deltic.commands.endpoint import Endpoint, model_name
 from deltic.config import ConfigError
-from deltic.remote import Endpoint, model_name
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:

@@ -35,10 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic.bench import hostile_traffic, speech_traffic, traffic
-from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.bench.spoil import spoil
 from deltic.bench.traffic import Kinds, Lost, Traffic, Violation
-from deltic.remote import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
+from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
 
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES = 1024, 8, 16, 48
 """Small on purpose: 8 sequences of 16 pages do not fit into 48, so sequences are preempted."""
@@ -91,11 +91,11 @@ def rss_bytes(pid: int) -> int | None:
 
 
 def engine_pid(server_pid: int) -> int | None:
-    """The engine process: the server's child that runs deltic.engine.process."""
+    """The engine process: the server's child that runs deltic.host.process."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, LookupError):
             parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == server_pid and b"deltic.engine.process" in (directory / "cmdline").read_bytes():
+            if parent == server_pid and b"deltic.host.process" in (directory / "cmdline").read_bytes():
                 return int(directory.name)
     return None
 

@@ -22,7 +22,7 @@ from deltic.bench.traffic import (
     was_full,
     wrong_key,
 )
-from deltic.remote import EndpointError, Reply
+from deltic.commands.endpoint import EndpointError, Reply
 
 PATH = "/v1/audio/speech"
 

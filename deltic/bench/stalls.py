@@ -24,11 +24,19 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic.bench.load import WORDS, percentile
-from deltic.bench.machine import code, machine, now
+from deltic.bench.provenance import code, machine, now
 from deltic.bench.report import report
 from deltic.bench.sweep import numbers
+from deltic.commands.endpoint import (
+    DONE,
+    Endpoint,
+    EndpointError,
+    LocalServer,
+    ServerFailed,
+    error_message,
+    model_name,
+)
 from deltic.config import ConfigError
-from deltic.remote import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 
 PATH = "/v1/completions"
 

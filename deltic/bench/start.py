@@ -14,9 +14,9 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from deltic.bench.machine import code, machine, now, runs_directory
+from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.commands.endpoint import LocalServer, ServerFailed
 from deltic.config import BUILT_IN, ConfigError
-from deltic.remote import LocalServer, ServerFailed
 
 STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache", "fit")
 """What the engine reports: interpreter, importing torch, sizing, reading weights, allocating and warming up, on a GPU compiling

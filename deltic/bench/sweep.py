@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed
 from deltic.config import ConfigError
-from deltic.remote import Endpoint, EndpointError, LocalServer, ServerFailed
 
 Sample = TypeVar("Sample")
 Body = dict[str, Any]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.bench.load import WORDS
-from deltic.remote import DONE, Endpoint, EndpointError, Reply
+from deltic.commands.endpoint import DONE, Endpoint, EndpointError, Reply
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

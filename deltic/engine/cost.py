@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-from deltic.engine.request import Chunk, Draw, EngineInfo, Request, SamplingParams, Sequence, Step
+from deltic.engine.messages import EngineInfo, Request, SamplingParams
+from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.ops.geometry import PAGE_SIZE
 
 N_RATIOS = 32

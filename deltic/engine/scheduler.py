@@ -40,26 +40,16 @@ from typing import Any
 
 import msgspec
 
-from deltic.engine.cache import Cache, pages_for
-from deltic.engine.constraint import Guides
+from deltic.engine.cache.cache import Cache, pages_for
+from deltic.engine.cache.tree import DEVICE
 from deltic.engine.cost import Load, StepCost
-from deltic.engine.request import (
-    AddText,
-    Chunk,
-    Draw,
-    FinishReason,
-    Output,
-    Request,
-    Sequence,
-    Step,
-    StepResult,
-    mixed_seed,
-)
-from deltic.engine.tree import DEVICE
+from deltic.engine.guides import Guides
+from deltic.engine.messages import AddText, FinishReason, Output, Request
+from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, mixed_seed
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
 
-log = logging.getLogger("deltic.engine.scheduler")
+log = logging.getLogger("deltic.engine")
 
 NOT_FINITE = "nothing can be drawn: the model gave logits that are not finite (is the checkpoint damaged?) or all ids are banned"
 NOTHING_ALLOWED = (

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from deltic.config import ConfigError
-from deltic.engine.request import Output, Request, Sequence, Stats, Step
+from deltic.engine.messages import Output, Request, Stats
+from deltic.engine.step import Sequence, Step
 
 log = logging.getLogger("deltic.engine")
 

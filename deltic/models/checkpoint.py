@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 
 from deltic.config import BUILT_IN, EngineConfig
+from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.hub import Download, download, is_hub_name
-from deltic.models.shapes import CheckpointError, ModelShape, UnsupportedModelError, published_shape
-from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape, is_speech
+from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, is_speech
 
 DEMO = Path(__file__).parent.parent / "demo"
 """The built-in model; random weights borrow its tokenizer and template."""

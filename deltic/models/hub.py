@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from deltic.config import MayPass
-from deltic.models.shapes import CheckpointError
+from deltic.models.fields import CheckpointError
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

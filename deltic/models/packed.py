@@ -25,19 +25,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltic.config import ConfigError, EngineConfig, free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.config import ConfigError, EngineConfig
+from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate, model_name, speaks
-from deltic.models.shapes import CheckpointError, ModelShape
-from deltic.models.weights import (
-    Progress,
-    Weights,
-    checkpoint_files,
-    empty_weights,
-    load_weights,
-    weight_bytes,
-)
+from deltic.models.fields import CheckpointError
+from deltic.models.loading import Progress, checkpoint_files
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import Weights, empty_weights, load_weights, weight_bytes
+from deltic.ops.cpu.program import Program
 from deltic.ops.matrix import FORMATS, Matrix
-from deltic.ops.table import Program
 from deltic.private import make_private
 
 PACKED = "packed.safetensors"

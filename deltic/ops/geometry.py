@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,3 +18,55 @@ N_CODES = 16
 
 Allocate = Callable[[str, tuple[int, ...], "torch.dtype"], "Tensor"]
 """A tensor by the name of what it is for, its shape and its type: one that is counted, or one that is there."""
+
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 32  # query heads that share a key head: the rows of one task
+SPLIT_KEYS = 512
+MAX_RECORDS = 16384
+MAX_GDN_DIM = 256
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """Geometry: query and key/value heads and their width. A projection row is q | gate | k | v, without gates q | k | v."""
+
+    n_q: int
+    n_kv: int
+    dim: int
+    is_gated: bool = True
+
+    @property
+    def row(self) -> int:
+        return ((2 if self.is_gated else 1) * self.n_q + 2 * self.n_kv) * self.dim
+
+    def records_size(self, max_len: int) -> tuple[int, int]:
+        """Size of the `records` of `attention`, float32: enough to give every split of a sequence of max_len tokens to
+        another thread, whether it decodes or its prefill is a few rows. More than MAX_RECORDS, and a longest one is
+        fewer tasks."""
+        n_splits = -(-max_len // SPLIT_KEYS)
+        return min(MAX_RECORDS, n_splits * max(self.n_q, MAX_GROUP)), self.dim + 16
+
+
+@dataclass(frozen=True)
+class GdnHeads:
+    """Geometry: key and value heads, and their widths."""
+
+    n_k: int
+    n_v: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.n_k * self.k_dim + self.n_v * self.v_dim
+
+
+@dataclass(frozen=True)
+class GdnWeights:
+    """conv: float32 [4, C] (tap 3 multiplies the current token); a_log, dt_bias: float32 [Hv]; norm: float32 [dv]."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.ops.table import Program, check
+from deltic.ops.contract import check
+from deltic.ops.cpu.program import Program
 
 STRIP = 16
 

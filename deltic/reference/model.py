@@ -1,7 +1,7 @@
 """The whole model for one sequence: every token recomputed, no cache, no batch.
 
 `weights` and `shape` are read by attribute only: `weights` has embed, norm, lm_head and layers in the
-engine's internal layout (see `deltic.models.weights`), `shape` the fields of a model shape. A layer with
+engine's internal layout (see `deltic.models.qwen.weights`), `shape` the fields of a model shape. A layer with
 `in_proj` is a DeltaNet layer, one with `qkv` an attention layer; a feed-forward with `router` is MoE.
 Left out: vision, MTP, and everything that makes it fast.
 """

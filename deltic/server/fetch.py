@@ -18,8 +18,8 @@ import msgspec
 
 from deltic.config import EngineConfig, ServerConfig
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
+from deltic.models.fields import CheckpointError
 from deltic.models.hub import Download, DownloadFailed, Outcome, Progress, is_hub_name
-from deltic.models.shapes import CheckpointError
 
 if TYPE_CHECKING:
     import ssl

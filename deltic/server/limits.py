@@ -23,9 +23,9 @@ from msgspec import Meta, Struct
 
 from deltic.config import ConfigError, ServerConfig
 from deltic.logs import counted
-from deltic.metrics import KeyNumbers
-from deltic.server.answer import Usage
+from deltic.server.chat.answer import Usage
 from deltic.server.errors import ApiError
+from deltic.server.metrics import KeyNumbers
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PLACE = re.compile(r"key-\d+")

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from deltic.config import ServerConfig
 from deltic.server.access import Access
+from deltic.server.chat.generation import unavailable
 from deltic.server.connections import Connections, HttpServer
 from deltic.server.errors import ApiError
-from deltic.server.generation import unavailable
 from deltic.server.limits import Accounts
 from deltic.server.transport import json_response
 

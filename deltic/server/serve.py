@@ -25,11 +25,11 @@ import uvloop
 
 from deltic import logs
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status
-from deltic.engine.client import EngineClient, EngineFailed
-from deltic.engine.host import PROGRAM, EngineHost
-from deltic.engine.request import EngineInfo
+from deltic.engine.messages import EngineInfo
+from deltic.host.client import EngineClient, EngineFailed
+from deltic.host.supervisor import PROGRAM, EngineHost
 from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
-from deltic.models.shapes import CheckpointError
+from deltic.models.fields import CheckpointError
 from deltic.server.address import listening, tls, url_of
 from deltic.server.fetch import fetch_all
 
@@ -213,8 +213,8 @@ async def _serve(
 def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, Server]:
     """The HTTP server and what it serves. Raises ConfigError, which names the model."""
     # Not at the top of the file: the engine process is to be started before these are imported.
+    from deltic.server.app import create_app
     from deltic.server.connections import Connections, HttpServer
-    from deltic.server.http import create_app
     from deltic.server.service import Server
 
     server = Server(config)
@@ -236,13 +236,13 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
 
 def _service(server: Server, model: Served) -> Service:
     """Raises TokenizerError, CheckpointError, ConfigError."""
-    from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape
-    from deltic.server.chat import ChatTemplate
-    from deltic.server.protocol import SamplingDefaults
+    from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
+    from deltic.server.api.protocol import SamplingDefaults
+    from deltic.server.chat.template import ChatTemplate
     from deltic.server.service import Service, SpeechParts
-    from deltic.server.speech_prompt import Prompter
-    from deltic.server.speech_protocol import voice_aliases
-    from deltic.server.voices import VoiceStore, voices_directory
+    from deltic.server.speech.prompt import Prompter
+    from deltic.server.speech.protocol import voice_aliases
+    from deltic.server.speech.voices import VoiceStore, voices_directory
     from deltic.text import Tokenizer
 
     engine, client = model.client.config, model.client

@@ -19,23 +19,23 @@ from starlette.requests import Request
 
 from deltic import __version__
 from deltic.config import ServerConfig
-from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
-from deltic.engine.request import EngineInfo
-from deltic.metrics import Exposition, Metrics
-from deltic.server import protocol
-from deltic.server.batch_runner import BatchRunner
-from deltic.server.chat import ChatTemplate
-from deltic.server.constraint import Constrainer, NotInline
+from deltic.engine.messages import EngineInfo
+from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.server.api import protocol
+from deltic.server.api.protocol import SamplingDefaults
+from deltic.server.api.responses_store import ResponseStore
+from deltic.server.batch.file_store import FileStore
+from deltic.server.batch.runner import BatchRunner
+from deltic.server.chat.constraint import Constrainer, NotInline
+from deltic.server.chat.generation import RETRY_LATER, queue_full, unavailable
+from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import FairThread
-from deltic.server.file_store import FileStore
-from deltic.server.generation import RETRY_LATER, queue_full, unavailable
 from deltic.server.limits import TICKET, Accounts
-from deltic.server.protocol import SamplingDefaults
-from deltic.server.responses_store import ResponseStore
-from deltic.server.speech_prompt import Prompter
+from deltic.server.metrics import Exposition, Metrics
+from deltic.server.speech.prompt import Prompter
+from deltic.server.speech.voices import VoiceStore
 from deltic.server.transport import unless_disconnected
-from deltic.server.voices import VoiceStore
 from deltic.text import Tokenizer
 
 log = logging.getLogger("deltic.server")

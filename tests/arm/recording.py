@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltic.ops.table import Program
+from deltic.ops.cpu.program import Program
 
 _NUMBER, _KERNEL = -1, -2  # replay.cpp
 

@@ -22,10 +22,11 @@ import numpy as np
 import pytest
 
 from deltic.config import EngineConfig
-from deltic.engine import runner as runner_module
-from deltic.engine.request import Chunk, Draw, Request, SamplingParams, Sequence, Step
-from deltic.engine.runner import build_runner
-from deltic.ops import table
+from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.step import Chunk, Draw, Sequence, Step
+from deltic.ops.cpu import program as table
+from deltic.runtime.cpu import text as runner_module
+from deltic.runtime.cpu.text import build_runner
 from tests.arm.recording import Recording
 from tests.tiny import VOCAB_SIZE, tiny_checkpoint
 

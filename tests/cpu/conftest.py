@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from deltic.remote import LocalServer
+from deltic.commands.endpoint import LocalServer
 from tests.served import Served, served
 
 __all__ = ["served"]

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.ops.attention import SPLIT_KEYS, AttentionHeads, attention, attn_prepare
-from deltic.ops.table import KernelError, Program, usable_instruction_sets
+from deltic.ops.contract import KernelError
+from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.program import Program, usable_instruction_sets
+from deltic.ops.geometry import SPLIT_KEYS, AttentionHeads
 from deltic.reference import layers as oracle
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32

@@ -11,8 +11,9 @@ import pytest
 from deltic.__main__ import main
 from deltic.bench import ops
 from deltic.bench.ops import Roofs, Workload, measure
-from deltic.models.shapes import PUBLISHED
-from deltic.ops.table import OPERATORS, KernelError
+from deltic.models.qwen.shape import PUBLISHED
+from deltic.ops.contract import KernelError
+from deltic.ops.cpu.program import OPERATORS
 
 PEAKS = {"bf16": 1e11, "int8": 2e11, "int4": 3e11}
 SMALL = {

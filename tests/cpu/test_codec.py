@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltic.config import EngineConfig
-from deltic.engine.build import build_for_device
-from deltic.engine.loop import Engine
-from deltic.engine.plan import Arena
-from deltic.engine.request import Request, SamplingParams, Speech
-from deltic.models.codec import (
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams, Speech
+from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, codec_side, row_id
+from deltic.models.vocoder.cpu import (
     MAX_POSITIONS,
     PASS_FRAMES,
     SEEN_FRAMES,
@@ -32,20 +32,15 @@ from deltic.models.codec import (
     allocate_vocoder,
     check_vocoder,
 )
-from deltic.models.codec_weights import FILE, codec_weight_bytes, dummy_codec, load_codec
-from deltic.models.shapes import CheckpointError, UnsupportedModelError
-from deltic.models.speech_shapes import (
-    MAX_REF_FRAMES,
-    PUBLISHED_SPEECH,
-    SpeechShape,
-    VocoderShape,
-    codec_side,
-    row_id,
-)
-from deltic.ops.codec import Batch, ConvWeights, Rows, conv
-from deltic.ops.table import KernelError, Program, usable_instruction_sets
+from deltic.models.vocoder.shape import MAX_REF_FRAMES, VocoderShape
+from deltic.models.vocoder.weights import FILE, codec_weight_bytes, dummy_codec, load_codec
+from deltic.ops.contract import KernelError
+from deltic.ops.cpu.program import Program, usable_instruction_sets
+from deltic.ops.cpu.vocoder import Batch, ConvWeights, Rows, conv
 from deltic.reference import codec as oracle
 from deltic.reference.speech import Checkpoint
+from deltic.runtime.build import build_for_device
+from deltic.runtime.cpu.plan import Arena
 from tests.golden.make_speech import CODEC_STRIDE, DIRECTORY
 from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 

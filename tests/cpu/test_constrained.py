@@ -11,8 +11,8 @@ import llguidance
 import pytest
 
 from deltic import LLM
-from deltic.engine.constraint import Guides
-from deltic.engine.request import Constraint, Output, Request, SamplingParams
+from deltic.engine.guides import Guides
+from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 
 SCHEMA = {
     "type": "object",

@@ -13,17 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltic.commands.plan import _cache_table
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.cache.tiers import Move
 from deltic.engine.cost import Load
-from deltic.engine.loop import Engine
-from deltic.engine.plan import make_plan
-from deltic.engine.request import Chunk, Draw, Output, Request, SamplingParams, Sequence, Step
-from deltic.engine.runner import Runner, build_runner
-from deltic.engine.tiers import Move
-from deltic.fit import _cache_table
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Output, Request, SamplingParams
+from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.checkpoint import n_real_ids
-from deltic.models.shapes import ModelShape, UnsupportedModelError, published_shape
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.reference.model import forward
+from deltic.runtime.cpu.plan import make_plan
+from deltic.runtime.cpu.text import Runner, build_runner
 from tests.plain import plain
 from tests.tiny import N_EXPERTS, N_REAL_VOCAB, tiny_checkpoint
 

@@ -11,9 +11,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from deltic.models.fields import CheckpointError
 from deltic.models.packed import map_packed
-from deltic.models.shapes import CheckpointError, ModelShape
-from deltic.models.weights import load_weights
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import load_weights
 from tests.null.test_hostile_files import DEEP, JSON, mutated, places, put
 from tests.tiny import tiny_checkpoint
 

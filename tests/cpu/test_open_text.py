@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deltic.engine.request import AddText, Output, Request
+from deltic.engine.messages import AddText, Output, Request
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, request_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ import openai
 import pydantic
 import pytest
 
-from deltic.remote import LocalServer
+from deltic.commands.endpoint import LocalServer
 from tests.golden import make
 
 SUM = "What is 19 plus 23?"

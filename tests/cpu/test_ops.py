@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.engine.request import SamplingParams
-from deltic.ops.attention import AttentionHeads, attention, attn_prepare
-from deltic.ops.embed import embed
-from deltic.ops.gdn import GdnHeads, GdnWeights, gdn
-from deltic.ops.linear import linear
+from deltic.engine.messages import SamplingParams
+from deltic.ops.contract import KernelError
+from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
+from deltic.ops.cpu.gdn import gdn
+from deltic.ops.cpu.moe import MoeScratch, moe
+from deltic.ops.cpu.program import Program, usable_instruction_sets
+from deltic.ops.cpu.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
+from deltic.ops.geometry import AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
-from deltic.ops.moe import MoeScratch, moe
-from deltic.ops.rms_norm import rms_norm
-from deltic.ops.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
-from deltic.ops.silu_mul import silu_mul
-from deltic.ops.table import KernelError, Program, usable_instruction_sets
 from deltic.reference import layers as oracle
 from deltic.reference import sample as sample_oracle
 

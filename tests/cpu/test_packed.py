@@ -18,12 +18,13 @@ import torch
 from deltic import LLM, SamplingParams
 from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine import runner as runner_module
-from deltic.engine.runner import Runner, build_runner
 from deltic.models import packed
+from deltic.models.fields import CheckpointError
 from deltic.models.packed import PACKED, cache_file, map_packed, save_packed
-from deltic.models.shapes import CheckpointError, ModelShape
-from deltic.models.weights import Weights, load_weights
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import Weights, load_weights
+from deltic.runtime.cpu import text as runner_module
+from deltic.runtime.cpu.text import Runner, build_runner
 from tests.tiny import tiny_checkpoint
 
 FORMATS = (None, "int8", "int4", "int4-symmetric")
@@ -113,8 +114,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from deltic.models.packed import save_packed
-from deltic.models.shapes import ModelShape
-from deltic.models.weights import load_weights
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import load_weights
 weights, _ = load_weights(sys.argv[1], ModelShape.from_directory(sys.argv[1]))
 save_packed(weights, Path(sys.argv[2]), None, [], lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
 """

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deltic.remote import LocalServer
+from deltic.commands.endpoint import LocalServer
 from tests.golden import make
 from tests.served import Served, wait_for
 from tests.tiny_speech import tiny_speech

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltic.ops.table import KernelError, Program
+from deltic.ops.contract import KernelError
+from deltic.ops.cpu.program import Program
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 N_TASKS = 64

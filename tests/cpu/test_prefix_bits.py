@@ -29,10 +29,11 @@ import torch
 
 from deltic.bench.spoil import spoil
 from deltic.config import EngineConfig
-from deltic.engine.loop import Engine
-from deltic.engine.request import Output, Request, SamplingParams, Step, StepResult, TokenLogprob
-from deltic.engine.runner import Runner, build_runner
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
+from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
+from deltic.runtime.cpu.text import Runner, build_runner
 from tests.tiny import tiny_checkpoint
 
 MAX_PROMPT, MAX_TOKENS = 600, 100
@@ -462,7 +463,7 @@ def test_damaged_files(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixtu
         n_expected = serve(watched, turns)
     damage(tmp_path, seed)
     again = [Asked(asked.request, [], {}) for asked in turns]
-    with serving(setup) as watched, caplog.at_level(logging.WARNING, "deltic.engine.tiers"):
+    with serving(setup) as watched, caplog.at_level(logging.WARNING, "deltic.engine.cache.tiers"):
         n_hit = serve(watched, again)
         assert watched.engine.stats().cache.n_damaged > 0
         assert any("damaged" in text for text in [*watched.info.notices, *caplog.messages])
@@ -541,7 +542,9 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     """SIGKILL at any moment, of two processes that write to one directory: what is found afterwards is whole."""
     setup, r, model = Setup(directory=tmp_path, disk_mb=60), random.Random(0), str(tiny_checkpoint("dense"))
     fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["deltic.engine.runner", "pytest", "tests.tiny"])  # else each takes seconds
+    fork.set_forkserver_preload(
+        ["deltic.runtime.cpu.text", "pytest", "tests.tiny"]
+    )  # else each takes seconds
     all_asked, n_hit = [], 0
     for seeds in ((0, 1), (2, 3), (4, 5), (6, 7)):
         children = []

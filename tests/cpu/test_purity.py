@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltic.config import EngineConfig
-from deltic.engine import runner as runner_module
-from deltic.engine.loop import Engine
-from deltic.engine.request import Request, SamplingParams
-from deltic.engine.runner import Runner, build_runner
-from deltic.ops.table import Program, usable_instruction_sets
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
+from deltic.ops.cpu.program import Program, usable_instruction_sets
+from deltic.runtime.cpu import text as runner_module
+from deltic.runtime.cpu.text import Runner, build_runner
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next")

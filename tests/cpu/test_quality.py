@@ -14,10 +14,10 @@ from deltic.__main__ import main
 from deltic.bench import quality
 from deltic.bench.quality import Document, Losses, compare, read_documents
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.loop import Engine
-from deltic.engine.request import Request, SamplingParams
-from deltic.engine.runner import Runner, build_runner
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import DEMO
+from deltic.runtime.cpu.text import Runner, build_runner
 from deltic.text import Tokenizer
 from tests.tiny import tiny_checkpoint
 from training import held_out

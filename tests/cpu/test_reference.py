@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.models.shapes import ModelShape
-from deltic.models.weights import load_weights
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import load_weights
 from deltic.reference import layers, sample
 from deltic.reference.model import forward, generate_greedy
 from tests.plain import plain

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deltic import doctor, fit
+from deltic.commands import doctor
+from deltic.commands import plan as fit
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.build import build_for_device, is_for_gpu
+from deltic.models.fields import CheckpointError
 from deltic.models.packed import PACKED
-from deltic.models.shapes import CheckpointError
+from deltic.runtime.build import build_for_device, is_for_gpu
 
 
 @pytest.fixture

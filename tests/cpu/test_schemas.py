@@ -19,7 +19,7 @@ import openai
 import pydantic
 import pytest
 
-from deltic.remote import LocalServer
+from deltic.commands.endpoint import LocalServer
 from tests.null.test_forced_text import object_of
 from tests.null.test_grammar import json_format, random_object, tool, writable
 from tests.served import MAX_NUM_SEQS, Served

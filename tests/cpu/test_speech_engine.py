@@ -15,14 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.build import build_for_device
-from deltic.engine.loop import Engine
-from deltic.engine.request import Output, Request, SamplingParams, Speech, Step, StepResult
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Output, Request, SamplingParams, Speech
 from deltic.engine.scheduler import RequestError
-from deltic.engine.speech_plan import make_speech_plan
-from deltic.engine.speech_runner import SpeechRunner
-from deltic.models.shapes import CheckpointError
-from deltic.models.speech_shapes import (
+from deltic.engine.step import Step, StepResult
+from deltic.models.fields import CheckpointError
+from deltic.models.tts.shape import (
     FRAME,
     PUBLISHED_SPEECH,
     SPEAKER,
@@ -30,9 +28,12 @@ from deltic.models.speech_shapes import (
     codec_side,
     row_id,
 )
-from deltic.models.tts_weights import empty_speech_weights, load_speech_weights, plan_of_tensors
+from deltic.models.tts.weights import empty_speech_weights, load_speech_weights, plan_of_tensors
 from deltic.reference import speech as oracle
 from deltic.reference.codec import decode
+from deltic.runtime.build import build_for_device
+from deltic.runtime.cpu.speech import SpeechRunner
+from deltic.runtime.cpu.speech_plan import make_speech_plan
 from tests.tiny_speech import tiny_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.ops.attention import AttentionHeads, attention, attn_prepare
-from deltic.ops.speech import (
+from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.program import Program, usable_instruction_sets
+from deltic.ops.cpu.speech import (
     SIDE_KEPT,
     SIDE_NONE,
     SIDE_VOICE,
@@ -19,7 +20,7 @@ from deltic.ops.speech import (
     keep_rows,
     talker_rows,
 )
-from deltic.ops.table import Program, usable_instruction_sets
+from deltic.ops.geometry import AttentionHeads
 
 WIDTHS = (16, 96, 1024)
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from deltic.models.speech_shapes import FRAME, SPEAKER, SpeechShape, split_row
-from deltic.server.speech_prompt import Prompter
-from deltic.server.speech_protocol import SpeechRequest, manner
+from deltic.models.tts.shape import FRAME, SPEAKER, SpeechShape, split_row
+from deltic.server.speech.prompt import Prompter
+from deltic.server.speech.protocol import SpeechRequest, manner
 from deltic.text import Tokenizer
 from tests.tiny_speech import tiny_speech
 

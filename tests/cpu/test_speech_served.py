@@ -17,7 +17,7 @@ import pytest
 import soundfile
 from websockets.asyncio.client import connect
 
-from deltic.server.speech_socket import PATH
+from deltic.server.speech.socket import PATH
 from tests.served import Served, wait_for
 from tests.tiny_speech import tiny_audio, tiny_speech
 

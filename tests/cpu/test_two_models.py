@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from deltic.config import EngineConfig
-from deltic.engine.build import build_for_device
-from deltic.engine.client import EngineClient
-from deltic.engine.host import EngineHost
-from deltic.engine.loop import Engine
-from deltic.engine.request import Output, Request, SamplingParams
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Output, Request, SamplingParams
+from deltic.host.client import EngineClient
+from deltic.host.supervisor import EngineHost
+from deltic.runtime.build import build_for_device
 from tests.cpu.test_engine import prompt
 from tests.cpu.test_speech_engine import Speaking, drawn
 from tests.tiny import tiny_checkpoint

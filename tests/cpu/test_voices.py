@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine import voices as voices_module
-from deltic.engine.build import build_for_device
-from deltic.engine.request import EncodeVoice, VoiceEncoded
-from deltic.engine.speech_runner import SpeechRunner
-from deltic.engine.voices import PIECE_FRAMES, Voice, Voices, open_voices
-from deltic.models import voice as voice_module
-from deltic.models.shapes import CheckpointError, UnsupportedModelError
-from deltic.models.voice import AudioError, VoiceEncoder, mel_filters
+from deltic.engine.messages import EncodeVoice, VoiceEncoded
+from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.vocoder import encoder as voice_module
+from deltic.models.vocoder.encoder import AudioError, VoiceEncoder, mel_filters
 from deltic.reference.speech import Checkpoint, frame_rows
+from deltic.runtime import voices as voices_module
+from deltic.runtime.build import build_for_device
+from deltic.runtime.cpu.speech import SpeechRunner
+from deltic.runtime.voices import PIECE_FRAMES, Voice, Voices, open_voices
 from tests.golden.make_speech import DIRECTORY, STRIDE, VOICES
 from tests.tiny_speech import FRAME_SAMPLES, tiny_audio, tiny_speech, write_speech
 

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltic.models.checkpoint import resolve_model
-from deltic.models.shapes import PUBLISHED, CheckpointError, ModelShape
-from deltic.models.weights import (
+from deltic.models.fields import CheckpointError
+from deltic.models.loading import Mlp
+from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.weights import (
     AttnLayer,
     GdnLayer,
-    Mlp,
     Moe,
     Weights,
     dummy_weights,

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deltic.engine.request import SamplingParams
+from deltic.engine.messages import SamplingParams
 from deltic.llm import LLM, Completion
-from deltic.ops import table
+from deltic.ops.cpu import program as table
 
 PATH = Path(__file__).with_name("answers.json")
 
@@ -133,7 +133,7 @@ def load() -> dict[str, Any]:
 
 def kernels(instruction_set: str) -> str:
     """What makes the last bits of an answer: instruction set, compiler (as the library says) and C library."""
-    data = (Path(table.__file__).parent / "lib" / f"cpu_{instruction_set}.so").read_bytes()
+    data = (Path(table.__file__).parents[1] / "lib" / f"cpu_{instruction_set}.so").read_bytes()
     compilers = set(re.findall(rb"GCC: [ -~]+|clang version [ -~]+", data))
     named = sorted(compiler.decode() for compiler in compilers)
     return ", ".join([instruction_set, *named, " ".join(platform.libc_ver())])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.ops.attention import AttentionHeads
-from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.contract import KernelError
+from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu.attention_decode import (
     FAN,
     AttentionScratch,
@@ -19,7 +19,6 @@ from deltic.ops.gpu.attention_decode import (
     splits_of,
 )
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.table import KernelError
 from deltic.reference import layers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

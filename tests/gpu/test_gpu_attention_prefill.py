@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.ops.attention import AttentionHeads
+from deltic.ops.geometry import AttentionHeads
 from deltic.ops.gpu.attention_prefill import (
     FlashTile,
     attention_prefill,

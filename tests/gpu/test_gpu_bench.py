@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from bench import tables
 from deltic.bench import gpu
 from deltic.config import EngineConfig
-from deltic.engine.gpu_runner import GpuRunner
-from deltic.models.shapes import published_shape
+from deltic.models.qwen.shape import published_shape
+from deltic.runtime.gpu.text import GpuRunner
 
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

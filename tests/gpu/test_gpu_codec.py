@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 pytest.importorskip("triton")
-from deltic.models.codec import SEEN_FRAMES
-from deltic.models.codec_gpu import (
+from deltic.models.vocoder.cpu import SEEN_FRAMES
+from deltic.models.vocoder.gpu import (
     CodecBuffers,
     CodecGpu,
     CodecWeights,
@@ -30,8 +30,8 @@ from deltic.models.codec_gpu import (
     pack_codec,
     state_words,
 )
-from deltic.models.codec_weights import FILE, codec_tensors, load_codec
-from deltic.models.speech_shapes import VocoderShape
+from deltic.models.vocoder.shape import VocoderShape
+from deltic.models.vocoder.weights import FILE, codec_tensors, load_codec
 from deltic.ops.gpu import conv as conv_module
 from deltic.ops.gpu.conv import Snake, Tile
 from deltic.ops.gpu.launch import Levers
@@ -211,7 +211,7 @@ def test_any_batch_gives_the_bits_of_one_stream(make: Any, whole: Any) -> None:
 
 def test_streams_as_the_engine_drives_them(device: str, tmp_path: Path) -> None:
     """Chunks of several lengths at once, cut into recorded sizes; frames skimmed; states kept and put back; bad codes refused."""
-    from deltic.engine.gpu_vocoder import GpuVocoder
+    from deltic.runtime.gpu.vocoder import GpuVocoder
 
     (tmp_path / FILE).parent.mkdir()
     save_file(checkpoint(SHAPE).weights, tmp_path / FILE)

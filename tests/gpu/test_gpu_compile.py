@@ -137,10 +137,10 @@ SIZES: dict[str, Any] = {
 
 def _plan(kind: str) -> Any:
     from deltic.config import EngineConfig
-    from deltic.engine.gpu_plan import make_gpu_plan
-    from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
     from deltic.models.checkpoint import locate, locate_speech
     from deltic.ops.gpu.launch import Levers
+    from deltic.runtime.gpu.plan import make_gpu_plan
+    from deltic.runtime.gpu.speech_plan import make_gpu_speech_plan
     from tests.tiny import tiny_checkpoint
     from tests.tiny_speech import tiny_speech
 
@@ -153,12 +153,13 @@ def _plan(kind: str) -> Any:
 
 
 def _collected() -> dict[str, Any]:
-    from deltic.engine import gpu_build, gpu_speech_build
-    from deltic.engine.gpu_compile import Job, fix_keys
-    from deltic.models.codec_weights import dummy_codec
-    from deltic.models.tts_weights import dummy_speech_weights
-    from deltic.models.weights import dummy_weights, empty_weights
+    from deltic.models.qwen.weights import dummy_weights, empty_weights
+    from deltic.models.tts.weights import dummy_speech_weights
+    from deltic.models.vocoder.weights import dummy_codec
     from deltic.ops.gpu.launch import Levers
+    from deltic.runtime.gpu import build as gpu_build
+    from deltic.runtime.gpu import speech_build as gpu_speech_build
+    from deltic.runtime.gpu.compile import Job, fix_keys
 
     def difference(a: Iterable[Job], b: Iterable[Job]) -> list[str]:
         return sorted(job.name for job in set(a) ^ set(b))
@@ -194,7 +195,7 @@ def _collected() -> dict[str, Any]:
 def _warmups() -> dict[str, tuple[int, str]]:
     """Exit status and output of `deltic warmup`, for a text model and a speech model; without the workers."""
     from deltic.__main__ import main
-    from deltic.engine import gpu_compile
+    from deltic.runtime.gpu import compile as gpu_compile
     from tests.tiny import tiny_checkpoint
     from tests.tiny_speech import tiny_speech
 
@@ -229,9 +230,9 @@ def _warmups() -> dict[str, tuple[int, str]]:
 def _compiled() -> dict[str, Any]:
     import triton
 
-    from deltic.engine import gpu_compile
-    from deltic.engine.gpu_build import collect
     from deltic.ops.gpu.launch import Levers, launches
+    from deltic.runtime.gpu import compile as gpu_compile
+    from deltic.runtime.gpu.build import collect
 
     warnings: list[str] = []
     handler = logging.Handler()
@@ -296,8 +297,8 @@ def _keys() -> dict[str, str]:
 
 
 def _walk(plan: Any, levers: Any) -> Any:
-    from deltic.engine.gpu_runner import GpuRunner
-    from deltic.models.weights import empty_weights
+    from deltic.models.qwen.weights import empty_weights
+    from deltic.runtime.gpu.text import GpuRunner
 
     runner = GpuRunner(
         plan, empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta"), levers
@@ -310,14 +311,15 @@ def _walk(plan: Any, levers: Any) -> Any:
 def _recorded() -> dict[str, Any]:
     import triton
 
-    from deltic.engine import gpu_build, gpu_speech_build
-    from deltic.engine.gpu_compile import begin_compiling
-    from deltic.engine.gpu_runner import GpuRunner
-    from deltic.engine.gpu_speech_runner import GpuSpeechRunner
-    from deltic.models.codec_weights import dummy_codec
-    from deltic.models.tts_weights import dummy_speech_weights
-    from deltic.models.weights import dummy_weights
+    from deltic.models.qwen.weights import dummy_weights
+    from deltic.models.tts.weights import dummy_speech_weights
+    from deltic.models.vocoder.weights import dummy_codec
     from deltic.ops.gpu.launch import Levers
+    from deltic.runtime.gpu import build as gpu_build
+    from deltic.runtime.gpu import speech_build as gpu_speech_build
+    from deltic.runtime.gpu.compile import begin_compiling
+    from deltic.runtime.gpu.speech import GpuSpeechRunner
+    from deltic.runtime.gpu.text import GpuRunner
 
     misses: list[str] = []
     for kind in ("dense", "moe", "next", "speech"):

@@ -21,17 +21,18 @@ import pytest
 import torch
 
 from deltic.config import EngineConfig
-from deltic.engine.constraint import Guide, Guides
-from deltic.engine.loop import Engine
-from deltic.engine.request import Constraint, Output, Request, SamplingParams, Sequence
+from deltic.engine.engine import Engine
+from deltic.engine.guides import Guide, Guides
+from deltic.engine.messages import Constraint, Output, Request, SamplingParams
+from deltic.engine.step import Sequence
 from deltic.reference.model import forward
 from tests.plain import plain
 from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
 pytest.importorskip("triton")
-from deltic.engine.gpu_build import build_gpu_runner
-from deltic.engine.gpu_runner import GpuRunner
-from deltic.models.qwen_gpu import GpuMemory
+from deltic.models.qwen.gpu import GpuMemory
+from deltic.runtime.gpu.build import build_gpu_runner
+from deltic.runtime.gpu.text import GpuRunner
 
 HAS_GPU = torch.cuda.is_available()
 KINDS = ("dense", "moe", "next")
@@ -315,8 +316,8 @@ def test_constrained_beside_free(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [request(f"f{i}", prompt(60 + i, 9 + i), temperature=1.0, seed=i) for i in range(n)]
     expected = {k: v for r in guided + free for k, v in run(r).items()}
     rows = count_forwards(monkeypatch)
-    monkeypatch.setattr("deltic.engine.constraint.LONGEST_WAIT_S", 1.0)  # nobody sits out a step
-    monkeypatch.setattr("deltic.engine.constraint.SLOW_S", 1.0)
+    monkeypatch.setattr("deltic.engine.guides.LONGEST_WAIT_S", 1.0)  # nobody sits out a step
+    monkeypatch.setattr("deltic.engine.guides.SLOW_S", 1.0)
     monkeypatch.setattr(Guides, "collect", lambda self, decodes, step_s: _collect(self, decodes, 1e9))
     assert run(*guided, *free) == expected
     assert all(follows(expected[f"g{i}/0"]) for i in range(n))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.ops.gdn import GdnHeads, GdnWeights
+from deltic.ops.contract import KernelError
+from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.launch import Levers, launches
-from deltic.ops.table import KernelError
 from deltic.reference import layers
 
 pytestmark = pytest.mark.filterwarnings(

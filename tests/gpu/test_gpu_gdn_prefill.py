@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.ops.gdn import GdnHeads, GdnWeights
+from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.gdn_prefill import default_chunk, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltic.ops.contract import KernelError
 from deltic.ops.gpu import linear as linear_module
 from deltic.ops.gpu import norm as norm_module
 from deltic.ops.gpu.launch import Levers
@@ -29,7 +30,6 @@ from deltic.ops.gpu.linear import (
     wide_linear,
 )
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
-from deltic.ops.table import KernelError
 from deltic.reference.layers import linear, rms_norm
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltic.engine.constraint import Guide
-from deltic.engine.gpu_places import Places
-from deltic.engine.request import Constraint, Request, SamplingParams, Sequence
+from deltic.engine.guides import Guide
+from deltic.engine.messages import Constraint, Request, SamplingParams
+from deltic.engine.step import Sequence
+from deltic.runtime.gpu.places import Places
 
 WIDTHS = {
     "seed": 2, "last_token": 1, "position": 1, "slot": 1, "done": 1, "top_k": 1, "n_prompt": 1, "uses_history": 1,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.engine.request import SamplingParams
+from deltic.engine.messages import SamplingParams
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import (
     PlaceParameters,

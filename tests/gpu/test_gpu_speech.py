@@ -21,19 +21,20 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.gpu_speech_build import build_gpu_speech_runner
-from deltic.engine.gpu_speech_plan import make_gpu_speech_plan
-from deltic.engine.loop import Engine
-from deltic.engine.request import AddText, Chunk, Request, SamplingParams, Sequence, Step, StepResult
-from deltic.engine.speech import SpeechStage, to_pcm
-from deltic.engine.speech_plan import SpeechPlan
-from deltic.models import tts_gpu
-from deltic.models.codec import Vocoded
-from deltic.models.speech_shapes import PUBLISHED_SPEECH, SpeechShape
-from deltic.models.tts_weights import load_speech_weights
+from deltic.engine.engine import Engine
+from deltic.engine.messages import AddText, Request, SamplingParams
+from deltic.engine.stage import SpeechStage, to_pcm
+from deltic.engine.step import Chunk, Sequence, Step, StepResult
+from deltic.models.tts import gpu as tts_gpu
+from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
+from deltic.models.tts.weights import load_speech_weights
+from deltic.models.vocoder.cpu import Vocoded
 from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
 from deltic.ops.gpu.launch import Levers
 from deltic.reference.sample import sample as oracle_sample
+from deltic.runtime.cpu.speech_plan import SpeechPlan
+from deltic.runtime.gpu.speech_build import build_gpu_speech_runner
+from deltic.runtime.gpu.speech_plan import make_gpu_speech_plan
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
 from tests.gpu.test_gpu_codec import exact_products  # noqa: F401
 from tests.gpu.test_gpu_engine import without_syncs

@@ -15,7 +15,7 @@ import re
 import time
 from typing import Any
 
-from deltic.server.parser import Delta, OutputParser
+from deltic.server.chat.parser import Delta, OutputParser
 
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {

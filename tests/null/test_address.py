@@ -20,9 +20,9 @@ from websockets.sync.client import connect
 
 from deltic.config import ConfigError, ServerConfig, resolve
 from deltic.server.address import listen, listening, tls, url_of
-from deltic.server.http import create_app
+from deltic.server.app import create_app
 from deltic.server.service import Server
-from deltic.server.speech_socket import PATH
+from deltic.server.speech.socket import PATH
 from tests.fake_engine import FakeEngineClient, make_app, saying, served, service_of
 from tests.fake_speech import FakeSpeechClient, speech_service_of
 from tests.null.test_http import HELLO

@@ -17,8 +17,8 @@ from bench.agent import QUICK, Replay, summarise
 from bench.agent_trace import BACK_SHARES, PAGE_SIZE, Conversation, Oracle, Trace, Writer
 from bench.prefix import fit_ttft
 from bench.prefix import summarise as summarise_prefix
-from deltic.engine.loop import Engine
-from deltic.server.chat import ChatTemplate
+from deltic.engine.engine import Engine
+from deltic.server.chat.template import ChatTemplate
 from tests.fake_engine import TEMPLATE, byte_tokenizer
 from tests.fakes import FakeRunner
 

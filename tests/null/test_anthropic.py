@@ -15,14 +15,14 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from deltic.server import anthropic as door
-from deltic.server import protocol
-from deltic.server.answer import Piece, Usage
-from deltic.server.anthropic import MessageAnswer
-from deltic.server.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
+from deltic.server.api import anthropic as door
+from deltic.server.api import protocol
+from deltic.server.api.anthropic import MessageAnswer
+from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
+from deltic.server.api.messages import template_messages
+from deltic.server.chat.answer import Piece, Usage
+from deltic.server.chat.parser import CallDelta, Delta, OutputParser
 from deltic.server.errors import ApiError
-from deltic.server.messages import template_messages
-from deltic.server.parser import CallDelta, Delta, OutputParser
 from tests.fake_engine import (
     TEMPLATE,
     FakeEngineClient,

@@ -14,8 +14,8 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltic.server import audio
-from deltic.server.audio import AudioError, Resampler, decode_reference, encode, stretch, wav_header
+from deltic.server.speech import audio
+from deltic.server.speech.audio import AudioError, Resampler, decode_reference, encode, stretch, wav_header
 
 
 def tone(seconds: float, hertz: float = 220.0, rate: int = 24000, loudness: float = 0.4) -> np.ndarray:

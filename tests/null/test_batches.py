@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from deltic.config import ConfigError
-from deltic.server import batch_runner, batches, file_store
+from deltic.server.batch import batches, file_store
+from deltic.server.batch import runner as batch_runner
 from deltic.server.errors import ApiError
 from deltic.server.limits import BATCH_PRIORITY, Account, Ticket
 from tests.fake_engine import END, FakeEngineClient, make_app, served

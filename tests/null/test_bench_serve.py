@@ -16,7 +16,7 @@ from deltic.__main__ import main
 from deltic.bench import load as loads
 from deltic.bench.load import Load, Prompts, Sample, percentile, summary
 from deltic.bench.soak import Soak, gauges
-from deltic.remote import Endpoint, EndpointError, EventSplitter
+from deltic.commands.endpoint import Endpoint, EndpointError, EventSplitter
 from tests.fake_openai import FakeOpenAI
 
 pytest.importorskip("msgspec")

@@ -14,7 +14,7 @@ from deltic.__main__ import main
 from deltic.bench import speech_traffic
 from deltic.bench.speech import Heard, Leaver, Texts, measure, summary
 from deltic.bench.traffic import Traffic, Violation
-from deltic.remote import Endpoint
+from deltic.commands.endpoint import Endpoint
 from tests.fake_engine import served
 from tests.fake_openai import FakeOpenAI
 from tests.fake_speech import FakeSpeechClient, make_speech_app

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from deltic.engine.cache import Cache, IntegrityError, pages_for
-from deltic.engine.request import Request, SamplingParams, Sequence
+from deltic.engine.cache.cache import Cache, IntegrityError, pages_for
+from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.step import Sequence
 
 
 def sequence(n_tokens: int = 0) -> Sequence:

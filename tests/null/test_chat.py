@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from deltic.models.checkpoint import DEMO
-from deltic.server import protocol
-from deltic.server.answer import Message, Piece
-from deltic.server.chat import ChatTemplate, render
+from deltic.server.api import protocol
+from deltic.server.chat.answer import Message, Piece
+from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
-from deltic.server.parser import OutputParser
 from deltic.text import Tokenizer, TokenizerError
 from tests.fake_engine import TEMPLATE, byte_tokenizer
 

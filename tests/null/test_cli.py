@@ -17,9 +17,9 @@ import pytest
 
 from deltic import __version__
 from deltic.__main__ import _server_arguments, main, parser
+from deltic.commands.chat import Conversation, command
+from deltic.commands.endpoint import FOR_A_CHILD, Endpoint, LocalServer, ServerFailed, flags, own_environment
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
-from deltic.remote import FOR_A_CHILD, Endpoint, LocalServer, ServerFailed, flags, own_environment
-from deltic.terminal import Conversation, command
 from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fake_openai import FakeOpenAI
 

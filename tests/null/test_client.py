@@ -25,9 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deltic.config import EngineConfig
-from deltic.engine.client import EngineClient, EngineUnavailable, QueueFull
-from deltic.engine.host import EngineHost
-from deltic.engine.request import (
+from deltic.engine.messages import (
     CacheReport,
     CacheStats,
     EncodeVoice,
@@ -39,6 +37,8 @@ from deltic.engine.request import (
     SpeechStats,
     Stats,
 )
+from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.host.supervisor import EngineHost
 from tests.fakes import expected_tokens
 
 FAKES = str(Path(__file__).resolve().parents[1] / "fakes.py")

@@ -11,21 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from deltic.commands.endpoint import flags
 from deltic.config import (
-    MAX_THREADS,
     ConfigError,
     EngineConfig,
     ServerConfig,
     add_flags,
     check_environment,
-    free_memory,
-    n_oom_kills,
-    n_usable_cpus,
     pinned_cpus,
     resolve,
 )
+from deltic.machine import MAX_THREADS, free_memory, n_oom_kills, n_usable_cpus
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
-from deltic.remote import flags
 
 CSRC = Path(__file__).parents[2] / "deltic" / "csrc"
 
@@ -106,7 +103,7 @@ def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting() -> None:
 
 def test_no_more_threads_than_the_pool_has_places(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"constexpr int MAX_THREADS = {MAX_THREADS};" in (CSRC / "pool.cpp").read_text()
-    monkeypatch.setattr("deltic.config.CPUS", tuple(range(1000)))
+    monkeypatch.setattr("deltic.machine.CPUS", tuple(range(1000)))
     assert n_usable_cpus() <= MAX_THREADS
 
 
@@ -129,7 +126,7 @@ def test_a_switch_is_a_flag_without_a_value() -> None:
 
 
 def test_pinned_threads_get_the_first_cpus_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.config.CPUS", (2, 4, 9))
+    monkeypatch.setattr("deltic.machine.CPUS", (2, 4, 9))
     assert pinned_cpus(2) == (2, 4)
     assert resolve(EngineConfig, {"pin_threads": True, "threads": 3}, {}).pin_threads
     with pytest.raises(
@@ -166,7 +163,7 @@ V1 = "4:memory:/pod/one\n3:cpu,cpuacct:/pod/one\n0::/pod/one\n"
 def test_threads_are_those_that_the_container_pays_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], n_cpus: int
 ) -> None:
-    monkeypatch.setattr("deltic.config.CPUS", tuple(range(8)))
+    monkeypatch.setattr("deltic.machine.CPUS", tuple(range(8)))
     assert n_usable_cpus(*machine(tmp_path, files, groups)) == n_cpus
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import llguidance
 import pytest
 
-from deltic.engine.constraint import N_WORKERS, Guide, Guides
-from deltic.engine.loop import Engine
-from deltic.engine.request import Constraint, Output, Request, SamplingParams, Step, StepResult
+from deltic.engine.engine import Engine
+from deltic.engine.guides import N_WORKERS, Guide, Guides
+from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 from deltic.engine.scheduler import RequestError
+from deltic.engine.step import Step, StepResult
 from tests.fake_engine import byte_tokenizer
 from tests.fakes import EOS, NAN, VOCAB_SIZE, FakeRunner, expected_tokens
 
@@ -222,7 +223,7 @@ def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
         original(guides, job, tokens, words)
 
     monkeypatch.setattr(Guides, "_do", slow)
-    monkeypatch.setattr("deltic.engine.constraint.SLOW_S", 0.001)
+    monkeypatch.setattr("deltic.engine.guides.SLOW_S", 0.001)
     engine.guides._is_busy = lambda: False  # nobody waits for a device
     engine.add(request("s", 150, Constraint(grammar=GRAMMAR), max_tokens=3))
     engine.add(request("f", 300, max_tokens=150))
@@ -399,7 +400,7 @@ def test_the_end_waits_for_the_threads(tokenizer_file: Path) -> None:
     program = f"""
 import llguidance
 from pathlib import Path
-from deltic.engine.loop import Engine
+from deltic.engine.engine import Engine
 from tests.fakes import FakeRunner
 from tests.null.test_constraint import Constraint, request
 inner = {{"properties": {{f"q{{i}}": {{"type": "string", "pattern": "^[a-z]{{1,20}}[0-9]*$"}} for i in range(40)}}}}

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from deltic.engine.cost import Load, StepCost
-from deltic.engine.request import Step
+from deltic.engine.step import Step
 from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import FakeRunner
 

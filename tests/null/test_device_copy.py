@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from deltic.engine.device_copy import DeviceCopies
-from deltic.engine.tiers import MOVER, Move, Tiers
+from deltic.engine.cache.tiers import MOVER, Move, Tiers
+from deltic.runtime.gpu.copies import DeviceCopies
 from tests.null.test_tiers import (
     MODEL,
     N_UNITS,

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deltic.server import protocol
+from deltic.server.api import protocol
 from deltic.server.fair_thread import FairThread
 from deltic.server.service import INLINE_BYTES
 from tests.fake_engine import FakeEngineClient, make_app, served

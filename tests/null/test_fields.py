@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from deltic.server.answer import ChatAnswer, Extras, Piece, Usage
-from deltic.server.completions import AnswerStream
-from deltic.server.parser import Delta
+from deltic.server.api.completions import AnswerStream
+from deltic.server.chat.answer import ChatAnswer, Extras, Piece, Usage
+from deltic.server.chat.parser import Delta
 from deltic.text import Tokenizer
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, saying, served
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from deltic.config import EngineConfig
-from deltic.models import fingerprint as fingerprint_module
-from deltic.models.fingerprint import MEMORY, fingerprint
-from deltic.models.shapes import CheckpointError
+from deltic.models.fields import CheckpointError
+from deltic.runtime import fingerprint as fingerprint_module
+from deltic.runtime.fingerprint import MEMORY, fingerprint
 from tests.null.test_layout import FILES, import_graph, module_name, reachable
 
 OLD = 1_600_000_000_000_000_000  # a time of change long ago, in ns
@@ -125,7 +125,7 @@ def test_folders_are_hashed_at_any_depth(
 ) -> None:
     deep = tmp_path / "ops" / "one" / "two" / "kernel.py"
     deep.parent.mkdir(parents=True)
-    monkeypatch.setattr(fingerprint_module, "__file__", str(tmp_path / "models" / "fingerprint.py"))
+    monkeypatch.setattr(fingerprint_module, "__file__", str(tmp_path / "runtime" / "fingerprint.py"))
     names = set()
     for text in ("a = 1", "a = 2"):
         deep.write_text(text)
@@ -196,5 +196,7 @@ def test_one_file_and_a_file_that_is_missing(model: Model) -> None:
 
 
 def test_imports_no_torch() -> None:
-    code = "import deltic.models.fingerprint, deltic.engine.tiers, sys; sys.exit('torch' in sys.modules)"
+    code = (
+        "import deltic.runtime.fingerprint, deltic.engine.cache.tiers, sys; sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

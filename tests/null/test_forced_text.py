@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltic
-from deltic.engine.constraint import Guides
-from deltic.server import protocol
-from deltic.server.constraint import Constrainer, is_fixed, tool_schemas
-from deltic.server.grammar import _ENDS, CallForm, error_of, quoted
-from deltic.server.parser import OutputParser
+from deltic.engine.guides import Guides
+from deltic.server.api import protocol
+from deltic.server.chat.constraint import Constrainer, is_fixed, tool_schemas
+from deltic.server.chat.grammar import _ENDS, CallForm, error_of, quoted
+from deltic.server.chat.parser import OutputParser
 from deltic.text import Detokenizer, Tokenizer
 from tests.null.test_grammar import json_format, tool
 

@@ -19,10 +19,11 @@ if __name__ == "__main__":
 
 import pytest
 
-from deltic.engine.cache import Cache
-from deltic.engine.request import Chunk, Request, SamplingParams, Sequence
+from deltic.engine.cache.cache import Cache
+from deltic.engine.cache.tree import DEVICE
+from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.tree import DEVICE
+from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Conversations, Turn, chat, follow_up, some_ids
 from tests.fakes import DECODED, MASK, FakeRunner, FakeTiers

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from hypothesis_jsonschema import from_schema
 
 import deltic
-from deltic.engine.request import Constraint
-from deltic.server import grammar, protocol
-from deltic.server import schema as schemas
-from deltic.server.arguments import convert
-from deltic.server.constraint import Constrainer
-from deltic.server.parser import OutputParser
+from deltic.engine.messages import Constraint
+from deltic.server.api import protocol
+from deltic.server.chat import grammar
+from deltic.server.chat import schema as schemas
+from deltic.server.chat.arguments import convert
+from deltic.server.chat.constraint import Constrainer
+from deltic.server.chat.parser import OutputParser
 from deltic.text import Tokenizer
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer
 from tests.null.test_http import client_of, error_of, post

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from deltic.config import EngineConfig
-from deltic.engine.client import EngineClient, EngineFailed, EngineUnavailable
-from deltic.engine.host import EngineHost
-from deltic.engine.request import Event, Loading, Ready, Request, SamplingParams, StepOutputs
-from deltic.engine.socket_directory import SocketDirectory
+from deltic.engine.messages import Event, Loading, Ready, Request, SamplingParams, StepOutputs
+from deltic.host.client import EngineClient, EngineFailed, EngineUnavailable
+from deltic.host.socket_directory import SocketDirectory
+from deltic.host.supervisor import EngineHost
 from tests.fakes import POISON, expected_tokens
 from tests.null.test_client import FAKES, collect, hosted, in_loop, reasons, request, submit, tokens, until
 
@@ -155,7 +155,7 @@ async def test_a_supervisor_that_fails_ends_the_requests_and_the_process() -> No
         await anext(stream)
         assert host.pid is not None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("deltic.engine.host._describe", lambda *_: 1 // 0)
+            patch.setattr("deltic.host.supervisor._describe", lambda *_: 1 // 0)
             os.kill(host.pid, signal.SIGKILL)
             outputs = await collect(stream)
         assert reasons(outputs) == ["error"] * 2 and "ZeroDivisionError" in (outputs[-1].error or "")
@@ -235,7 +235,7 @@ def test_a_process_that_was_killed_names_memory(
     before: int | None, after: int | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = iter([before, after, after])
-    monkeypatch.setattr("deltic.engine.host.n_oom_kills", lambda: next(counts))
+    monkeypatch.setattr("deltic.host.supervisor.n_oom_kills", lambda: next(counts))
 
     async def killed() -> str | None:
         client = EngineClient(EngineConfig(), 100)
@@ -343,7 +343,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_what_a_killed_server_left_is_removed_by_the_next(short: Path) -> None:
     code = (
-        "from deltic.engine.socket_directory import SocketDirectory; import os, socket\n"
+        "from deltic.host.socket_directory import SocketDirectory; import os, socket\n"
         "socket.socket(socket.AF_UNIX).bind(f'{SocketDirectory().path}/0-0-events'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(short)})
@@ -364,11 +364,11 @@ def test_a_directory_too_long_for_sockets(short: Path, monkeypatch: pytest.Monke
     long = short / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
-    monkeypatch.setattr("deltic.engine.socket_directory.SHORT", short)
+    monkeypatch.setattr("deltic.host.socket_directory.SHORT", short)
     directory = SocketDirectory()
     assert directory.path.parent == short
     directory.close()
-    monkeypatch.setattr("deltic.engine.socket_directory.SHORT", short / "none")
+    monkeypatch.setattr("deltic.host.socket_directory.SHORT", short / "none")
     with pytest.raises(OSError, match=r"TMPDIR .*x\) is too long .*set TMPDIR to a shorter one"):
         SocketDirectory()
 

@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from deltic.server import connections
 from deltic.server.connections import MAX_HEAD_BYTES, Connections, HttpServer
-from deltic.server.speech_socket import PATH
+from deltic.server.speech.socket import PATH
 from deltic.server.transport import SERVER_SEND, EventStream
 from tests.fake_engine import END, FakeEngineClient, make_app, served
 

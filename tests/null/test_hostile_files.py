@@ -19,12 +19,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from deltic.config import EngineConfig
-from deltic.engine.request import MAX_BIASES
+from deltic.engine.messages import MAX_BIASES
 from deltic.models.checkpoint import ALL_FILES, DEMO, TEXT_FILES, n_real_ids, resolve_model
-from deltic.models.shapes import MAX_END_IDS, CheckpointError, ModelShape, UnsupportedModelError
-from deltic.server.chat import ChatTemplate
+from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.qwen.shape import MAX_END_IDS, ModelShape
+from deltic.server.api.protocol import SamplingDefaults
+from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError
-from deltic.server.protocol import SamplingDefaults
 from deltic.text import Tokenizer, TokenizerError
 
 REFUSALS = (CheckpointError, UnsupportedModelError, TokenizerError)

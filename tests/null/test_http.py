@@ -21,10 +21,11 @@ import msgspec
 import openai
 import pytest
 
-from deltic.engine.request import Loading, Output, Request, TokenLogprob
+from deltic.engine.messages import Loading, Output, Request, TokenLogprob
 from deltic.models.checkpoint import DEMO
-from deltic.server import protocol, transport
-from deltic.server.answer import Choice, Scores
+from deltic.server import transport
+from deltic.server.api import protocol
+from deltic.server.chat.answer import Choice, Scores
 from deltic.server.service import INLINE_BYTES, Server
 from deltic.text import Tokenizer
 from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, saying, served

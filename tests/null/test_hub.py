@@ -20,6 +20,7 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from deltic.commands.endpoint import LocalServer, ServerFailed
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
 from deltic.models.checkpoint import (
     DEMO,
@@ -29,8 +30,8 @@ from deltic.models.checkpoint import (
     text_directory,
     tokenizer_directory,
 )
-from deltic.models.shapes import CheckpointError, ModelShape
-from deltic.remote import LocalServer, ServerFailed
+from deltic.models.fields import CheckpointError
+from deltic.models.qwen.shape import ModelShape
 from deltic.server import fetch
 from deltic.server.fetch import fetched
 from deltic.server.serve import Served, _service

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 
 from deltic import logs
 from deltic.config import ConfigError, ServerConfig
-from deltic.engine.cache import Cache
-from deltic.engine.request import Request, SamplingParams
+from deltic.engine.cache.cache import Cache
+from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import Scheduler
-from deltic.metrics import MAX_KEYS, REST, Exposition, KeyNumbers
 from deltic.server.limits import Account, Accounts
+from deltic.server.metrics import MAX_KEYS, REST, Exposition, KeyNumbers
 from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fakes import EOS, FakeRunner, expected_tokens
 from tests.null.test_scheduler import Bench

@@ -13,8 +13,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from deltic import LLM, SamplingParams
-from deltic.engine.loop import MAX_FAILURES
-from deltic.engine.request import Output
+from deltic.engine.engine import MAX_FAILURES
+from deltic.engine.messages import Output
 from deltic.llm import EngineStopped
 from tests import fakes
 
@@ -45,9 +45,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def llm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    runner = types.ModuleType("deltic.engine.runner")
+    runner = types.ModuleType("deltic.runtime.cpu.text")
     runner.build_runner = fakes.build_runner  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "deltic.engine.runner", runner)
+    monkeypatch.setitem(sys.modules, "deltic.runtime.cpu.text", runner)
     return LLM(str(checkpoint), n_pages=24, max_num_seqs=4, max_model_len=256)
 
 

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.loop import Engine
-from deltic.engine.request import (
-    Output,
-    Request,
-    SamplingParams,
-    Step,
-    StepResult,
-)
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.engine.scheduler import RequestError
+from deltic.engine.step import Step, StepResult
 from tests import fakes
 from tests.fakes import POISON, FakeRunner, expected_tokens
 

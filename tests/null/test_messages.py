@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from deltic.server import anthropic_protocol, protocol
-from deltic.server import responses_protocol as responses
+from deltic.server.api import anthropic_protocol, protocol
+from deltic.server.api import responses_protocol as responses
+from deltic.server.api.messages import template_messages
 from deltic.server.errors import ApiError
-from deltic.server.messages import template_messages
 
 HELLO = {"role": "user", "content": "hello"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}

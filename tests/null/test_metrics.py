@@ -6,8 +6,8 @@ import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from deltic.engine.request import CacheStats, SpeechStats, Stats
-from deltic.metrics import Exposition, Histogram, Metrics
+from deltic.engine.messages import CacheStats, SpeechStats, Stats
+from deltic.server.metrics import Exposition, Histogram, Metrics
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_included() -> None:

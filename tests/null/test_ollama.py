@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from deltic.server import ollama_protocol as wire
-from deltic.server import protocol
-from deltic.server.answer import Piece, Usage
+from deltic.server.api import ollama_protocol as wire
+from deltic.server.api import protocol
+from deltic.server.api.ollama import LinesAnswer
+from deltic.server.chat.answer import Piece, Usage
+from deltic.server.chat.parser import OutputParser
 from deltic.server.errors import ApiError
-from deltic.server.ollama import LinesAnswer
-from deltic.server.parser import OutputParser
 from tests.fake_engine import FakeEngineClient, byte_tokenizer, saying
 from tests.null.test_anthropic import CALL
 from tests.null.test_http import WEATHER, client_of, get, post

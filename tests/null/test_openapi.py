@@ -20,9 +20,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from deltic.server import protocol
+from deltic.server.api import protocol
+from deltic.server.app import ROUTES
 from deltic.server.errors import ApiError
-from deltic.server.http import ROUTES
 from deltic.server.openapi import document
 from tests.fake_engine import END, FakeEngineClient, make_app, served
 from tests.fake_speech import FakeSpeechClient, make_speech_app

@@ -9,8 +9,8 @@ import pytest
 
 from deltic.__main__ import parser
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
-from deltic.engine.request import Request, SamplingParams
-from deltic.server.http import create_app
+from deltic.engine.messages import Request, SamplingParams
+from deltic.server.app import create_app
 from deltic.server.serve import Served, _service
 from deltic.server.service import Server, Service
 from tests.fake_engine import FakeEngineClient, served

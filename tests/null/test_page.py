@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from deltic.config import EngineConfig, ServerConfig
-from deltic.engine.client import N_RECENT_STEPS, EngineClient
-from deltic.engine.request import CacheStats, Stats, StepOutputs
-from deltic.server import protocol
+from deltic.engine.messages import CacheStats, Stats, StepOutputs
+from deltic.host.client import N_RECENT_STEPS, EngineClient
+from deltic.server.api import protocol
 from deltic.server.page import PAGE
 from tests.fake_engine import FakeEngineClient
 from tests.null.test_http import error_of, get

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltic.server import arguments, markup
-from deltic.server import parser as parser_module
-from deltic.server.arguments import convert, value_types
-from deltic.server.parser import Delta, OutputParser
+from deltic.server.chat import arguments, markup
+from deltic.server.chat import parser as parser_module
+from deltic.server.chat.arguments import convert, value_types
+from deltic.server.chat.parser import Delta, OutputParser
 from tests.null import fuzz_parser
 from tests.null.fuzz_parser import TOOLS, parse
 

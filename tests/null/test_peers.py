@@ -23,7 +23,7 @@ from bench.peers_report import (
     summarise,
 )
 from deltic.config import ConfigError
-from deltic.models.shapes import PUBLISHED
+from deltic.models.qwen.shape import PUBLISHED
 
 A, B = Lane(OURS, "bf16", 16), Lane("llama.cpp", "bf16", 16)
 

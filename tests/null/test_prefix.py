@@ -18,9 +18,9 @@ if __name__ == "__main__":
 import msgspec
 import pytest
 
-from deltic.engine.request import Output
+from deltic.engine.cache.tree import DEVICE
+from deltic.engine.messages import Output
 from deltic.engine.scheduler import NOT_FINITE
-from deltic.engine.tree import DEVICE
 from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Conversations, Message, Turn, chat, follow_up, render, some_ids
 from tests.fakes import NAN, POISON, UNITS_PER_STATE, FakeRunner, FakeTiers

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltic.engine.loop import Engine
-from deltic.engine.request import Output, Request, SamplingParams
-from deltic.engine.tiers import Tiers
+from deltic.engine.cache.tiers import Tiers
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Conversations, Turn
 from tests.fakes import MASK, FakeRunner, expected_tokens
@@ -71,7 +71,7 @@ class SolidRunner(FakeRunner):
         if gpu:
             import torch  # a second, which the children that are killed shall not take
 
-            from deltic.engine.device_copy import DeviceCopies
+            from deltic.runtime.gpu.copies import DeviceCopies
 
             copies = DeviceCopies([torch.from_numpy(self.pages)], [torch.from_numpy(self.states.words)], None)
             self.tiers = Tiers(copies.page, copies.state, host, STATE_BYTES, *to_disk, copies)

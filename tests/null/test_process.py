@@ -19,9 +19,8 @@ import zmq
 
 from deltic.config import EngineConfig
 from deltic.engine.cost import StepCost
-from deltic.engine.loop import Engine
-from deltic.engine.process import EngineProcess, Launch, ModelLaunch, ServedModel
-from deltic.engine.request import (
+from deltic.engine.engine import Engine
+from deltic.engine.messages import (
     Abort,
     Command,
     Event,
@@ -32,10 +31,10 @@ from deltic.engine.request import (
     SamplingParams,
     Shutdown,
     StartFailed,
-    Step,
     StepOutputs,
-    StepResult,
 )
+from deltic.engine.step import Step, StepResult
+from deltic.host.process import EngineProcess, Launch, ModelLaunch, ServedModel
 from tests.fakes import POISON, FakeRunner, expected_tokens
 from tests.null.test_loop import request
 
@@ -150,7 +149,7 @@ import os, subprocess, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from tests.null.test_process import Process
 from deltic.config import EngineConfig
-from deltic.engine.request import Loading
+from deltic.engine.messages import Loading
 from pathlib import Path
 process = Process(Path({str(tmp_path)!r}), EngineConfig())
 while isinstance(process.receive(), Loading): pass
@@ -236,7 +235,7 @@ def test_only_the_model_whose_turn_it_is_says_how_far_it_is(
     said: list[str] = []
     monkeypatch.setattr(ServedModel, "progress", lambda model, stage, done: said.append(model.name))
     monkeypatch.setitem(
-        sys.modules, "deltic.engine.build", SimpleNamespace(build_for_device=None)
+        sys.modules, "deltic.runtime.build", SimpleNamespace(build_for_device=None)
     )  # no torch
     launch = Launch(
         models=[

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from deltic.config import ConfigError, ModelConfig, ServerConfig
-from deltic.engine.request import EngineInfo, SamplingParams
-from deltic.server import constraint, protocol
-from deltic.server.arguments import given_arguments
+from deltic.engine.messages import EngineInfo, SamplingParams
+from deltic.server.api import protocol
+from deltic.server.api.messages import template_messages
+from deltic.server.chat import constraint
+from deltic.server.chat.arguments import given_arguments
 from deltic.server.errors import ApiError
-from deltic.server.messages import template_messages
 from deltic.text import TokenizerError
 
 INFO = EngineInfo(

@@ -14,11 +14,11 @@ import msgspec
 import openai
 import pytest
 
-from deltic.server import responses
-from deltic.server import responses_protocol as wire
+from deltic.server.api import responses
+from deltic.server.api import responses_protocol as wire
+from deltic.server.api.messages import AssistantMessage, template_messages
+from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.errors import ApiError
-from deltic.server.messages import AssistantMessage, template_messages
-from deltic.server.responses_store import ResponseStore, Stored, Turn, turn_of
 from tests.fake_engine import FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
 
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"

@@ -11,9 +11,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from deltic.engine.cache import Cache
-from deltic.engine.request import Output, Request, SamplingParams, Step, StepResult
+from deltic.engine.cache.cache import Cache
+from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.engine.scheduler import RequestError, Scheduler
+from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import EOS, NAN, FakeRunner, expected_tokens
 

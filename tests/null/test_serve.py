@@ -22,10 +22,10 @@ import pytest
 from deltic import logs
 from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status
+from deltic.models.fields import CheckpointError
 from deltic.models.hub import DownloadFailed
-from deltic.models.shapes import CheckpointError
 from deltic.server.address import listen, listening
-from deltic.server.file_store import FileStore
+from deltic.server.batch.file_store import FileStore
 from deltic.server.serve import serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -265,7 +265,7 @@ def test_ready_tells_the_stage_while_loading() -> None:
 
 
 def test_the_server_process_does_not_import_torch() -> None:
-    program = "import sys, deltic.server.serve, deltic.server.http; sys.exit('torch' in sys.modules)"
+    program = "import sys, deltic.server.serve, deltic.server.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 

@@ -17,15 +17,15 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from deltic.__main__ import main
+from deltic.commands.endpoint import Endpoint, model_name
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
-from deltic.engine.request import Loading
-from deltic.remote import Endpoint, model_name
-from deltic.server.audio import encode
+from deltic.engine.messages import Loading
+from deltic.server.app import create_app
 from deltic.server.errors import ApiError
-from deltic.server.http import create_app
 from deltic.server.serve import Served, _service
 from deltic.server.service import INLINE_BYTES, Server
-from deltic.server.speech_socket import PATH
+from deltic.server.speech.audio import encode
+from deltic.server.speech.socket import PATH
 from tests.fake_engine import FakeEngineClient, saying, served, service_of
 from tests.fake_speech import FakeSpeechClient, speech_service_of, wave
 from tests.null.test_http import HELLO

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from deltic.models.shapes import PUBLISHED, ModelShape, UnsupportedModelError, published_shape
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.shape import PUBLISHED, ModelShape, published_shape
 
 # total parameters with MTP and vision, conv channels, recurrent MiB, conv MiB, KV bytes a token
 PUBLISHED_NUMBERS = {

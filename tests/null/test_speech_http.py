@@ -20,10 +20,10 @@ import pytest
 import soundfile
 
 from deltic.config import ConfigError
-from deltic.engine.request import EncodeVoice, VoiceEncoded
-from deltic.models.speech_shapes import FRAME, SPEAKER, split_row
-from deltic.server import voices as voices_module
-from deltic.server.audio import MEDIA_TYPES, STREAMED_FILES, StreamedFile, encode, wav_header
+from deltic.engine.messages import EncodeVoice, VoiceEncoded
+from deltic.models.tts.shape import FRAME, SPEAKER, split_row
+from deltic.server.speech import voices as voices_module
+from deltic.server.speech.audio import MEDIA_TYPES, STREAMED_FILES, StreamedFile, encode, wav_header
 from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fake_speech import FakeSpeechClient, make_speech_app, wave
 

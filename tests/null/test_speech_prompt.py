@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from deltic.models.speech_shapes import FRAME, NO_SIDE, SPEAKER, codec_side, row_id, split_row
+from deltic.models.tts.shape import FRAME, NO_SIDE, SPEAKER, codec_side, row_id, split_row
 from deltic.server.errors import ApiError
-from deltic.server.speech_prompt import Prompter, Rows, Words
+from deltic.server.speech.prompt import Prompter, Rows, Words
 from deltic.text import TokenizerError
 from tests.fake_engine import byte_tokenizer
 from tests.fake_speech import speech_shape

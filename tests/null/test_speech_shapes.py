@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from deltic.models.shapes import UnsupportedModelError
-from deltic.models.speech_shapes import (
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.tts.shape import (
     FRAME,
-    MAX_REF_FRAMES,
     N_SIDE,
     NO_SIDE,
     NO_TEXT,
@@ -22,6 +21,7 @@ from deltic.models.speech_shapes import (
     row_id,
     split_row,
 )
+from deltic.models.vocoder.shape import MAX_REF_FRAMES
 
 DECODER = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from deltic.engine.client import QueueFull
-from deltic.engine.request import EngineInfo
-from deltic.server import speech_socket
-from deltic.server.audio import wav_header
-from deltic.server.speech_socket import MAX_PART, MIN_PART, PATH, Splitter
+from deltic.engine.messages import EngineInfo
+from deltic.host.client import QueueFull
+from deltic.server.speech import socket as speech_socket
+from deltic.server.speech.audio import wav_header
+from deltic.server.speech.socket import MAX_PART, MIN_PART, PATH, Splitter
 from tests.fake_engine import served
 from tests.fake_speech import FakeSpeechClient, make_speech_app, wave
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltic.engine.loop import Engine
-from deltic.engine.request import AddText, Output, Request, SamplingParams, Sequence, Speech, Step, StepResult
+from deltic.engine.engine import Engine
+from deltic.engine.messages import AddText, Output, Request, SamplingParams, Speech
 from deltic.engine.scheduler import RequestError
-from deltic.engine.speech import FRAME_S, SpeechStage
+from deltic.engine.stage import FRAME_S, SpeechStage
+from deltic.engine.step import Sequence, Step, StepResult
 from tests.fakes import NAN, POISON, FakeRunner
 
 FRAME_SAMPLES = 1920

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.request import Chunk
+from deltic.engine.step import Chunk
 from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Conversations, some_ids
 from tests.fakes import FakeRunner, FakeTiers

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from deltic.models.checkpoint import DEMO
-from deltic.server import template
-from deltic.server.chat import ChatTemplate
-from deltic.server.constraint import NotInline
+from deltic.server.chat import metered as template
+from deltic.server.chat.constraint import NotInline
+from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError
 from deltic.text import Tokenizer, TokenizerError
 from tests.fake_engine import TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served

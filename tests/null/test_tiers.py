@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from deltic.config import ConfigError
-from deltic.engine.tiers import ABANDONED_S, Bytes, Move, Tiers
+from deltic.engine.cache.tiers import ABANDONED_S, Bytes, Move, Tiers
 from deltic.private import make_private
 
 PAGE_BYTES, STATE_BYTES = 1500, 5003

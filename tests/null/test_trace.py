@@ -10,8 +10,8 @@ import pytest
 
 from deltic.config import ConfigError
 from deltic.engine import trace as tracing
-from deltic.engine.loop import Engine
-from deltic.engine.request import Request, SamplingParams
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.trace import Trace
 from tests.fakes import POISON, FakeRunner
 

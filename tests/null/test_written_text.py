@@ -15,11 +15,11 @@ import msgspec
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from deltic.engine.request import Request
-from deltic.server import speech_socket
+from deltic.engine.messages import Request
 from deltic.server.service import INLINE_BYTES
-from deltic.server.speech_prompt import OpenText
-from deltic.server.speech_socket import PATH
+from deltic.server.speech import socket as speech_socket
+from deltic.server.speech.prompt import OpenText
+from deltic.server.speech.socket import PATH
 from deltic.text import IncrementalEncoder
 from tests.fake_engine import byte_tokenizer, served
 from tests.fake_speech import FakeSpeechClient, make_speech_app, wave

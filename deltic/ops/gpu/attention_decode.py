@@ -30,10 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltic.ops.attention import AttentionHeads
-from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.contract import check
+from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
-from deltic.ops.table import check
 
 FAN = 8
 """Records merged at once: with 64 splits, two rounds of 8."""

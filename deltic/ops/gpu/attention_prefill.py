@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltic.ops.attention import AttentionHeads
+from deltic.ops.geometry import AttentionHeads
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
 

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltic.ops.contract import check
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch
-from deltic.ops.table import check
 
 MAX_PARTS = 1024
 """Tiles of partial sums that there is room for: slices are walked by programs of their own only where that is enough."""

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltic.ops.attention import AttentionHeads
-from deltic.ops.geometry import N_CODES
+from deltic.ops.contract import check
+from deltic.ops.geometry import N_CODES, AttentionHeads
 from deltic.ops.gpu.attention_decode import _rotated, _summed, _turn
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
@@ -38,7 +38,6 @@ from deltic.ops.gpu.sample_kernels import (
     _value_of,
     _weight,
 )
-from deltic.ops.table import check
 
 MAX_CODES = 2048
 """Codes of a codebook: one program holds a row's logits."""

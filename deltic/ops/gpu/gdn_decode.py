@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltic.ops.gdn import MAX_DIM, GdnHeads, GdnWeights
+from deltic.ops.contract import check
+from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
-from deltic.ops.table import check
 
 EARLY_ROWS = 16
 """Up to so many rows the next kernel may start as soon as all our programs have; with more it would take room from them."""
@@ -282,8 +282,8 @@ def _check(
     check("gdn_decode", proj.is_contiguous() and out.is_contiguous(), "contiguous proj and out")
     check(
         "gdn_decode",
-        heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_DIM,
-        f"dk, dv % 16 == 0 and at most {MAX_DIM}",
+        heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM,
+        f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}",
     )
     check("gdn_decode", heads.n_v % heads.n_k == 0, "value heads in equal groups")
     # alignment decides the width of loads and with it the order of sums: one alignment, one order

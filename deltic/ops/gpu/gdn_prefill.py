@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deltic.ops.gdn import GdnHeads, GdnWeights
+from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.gdn_prefill_kernels import gdn_keys, gdn_output, gdn_scan, gdn_solve
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2

@@ -81,7 +81,7 @@ class _Launches:
     n = 0
     """Started since this was last set to 0."""
     compile_only = False
-    """Nothing is started: Triton is told of the kernels, and tensors may be on torch's "meta" device (engine/gpu_compile.py)."""
+    """Nothing is started: Triton is told of the kernels, and tensors may be on torch's "meta" device (runtime/gpu/compile.py)."""
 
 
 launches = _Launches()

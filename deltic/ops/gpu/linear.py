@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltic.ops.contract import check
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
-from deltic.ops.table import check
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltic.ops.contract import check
 from deltic.ops.gpu.launch import Levers, launch
-from deltic.ops.table import check
 
 LANES = 512
 """Running sums of a row's squares; part of what defines the bits."""

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltic.ops.contract import check
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.sample_kernels import collect, finish, finish_raw, scan, scan_raw
-from deltic.ops.table import check
 
 TILE = 2048
 """Ids of a tile. The float sums of plain sampling are by tile: another tile is another order of the sum."""

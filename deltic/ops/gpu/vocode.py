@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltic.ops.contract import check
 from deltic.ops.gpu.conv import Ring, Streams, history_row, ring_row, store_pair
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
-from deltic.ops.table import check
 
 MAX_WIDTH = 1024
 """Of the rows that one program norms."""

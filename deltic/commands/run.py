@@ -1,0 +1,288 @@
+"""`deltic run IN.jsonl OUT.jsonl`: a file of requests to a file of answers, resumed where it stopped.
+
+A line is what OpenAI's batch API takes, `{"custom_id": ..., "url": "/v1/chat/completions", "body": {...}}`,
+or a bare body with `messages`, `prompt` or `input`. The requests go over HTTP to a server (a child of ours without
+--url), so they mean exactly what they mean online. A result line is `{"custom_id", "line", "response":
+{"status_code", "body"}, "error"}`; results come in the order of completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import functools
+import json
+import os
+import stat
+import sys
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from deltic.batch_lines import N_TRIES, ForeignFile, Job, parse, read_results, wait_s
+from deltic.commands.endpoint import (
+    Endpoint,
+    EndpointError,
+    LocalServer,
+    ServerFailed,
+    error_message,
+    model_name,
+)
+from deltic.logs import counted
+
+MAX_UNAVAILABLE = 60
+"""Times that a request may find no engine; the server waits between them as it was told to."""
+
+
+class Stopped(Exception):
+    """The run cannot go on; what is written stays and the next run resumes."""
+
+
+def is_result(line: dict[str, Any]) -> bool:
+    """Whether a line of an output file is one of `deltic run`."""
+    return isinstance(line.get("line"), int)
+
+
+def key_of(result: dict[str, Any]) -> str | int:
+    """The key of the job that a result line answers."""
+    key: str | int = result["line"] if result.get("custom_id") is None else result["custom_id"]
+    return key
+
+
+def finished(out: BinaryIO) -> dict[str | int, bool]:
+    """Keys of the results that `out` holds, and whether each is an error; cuts off a last line that was not written to its end."""
+    try:
+        return {key_of(result): result.get("error") is not None for result in read_results(out, is_result)}
+    except ForeignFile as error:
+        raise Stopped(
+            f"line {error.line} of the output is no result of deltic run; give another output file"
+        ) from None
+
+
+def without_errors(path: Path, out: BinaryIO) -> BinaryIO:
+    """The output file again, less its lines with an error. `out` is closed. Raises Stopped.
+
+    A file of its own takes the place of the old one when it is whole, so that nothing is lost if this process ends meanwhile;
+    who may read it, and a link to it, stay as they were.
+    """
+    finished(out)
+    path = path.resolve()
+    new = open_output(path.with_name(path.name + ".retry"))
+    new.truncate(0)
+    os.fchmod(new.fileno(), stat.S_IMODE(os.fstat(out.fileno()).st_mode))
+    out.seek(0)
+    for line in out:
+        if json.loads(line).get("error") is None:
+            new.write(line)
+    new.flush()
+    os.fsync(new.fileno())
+    os.replace(new.name, path)
+    out.close()
+    return new
+
+
+def open_output(path: Path) -> BinaryIO:
+    """The output file, for this process alone. Raises Stopped."""
+    try:
+        out = path.open("r+b") if path.exists() else path.open("w+b")
+        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Stopped(f"another run is writing {path}") from None
+    except OSError as error:
+        raise Stopped(f"cannot write {path}: {error.strerror}") from None
+    return out
+
+
+def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[Job]:
+    """The lines still to do, without empty ones; a custom_id that comes again is an error of that line."""
+    seen: set[str] = set()
+    for line, text in enumerate(source, 1):
+        if not text.strip():
+            continue
+        job = parse(text, line)
+        if job.custom_id is not None and job.custom_id in seen:
+            # By line from here on, so that the first line's result is not taken for this one's.
+            job = Job(line, None, error=f"line {line}: custom_id {job.custom_id!r} was used before")
+        elif job.custom_id is not None:
+            seen.add(job.custom_id)
+        if job.key not in done:
+            yield job
+
+
+async def send(endpoint: Endpoint, model: str, job: Job, *, renamed: bool = False) -> dict[str, Any]:
+    """The job's result line. Waits as long as the server is full. Raises Stopped when it is gone.
+
+    model: of lines that name none; renamed: of all lines.
+    """
+    result: dict[str, Any] = {"custom_id": job.custom_id, "line": job.line, "response": None, "error": None}
+    if job.body is None:
+        return result | {"error": {"code": "bad_line", "message": job.error}}
+    try:
+        asked = json.loads(job.body)
+    except (ValueError, RecursionError) as error:  # a number or nesting beyond Python's own limits
+        return result | {"error": {"code": "bad_line", "message": f"line {job.line}: {error}"}}
+    asked = asked | {"model": model} if renamed else {"model": model} | asked
+    n_tries = n_unavailable = 0
+    while True:
+        n_tries += 1
+        try:
+            reply = await endpoint.open("POST", job.path, asked)
+            data = await reply.read()
+        except EndpointError as error:
+            if n_tries >= N_TRIES:
+                raise Stopped(f"{error}; {n_tries} tries") from None
+            await asyncio.sleep(0.5 * 2**n_tries)
+            continue
+        if reply.status in (401, 403):
+            raise Stopped(f"{endpoint.url} refused the key (HTTP {reply.status}); give it with --api-key")
+        wait = wait_s(reply.status, reply.headers, n_tries)
+        if wait is None:
+            break
+        n_tries -= reply.status == 429
+        n_unavailable += reply.status == 503
+        if n_unavailable > MAX_UNAVAILABLE:
+            raise Stopped(f"{endpoint.url} stays unavailable (HTTP 503)")
+        await asyncio.sleep(wait)
+    try:
+        body = json.loads(data)
+    except ValueError:
+        body = {"error": {"message": "the answer is not JSON"}}
+    result["response"] = {"status_code": reply.status, "body": body}
+    if reply.status != 200:
+        result["error"] = {"code": f"http_{reply.status}", "message": error_message(body, reply.status)}
+    return result
+
+
+@dataclass
+class Tally:
+    """What a run did."""
+
+    n_done: int = 0
+    n_errors: int = 0
+    n_old_errors: int = 0
+    """Of those that earlier runs left in the output."""
+    n_tokens: int = 0
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Counts one result line."""
+        self.n_done += 1
+        self.n_errors += result["error"] is not None
+        body = (result["response"] or {}).get("body")
+        usage = body.get("usage") if isinstance(body, dict) else None
+        usage = usage if isinstance(usage, dict) else {}
+        self.n_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
+
+async def work(
+    ask: Callable[[Job], Awaitable[dict[str, Any]]],
+    todo: Iterator[Job],
+    out: BinaryIO,
+    n_in_flight: int,
+    progress: Progress,
+    tally: Tally,
+) -> None:
+    """Has all jobs answered by `ask`, `n_in_flight` at once, and writes each result as it comes. Raises Stopped."""
+    bar = progress.tasks[0].id
+
+    async def client() -> None:
+        for job in todo:
+            result = await ask(job)
+            out.write(json.dumps(result, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            out.flush()
+            tally.add(result)
+            speed = tally.n_tokens / max(progress.tasks[0].elapsed or 0.0, 1e-3)
+            progress.update(bar, advance=1, note=f"{speed:.0f} tok/s, {tally.n_errors} errors")
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(n_in_flight):
+                group.create_task(client())
+    except* (Stopped, OSError) as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _run(
+    arguments: argparse.Namespace, server_arguments: list[str], source: BinaryIO, out: BinaryIO
+) -> Tally:
+    console = Console(stderr=True)
+    done = finished(out)
+    n_lines = sum(1 for line in source if line.strip())
+    source.seek(0)
+    tally = Tally(n_old_errors=sum(done.values()))
+    if done:
+        console.print(f"resuming: {len(done)} of {n_lines} lines are done", markup=False)
+    if all(False for _ in jobs(source, done)):
+        return tally
+    source.seek(0)
+    server = None if arguments.url else LocalServer(server_arguments)
+    try:
+        if server is None:
+            endpoint = Endpoint(arguments.url, arguments.api_key)
+        else:
+            with console.status("starting the server") as status:
+                endpoint = await server.wait_ready(lambda stage, part: status.update(f"{stage} {part:.0%}"))
+        given = getattr(arguments, "model", None)
+        model = given if given and arguments.url else await model_name(endpoint)
+        ask = functools.partial(send, endpoint, model, renamed=given is not None)
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=console) as progress:
+            progress.add_task("", total=n_lines, completed=len(done), note="")
+            await work(ask, jobs(source, done), out, arguments.in_flight, progress, tally)
+            return tally
+    finally:
+        if server is not None:
+            server.stop()
+
+
+def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
+    """The command. 0: every line has its answer; 1: some have an error, or it stopped early: run again to resume."""
+    source, target = Path(arguments.input), Path(arguments.output)
+    try:
+        if arguments.in_flight < 1:
+            raise Stopped("--in-flight must be at least 1")
+        if not source.is_file():
+            raise Stopped(f"{source} is not a file")
+        if target.exists() and os.path.samefile(source, target):
+            raise Stopped("input and output are the same file")
+        out = open_output(target)
+        if arguments.retry_errors:
+            out = without_errors(target, out)
+        with out, source.open("rb") as lines:
+            tally = asyncio.run(_run(arguments, server_arguments, lines, out))
+    except (Stopped, EndpointError, ServerFailed) as error:
+        print(f"deltic: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # of the disk, and again when what is left of a line is written at the close
+        print(
+            f"deltic: cannot write {error.filename or target}: {error.strerror}; "
+            "when it can be, run the same command again to go on",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print(f"deltic: stopped; run the same command again to go on with {target}", file=sys.stderr)
+        return 130
+    n_errors = tally.n_errors + tally.n_old_errors
+    text = f"{tally.n_done} lines answered, {tally.n_errors} of them with an error: {target}"
+    if n_errors:
+        text += f"; it holds {counted(n_errors, 'error')}, which --retry-errors tries again"
+    print(text, file=sys.stderr)
+    return 1 if n_errors else 0

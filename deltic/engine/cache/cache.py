@@ -1,0 +1,581 @@
+"""What each sequence owns of the two memories, and what it shares with the prefix tree.
+
+A page holds the keys and values of PAGE_SIZE tokens for all attention layers, a state slot one recurrent state and one
+convolution window for every DeltaNet layer. A place is a row in the tables of a step: whoever runs has one.
+
+| owner | of pages | of slots |
+| --- | --- | --- |
+| a sequence that runs | those of all its tokens; full ones are shared with the tree | the one it writes; for a step, a checkpoint it starts from |
+| the prefix tree | every full page that was not evicted | checkpoints |
+
+What only the tree owns is as good as free: it is evicted (`residency.py`) when a sequence needs the room. So the cache takes
+nothing from those that run, and needs no limit of its own.
+
+Where prefill and decode differ in bits, the tree has what prefill wrote, and nothing else: full pages of prompts, and states
+inside them. What was decoded is a sequence's own as long as it runs; the next turn brings it as a prompt, and it is computed again.
+
+The slot of a sequence whose `n_computed` is 0 holds whatever its last owner left: a chunk that starts at 0 starts from the
+zero state.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from deltic.engine.cache.pool import IntegrityError, Pool
+from deltic.engine.cache.residency import Load, Residency
+from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Geometry, Node, next_key, root_key, top
+from deltic.engine.step import Chunk, Sequence
+from deltic.ops.geometry import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from deltic.engine.cache.tiers import Tiers
+
+LADDER = (1024, 2048, 4096, 8192)
+"""Tokens after which a long message, or a prompt without messages, gets checkpoints; then every LADDER[-1]."""
+
+MAX_LOADS = 3
+"""Times a request waits for pages from a lower tier; then it computes what is missing."""
+
+MAX_LOAD_S = 30.0
+"""How long it waits at most: a disk may hang."""
+
+
+def pages_for(n_tokens: int) -> int:
+    """Pages that hold `n_tokens` tokens."""
+    return -(-n_tokens // PAGE_SIZE)
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """What ties a sequence to the tree."""
+
+    keys: list[bytes]
+    """Of its full pages."""
+    node: Node
+    """Its last page that the tree has; the root at first."""
+    wanted: dict[int, str] = field(default_factory=dict)
+    """Depths at which its prefill leaves checkpoints, ascending, and why."""
+    tail: Node | None = None
+    """The checkpoint behind its generated tokens, which moves on with them."""
+    load: Load | None = None
+    """What it waits for, or waited for."""
+    n_loads: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """What a preempted sequence has in host memory: the pages that are not the tree's, its last ones, and its state."""
+
+    n_computed: int
+    n_shared: int
+    """Pages before those, which the tree has."""
+    node: Node | None
+    """The last of them."""
+    pages: list[tuple[int, ...]]
+    state: tuple[int, ...]
+
+
+class Cache:
+    """Pages, slots and places of the sequences. Every change to what a sequence owns is made here."""
+
+    def __init__(
+        self, n_pages: int, n_slots: int, *, n_places: int | None = None, geometry: Geometry | None = None,
+        tiers: Tiers | None = None, enabled: bool = True, canonical_decode: bool = True, n_lookahead: int = 0,
+        has_state: bool = True,
+    ) -> None:  # fmt: skip
+        """n_places: sequences that may run at once. enabled: else nothing is kept for other requests, and host memory is for
+        preempted sequences alone. canonical_decode: whether what decode writes may be found by others; n_lookahead: tokens that
+        the device may have computed beyond a decode's n_computed; has_state: else any page will do to start behind, and there are
+        no checkpoints (all as in EngineInfo)."""
+        self.store = Residency(n_pages, n_slots, geometry or Geometry(), tiers, enabled)
+        self.pages, self.slots = self.store.pages, self.store.slots
+        self.places = Pool("place", n_slots if n_places is None else n_places)
+        self.enabled = enabled
+        self.canonical_decode = canonical_decode
+        self.n_lookahead = n_lookahead
+        self.has_state = has_state
+        self.stats = self.store.stats
+        self._tree = self.store.tree
+        self._parked: dict[Sequence, Parked] = {}
+
+    @property
+    def n_pages_used(self) -> int:
+        """Pages that sequences own: they cannot be evicted."""
+        return self.pages.n - self.pages.n_available
+
+    @property
+    def n_slots_used(self) -> int:
+        return self.slots.n - self.slots.n_available
+
+    # A sequence waits, and looks for its prefix.
+
+    def open(self, sequence: Sequence) -> None:
+        """Ties a new sequence to the tree, unless its request or the server does without."""
+        if self.enabled and sequence.request.use_cache:
+            sequence.prefix = Prefix([], self._root(sequence))
+            self._extend_keys(sequence)
+
+    def _root(self, sequence: Sequence) -> Node:
+        return self._tree.root(_root_key(sequence))
+
+    def _extend_keys(self, sequence: Sequence) -> None:
+        keys, tokens = sequence.prefix.keys, sequence.tokens
+        key = keys[-1] if keys else _root_key(sequence)
+        for i in range(len(keys), self._n_canonical(sequence) // PAGE_SIZE):
+            key = next_key(key, tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
+            keys.append(key)
+
+    def _n_canonical(self, sequence: Sequence) -> int:
+        """Tokens of a sequence whose pages and states are the tree's to give and to take."""
+        return len(sequence.tokens) if self.canonical_decode else sequence.n_prompt
+
+    def look_up(self, sequence: Sequence) -> list[Node]:
+        """The nodes of the pages that the tree knows of a waiting sequence, of all those that it could share."""
+        if sequence.prefix is None:
+            return []
+        self._extend_keys(sequence)
+        if self._is_doomed(sequence.prefix):
+            return []
+        return self._tree.match(sequence.prefix.keys, (len(sequence.tokens) - 1) // PAGE_SIZE)
+
+    def _is_doomed(self, prefix: Prefix) -> bool:
+        return bool(prefix.keys) and self.store.is_doomed(prefix.keys[0])
+
+    def usable(self, sequence: Sequence, known: list[Node], tier: int = DISK) -> list[Node]:
+        """As much of `known` as the sequence can start behind, with what is in this tier and in those above it. Unless it comes
+        back from host memory, one token of those that may be shared is left to compute: somebody must be drawn from it, and a
+        decode does not start from a checkpoint."""
+        parked = self._parked.get(sequence)
+        n_most = next((i for i, node in enumerate(known) if not _within(node.page, tier)), len(known))
+        if parked is not None:
+            if parked.n_shared <= n_most:
+                return known[: parked.n_shared]
+            self._forget_parked(sequence)  # what it continues is gone
+        n_most = min(n_most, (self._n_canonical(sequence) - 1) // PAGE_SIZE)
+        while self.has_state and n_most and not _within(known[n_most - 1].state, tier):
+            n_most -= 1
+        return known[:n_most]
+
+    def is_parked(self, sequence: Sequence) -> bool:
+        """Whether host memory has its last pages and its state."""
+        return sequence in self._parked
+
+    def fetch(self, sequence: Sequence, path: list[Node]) -> bool:
+        """Starts to bring what `path` lacks on the device, if it lacks anything and there is room; whether it did."""
+        prefix = sequence.prefix
+        if prefix is None or not path or prefix.n_loads == MAX_LOADS:
+            return False
+        prefix.load = self.store.load(path, with_state=self.has_state and sequence not in self._parked)
+        prefix.n_loads += prefix.load is not None
+        return prefix.load is not None
+
+    def fits(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
+        """Whether all its tokens find room beside n_promised pages of others, with what they share with those that run."""
+        shared = (node.page[DEVICE] for node in path if node.page[DEVICE] is not None)
+        n_shared = sum(not self.pages.is_idle(page) for page in shared)
+        return pages_for(len(sequence.tokens)) - n_shared <= self.pages.n_available - n_promised
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        load: Load | None = sequence.prefix.load if sequence.prefix is not None else None
+        return load is not None and not load.is_done and time.monotonic() - load.began_s < MAX_LOAD_S
+
+    def n_common(self, sequence: Sequence, other: Sequence) -> int:
+        """Tokens, in full pages, with which both begin, and which `sequence` could start behind."""
+        if sequence.prefix is None or other.prefix is None:
+            return 0
+        mine, theirs = sequence.prefix.keys, other.prefix.keys
+        n = min(len(mine), len(theirs), (self._n_canonical(sequence) - 1) // PAGE_SIZE)
+        # Keys are chained: where one differs, all after it do.
+        return PAGE_SIZE * bisect_left(range(n), True, key=lambda i: mine[i] != theirs[i])
+
+    def admit(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
+        """Gives a waiting sequence a place, a slot, and the pages of `path`, all on the device; its siblings place and slot.
+
+        n_promised: available pages that are others'. False, with nothing of it changed, when something is short.
+        """
+        group = [sequence, *sequence.siblings]
+        parked = self._parked.get(sequence)
+        pages = [node.page[DEVICE] for node in path]
+        start = [path[-1].state[DEVICE]] if path and parked is None and self.has_state else []
+        self.pages.share(pages)
+        self.slots.share(start)
+        slots: list[int] | None = None
+        n_parked = len(parked.pages) if parked is not None else 0
+        n_new = max(n_parked, pages_for(len(sequence.tokens)) - len(pages))
+        if len(group) <= self.places.n_free and n_new <= self.pages.n_available - n_promised:
+            slots = self.store.take_slots(len(group))
+            is_ours = start and self.slots.n_owners[start[0]] == 2 and not path[-1].busy
+            if slots is None and is_ours:  # not one slot more is to be had: it goes on in the checkpoint's
+                others = self.store.take_slots(len(group) - 1)
+                if others is not None:
+                    self.slots.give_back([self.store.take_state(path[-1])])
+                    slots, start = [*start, *others], []
+        own = self.store.take_pages(n_parked) if slots is not None else []
+        if slots is None or own is None:
+            self.slots.give_back([*start, *(slots or [])])
+            self.pages.give_back(pages)
+            return False
+        for member, slot, place in zip(group, slots, self.places.take(len(group)), strict=True):
+            member.slot, member.place = slot, place
+        sequence.pages, sequence.n_computed = pages + own, len(pages) * PAGE_SIZE
+        sequence.pages_version += 1
+        sequence.start_slot = start[0] if start else None
+        if sequence.prefix is not None:
+            sequence.prefix.node = path[-1] if path else self._root(sequence)
+            sequence.prefix.tail, sequence.prefix.load, sequence.prefix.n_loads = None, None, 0
+        if parked is not None:
+            self._unpark(sequence, parked)
+        elif start:
+            self._tree.touch(path[-1])
+        if path and not self.has_state:
+            self.store.device.renew(path[-1])
+        return True
+
+    def note_lookup(self, sequence: Sequence) -> None:
+        """Counts what a sequence found that was admitted for the first time."""
+        if sequence.prefix is not None:
+            sequence.n_cached = sequence.n_computed
+            self.stats.n_lookups += 1
+            self.stats.n_hits += sequence.n_cached > 0
+            self.stats.n_lookup_tokens += sequence.n_prompt
+            self.stats.n_hit_tokens += sequence.n_cached
+
+    def want_checkpoints(self, sequence: Sequence, n_known: int) -> None:
+        """Decides where the prefill of an admitted sequence leaves checkpoints.
+
+        n_known: tokens whose pages the tree had. Where it cannot start behind the last of them, prompts branch, and the next
+        one that comes this way shall not compute the stretch again.
+        """
+        prefix, n_tokens = sequence.prefix, self._n_canonical(sequence)
+        if prefix is None or not self.has_state:
+            return
+        wanted: dict[int, str] = {}
+        begin = 0
+        for end in [*sequence.request.boundaries, n_tokens]:
+            wanted |= dict.fromkeys(_ladder(begin, end), "ladder")
+            begin = end // PAGE_SIZE * PAGE_SIZE
+            wanted[begin] = "message"
+        last = (n_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+        wanted[last] = "end"
+        wanted.setdefault(n_known, "junction")
+        prefix.wanted = {d: wanted[d] for d in sorted(wanted) if sequence.n_computed < d <= last}
+
+    # A sequence runs.
+
+    def grow(self, sequence: Sequence, n_tokens: int) -> bool:
+        """Makes room for `n_tokens` tokens in all; False, with nothing of the sequence changed, when pages are short."""
+        n_missing = pages_for(n_tokens) - len(sequence.pages)
+        if n_missing > 0:
+            pages = self.store.take_pages(n_missing)
+            if pages is None:
+                return False
+            sequence.pages += pages
+        return True
+
+    def plan_checkpoints(self, chunk: Chunk) -> None:
+        """Before a chunk of a prompt runs: the checkpoint where it starts, and the snapshots that it takes on its way."""
+        sequence = chunk.sequence
+        prefix: Prefix | None = sequence.prefix
+        if prefix is None or not prefix.wanted:
+            return
+        last = next(reversed(prefix.wanted))
+        above = self._depth_above(prefix)
+        prices = {}
+        for depth, kind in prefix.wanted.items():
+            # All but the last one are soon left behind by a deeper one; at a junction others will go another way.
+            weight = 1.0 if depth == last or kind == "junction" else SUPERSEDED
+            prices[depth] = self._tree.price(depth, above if depth > above else 0, weight)
+            above = depth
+        if chunk.start in prices:
+            self._leave_checkpoint(sequence, prefix.wanted[chunk.start], prices[chunk.start])
+        # The deepest first: if slots are short, it is the one that the next turn starts from.
+        for depth in reversed(prefix.wanted):
+            known = self._tree.nodes.get(prefix.keys[depth // PAGE_SIZE - 1])
+            is_there = known is not None and known.state[DEVICE] is not None
+            if chunk.start < depth < chunk.start + chunk.length and not is_there:
+                self._snapshot(chunk, depth, prices[depth])
+
+    def want_junction(self, sequence: Sequence, other: Sequence) -> None:
+        """`other` waits, and begins as this one does, which prefills: it will start from where they part."""
+        depth = self.n_common(other, sequence)
+        if depth > sequence.n_computed and self.has_state:
+            prefix: Prefix = sequence.prefix
+            prefix.wanted = dict(sorted(({depth: "junction"} | prefix.wanted).items()))
+
+    def _depth_above(self, prefix: Prefix) -> int:
+        """Depth of the last checkpoint before what is being computed."""
+        node = prefix.node
+        return node.depth if node.parent is None or node.has_state else self._tree.nearest_above(node).depth
+
+    def _snapshot(self, chunk: Chunk, depth: int, price: float) -> None:
+        slot = self.store.take_slot_worth(price)
+        if slot is not None:
+            chunk.snapshots.append((depth - chunk.start, slot))
+            chunk.snapshots.sort()
+
+    def _leave_checkpoint(self, sequence: Sequence, kind: str, price: float) -> None:
+        """The state between two chunks becomes a checkpoint, if it is worth a slot: the sequence's own slot changes its owner,
+        and the next chunk writes another."""
+        node = sequence.prefix.node
+        if node.depth == sequence.n_computed and node.state[DEVICE] is None and sequence.start_slot is None:
+            slot = self.store.take_slot_worth(price)
+            if slot is not None:
+                self._leave_for(slot, sequence, kind)
+
+    def _leave_for(self, slot: int, sequence: Sequence, kind: str) -> None:
+        left = sequence.slot
+        assert left is not None
+        self._keep(sequence.prefix.node, left, kind)
+        self.slots.share([left])
+        sequence.start_slot, sequence.slot = left, slot
+
+    def _keep(self, node: Node, slot: int, kind: str) -> None:
+        """A slot becomes the tree's."""
+        self.store.put_state(node, slot, kind)
+        self.stats.checkpoints_taken[kind] = self.stats.checkpoints_taken.get(kind, 0) + 1
+
+    def move_tail(self, sequence: Sequence) -> None:
+        """A decode has filled a page: the state behind it is where the next turn will start, and no longer the one before."""
+        prefix: Prefix | None = sequence.prefix
+        if prefix is None or prefix.node.depth != sequence.n_computed or sequence.start_slot is not None:
+            return
+        if not self.canonical_decode:
+            return
+        node, old = prefix.node, prefix.tail
+        if node.state[DEVICE] is None and old is not None and self.store.is_only_passed(old):
+            self._leave_for(self.store.take_state(old), sequence, "tail")
+        elif node.depth:
+            self._leave_checkpoint(sequence, "tail", self._tree.price(node.depth, self._depth_above(prefix)))
+        prefix.tail = node if node.kind == "tail" and node.state[DEVICE] is not None else None
+
+    def computed(self, chunk: Chunk) -> None:
+        """A chunk ran, and the sequence's n_computed says so: its full pages and snapshots enter the tree."""
+        sequence = chunk.sequence
+        self._let_go_of_start(sequence)
+        self.publish(sequence)
+        prefix: Prefix | None = sequence.prefix
+        if prefix is None:
+            self.slots.give_back([slot for _, slot in chunk.snapshots])  # the cache was reset meanwhile
+            return
+        for n, slot in chunk.snapshots:
+            depth = chunk.start + n
+            node = self._tree.nodes[prefix.keys[depth // PAGE_SIZE - 1]]
+            if node.state[DEVICE] is None:
+                self._keep(node, slot, prefix.wanted[depth])
+            else:
+                self.slots.give_back([slot])
+        if prefix.wanted:
+            prefix.wanted = {d: kind for d, kind in prefix.wanted.items() if d >= sequence.n_computed}
+
+    def _let_go_of_start(self, sequence: Sequence) -> None:
+        if sequence.start_slot is not None:
+            self.slots.give_back([sequence.start_slot])
+            sequence.start_slot = None
+
+    def publish(self, sequence: Sequence) -> None:
+        """Full pages enter the tree. Where it has the same page already, the sequence takes that one for its own; where that is not
+        to be used, the sequence goes on without the tree."""
+        prefix, pages = sequence.prefix, sequence.pages
+        n_tokens = min(sequence.n_computed, self._n_canonical(sequence))
+        if prefix is None or prefix.node.depth + PAGE_SIZE > n_tokens:
+            return
+        self._extend_keys(sequence)
+        if self._is_doomed(prefix):
+            sequence.prefix = None
+            return
+        node = prefix.node if prefix.node.depth else self._root(sequence)
+        for i in range(node.depth // PAGE_SIZE, n_tokens // PAGE_SIZE):
+            node = self._tree.child(node, prefix.keys[i])
+            if node.page[DEVICE] is None:
+                self.store.put_page(node, pages[i])
+            elif node.page[DEVICE] != pages[i]:
+                self.pages.share([node.page[DEVICE]])
+                self.pages.give_back([pages[i]])
+                pages[i] = node.page[DEVICE]
+                sequence.pages_version += 1
+        prefix.node = node
+
+    def fork(self, parent: Sequence, child: Sequence, n_tokens: int) -> list[tuple[int, int]] | None:
+        """Gives `child`, which owns no page yet, the first `n_tokens` tokens of `parent`.
+
+        Full pages are shared, for nobody writes to them again; a partial last page is copied.
+        Returns the (source, destination) pages to copy, or None, with nothing changed, when pages are short.
+        """
+        n_full, n_partial = divmod(n_tokens, PAGE_SIZE)
+        own = self.store.take_pages(1 if n_partial else 0)
+        if own is None:
+            return None
+        shared = parent.pages[:n_full]
+        self.pages.share(shared)
+        child.pages = shared + own
+        if parent.prefix is not None:
+            child.prefix = Prefix(parent.prefix.keys[:], parent.prefix.node)
+        return [(parent.pages[n_full], page) for page in own]
+
+    # A sequence stops running.
+
+    def release(self, sequence: Sequence, *, keep_state: bool = True) -> None:
+        """Takes back everything that `sequence` owns. keep_state: its state may become a checkpoint; it is not what its
+        tokens say after a step that failed, nor, where the device runs ahead, from the prompt's last token on."""
+        self._forget_parked(sequence)
+        self._let_go_of_start(sequence)
+        prefix: Prefix | None = sequence.prefix
+        slot = sequence.slot
+        if slot is not None:
+            node = prefix.node if prefix is not None else None
+            here = node is not None and node.depth == sequence.n_computed > 0 and node.state[DEVICE] is None
+            keep_state &= self.has_state and (
+                self.canonical_decode or sequence.n_computed < sequence.n_prompt
+            )
+            if node is not None and here and keep_state and self._tree.nodes.get(node.key) is node:
+                self._keep(node, slot, "tail")
+            else:
+                self.slots.give_back([slot])
+            assert sequence.place is not None
+            self.places.give_back([sequence.place])
+        self.pages.give_back(reversed(sequence.pages))
+        sequence.pages, sequence.slot, sequence.place = [], None, None
+        if prefix is not None:
+            if slot is not None:
+                self.store.save(prefix.node)
+            prefix.tail = None
+            prefix.wanted = {}
+
+    def drop_snapshots(self, chunk: Chunk) -> None:
+        """A step failed: what it was to snapshot is nobody's."""
+        self.slots.give_back([slot for _, slot in chunk.snapshots])
+        chunk.snapshots.clear()
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes back everything that a running sequence owns, and keeps in host memory, if it has room, what the tree does
+        not: a decode comes back exactly where it was. Without that it starts again from what the tree has kept.
+
+        The device may have run ahead: then the state has seen n_lookahead tokens more than n_computed says, and the pages hold
+        their KV. The copies to host memory wait for that, and take those pages too; what was drawn there is kept by the runner,
+        which goes on from it when the sequence comes back with these bytes. If they were lost, chunks of it come that start
+        before n_computed, and the runner drops what it kept (loop.StepRunner).
+        """
+        n_computed = sequence.n_computed
+        is_worth_it = sequence.n_pending == 1
+        if not self.canonical_decode:  # what was decoded can be had again one token a step only
+            is_worth_it |= n_computed >= sequence.n_prompt
+        parked = self._park(sequence) if is_worth_it and n_computed else None
+        self.release(sequence)
+        sequence.n_computed = 0
+        if parked is not None:
+            self._parked[sequence] = parked
+            if parked.node is not None:
+                parked.node.n_parked += 1
+
+    def _park(self, sequence: Sequence) -> Parked | None:
+        prefix: Prefix | None = sequence.prefix
+        n_shared = prefix.node.depth // PAGE_SIZE if prefix is not None else 0
+        assert sequence.slot is not None
+        # Before the first chunk behind a checkpoint has run, the state is the checkpoint's.
+        slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
+        own = sequence.pages[n_shared : pages_for(sequence.n_computed + self.n_lookahead)]
+        units = [self.store.park("page", page) for page in own]
+        state = self.store.park("state", slot)
+        node = prefix.node if prefix is not None else None
+        parked = Parked(sequence.n_computed, n_shared, node, [u for u in units if u is not None], state or ())
+        if state is None or None in units:
+            self._free_units(parked)
+            return None
+        return parked
+
+    def _unpark(self, sequence: Sequence, parked: Parked) -> None:
+        assert sequence.slot is not None
+        for units, page in zip(parked.pages, sequence.pages[parked.n_shared :], strict=True):
+            self.store.unpark("page", units, page)
+        self.store.unpark("state", parked.state, sequence.slot)
+        sequence.n_computed = parked.n_computed
+        self._unlist(sequence)
+
+    def _forget_parked(self, sequence: Sequence) -> None:
+        if sequence in self._parked:
+            self._free_units(self._unlist(sequence))
+
+    def _unlist(self, sequence: Sequence) -> Parked:
+        parked = self._parked.pop(sequence)
+        if parked.node is not None:
+            parked.node.n_parked -= 1
+        return parked
+
+    def _free_units(self, parked: Parked) -> None:
+        for units in (*parked.pages, parked.state):
+            self.store.units.give_back(units)
+
+    # The whole.
+
+    def distrust(self, spoilt: Iterable[Sequence], sequences: Iterable[Sequence]) -> int:
+        """The logits of `spoilt`, which run, were not finite. Nobody knows which page or state is to blame, so all that the tree
+        has of them leaves every tier, from the first page on, with all that lies beyond. Those of `sequences` that run on it go
+        on without the tree. The number of pages, in whatever tier."""
+        paths = (top(s.prefix.node) for s in spoilt if s.prefix is not None)
+        tops = {node for node in paths if node is not None}
+        for sequence in sequences:
+            if (
+                sequence.slot is not None
+                and sequence.prefix is not None
+                and top(sequence.prefix.node) in tops
+            ):
+                sequence.prefix = None
+        for sequence in spoilt:
+            sequence.prefix = None
+        return sum(self.store.drop(node) for node in tops)
+
+    def reset(self, sequences: Iterable[Sequence]) -> None:
+        """Forgets everything that was kept for others, in every tier. The open sequences go on, without the tree where they
+        run already."""
+        self.store.reset()
+        for sequence in sequences:
+            if sequence.slot is not None:
+                sequence.prefix = None
+            elif sequence.prefix is not None:
+                sequence.prefix.load = None
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raises IntegrityError unless the sequences and the tree hold exactly what is not free. O(pages + slots)."""
+        pages: Counter[int] = Counter()
+        slots: Counter[int] = Counter()
+        places: Counter[int] = Counter()
+        for sequence in sequences:
+            name = f"sequence {sequence.request.id}/{sequence.index}"
+            pages.update(sequence.pages)
+            slots.update(s for s in (sequence.slot, sequence.start_slot) if s is not None)
+            places.update([] if sequence.place is None else [sequence.place])
+            if sequence.slot is None and (sequence.pages or sequence.place is not None):
+                raise IntegrityError(f"{name} has pages or a place but no slot")
+            if len(sequence.pages) < pages_for(sequence.n_computed):
+                raise IntegrityError(
+                    f"{name} has {sequence.n_computed} tokens computed in {len(sequence.pages)} pages"
+                )
+        units: Counter[int] = Counter()
+        for parked in self._parked.values():
+            for held in (*parked.pages, parked.state):
+                units.update(held)
+        self.store.check(pages, slots, units)
+        self.places.check(places)
+
+
+def _root_key(sequence: Sequence) -> bytes:
+    return root_key(sequence.request.party, sequence.request.cache_salt)
+
+
+def _within(where: list[Any], tier: int) -> bool:
+    """Whether a page or state is in `tier` or one above."""
+    return any(place is not None for place in where[: tier + 1])
+
+
+def _ladder(begin: int, end: int) -> Iterator[int]:
+    """Depths inside a message of begin … end - 1 at which it gets checkpoints."""
+    for step in LADDER:
+        if begin + step < end:
+            yield begin + step
+    yield from range(begin + 2 * LADDER[-1], end, LADDER[-1])

@@ -1,0 +1,660 @@
+"""Where the bytes of the prefix tree are: the pools, eviction from one tier to the next, and the way back.
+
+Device memory has pages and state slots, handed out by the two pools, with reference counts. What the tree alone owns is idle: it
+is evicted when somebody needs the room, to host memory if there is any, else to nowhere. Host memory is one pool of units of a
+page's size; a state takes several. The disk keeps copies: what is worth it is written behind, so it survives a restart.
+
+Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are all those before it;
+on the host they continue a path that the device begins.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deltic.engine.cache.pool import IntegrityError, Pool
+from deltic.engine.cache.tree import DEVICE, DISK, HOST, TIER_NAMES, Geometry, Node, PrefixTree, Tier
+from deltic.engine.messages import CacheStats
+from deltic.ops.geometry import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from deltic.engine.cache.tiers import Move, Tiers
+
+SAVE_BYTES = 32 << 20
+"""About as much goes to disk in one go: for so long its pages and slots are kept from others."""
+
+SURVEY_S = 60.0
+"""How often it is looked what other servers have in the directory, while something is saved."""
+
+REGROW_S = 3600.0
+"""How long less is kept on a disk that was full."""
+
+MAX_SAVED_PAGES = 1 << 17
+"""Pages on disk; the tree takes about 1.2 kB of memory for each."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Pages and a state on their way to device memory."""
+
+    path: list[Node]
+    """From the first page to the one where the request will start: kept where they are meanwhile."""
+    targets: list[Node]
+    """The node of each move."""
+    pages: list[int]
+    slots: list[int]
+    began_s: float
+    is_done: bool = False
+
+
+class Residency:
+    """The tree's pages and states in their tiers, and the pools that they share with the sequences."""
+
+    def __init__(
+        self, n_pages: int, n_slots: int, geometry: Geometry, tiers: Tiers | None, keeps: bool
+    ) -> None:
+        """keeps: whether there is a prefix cache; if not, host memory is for preempted sequences alone."""
+        self.pages = Pool("page", n_pages)
+        self.slots = Pool("slot", n_slots)
+        self.units = Pool("unit", tiers.n_units if tiers else 0)
+        self.tree = PrefixTree(geometry)
+        self.stats = CacheStats()
+        self.tiers = tiers
+        self.disk_bytes = tiers.disk_bytes if tiers and tiers.has_disk and keeps else 0
+        # On the device it must be the tree's alone; nowhere may it be taken away while it is moved.
+        pages, slots = self.pages, self.slots
+        self.device = Tier(
+            DEVICE,
+            lambda node: not node.busy and pages.is_idle(node.page[DEVICE]),
+            lambda node: not node.busy and slots.is_idle(node.state[DEVICE]),
+        )
+        self.host = Tier(HOST, lambda node: not node.busy and not node.n_parked, lambda node: not node.busy)
+        self.disk = Tier(DISK, lambda node: not node.busy, lambda node: not node.busy)
+        self._tiers = (self.device, self.host, self.disk)
+        self._loads: dict[int, Load] = {}
+        self._saves: dict[int, tuple[list[Node], list[Node]]] = {}  # the path, and the node of each move
+        self._to_save: dict[Node, None] = {}
+        self._doomed: set[Node] = set()
+        """Dropped with all beyond them, as soon as nothing of that is moved."""
+        self._disk_used = 0
+        self._disk_most = math.inf
+        """Less than the budget for a while after the disk was full."""
+        self._regrow_at = self._survey_at = time.monotonic() + SURVEY_S
+        if self.disk_bytes:
+            self._restore()
+
+    # Room on the device.
+
+    def take_pages(self, n: int) -> list[int] | None:
+        """`n` pages for the caller, evicting what is idle; None when there are not as many."""
+        while self.pages.n_free < n:
+            if self.pages.n_available < n or not self._evict_page():
+                return None
+        return self.pages.take(n)
+
+    def take_slots(self, n: int) -> list[int] | None:
+        """`n` slots for the caller, evicting checkpoints; None when there are not as many."""
+        while self.slots.n_free < n:
+            node = self.device.least_state()
+            if node is None:
+                return None
+            self._evict_state(node)
+        return self.slots.take(n)
+
+    def take_slot_worth(self, price: float) -> int | None:
+        """A slot for a checkpoint of this priority: a free one, or that of one with less; None where all have more."""
+        if not self.slots.n_free:
+            node = self.device.least_state()
+            if node is None:
+                return None
+            if node.priority >= price:
+                self.tree.clock = max(self.tree.clock, price)  # as if it had come, and been evicted at once
+                return None
+            self._evict_state(node)
+        return self.slots.take(1)[0]
+
+    def _evict_page(self) -> bool:
+        """Frees a page; False when none may be taken away."""
+        while (victim := self.device.victim()) is not None:
+            kind, node = victim
+            if kind == "state":
+                self._evict_state(node)
+                continue
+            page = node.page[DEVICE]
+            # Host memory that was not given for evicted pages is for those of preempted sequences.
+            leads_on = node.state[HOST] is not None or node.n_children[HOST] or node.n_parked
+            if leads_on and node.page[HOST] is None and (units := self._take_units(1)):
+                self._copy_out("page", page, units)
+                self.host.put_page(node, units)
+            self.device.drop_page(node)
+            self._free(self.pages, page)
+            self.stats.n_pages_evicted += 1
+            self._forget_if_gone(node)
+            return True
+        return False
+
+    def _evict_state(self, node: Node) -> None:
+        self.tree.clock = max(self.tree.clock, node.priority)
+        slot = node.state[DEVICE]
+        if node.state[HOST] is None and self.tiers is not None and self.tiers.takes_evicted:
+            units = self._take_units(self.tiers.units_per_state, node.priority)
+            if units:
+                self._copy_out("state", slot, units)
+                self.tree.put_state(self.host, node, units, node.kind)
+        self.tree.drop_state(self.device, node)
+        self._free(self.slots, slot)
+        self.stats.n_checkpoints_evicted += 1
+
+    def _free(self, pool: Pool, index: int) -> None:
+        pool.hand_back(index)
+        pool.give_back([index])
+
+    # What the tree takes over, and gives away.
+
+    def put_page(self, node: Node, page: int) -> None:
+        """The tree becomes one more owner of a page."""
+        self.pages.share([page])
+        self.pages.hand_to_tree(page)
+        self.device.put_page(node, page)
+        self._drop_copy(node)
+
+    def put_state(self, node: Node, slot: int, kind: str) -> None:
+        """The caller's slot becomes the tree's: a checkpoint."""
+        self.slots.hand_to_tree(slot)
+        self.tree.put_state(self.device, node, slot, kind)
+        self._drop_copy(node)
+
+    def _drop_copy(self, node: Node) -> None:
+        """What is on the device needs no room on the host."""
+        if node.busy:
+            return
+        if node.page[DEVICE] is not None and node.page[HOST] is not None:
+            self.units.give_back(self.host.drop_page(node))
+        if node.state[DEVICE] is not None and node.state[HOST] is not None:
+            self.units.give_back(self.tree.drop_state(self.host, node))
+
+    def take_state(self, node: Node) -> int:
+        """The tree's slot of a checkpoint becomes the caller's."""
+        slot: int = self.tree.drop_state(self.device, node)
+        self.slots.hand_back(slot)
+        return slot
+
+    def is_only_passed(self, node: Node) -> bool:
+        """Whether a checkpoint has one way on at most, and nobody has used it or does."""
+        slot = node.state[DEVICE]
+        if slot is None or node.busy or node.n_hits:
+            return False
+        return self.slots.is_idle(slot) and len(node.children) < 2
+
+    # Host memory.
+
+    def _take_units(self, n: int, price: float = math.inf) -> tuple[int, ...] | None:
+        """`n` units, dropping what is worth least in host memory, if that is less than `price`; None when it has no more."""
+        if n > self.units.n:
+            return None
+        while self.units.n_free < n:
+            victim = self.host.victim()
+            if victim is None:
+                return None
+            kind, node = victim
+            if kind == "page":
+                self.units.give_back(self.host.drop_page(node))
+                self._forget_if_gone(node)
+            elif node.priority < price:
+                self.units.give_back(self.tree.drop_state(self.host, node))
+            else:
+                return None
+        return tuple(self.units.take(n))
+
+    def _copy_out(self, kind: str, device: int, units: tuple[int, ...]) -> None:
+        from deltic.engine.cache.tiers import Move
+
+        assert self.tiers is not None
+        self.tiers.copy_out(Move(kind, device, units))
+
+    def park(self, kind: str, device: int) -> tuple[int, ...] | None:
+        """Copies a page or a slot to host memory that is not the tree's; None when there is no room."""
+        if self.tiers is None:
+            return None
+        units = self._take_units(self.tiers.units_per_state if kind == "state" else 1)
+        if units:
+            self._copy_out(kind, device, units)
+        return units
+
+    def unpark(self, kind: str, units: tuple[int, ...], device: int) -> None:
+        """Brings that back, and frees the units."""
+        from deltic.engine.cache.tiers import Move
+
+        assert self.tiers is not None
+        self.tiers.copy_in(Move(kind, device, units))
+        self.units.give_back(units)
+
+    # From the lower tiers to the device, beside the steps.
+
+    def load(self, path: list[Node], with_state: bool) -> Load | None:
+        """Starts to bring what `path` lacks on the device. None when it lacks nothing, or there is no room."""
+        missing = [node for node in path if node.page[DEVICE] is None]
+        states = [path[-1]] if with_state and path[-1].state[DEVICE] is None else []
+        if self.tiers is None or not (missing or states):
+            return None
+        wanted = {*missing, *states}
+        for load in self._loads.values():
+            if not wanted.isdisjoint(load.targets):
+                return load  # another request's: what is missing after it is loaded then
+        for node in path:
+            node.busy += 1
+        pages = self.take_pages(len(missing))
+        slots = self.take_slots(len(states)) if pages is not None else None
+        if pages is None or slots is None:
+            self.pages.give_back(pages or [])
+            self._rest(path)
+            return None
+        moves = [_move("page", node, page) for node, page in zip(missing, pages, strict=True)]
+        moves += [_move("state", node, slot) for node, slot in zip(states, slots, strict=True)]
+        load = self._loads[self.tiers.load(moves)] = Load(
+            path, missing + states, pages, slots, time.monotonic()
+        )
+        return load
+
+    def _rest(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            node.busy -= 1
+
+    def poll(self) -> None:
+        """Takes note of what was moved, and has the next thing saved. Called before every step."""
+        tiers = self.tiers
+        if tiers is None:
+            return
+        if tiers.n_pending:
+            for ticket, moves in tiers.finished():
+                if ticket in self._loads:
+                    self._loaded(self._loads.pop(ticket), moves)
+                else:
+                    self._saved(*self._saves.pop(ticket), moves)
+                for node in list(self._doomed):
+                    self.drop(node)
+        if self._to_save and not self._saves:
+            self._save_next()
+
+    @property
+    def n_moving(self) -> int:
+        """Loads and saves under way."""
+        return len(self._loads) + len(self._saves)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a sequence may wait for the lower tiers."""
+        return bool(self._loads)
+
+    @property
+    def n_moved(self) -> int:
+        """Objects that were moved or could not be: it stands still where the disk hangs."""
+        return 0 if self.tiers is None else self.tiers.n_moved
+
+    def _loaded(self, load: Load, moves: list[Move]) -> None:
+        load.is_done = True
+        for node in load.path:
+            node.busy -= 1
+        lost = []
+        for node, move in zip(load.targets, moves, strict=True):
+            is_page = move.kind == "page"
+            here = node.page[DEVICE] if is_page else node.state[DEVICE]
+            if move.ok and here is None and self._has_path(node, DEVICE, is_page):
+                if is_page:
+                    self.put_page(node, move.device)
+                    self.pages.give_back([move.device])
+                else:
+                    self.put_state(node, move.device, node.kind)
+                continue
+            (self.pages if is_page else self.slots).give_back([move.device])
+            if not move.ok:
+                lost.append((move.kind, node))
+        for node in load.path:
+            self._drop_copy(node)
+        for kind, node in lost:
+            self._lose(kind, node)
+        for node in reversed(load.path):  # another load may have found its page damaged
+            self._forget_if_gone(node)
+
+    def _has_path(self, node: Node, tier: int, is_page: bool) -> bool:
+        """Whether a page may stand behind that of its parent in this tier, or a state behind its page."""
+        if self.tree.nodes.get(node.key) is not node:  # it was dropped while its bytes were on their way
+            return False
+        before = node.parent if is_page else node
+        assert before is not None
+        return before.parent is None or before.page[tier] is not None
+
+    def _lose(self, kind: str, node: Node) -> None:
+        """A page or state on disk is damaged or gone; what lies on disk beyond a page is lost with it."""
+        for n in reversed(_branch(node)) if kind == "page" else [node]:
+            if n.state[DISK] is not None:
+                self._drop_saved_state(n)
+            if n.page[DISK] is not None and kind == "page":
+                self._drop_saved_page(n)
+            self._forget_if_gone(n)
+
+    # To disk, behind the steps.
+
+    def save(self, node: Node) -> None:
+        """Has the checkpoints up to here written to disk, with their pages, when their turn comes."""
+        if self.disk_bytes:
+            self._to_save |= {n: None for n in _path(node) if n.has_state and n.state[DISK] is None}
+
+    def _save_next(self) -> None:
+        """Starts to save the checkpoint that waits longest: pages from the first on, then the state."""
+        assert self.tiers is not None
+        geometry, now_s = self.tree.geometry, time.monotonic()
+        if now_s >= self._survey_at:
+            self._survey_at = now_s + SURVEY_S
+            self.tiers.survey()
+        if now_s >= self._regrow_at:
+            self._disk_most = math.inf
+        while self._to_save and self.tiers.can_save:
+            node = next(iter(self._to_save))
+            too_long = node.depth // PAGE_SIZE * geometry.page_bytes + geometry.state_bytes > self._disk_room
+            if not node.has_state or node.state[DISK] is not None or too_long or _is_left_behind(node):
+                del self._to_save[node]
+                continue
+            path = _path(node)
+            source = [n for n in path if n.page[DISK] is None]
+            n_most = max(1, SAVE_BYTES // geometry.page_bytes)
+            moves = [
+                _move("page", n, -1 if n.page[DEVICE] is None else n.page[DEVICE]) for n in source[:n_most]
+            ]
+            nodes = source[:n_most]
+            if len(source) <= n_most:
+                del self._to_save[node]
+                slot = node.state[DEVICE]
+                moves.append(_move("state", node, -1 if slot is None else slot))
+                nodes = [*nodes, node]
+            for n in path:
+                n.busy += 1
+            if self._make_room(sum(map(self._saved_bytes, moves))):
+                self._saves[self.tiers.save(moves)] = path, nodes
+                return
+            self._rest(path)
+            self._to_save.pop(node, None)
+
+    @property
+    def _disk_room(self) -> int:
+        """Bytes that this server may have on disk: the budget, less what others have put into the directory. An eighth in any
+        case, lest whoever was first has all; the others give way for it when they save the next time."""
+        assert self.tiers is not None
+        most = int(min(self.disk_bytes, self._disk_most))
+        return max(most - self.tiers.foreign_bytes, most // 8)
+
+    def _give_way(self) -> None:
+        """The disk was full before the budget was used up: a tenth of what this server has there makes room for what is new. After
+        a while the whole budget is tried again."""
+        assert self.tiers is not None
+        if not self._disk_used:
+            return  # nothing to delete: it is tried again later
+        self._disk_most = min(self._disk_most, self._disk_used * 9 // 10)
+        self._regrow_at = time.monotonic() + REGROW_S
+        self._make_room(0)
+        self.tiers.resume()
+
+    def _saved_bytes(self, move: Move) -> int:
+        geometry = self.tree.geometry
+        return geometry.page_bytes if move.kind == "page" else geometry.state_bytes
+
+    def _make_room(self, n_bytes: int) -> bool:
+        """Deletes what is worth least on disk, and is not busy, until n_bytes more fit; False when they cannot."""
+
+        def is_full() -> bool:
+            return self._disk_used + n_bytes > self._disk_room or self.disk.n_pages > MAX_SAVED_PAGES
+
+        while is_full() and (victim := self.disk.victim()) is not None:
+            kind, node = victim
+            if kind == "state":
+                self._drop_saved_state(node)
+            else:
+                self._drop_saved_page(node)
+                self._forget_if_gone(node)
+        return not is_full()
+
+    def _saved(self, path: list[Node], nodes: list[Node], moves: list[Move]) -> None:
+        assert self.tiers is not None
+        self._rest(path)
+        if not all(move.ok for move in moves):
+            self._to_save.pop(path[-1], None)
+        for node, move in zip(nodes, moves, strict=True):
+            is_page = move.kind == "page"
+            if not move.ok:
+                continue
+            if not self._has_path(node, DISK, is_page):
+                self.tiers.delete(move.kind, node.key)
+            elif (node.page if is_page else node.state)[DISK] is None:
+                if is_page:
+                    self.disk.put_page(node, True)
+                else:
+                    self.tree.put_state(self.disk, node, True, node.kind)
+                self._disk_used += self._saved_bytes(move)
+        for node in reversed(path):
+            self._forget_if_gone(node)
+        if self.tiers.is_full:
+            self._give_way()
+
+    def _drop_saved_page(self, node: Node) -> None:
+        assert self.tiers is not None
+        self.disk.drop_page(node)
+        self.tiers.delete("page", node.key)
+        self._disk_used -= self.tree.geometry.page_bytes
+
+    def _drop_saved_state(self, node: Node) -> None:
+        assert self.tiers is not None
+        self.tree.drop_state(self.disk, node)
+        self.tiers.delete("state", node.key)
+        self._disk_used -= self.tree.geometry.state_bytes
+
+    def _restore(self) -> None:
+        """The tree of what a directory holds. What cannot be reached from a root is deleted."""
+        assert self.tiers is not None
+        tree, entries = self.tree, sorted(self.tiers.entries, key=lambda entry: (entry.depth, entry.kind))
+        oldest_first: list[tuple[float, Node]] = []
+        for entry in entries:
+            parent = tree.root(entry.parent) if entry.depth == PAGE_SIZE else tree.nodes.get(entry.parent)
+            known = tree.nodes.get(entry.key)
+            if (
+                entry.kind == "page"
+                and parent is not None
+                and parent.depth + PAGE_SIZE == entry.depth
+                and not known
+            ):
+                self.disk.put_page(tree.child(parent, entry.key), True)
+                self._disk_used += tree.geometry.page_bytes
+            elif entry.kind == "state" and known and known.state[DISK] is None:
+                oldest_first.append((entry.used_at, known))
+                self._disk_used += tree.geometry.state_bytes
+            else:
+                self.tiers.delete(entry.kind, entry.key)
+        # Whose clock rises from one to the next, so that what was used last is the last to go.
+        for _, node in sorted(oldest_first, key=lambda pair: pair[0]):
+            tree.put_state(self.disk, node, True, "restored")
+            tree.clock += 1e-3
+        self._make_room(0)
+
+    # The end of nodes.
+
+    def _forget_if_gone(self, node: Node) -> None:
+        """A node that has no page in any tier is no longer known, nor is what lies beyond it."""
+        if not node.has_page and not node.busy and self.tree.nodes.get(node.key) is node:
+            self._drop_branch(node)
+
+    def _drop_branch(self, node: Node) -> None:
+        """Drops a node and all beyond it from every tier. Nothing of them may be moved now."""
+        for n in reversed(_branch(node)):
+            assert not n.busy
+            self._to_save.pop(n, None)
+            self._doomed.discard(n)
+            if n.state[DEVICE] is not None:
+                self._free(self.slots, self.tree.drop_state(self.device, n))
+            if n.state[HOST] is not None:
+                self.units.give_back(self.tree.drop_state(self.host, n))
+            if n.state[DISK] is not None:
+                self._drop_saved_state(n)
+            if n.page[DEVICE] is not None:
+                self._free(self.pages, self.device.drop_page(n))
+            if n.page[HOST] is not None:
+                self.units.give_back(self.host.drop_page(n))
+            if n.page[DISK] is not None:
+                self._drop_saved_page(n)
+            self.tree.forget(n)
+
+    def drop(self, node: Node) -> int:
+        """Drops a node and all beyond it from every tier; the number of pages. While something of them is moved they are doomed, and
+        go once they rest: a disk may take long."""
+        branch = _branch(node)
+        if any(n.busy for n in branch):
+            self._doomed.add(node)
+            for n in branch:
+                self._to_save.pop(n, None)
+        elif self.tree.nodes.get(node.key) is node:
+            self._drop_branch(node)
+        return len(branch)
+
+    def is_doomed(self, key: bytes) -> bool:
+        """Whether the node with this key is to be dropped: nobody may use it, nor put anything into it."""
+        return bool(self._doomed) and self.tree.nodes.get(key) in self._doomed
+
+    def reset(self) -> None:
+        """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""
+        if self.tiers is not None:
+            self._to_save.clear()
+            while self.n_moving:  # a page that is read may not become another's
+                self.tiers.wait(1.0)
+                self.poll()
+            if self.disk_bytes:
+                self.tiers.clear()
+        for root in list(self.tree.roots.values()):
+            for node in list(root.children):
+                self._drop_branch(node)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something was moved, or so long."""
+        if self.tiers is not None and self.n_moving:
+            self.tiers.wait(timeout_s)
+
+    def count(self) -> CacheStats:
+        """The counters, and the gauges as they are now."""
+        stats = self.stats
+        stats.n_pages, stats.n_checkpoints = self.device.n_pages, len(self.device.states)
+        if self.tiers is not None:
+            stats.read_bytes, stats.written_bytes = self.tiers.read_bytes, self.tiers.written_bytes
+            stats.n_damaged = self.tiers.n_damaged
+        return stats
+
+    def summary(self) -> dict[str, Any]:
+        """What each tier holds, and the tree of checkpoints, as plain data."""
+        geometry = self.tree.geometry
+        tiers = {
+            name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}
+            for name, tier in zip(TIER_NAMES, self._tiers, strict=True)
+        }
+        tiers["device"] |= {
+            "pages_total": self.pages.n, "pages_in_use": self.pages.n - self.pages.n_available,
+            "slots_total": self.slots.n, "slots_in_use": self.slots.n - self.slots.n_available,
+        }  # fmt: skip
+        tiers["host"] |= {"bytes_total": self.units.n * geometry.page_bytes}
+        tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * geometry.page_bytes}
+        tiers["disk"] |= {
+            "bytes_total": self._disk_room if self.disk_bytes else 0,
+            "bytes_used": self._disk_used,
+        }
+        return {
+            "page_tokens": PAGE_SIZE,
+            "page_bytes": geometry.page_bytes,
+            "checkpoint_bytes": geometry.state_bytes,
+            "tiers": tiers,
+            "counters": msgspec.structs.asdict(self.count()),
+            "checkpoints": self.tree.describe(),
+        }
+
+    def close(self, timeout_s: float) -> None:
+        """Saves what waits to be saved, for at most so long, and ends the tiers."""
+        if self.tiers is None:
+            return
+        until_s = time.monotonic() + timeout_s
+        while (self._to_save or self.n_moving) and (left_s := until_s - time.monotonic()) > 0:
+            self.poll()
+            if self.n_moving:
+                self.tiers.wait(left_s)
+        self.tiers.close(max(0.1, until_s - time.monotonic()))
+
+    def check(self, pages: Counter[int], slots: Counter[int], units: Counter[int]) -> None:
+        """Raises IntegrityError unless the tree and the loads, with what the sequences hold, make up every pool. O(all)."""
+        moving = [node for load in self._loads.values() for node in load.path]
+        moving += [node for path, _ in self._saves.values() for node in path]
+        busy = Counter(moving)
+        for node in self.tree.nodes.values():
+            if node.busy != busy[node]:
+                raise IntegrityError(
+                    f"a node at {node.depth} counts {node.busy} moves, and {busy[node]} are under way"
+                )
+            if not node.has_page and not node.busy:
+                raise IntegrityError(f"a node at {node.depth} has no page anywhere")
+            for tier in (DEVICE, DISK):
+                if node.state[tier] is not None and node.page[tier] is None:
+                    raise IntegrityError(f"a checkpoint at {node.depth} is in a tier where its page is not")
+                if node.page[tier] is not None and not self._has_path(node, tier, True):
+                    raise IntegrityError(
+                        f"a page at {node.depth} is in a tier where the one before it is not"
+                    )
+            pages.update([] if node.page[DEVICE] is None else [node.page[DEVICE]])
+            slots.update([] if node.state[DEVICE] is None else [node.state[DEVICE]])
+            units.update([*(node.page[HOST] or ()), *(node.state[HOST] or ())])
+        for load in self._loads.values():
+            pages.update(load.pages)
+            slots.update(load.slots)
+        self.pages.check(pages)
+        self.slots.check(slots)
+        self.units.check(units)
+
+
+def _is_left_behind(node: Node) -> bool:
+    """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one. Where prompts branch,
+    and behind the first message, which is most often shared, it is."""
+    if len(node.below) != 1 or node.kind == "junction":
+        return False
+    if (
+        next(iter(node.below)).kind == "tail"
+    ):  # the answer: the next turn may render it otherwise, or ask for another
+        return False
+    above = node.above
+    while above is not None and above.parent is not None and above.kind == "ladder":
+        above = above.above
+    return not (node.kind == "message" and above is not None and above.parent is None)
+
+
+def _path(node: Node) -> list[Node]:
+    """The nodes from the first page to this one."""
+    path = []
+    at: Node | None = node
+    while at is not None and at.parent is not None:
+        path.append(at)
+        at = at.parent
+    return path[::-1]
+
+
+def _branch(node: Node) -> list[Node]:
+    """A node and all that lie beyond it, parents before children."""
+    branch = [node]
+    for n in branch:  # grows as it is walked
+        branch += n.children
+    return branch
+
+
+def _move(kind: str, node: Node, device: int) -> Move:
+    """device: the page or slot; -1: it is in host memory only."""
+    from deltic.engine.cache.tiers import Move
+
+    assert node.parent is not None
+    units = (node.page if kind == "page" else node.state)[HOST] or ()
+    return Move(kind, device, units, node.key, node.parent.key, node.depth)

@@ -1,0 +1,387 @@
+"""The engine of one model: scheduler, cache and runner put together, requests in, steps, outputs out.
+
+It is synchronous and knows no sockets: the engine process (`process.py`) and the offline API run it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from deltic import logs
+from deltic.config import EngineConfig
+from deltic.engine.cache.cache import Cache
+from deltic.engine.cache.tiers import Tiers
+from deltic.engine.cache.tree import Geometry
+from deltic.engine.guides import Guides
+from deltic.engine.messages import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    AddText,
+    Constraint,
+    EncodeVoice,
+    EngineInfo,
+    Output,
+    Request,
+    Stats,
+    VoiceEncoded,
+)
+from deltic.engine.scheduler import RequestError, Scheduler
+from deltic.engine.stage import FRAME_S, SpeechStage
+from deltic.engine.step import Step, StepResult
+from deltic.engine.trace import Trace
+
+log = logging.getLogger("deltic.engine")
+
+MAX_FAILURES = 3
+"""Steps that may fail in a row before the process gives up on itself."""
+
+MOVE_WAIT_S = 0.005
+"""How long a step waits for the tiers when there is nothing else to do; then commands are looked at again."""
+
+SHARED_WAIT_S = 0.0005
+"""The same where another engine has work."""
+
+Progress = Callable[[str, float], None]
+"""Called with the name of a stage of the start and the part of it that is done, 0 to 1."""
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: `deltic.runtime.cpu.text.Runner`, or a fake in tests.
+
+    A chunk that starts at 0 starts from the zero state, whatever its slot held before.
+
+    Where `info.canonical_decode` is False, decodes and prefill chunks are two batches. A prefill chunk starts at a multiple of
+    PAGE_SIZE and ends with the prompt at the latest; a decode is one generated token, known by value, of a sequence without a
+    `start_slot`. One without a draw brings back what was lost.
+
+    Such a runner may run ahead: start the next decode of a sequence that drew a token before that token was read, as far as the
+    sequence's pages go and after the step's copies. It keeps what that draws until a later step asks for just that chunk, whatever
+    else that step holds, and then does not run the chunk. A chunk of that sequence with another start, and its end, drop what
+    was kept; nothing else does: a preempted sequence may come back, elsewhere, with pages and state as the run ahead left them.
+    All that the engine takes from a sequence it hands to later work of the same stream, or to copies through `tiers`, which wait
+    for it. So a run ahead whose sequence has ended does no harm. While `is_busy()`, what it runs ahead is not over: so long a step
+    that waits for masks costs nothing.
+    """
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def max_logit_rows(self) -> int: ...
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Host memory and disk below the pools, if there are any."""
+
+    def step(self, step: Step) -> StepResult: ...
+
+
+@runtime_checkable
+class SpeechStepRunner(StepRunner, Protocol):
+    """A runner of a speech model: its steps bring codes, and a vocoder makes audio of them."""
+
+    vocoder: Any
+    """A `speech.StreamVocoder`."""
+    voices: Any
+    """A `voices.Voices`; None where the model has its own voices."""
+
+    @property
+    def n_streams(self) -> int:
+        """Slots of the vocoder, from 0 on, that are the stage's."""
+
+    def check_speech(self, request: Request) -> Any:
+        """The encoded voice that the request names, None without one. Raises RequestError for what the model cannot speak."""
+
+    def check_texts(self, text_ids: Iterable[int]) -> None:
+        """Raises RequestError for an id that is none of a text."""
+
+
+Build = Callable[[EngineConfig, Progress], StepRunner]
+
+
+def check_request(request: Request, info: EngineInfo) -> None:
+    """Refuses what the sampler could not handle; a request that passes can do no harm to those beside it.
+
+    Raises RequestError.
+    """
+    p, vocab_size = request.params, info.vocab_size
+    most_logprobs = min(vocab_size, MAX_LOGPROBS)
+    ranges: list[tuple[str, float, float, float]] = [
+        ("max_tokens", p.max_tokens, 0, math.inf),
+        ("min_tokens", p.min_tokens, 0, math.inf),
+        ("temperature", p.temperature, 0.0, 1e6),
+        ("top_k", p.top_k, 0, 2**31 - 1),
+        ("top_p", p.top_p, 0.0, 1.0),
+        ("min_p", p.min_p, 0.0, 1.0),
+        ("repetition_penalty", p.repetition_penalty, 1e-6, 1e6),
+        ("presence_penalty", p.presence_penalty, -1e6, 1e6),
+        ("frequency_penalty", p.frequency_penalty, -1e6, 1e6),
+        ("seed", p.seed or 0, -(2**63), 2**63 - 1),
+        ("logprobs", p.logprobs or 0, 0, most_logprobs),
+        ("prompt_logprobs", p.prompt_logprobs or 0, 0, most_logprobs),
+        ("the number of stop_token_ids", len(p.stop_token_ids), 0, MAX_BIASES - len(info.eos_token_ids) - 1),
+        ("the number of entries of logit_bias", len(p.logit_bias), 0, MAX_BIASES),
+    ]
+    for name, value, least, most in ranges:
+        if not least <= value <= most:  # false for NaN too
+            raise RequestError(f"{name} = {value}: must be from {least} to {most}")
+    c = p.constraint or Constraint()
+    n_prompt_ids = info.n_prompt_ids or vocab_size
+    if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < n_prompt_ids:
+        raise RequestError(f"prompt has a token id outside the vocabulary (0 to {n_prompt_ids - 1})")
+    for name, ids in (
+        ("stop_token_ids", p.stop_token_ids),
+        ("logit_bias", p.logit_bias),
+        ("constraint.bad_ids", tuple(chain.from_iterable(c.bad_ids))),
+        ("constraint", (*c.close_ids, *c.begin_ids, *(() if c.think_end_id is None else (c.think_end_id,)))),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise RequestError(f"{name} has a token id outside the vocabulary (0 to {vocab_size - 1})")
+    if not all(math.isfinite(bias) for bias in p.logit_bias.values()):
+        raise RequestError("logit_bias has a value that is not finite")
+    if not all(c.bad_ids):
+        raise RequestError("constraint.bad_ids has an entry without ids")
+    if c.think_budget is not None and (c.think_budget < 0 or c.think_end_id not in c.close_ids):
+        raise RequestError("think_budget must be 0 or more, and close_ids must have think_end_id")
+
+
+class Engine:
+    """Requests in, outputs out, one step at a time, in the caller's thread."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        max_itl_ms: float | None = None,
+        tokenizer_file: Callable[[], Path] | None = None,
+    ) -> None:
+        """tokenizer_file: says where the tokenizer.json is, for grammars; asked when the first one comes."""
+        self.runner = runner
+        self.info = info = runner.info
+        is_busy: Callable[[], bool] | None = getattr(runner, "is_busy", None)
+        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file, is_busy)
+        self.cache = Cache(
+            info.n_pages,
+            info.n_slots,
+            n_places=info.max_num_seqs,
+            geometry=Geometry(info.page_bytes, info.state_bytes, info.even_context),
+            tiers=runner.tiers,
+            enabled=info.prefix_cache,
+            canonical_decode=info.canonical_decode,
+            n_lookahead=info.n_lookahead,
+            has_state=info.has_state,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_seqs=info.max_num_seqs,
+            max_step_tokens=info.max_step_tokens,
+            max_model_len=info.max_model_len,
+            max_logit_rows=runner.max_logit_rows,
+            eos_token_ids=info.eos_token_ids,
+            max_itl_ms=max_itl_ms,
+            n_lookahead=info.n_lookahead,
+            block_size=info.block_size,
+            max_prefill_seqs=info.max_prefill_seqs,
+            guides=self.guides,
+        )
+        self._speaker = speaker = runner if isinstance(runner, SpeechStepRunner) else None
+        self.voices = speaker.voices if speaker else None
+        self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
+        self.n_steps = 0
+        self.n_failures = 0
+        """Steps that failed since the last one that did not."""
+        self.last_step_s = 0.0
+        self.turn_s = 0.0
+        """What the last `step` took, with its audio."""
+        self.target_s = (max_itl_ms or math.inf) / 1000
+        self._is_alone = True
+        self.trace: Trace | None = None
+
+    def fit_cost(self) -> None:
+        """Times some steps, for the target of a step's time if there is one. Only before the first request."""
+        if self.scheduler.cost is not None:
+            self.scheduler.cost.fit(self.runner.step, self.info)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError, a ValueError, when it cannot be run; nothing is queued then."""
+        check_request(request, self.info)
+        constraint = request.params.constraint
+        if constraint is not None and constraint.grammar and not self.guides.has_tokenizer:
+            raise RequestError("this engine has no tokenizer, and a grammar needs one")
+        if request.speech is not None and not self.info.is_speech:
+            raise RequestError("this model does not speak")
+        if self.stage is not None and self.stage.has_request(request.id):
+            raise RequestError(f"request id {request.id!r} is in use; give each request its own")
+        voice = self._speaker.check_speech(request) if self._speaker else None
+        self.scheduler.add(request, voice)
+        if self.trace is not None:
+            self.trace.arrived(request)
+
+    def add_text(self, command: AddText) -> list[Output]:
+        """More of a text that is spoken while it is written. One that cannot be said ends its request: the last Outputs."""
+        try:
+            if self._speaker is not None:
+                self._speaker.check_texts(command.text_ids)
+                self.scheduler.add_text(command)
+            return []
+        except RequestError as error:
+            ended = self.abort(command.id)
+            for output in ended:
+                output.finish_reason, output.error = "error", str(error)
+            return ended
+
+    def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
+        """Ends a request or one of its sequences at once: their last Outputs. Unknown ids are ignored. if_waiting: unless they
+        ever had a place."""
+        ended = self.scheduler.abort(request_id, index, if_waiting)
+        if self.stage is not None:
+            ended = self.stage.hold(ended) + ([] if if_waiting else self.stage.abort(request_id, index))
+        return self._traced(ended)
+
+    def encode_voice(self, command: EncodeVoice) -> VoiceEncoded | None:
+        """Has a voice encoded; None: `voices.poll` answers. An answer at once is a refusal."""
+        if self.voices is not None:
+            self.voices.encode(command)
+            return None
+        why = "has voices of its own; a Base model clones others" if self.info.is_speech else "does not speak"
+        return VoiceEncoded(command.key, error=f"this model {why}")
+
+    def has_work(self) -> bool:
+        return self._n_active > 0 or (self.stage is not None and self.stage.has_work())
+
+    @property
+    def _n_active(self) -> int:
+        """Open sequences that a step may bring on: not those that wait for more of their text, or behind such."""
+        scheduler = self.scheduler
+        if self.stage is None or not scheduler.n_open:
+            return scheduler.n_open
+        return 0 if scheduler.is_blocked else scheduler.n_open - scheduler.n_stalled
+
+    def share(self, others: list[Engine]) -> None:
+        """Who else has work, in turns with this engine in one thread: nobody's next token comes before all have had theirs. So the
+        shortest target is divided among the steps (a frame's time, where one of them speaks), a prefill is cut to it though
+        nothing decodes here, and audio that would be late after the others' turns goes first."""
+        n, cost, stage = 1 + len(others), self.scheduler.cost, self.stage
+        self._is_alone = n == 1
+        if cost is not None:
+            engines = (self, *others)
+            targets = [engine.target_s for engine in engines]
+            if n > 1 and any(engine.stage is not None for engine in engines):
+                targets.append(FRAME_S)
+            cost.target_s, cost.is_shared = min(targets) / n, n > 1
+        if stage is not None:
+            stage.others_s = sum(engine.turn_s for engine in others)
+
+    def step(self) -> list[Output]:
+        """Runs one step, and of a speech model the vocoder beside it or instead. A step that fails ends its sequences with an
+        error; the others go on."""
+        begin = time.perf_counter()
+        outputs = self._step() if self.stage is None else self._speak(self.stage)
+        self.turn_s = time.perf_counter() - begin
+        return outputs
+
+    def _speak(self, stage: SpeechStage) -> list[Output]:
+        if stage.comes_first() or not self._n_active:
+            return self._vocode(stage)
+        stage.step_begins()
+        return self._step() + self._vocode(stage)
+
+    def _vocode(self, stage: SpeechStage) -> list[Output]:
+        """Audio that is done, and the next that the vocoder makes. Where it fails, the sequence ends, too."""
+        outputs = stage.vocode(self._n_active)
+        for output in outputs:
+            if output.finish_reason == "error":
+                log.error("%s", output.error)
+                self.scheduler.abort(output.id, output.index)
+        return self._traced(outputs)
+
+    def _step(self) -> list[Output]:
+        ended = self.scheduler.take_masks(self.last_step_s)
+        start = time.perf_counter()
+        step = self.scheduler.plan()
+        if step is None:
+            if self.scheduler.n_open and not ended:  # all that is open waits for a mask, the tiers, or a text
+                wait_s = MOVE_WAIT_S if self._is_alone else SHARED_WAIT_S
+                (self.guides if self.guides.n_busy else self.cache.store).wait(wait_s)
+            return self._traced(ended)
+        planned = time.perf_counter()
+        try:
+            result = self.runner.step(step)
+        except Exception as error:
+            log.exception("a step of %s failed", logs.counted(len(step.chunks), "sequence"))
+            self.n_failures += 1
+            failed = self.scheduler.fail(
+                step,
+                f"the engine could not run this step ({type(error).__name__}: {error}); send the request again",
+            )
+            ended += failed
+            return self._traced(ended if self.stage is None else self.stage.hold(ended))
+        ran = time.perf_counter()
+        outputs = ended + self.scheduler.commit(step, result)
+        if self.stage is not None:
+            outputs = self.stage.take(step, result, outputs)
+        self.guides.give()
+        self.n_failures = 0
+        self.n_steps += 1
+        end = time.perf_counter()
+        self.last_step_s = end - start
+        self.scheduler.observe(step, self.last_step_s)
+        if self.trace is not None:
+            waiting = [s for s in self.scheduler.sequences() if s.slot is None]
+            self.trace.stepped(step, self.stats(), waiting, (start, planned, ran, end))
+        return self._traced(outputs)
+
+    def _traced(self, outputs: list[Output]) -> list[Output]:
+        if self.trace is not None:
+            self.trace.said(outputs)
+            if not self.has_work():
+                self.trace.flush()
+        return outputs
+
+    def stats(self) -> Stats:
+        scheduler, cache = self.scheduler, self.cache
+        return Stats(
+            n_running=scheduler.n_running,
+            n_waiting=scheduler.n_open - scheduler.n_running,
+            n_pages_used=cache.n_pages_used,
+            n_pages=self.info.n_pages,
+            n_slots_used=cache.n_slots_used,
+            n_slots=self.info.n_slots,
+            n_steps=self.n_steps,
+            n_prompt_tokens=scheduler.n_prompt_tokens,
+            n_generated_tokens=scheduler.n_generated_tokens,
+            n_preemptions=scheduler.n_preemptions,
+            n_recomputed=scheduler.n_recomputed,
+            last_step_ms=self.last_step_s * 1000,
+            cache=cache.store.count(),
+            speech=None if self.stage is None else self.stage.stats(),
+        )
+
+    def cache_summary(self) -> dict[str, Any]:
+        """What the prefix cache holds, as plain data."""
+        return {"enabled": self.info.prefix_cache, **self.cache.store.summary()}
+
+    def reset_cache(self) -> None:
+        """Forgets every prefix, in every tier."""
+        self.scheduler.reset_cache()
+
+    def close(self, timeout_s: float) -> None:
+        """Lets what is to be kept on disk get there, for at most so long. No step may follow."""
+        begin = time.monotonic()
+        self.guides.close()
+        self.cache.store.close(max(0.0, timeout_s - (time.monotonic() - begin)))
+        if self.voices is not None:
+            self.voices.close(max(0.0, timeout_s - (time.monotonic() - begin)))
+        if self.trace is not None:
+            self.trace.close()
+
+    def check(self) -> None:
+        """Raises IntegrityError unless pages and slots add up."""
+        self.scheduler.check()
+        if self.stage is not None:
+            self.stage.check()

@@ -1,0 +1,488 @@
+"""What the next token of a constrained sequence may be: a thought, then ids that are forced, then a grammar; and never a bad word.
+
+The grammar engine is llguidance. What takes time (compiling a grammar, taking drawn tokens, the masks of the next) is done by a
+few threads, which it lets run beside the step; two queues are all that they share with the engine's thread. What one step drew is
+one job: the library spreads it over threads of its own, so Python's lock changes hands twice, and not for each sequence. A sequence
+whose mask is not there when a step is planned sits that step out, and the others go on. Only while it makes its tokenizer, once,
+nothing else runs: so that is done before the first grammar comes, if there is a quiet moment.
+
+A guide follows the tokens that were drawn, and nothing else: a sequence that is preempted, or computed again, finds it as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from deltic.engine.messages import Constraint
+from deltic.engine.step import Sequence
+
+N_WORKERS = 4
+"""Jobs that are done side by side: a slow one holds up those behind it only when there are as many."""
+N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""Of the library's, for the masks of a job."""
+SLOW_S, SLOW_EACH_S = 0.005, 0.0005
+"""A job that takes longer, by so much for each of its guides, has a slow one: each has its next job to itself."""
+N_ALONE = 100
+"""Jobs that one has to itself from the one that was slow on."""
+HERE_S = 0.001
+"""How long the engine's thread makes masks itself, in a step, while the device computes ahead: to wake another costs more than a few."""
+SWITCH_S = 0.0002
+"""How long Python lets a thread keep the lock that another waits for, once there are workers: five milliseconds otherwise."""
+LONGEST_WAIT_S = 0.001
+"""How long a step waits, at most, for the masks of those that would have to sit it out."""
+POLL_S = 0.0001
+"""How often a step that waits looks whether the device has come to its end."""
+LONGEST_CLOSE_S = 3.0
+"""How long the end waits for the threads: Python crashes if it ends while one of them is in the library."""
+STACK_BYTES = 16_000_000
+"""Of a worker, as of the server's thread that has compiled the grammar before."""
+N_KEPT = 32
+"""Compiled grammars that are kept: an agent sends the same schema with every request."""
+
+Words = np.ndarray
+"""int32 [ceil(n_ids / 32)]: bit id % 32 of word id // 32 says whether the id may be drawn."""
+
+
+class Lexicon:
+    """The ids that may come anywhere in a request's answers, and those that would complete one of its bad words."""
+
+    __slots__ = ("_allowed", "_bad", "n_before")
+
+    def __init__(self, constraint: Constraint, n_ids: int) -> None:
+        bits = np.zeros(-(-n_ids // 32) * 32, np.uint8)
+        given = np.unpackbits(np.frombuffer(constraint.allowed, np.uint8), bitorder="little", count=n_ids)
+        bits[:n_ids] = given if constraint.allowed else 1
+        self._bad: dict[int, list[tuple[list[int], int]]] = {}
+        """By the last id before it: all ids before it, and the one that is bad behind them."""
+        for *before, last in constraint.bad_ids:
+            if before:
+                self._bad.setdefault(before[-1], []).append((before, last))
+            else:
+                bits[last] = 0
+        self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
+        self.n_before = max(map(len, constraint.bad_ids), default=1)
+        """Ids drawn last that it is to know, at most."""
+
+    def narrow(self, words: Words | None, drawn: list[int]) -> Words:
+        """What of a mask (None: all) is left behind these ids."""
+        words = self._allowed if words is None else words & self._allowed
+        for before, last in self._bad.get(drawn[-1], ()) if drawn else ():
+            if drawn[-len(before) :] == before:
+                words = words.copy() if words is self._allowed else words
+                words.view(np.uint32)[last // 32] &= ~np.uint32(1 << last % 32)
+        return words
+
+
+class Guide:
+    """Where one sequence is in its constraint. Only the engine's thread reads it, but for what `is_busy` guards."""
+
+    __slots__ = (
+        "_drawn", "_forced", "_lexicon", "_mask", "_n_ids", "_n_thought", "_thinks", "constraint", "error", "is_busy", "is_late",
+        "is_satisfied", "matcher", "n_alone", "sequence", "words",
+    )  # fmt: skip
+
+    def __init__(
+        self, sequence: Sequence, constraint: Constraint, n_ids: int, lexicon: Lexicon | None = None
+    ) -> None:
+        """lexicon: the request's, if it says what may be drawn anywhere."""
+        self.sequence, self.constraint, self._n_ids = sequence, constraint, n_ids
+        self._lexicon = lexicon
+        self._drawn: list[int] = []  # last, as far as the lexicon is to know them
+        self.error = ""
+        self.is_busy = False
+        """Whether a worker has it: `matcher`, `words`, `is_satisfied` and `error` are that one's then."""
+        self.is_late = False
+        """Whether a step has waited for its mask, and in vain."""
+        self.is_satisfied = False
+        """Whether nothing but the end may follow in the grammar."""
+        self.n_alone = 0
+        """Jobs that it is to have to itself: it is slow, or suspected to be."""
+        self.matcher: Any = None
+        self.words: Words | None = None
+        self._mask: Words | None = None
+        self._thinks = constraint.think_end_id is not None
+        self._n_thought = 0
+        self._forced: list[int] = []  # the last comes first
+        if self._thinks and constraint.think_budget == 0:
+            self._close()
+
+    def _close(self) -> None:
+        """The thought ends with ids of our own."""
+        self._thinks = False
+        self._force((*self.constraint.close_ids, *self.constraint.begin_ids))
+
+    def _force(self, ids: tuple[int, ...]) -> None:
+        self._forced = list(reversed(ids))
+        self._mask = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a token may be drawn now."""
+        return self._thinks or bool(self._forced) or not self.is_busy
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer ends here, without a token that says so."""
+        return not (self._thinks or self._forced or self.is_busy) and self.is_satisfied
+
+    @property
+    def mask(self) -> Words | None:
+        """The ids that may be drawn; None: all."""
+        if not self._forced:
+            words = None if self._thinks else self.words
+            return words if self._lexicon is None else self._lexicon.narrow(words, self._drawn)
+        if self._mask is None:
+            self._mask = np.zeros(-(-self._n_ids // 32), np.uint32)
+            self._mask[self._forced[-1] // 32] = 1 << self._forced[-1] % 32
+            self._mask = self._mask.view(np.int32)
+        return self._mask
+
+    def leaves_any(self, banned: Iterable[int]) -> bool:
+        """Whether there is an id that may be drawn and is none of these."""
+        mask = self.mask
+        if mask is None:
+            return True
+        words = mask.view(np.uint32).copy()
+        for id in banned:
+            words[id // 32] &= ~np.uint32(1 << id % 32)
+        return bool(words.any())
+
+    @property
+    def bans_end(self) -> bool:
+        """Whether what would end the answer may not be drawn: a grammar is to follow the thought."""
+        return self._thinks and bool(self.constraint.grammar)
+
+    @property
+    def next_is_free(self) -> bool:
+        """Whether the token after the next has no mask, unless the next is think_end_id."""
+        c = self.constraint
+        if self._lexicon is not None:
+            return False
+        if self._thinks:
+            return c.think_budget is None or self._n_thought + 1 < c.think_budget
+        return not self._forced and not c.grammar
+
+    def advance(self, token: int) -> bool:
+        """Takes a drawn token; whether the grammar is to take it, too."""
+        if self._lexicon is not None:
+            self._drawn = [*self._drawn, token][-self._lexicon.n_before :]
+        if self._thinks:
+            self._n_thought += 1
+            if token == self.constraint.think_end_id:
+                self._thinks = False
+                self._force(self.constraint.begin_ids)
+            elif self._n_thought == self.constraint.think_budget:
+                self._close()
+        elif self._forced:
+            self._forced.pop()
+            self._mask = None
+        else:
+            return bool(self.constraint.grammar)
+        return False
+
+
+class Guides:
+    """The guides of an engine, and the threads that work for them."""
+
+    def __init__(
+        self,
+        n_ids: int,
+        eos_token_ids: Iterable[int],
+        tokenizer_file: Callable[[], Path] | None,
+        is_busy: Callable[[], bool] | None = None,
+    ) -> None:
+        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is none. is_busy: whether the
+        device computes ahead, so that waiting costs nothing."""
+        self.n_ids = n_ids
+        self.n_busy = 0
+        """Guides that workers have, or have done with and that were not collected."""
+        self.has_tokenizer = tokenizer_file is not None
+        self._tokenizer_file = tokenizer_file
+        self._is_busy = is_busy or (lambda: False)
+        self._eos = sorted(id for id in eos_token_ids if id < n_ids)
+        self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
+        for id in self._eos:
+            self._only_eos[id // 32] |= np.uint32(1 << id % 32)
+        self._todo: SimpleQueue[tuple[list[Guide], list[int]] | None] = SimpleQueue()
+        self._done: SimpleQueue[list[Guide]] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._drew: tuple[list[Guide], list[int]] = ([], [])
+        """Guides whose sequences drew in this step, and what; those that are slow have a job each."""
+        self._drew_slow: list[tuple[list[Guide], list[int]]] = []
+        self._is_prepared = False
+        self._lock = threading.Lock()  # of what is below
+        self._tokenizer: Any = None
+        self._executor: Any = None
+        self._foreign_end: int | None = None
+        """Random weights borrow a tokenizer whose end has another id than theirs."""
+        self._kept: OrderedDict[str, tuple[Any, Words, bool]] = OrderedDict()
+
+    # The engine's thread.
+
+    def prepare(self) -> None:
+        """Makes the tokenizer, unless there is none or that was tried before: a second or two with a large vocabulary."""
+        if self.has_tokenizer and not self._is_prepared:
+            self._is_prepared = True
+            with suppress(Exception):  # the first grammar will say what is wrong
+                self._get_tokenizer()
+
+    def open(self, sequences: list[Sequence]) -> None:
+        """Gives guides to the sequences of one request, if it is constrained."""
+        constraint = sequences[0].request.params.constraint
+        if constraint is None:
+            return
+        is_lexical = constraint.allowed or constraint.bad_ids
+        lexicon = Lexicon(constraint, self.n_ids) if is_lexical else None
+        guides = [Guide(sequence, constraint, self.n_ids, lexicon) for sequence in sequences]
+        for sequence, guide in zip(sequences, guides, strict=True):
+            sequence.guide = guide
+        if constraint.grammar:
+            self._give(guides, [])
+
+    def advance(self, guide: Guide, token: int) -> None:
+        """Has a guide take the token that its sequence drew; its mask is made behind the next `give`."""
+        if guide.advance(token):
+            guide.is_busy = True
+            if guide.n_alone:
+                self._drew_slow.append(([guide], [token]))
+            else:
+                self._drew[0].append(guide)
+                self._drew[1].append(token)
+
+    def give(self) -> None:
+        """Has the masks made that follow what a step drew: by the workers, or at once, while the device is busy anyway."""
+        guides, tokens = self._drew
+        if guides and self._is_busy():
+            deadline, words = time.perf_counter() + HERE_S, self._empty(len(guides))
+            n = 0
+            while n < len(guides) and time.perf_counter() < deadline:
+                self.n_busy += 1
+                guides[n].is_late = False
+                self._do_timed(guides[n : n + 1], tokens[n : n + 1], words[n : n + 1])
+                n += 1
+            guides, tokens = guides[n:], tokens[n:]
+        for job in ((guides, tokens), *self._drew_slow):
+            if job[0]:
+                self._give(*job)
+        self._drew, self._drew_slow = ([], []), []
+
+    def _empty(self, n: int) -> Words:
+        return np.empty((n, -(-self.n_ids // 32)), np.int32)
+
+    def _give(self, guides: list[Guide], tokens: list[int]) -> None:
+        """tokens: one each; none where their grammar begins."""
+        if not self._threads:  # the compiler recurses along chains of rules
+            threading.stack_size(max(threading.stack_size(), STACK_BYTES))
+            sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
+        while len(self._threads) < N_WORKERS:
+            self._threads.append(threading.Thread(target=self._work, name="grammar", daemon=True))
+            self._threads[-1].start()
+        for guide in guides:
+            guide.is_busy, guide.is_late = True, False
+        self.n_busy += len(guides)
+        self._todo.put((guides, tokens))
+
+    def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
+        """Takes back what is done; gives the guides that failed, or whose answer is over.
+
+        Waits for the masks of `decodes`, once for each: while the device computes ahead, and then at most LONGEST_WAIT_S, the longer
+        the larger the part of them that would sit out a step of step_s, since that is what is lost.
+        """
+        if not self.n_busy:
+            return []
+        late = [
+            g for s in decodes if (g := s.guide) is not None and not (g.is_ready or g.is_late or g.n_alone)
+        ]
+        ended: list[Guide] = []
+        longest = min(LONGEST_WAIT_S, step_s * len(late) / max(1, len(decodes)))
+        deadline = time.monotonic() + longest
+        while self.n_busy:
+            left = 0.0
+            if any(guide.is_busy for guide in late):
+                left = deadline - time.monotonic()
+                if left < POLL_S and self._is_busy():
+                    left, deadline = POLL_S, time.monotonic() + longest
+            try:
+                guides = self._done.get(timeout=left) if left > 0 else self._done.get_nowait()
+            except Empty:
+                if left > 0:
+                    continue
+                break
+            self.n_busy -= len(guides)
+            for guide in guides:
+                guide.is_busy = False
+                if guide.error or guide.is_over:
+                    ended.append(guide)
+        for guide in late:
+            guide.is_late = guide.is_busy
+        return ended
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a worker is done with something, at most so long."""
+        if self.n_busy:
+            with suppress(Empty):
+                self._done.put(self._done.get(timeout=timeout_s))
+
+    def close(self) -> None:
+        """Ends the threads, as soon as they have done what they are at. Nothing may follow."""
+        with suppress(Empty):
+            while True:
+                self._todo.get_nowait()
+        for _ in self._threads:
+            self._todo.put(None)
+        deadline = time.monotonic() + LONGEST_CLOSE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # where the collector closes an LLM, it may be
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = []
+
+    # The workers.
+
+    def _work(self) -> None:
+        while (job := self._todo.get()) is not None:
+            self._do_timed(*job)
+            del job  # it may be long until the next
+
+    def _do_timed(self, guides: list[Guide], tokens: list[int], words: Words | None = None) -> None:
+        """Does a job, and notes who was slow. words: where the masks go."""
+        start = time.perf_counter()
+        try:
+            if any(guide.sequence.finish_reason is None for guide in guides):  # else nobody waits for it
+                self._do(guides, tokens, words)
+        except BaseException as error:  # panics of the library, too: they cost these sequences only
+            for guide in guides:
+                guide.error = guide.error or f"the grammar could not be followed ({error})"
+        is_slow = bool(tokens) and time.perf_counter() - start > SLOW_S + SLOW_EACH_S * len(guides)
+        for guide in guides:
+            guide.n_alone = (N_ALONE if len(guides) == 1 else 1) if is_slow else max(0, guide.n_alone - 1)
+        self._done.put(guides)
+
+    def _do(self, guides: list[Guide], tokens: list[int], words: Words | None = None) -> None:
+        """tokens: that the guides' sequences drew; none: the grammar of all of them begins."""
+        if not tokens:
+            self._begin(guides)
+            return
+        end = self._foreign_end
+        if end is not None:
+            tokens = [end if token in self._eos else token for token in tokens]
+        matchers = [guide.matcher for guide in guides]
+        if len(guides) == 1:
+            taken = [matchers[0].consume_token(tokens[0])]
+        else:
+            taken = self._executor.consume_token_par(list(zip(matchers, tokens, strict=True)))
+        words = self._empty(len(guides)) if words is None else words
+        satisfied = self._fill(matchers, words)
+        for i, (guide, token) in enumerate(zip(guides, tokens, strict=True)):
+            guide.words, guide.is_satisfied = words[i], satisfied[i]
+            guide.error = _error_of(guide.matcher)
+            if not taken[i]:
+                guide.error = f"the grammar could not take token {token}; {guide.error}"
+
+    def _begin(self, guides: list[Guide]) -> None:
+        grammar = guides[0].constraint.grammar
+        with self._lock:
+            kept = self._kept.pop(grammar, None)
+        if kept is None:
+            kept = self._compile(grammar)
+        with self._lock:
+            self._kept[grammar] = kept
+            while len(self._kept) > N_KEPT:
+                self._kept.popitem(last=False)
+        matcher, words, is_satisfied = kept
+        for guide in guides:
+            guide.error = _error_of(matcher)
+            guide.matcher, guide.words, guide.is_satisfied = matcher.deep_copy(), words, is_satisfied
+
+    def _compile(self, grammar: str) -> tuple[Any, Words, bool]:
+        """A matcher that nothing is done with but to copy it, its first mask, and whether only the end may follow."""
+        import llguidance  # few engines need it
+
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=limits)
+        words = self._empty(1)
+        return matcher, words[0], self._fill([matcher], words)[0]
+
+    def _fill(self, matchers: list[Any], words: Words) -> list[bool]:
+        """Writes their masks, int32 [matchers, words]; whether only the end may follow, of each."""
+        satisfied = [bool(m.is_stopped()) and not m.is_error() for m in matchers]
+        live = [(m, i) for i, m in enumerate(matchers) if not m.is_stopped()]  # what failed is stopped, too
+        if len(live) == 1 == len(matchers):
+            live[0][0].unsafe_compute_mask_ptr(words.ctypes.data, words[0].nbytes)
+        elif live:
+            self._executor.unsafe_compute_mask_ptr(live, words.ctypes.data, words[0].nbytes, len(words))
+        end, eos = self._foreign_end, self._only_eos.view(np.int32)
+        for matcher, i in live:
+            if not matcher.is_accepting():
+                continue
+            row = words[i]
+            if end is not None and row[end // 32] >> end % 32 & 1:
+                row[end // 32] ^= np.uint32(1 << end % 32).view(np.int32)
+                row |= eos
+            # The first ids are the bytes: nearly whatever may follow, one of them may.
+            satisfied[i] = np.array_equal(row[:64], eos[:64]) and np.array_equal(row, eos)
+        return satisfied
+
+    def _get_tokenizer(self) -> Any:
+        import llguidance
+
+        assert self._tokenizer_file is not None
+        with self._lock:
+            if self._tokenizer is None:
+                self._executor = llguidance.LLExecutor(N_MASK_THREADS)
+                file = self._tokenizer_file()
+                try:
+                    text = file.read_text(encoding="utf-8")
+                except OSError as error:
+                    raise ValueError(f"{file}, which it needs, cannot be read: {error.strerror}") from None
+                sealed, specials = _sealed(text)
+                try:
+                    self._tokenizer = llguidance.LLTokenizer(sealed, n_vocab=self.n_ids, eos_token=self._eos)
+                except ValueError:
+                    if not specials:
+                        raise
+                    # Their first is the end of a text, which no grammar names.
+                    self._tokenizer = llguidance.LLTokenizer(
+                        sealed, n_vocab=self.n_ids, eos_token=specials[:1]
+                    )
+                    self._foreign_end = specials[0]
+            return self._tokenizer
+
+
+def _sealed(text: str) -> tuple[str, list[int]]:
+    """A tokenizer.json in which text is nothing but text, and the ids of its special tokens.
+
+    Where a grammar leaves one text only, the library takes the tokens that the tokenizer makes of it. Those must have the text's own
+    bytes: so nothing is normalised, and an added token (`<|im_end|>`, `<think>`), which grammars name by its number, has a name that
+    nobody can write.
+    """
+    said = msgspec.json.decode(text)
+    said["normalizer"] = None
+    secret, names = secrets.token_hex(16), {}
+    for token in said.get("added_tokens") or ():
+        names[token["content"]] = token["content"] = f"<|{secret} {token['id']}|>"
+    vocabulary = said["model"]["vocab"]
+    for name in names.keys() & vocabulary.keys():
+        vocabulary[names[name]] = vocabulary.pop(name)
+    specials = [token["id"] for token in said.get("added_tokens") or () if token.get("special")]
+    return msgspec.json.encode(said).decode(), specials
+
+
+def _error_of(matcher: Any) -> str:
+    """What is wrong with a matcher; "": nothing."""
+    error: str = matcher.get_error()
+    if error.startswith("NoExtension"):
+        return "no text can match the grammar from here on"
+    return f"the grammar cannot be followed: {error}" if error else ""

@@ -1,0 +1,388 @@
+"""Requests, sequences and events: the plain data that crosses the queue and lives in the engine.
+
+Everything here is msgspec or plain Python; this file imports neither torch nor any other part of the engine.
+Structs with a tag travel over ZeroMQ as msgpack; `Sequence` never leaves the engine process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, Literal
+
+import msgspec
+
+MAX_BIASES = 1024
+"""Ids that one request may bias, and stop ids it may have: the sampler's buffers hold as many for each sequence."""
+
+MAX_LOGPROBS = 100
+"""Alternatives per position that the sampler's buffers hold; the server usually allows fewer."""
+
+LOGPROBS_PACKED = 64
+"""Positions of a prompt whose log-probabilities are packed, and unpacked, at once: some hundred microseconds."""
+
+MAX_FIRST_FRAMES = 32
+"""Frames that a request may want in its first chunk of audio. They are made in one go, and everybody waits for it."""
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like. The grammar begins behind the thought; `allowed` and `bad_ids` hold in it, too, and what is
+    forced comes whatever they say."""
+
+    grammar: str = ""
+    """As llguidance's LLMatcher takes it, JSON or Lark; "": none."""
+    think_end_id: int | None = None
+    """The prompt opened a thought, which is free until this token has come."""
+    think_budget: int | None = None
+    """Tokens of the thought, after which `close_ids` are forced."""
+    close_ids: tuple[int, ...] = ()
+    """Contain `think_end_id`."""
+    begin_ids: tuple[int, ...] = ()
+    """Forced behind `think_end_id`, before the grammar begins."""
+    allowed: bytes = b""
+    """Bit id % 8 of byte id // 8: whether the id may be drawn at all; b"": any may."""
+    bad_ids: tuple[tuple[int, ...], ...] = ()
+    """Each of some ids, the last of which may not be drawn where the others were drawn just before."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request's tokens are drawn. Defaults are the neutral ones: temperature 1, no filter, no penalty.
+
+    The order of the transformations is the one of `reference/sample.py`. Penalties count as in the OpenAI API:
+    presence and frequency look at generated tokens, repetition at prompt and generated tokens.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    """None: drawn by the server, so that two equal requests differ."""
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    """None: none; k: the drawn token's log-probability and the k most likely alternatives'."""
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+
+
+class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request to a speech model has beside its prompt, whose ids are rows then (`models/tts/shape.py`)."""
+
+    trailing_ids: tuple[int, ...] = ()
+    """Text ids still to be said: one is fed with each frame, then the pad row."""
+    is_open: bool = False
+    """More of them are to come, by AddText. A frame whose id is not there yet is not computed before it is, or the text has ended."""
+    voice: str = ""
+    """Key of the encoded voice whose speaker vector and reference frames the prompt's rows name; "": none."""
+    is_primed: bool = False
+    """The vocoder starts behind the voice's reference codes."""
+    temperature: float = 0.9
+    """Of the predictor's draws; 0: greedy. So the next two."""
+    top_k: int = 50
+    top_p: float = 1.0
+    is_streamed: bool = True
+    """Audio is played as it comes; otherwise it may come whole, at the end."""
+    first_chunk_frames: int = 0
+    """Frames of the first chunk of audio, at most MAX_FIRST_FRAMES; 0: the engine's choice."""
+
+    def knows_text(self, frame: int) -> bool:
+        """Whether it is known what goes with this frame: an id, or, behind the end of the text, the pad row."""
+        return not self.is_open or frame < len(self.trailing_ids)
+
+
+class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
+    """One prompt with its parameters, as the server sends it to the engine."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs first: above 0 of all requests, below 0 of its owner's alone. Of equal ones owners take turns, and what one
+    owner sent is first come, first served."""
+    owner: str = ""
+    """The name of the API key; "" without keys."""
+    party: str = ""
+    """Prefixes are shared only within a party: an API key's name, without line ends, or "" where all are one."""
+    boundaries: list[int] = []
+    """Token offsets at which a chat message ends (from the template): where prompts branch."""
+    cache_salt: str = ""
+    """Prefixes are shared only between requests of the same salt."""
+    use_cache: bool = True
+    """Whether the prefix cache is looked up for this request, and keeps what it computes."""
+    speech: Speech | None = None
+
+
+class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):
+    """Asks a speech model for a VoiceEncoded: makes what `Speech.voice` names, and keeps it, on disk where there is a place for it.
+    With neither samples nor a speaker vector: whether the key is known."""
+
+    key: str
+    """Of the content: the same audio and mode have the same key."""
+    samples: bytes = b""
+    """float32, mono, at the model's rate, within [-1, 1]."""
+    speaker: bytes = b""
+    """float32 [h]: given instead of samples."""
+    needs_codes: bool = False
+    """In-context cloning: reference codes and the vocoder's state behind them, too."""
+    is_kept: bool = False
+    """Stored on disk; otherwise it lives with the process, as long as there is room."""
+
+
+class DropVoice(msgspec.Struct, tag="drop_voice"):
+    """Forgets an encoded voice, on disk as well; requests that run keep theirs."""
+
+    key: str
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Ends a request (index None) or one of its n sequences. Unknown ids are ignored: it may have just ended."""
+
+    id: str
+    index: int | None = None
+    if_waiting: bool = False
+    """Only a request that never had a place."""
+
+
+class AddText(msgspec.Struct, tag="add_text"):
+    """More of the text of a request whose `Speech.is_open`. One that is not open is left alone: it may have just ended."""
+
+    id: str
+    text_ids: list[int]
+    """Behind its trailing_ids."""
+    is_last: bool = False
+    max_tokens: int | None = None
+    """Lowers the request's, where that follows from the length of the text."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """The engine process leaves its loop and exits 0."""
+
+
+class InspectCache(msgspec.Struct, tag="inspect_cache"):
+    """Asks for a CacheReport. reset: after everything that the prefix cache holds was dropped, on disk as well."""
+
+    reset: bool = False
+
+
+class Ping(msgspec.Struct, tag="ping"):
+    """Asks for a Pong."""
+
+
+Command = Request | AddText | Abort | InspectCache | EncodeVoice | DropVoice | Ping | Shutdown
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """Log-probability of one position's token and of the most likely ones, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of a prompt's tokens, in order, the first of which has none. Read once or twice, and as they are needed:
+    as objects they would take ten times as much, and hold up everybody while they are all made.
+    """
+
+    packed: list[bytes] = []
+    """Each a msgpack array of at most LOGPROBS_PACKED entries."""
+    n: int = 0
+    """Entries."""
+
+    def extend(self, added: Iterable[TokenLogprob | None]) -> None:
+        entries = list(added)
+        for start in range(0, len(entries), LOGPROBS_PACKED):
+            self.packed.append(msgspec.msgpack.encode(entries[start : start + LOGPROBS_PACKED]))
+        self.n += len(entries)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[TokenLogprob | None]:
+        return chain.from_iterable(map(_unpack_logprobs, self.packed))
+
+
+_unpack_logprobs = msgspec.msgpack.Decoder(list[TokenLogprob | None]).decode
+
+
+class Output(msgspec.Struct, array_like=True):
+    """What one step brought for one sequence. Exactly one Output of a sequence has a finish_reason: its last."""
+
+    id: str
+    index: int = 0
+    token_ids: list[int] = []
+    """New tokens; the stop token itself is included (the server does not print it)."""
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """All of them, once, with the first Output of index 0."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed because the prefix cache had them."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop or eos token that ended it, when one did."""
+    error: str | None = None
+    queued_s: float = 0.0
+    """Seconds the sequence waited for its place; with its first Output."""
+    audio: bytes = b""
+    """New samples of a speech model: 16-bit signed little-endian mono, at its rate."""
+
+
+class CacheStats(msgspec.Struct, array_like=True):
+    """The prefix cache since the start: monotonic counters, but for the gauges at the end."""
+
+    n_lookups: int = 0
+    n_hits: int = 0
+    n_lookup_tokens: int = 0
+    """Prompt tokens that were looked up."""
+    n_hit_tokens: int = 0
+    """Of those, the ones that were not computed again."""
+    checkpoints_taken: dict[str, int] = {}
+    """By kind: message, ladder, end, junction, tail."""
+    n_pages_evicted: int = 0
+    """From device memory, to a lower tier or to nowhere; so the next."""
+    n_checkpoints_evicted: int = 0
+    read_bytes: dict[str, int] = {}
+    """Brought back to device memory, by the tier it came from: host, disk."""
+    written_bytes: dict[str, int] = {}
+    """Moved or copied to a tier: host, disk."""
+    n_damaged: int = 0
+    """Files of the disk tier that were not what they should be."""
+    n_pages: int = 0
+    """Pages that the tree holds in device memory, those of running sequences included."""
+    n_checkpoints: int = 0
+    """State slots that are checkpoints."""
+
+
+class SpeechStats(msgspec.Struct, array_like=True):
+    """The vocoder's streams: gauges, then monotonic counters."""
+
+    n_streams_used: int = 0
+    """Stream slots in use: sequences whose first chunk has been begun and whose last has not left."""
+    n_streams: int = 0
+    n_frames: int = 0
+    """Frames that became audio."""
+    n_underruns: int = 0
+    """Chunks that came more than 0.1 s too late for a client that plays as it receives."""
+    vocoder_s: float = 0.0
+
+
+class Stats(msgspec.Struct, array_like=True):
+    """The engine's gauges and monotonic counters, sent when it is ready and with every step's outputs."""
+
+    n_running: int = 0
+    n_waiting: int = 0
+    n_pages_used: int = 0
+    n_pages: int = 0
+    n_slots_used: int = 0
+    n_slots: int = 0
+    n_steps: int = 0
+    n_prompt_tokens: int = 0
+    n_generated_tokens: int = 0
+    n_preemptions: int = 0
+    n_recomputed: int = 0
+    """Sequences that were computed once more, since their logits were not finite."""
+    last_step_ms: float = 0.0
+    cache: CacheStats = msgspec.field(default_factory=CacheStats)
+    speech: SpeechStats | None = None
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What the engine resolved at start; the server needs it to validate requests."""
+
+    model_name: str
+    vocab_size: int
+    """Ids that can be drawn and given: without the padding rows of the embedding."""
+    eos_token_ids: list[int]
+    max_model_len: int
+    max_num_seqs: int
+    max_step_tokens: int
+    n_pages: int
+    n_slots: int
+    """State slots: of the sequences that run, and checkpoints."""
+    device: str
+    on_gpu: bool = False
+    prefix_cache: bool = True
+    canonical_decode: bool = True
+    """Whether prefill and decode give the same bits. Where they do not (GPU), a token of the prompt always goes through prefill
+    and a generated one through decode, each a batch of its own, and only what prefill wrote is kept for others."""
+    n_lookahead: int = 0
+    """Tokens beyond the one of a step for which a decode has pages, so that the next may be started before this one was read."""
+    block_size: int = 1
+    """Rows of a prefill batch that one sequence takes at a time: max_step_tokens is counted in whole blocks."""
+    max_prefill_seqs: int = 0
+    """Prefill chunks in one step; 0: any number."""
+    page_bytes: int = 1
+    state_bytes: int = 16
+    even_context: float = 32768.0
+    """Tokens of context at which a token's attention takes as long as all the rest of it."""
+    operators: dict[str, str] = {}
+    """Operator name -> implementation chosen."""
+    notices: list[str] = []
+    n_prompt_ids: int = 0
+    """Ids that a prompt may have, where these are not those that can be drawn (speech: rows); 0: vocab_size."""
+    is_speech: bool = False
+    has_state: bool = True
+    """Whether a sequence has a recurrent state, so that it can start only behind a checkpoint; else behind any page."""
+    start_s: dict[str, float] = {}
+    """Seconds spent in each stage of the start."""
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """Progress of the start: stage name and the part done, 0 to 1."""
+
+    stage: str
+    done: float
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    info: EngineInfo
+
+
+class StepOutputs(msgspec.Struct, tag="step"):
+    """All Outputs of one step, and the gauges after it."""
+
+    outputs: list[Output]
+    stats: Stats
+
+
+class CacheReport(msgspec.Struct, tag="cache_report"):
+    """The answer to InspectCache: plain data, as `GET /cache` shows it."""
+
+    summary: dict[str, Any]
+
+
+class VoiceEncoded(msgspec.Struct, tag="voice_encoded"):
+    """The answer to EncodeVoice."""
+
+    key: str
+    n_frames: int = 0
+    """Reference frames; 0 without codes."""
+    error: str | None = None
+    """Why there is no such voice now."""
+
+
+class StartFailed(msgspec.Struct, tag="start_failed"):
+    """The engine cannot serve (bad checkpoint, plan that does not fit); it exits. The message says what to do."""
+
+    message: str
+
+
+class Pong(msgspec.Struct, tag="pong"):
+    """The answer to Ping, between two steps."""
+
+    is_stuck: bool = False
+    """Whether what is awaited from the lower tiers has not come on since the last Ping."""
+
+
+Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | Pong | StartFailed

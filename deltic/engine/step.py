@@ -1,0 +1,176 @@
+"""What the engine asks of a device: sequences, the step that runs them, and what comes back.
+
+Plain dataclasses of integers, without torch: the contract between the engine and the runtimes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltic.engine.messages import FinishReason, PromptLogprobs, Request, TokenLogprob
+
+
+def mixed_seed(seed: int, index: int) -> int:
+    """The seed of sequence `index`: the request's own for the first, else 63 bits of splitmix64 of both."""
+    if index == 0:
+        return seed
+    x = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) >> 1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence in the engine: its tokens and what it owns.
+
+    `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one, in `slot`;
+    the rest is still to be run. While running, exactly one token (the last drawn) is not computed yet.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    """Seed of this sequence's draws: the request's seed, mixed with `index` when n > 1."""
+    tokens: array[int]
+    n_prompt: int
+    n_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    pages_version: int = 0
+    """Raised whenever an entry of `pages` that a step may have seen is another one now."""
+    place: int | None = None
+    """Its row in the tables of the step (page table, sampling parameters), while it runs."""
+    slot: int | None = None
+    """The state slot that its chunks write."""
+    start_slot: int | None = None
+    """The slot that its next chunk starts from, when that is a checkpoint, which is only read."""
+    arrival: int = 0
+    """Order of arrival, to break ties of equal turn."""
+    turn: int = 0
+    """In the order of which owners are served. It rises when its owner sends something more urgent."""
+    arrived_at: float = 0.0
+    """time.monotonic() of its arrival."""
+    queued_s: float = 0.0
+    """How long it first waited for its place."""
+    siblings: list[Sequence] = field(default_factory=list)
+    """n > 1: sequences that start when this one's prompt is done (they share its pages)."""
+    prompt_logprobs: PromptLogprobs | None = None
+    n_preempted: int = 0
+    is_second_try: bool = False
+    """Its logits were not finite once: it was computed again from nothing, without the cache, and will not be another time."""
+    prefix: Any = None
+    """What ties it to the prefix tree (cache.Prefix); None: it neither reads nor feeds the tree."""
+    n_cached: int = 0
+    """Prompt tokens that it found there."""
+    waits_for: tuple[Sequence, int] | None = None
+    """Another, whose prefill is to reach that many tokens before this one is admitted: they begin with the same."""
+    voice: Any = None
+    """What the prompt's rows of a voice are (voices.Voice), kept as long as the sequence; None: it has none."""
+    guide: Any = None
+    """What says which ids its next token may be (constraint.Guide); None: all."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def n_generated(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens known but not computed: the whole prompt at first, one while decoding."""
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The first sequence of the request brings them, with its first token; computed again later, it does not."""
+        return self.request.params.prompt_logprobs is not None and self.index == 0 and self.n_generated == 0
+
+    def begin_prompt_logprobs(self) -> None:
+        """If it wants them: what it has is forgotten, and the first token has none."""
+        if self.wants_prompt_logprobs:
+            self.prompt_logprobs = PromptLogprobs()
+            self.prompt_logprobs.extend([None])
+
+    @property
+    def lacks_text(self) -> bool:
+        """Speech: whether the frame of its last token goes with a text that has not come yet. It stalls until then."""
+        speech = self.request.speech
+        return speech is not None and not speech.knows_text(self.n_generated - 1)
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether its next token can be: it is known which ids that may be, and the text that goes before it is there."""
+        return not self.lacks_text and (self.guide is None or bool(self.guide.is_ready))
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A run of one sequence's tokens in a step: `tokens[start : start + length]`."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    prompt_logprobs: bool = False
+    """The log-probabilities of this chunk's own tokens are wanted (a logits row for each)."""
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+    """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple of
+    PAGE_SIZE, 0 < n < length, ascending."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one generated token. One token of a prompt, the last behind a full page, is a prefill."""
+        return self.length == 1 and self.start >= self.sequence.n_prompt
+
+
+@dataclass(slots=True)
+class Draw:
+    """A token to draw: from the logits after `chunk`'s last token, with `sequence`'s parameters."""
+
+    chunk: int
+    """Index into Step.chunks."""
+    sequence: Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    """What runs in one forward, or, where decodes are a batch of their own, in two. Decodes come first, then prefill chunks.
+
+    A decode without a draw computes a token that was drawn before, and whose KV and state were lost. (Where prefill and decode
+    give the same bits, what was lost comes back in chunks of any length, and one of a preempted sequence may stand behind others.)
+
+    After the forward and before the draws are read, states and pages are copied for sequences that fork off a
+    finished prompt: `slot_copies` and `page_copies` are (source, destination) pairs.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    def put_decodes_first(self) -> None:
+        """Sequences that came back from host memory decode, and were planned among the prefills."""
+        order = sorted(range(len(self.chunks)), key=lambda i: not self.chunks[i].is_decode)
+        place = {old: new for new, old in enumerate(order)}
+        self.chunks = [self.chunks[i] for i in order]
+        for draw in self.draws:
+            draw.chunk = place[draw.chunk]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the device gave back: `token_ids[i]` and `logprobs[i]` belong to `Step.draws[i]`.
+
+    `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose predecessor
+    is in the chunk and which exist in the prompt).
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: dict[int, list[TokenLogprob]]
+    codes: Any = None
+    """Of a speech model: int32 [n_decodes, 16], the frame of chunk i, a decode, in row i (decodes come first)."""

@@ -1,0 +1,357 @@
+"""The engine process: one or more engines, each between two sockets of its own, which take turns in one thread.
+
+A turn takes all commands that have come, runs one step if there is work, and sends its outputs as one message. So a step of one
+model delays the others by no more than itself, and a model without work costs nothing. The process never waits for
+commands while an engine has work.
+
+It ends when its parent does, when told to, and when it can no longer be trusted: a scheduler that raises, pages that do not add up,
+steps that fail one after another. The parent (`host.py`) starts a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from deltic import logs
+from deltic.config import ConfigError, EngineConfig
+from deltic.engine.engine import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
+from deltic.engine.messages import (
+    Abort,
+    AddText,
+    CacheReport,
+    Command,
+    DropVoice,
+    EncodeVoice,
+    Event,
+    InspectCache,
+    Loading,
+    Output,
+    Ping,
+    Pong,
+    Ready,
+    Shutdown,
+    StartFailed,
+    StepOutputs,
+)
+from deltic.engine.scheduler import RequestError
+from deltic.engine.trace import Trace
+from deltic.machine import memory_bound
+from deltic.models.checkpoint import tokenizer_directory
+
+log = logging.getLogger("deltic.engine")
+
+OUT_OF_MEMORY = "out of memory while loading{}; free some, or lower --memory-gb"
+
+CLOSE_S = 4.0
+"""How long a process that was told to stop goes on writing to --cache-dir: less than the host waits (SHUTDOWN_S)."""
+
+CHECK_S = 60.0
+"""An idle process looks whether everything adds up, but not oftener than this."""
+
+IDLE_POLL_S = 1.0
+"""How long an idle process waits before it looks whether its parent still lives."""
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ModelLaunch(msgspec.Struct, frozen=True):
+    """One model of a Launch."""
+
+    name: str
+    """For messages."""
+    config: EngineConfig
+    commands: str
+    """Endpoint that the process binds; the client connects to it once the process is ready."""
+    events: str
+    """Endpoint that the client has bound."""
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the host tells the process it starts, as JSON in its last argument."""
+
+    models: list[ModelLaunch]
+    """At least one."""
+    parent_pid: int
+    started_at: float
+    """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
+    log_format: str = "text"
+
+
+class ServedModel:
+    """An engine between its two sockets."""
+
+    engine: Engine
+    """Once it is built."""
+
+    def __init__(self, launch: ModelLaunch, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.name, self.config = launch.name, launch.config
+        self.commands = context.socket(zmq.PULL)
+        self._events = context.socket(zmq.PUSH)
+        for socket in (self.commands, self._events):
+            socket.set_hwm(0)  # the client bounds what is open; a limit here would only block the step
+        self.commands.bind(launch.commands)
+        self._events.connect(launch.events)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._outputs: list[Output] = []  # that commands gave, until the step
+        self._is_checked, self._checked_s = True, 0.0
+        self._n_moved = 0  # at the last Ping
+
+    def send(self, event: Event) -> None:
+        self._events.send(self._encoder.encode(event))
+
+    def close(self) -> None:
+        """Closes the sockets; what was sent gets a second to arrive."""
+        self.commands.close(linger=0)
+        self._events.close(linger=1000)
+
+    def progress(self, stage: str, done: float) -> None:
+        self.send(Loading(stage, done))
+
+    def build(self, build: Build) -> None:
+        """Builds the engine. Raises ValueErrors, MemoryError, or torch's RuntimeError when there is no memory."""
+        config = self.config
+        trace = Trace(config.trace) if config.trace is not None else None
+        self.engine = Engine(
+            build(config, self.progress),
+            config.max_itl_ms or None,
+            lambda: tokenizer_directory(config) / "tokenizer.json",
+        )
+        self.engine.trace = trace
+
+    def obey(self) -> bool:
+        """Takes every command that waits; False when told to stop."""
+        engine, outputs = self.engine, self._outputs
+        while int(self.commands.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            message = self.commands.recv()
+            try:
+                command = self._decoder.decode(message)
+            except msgspec.ValidationError as error:
+                outputs += _refusals(message, str(error))
+                continue
+            if isinstance(command, Abort):
+                outputs += engine.abort(command.id, command.index, command.if_waiting)
+            elif isinstance(command, AddText):
+                outputs += engine.add_text(command)
+            elif isinstance(command, Shutdown):
+                return False
+            elif isinstance(command, InspectCache):
+                if command.reset:
+                    engine.reset_cache()
+                self.send(StepOutputs([], engine.stats()))
+                self.send(CacheReport(engine.cache_summary()))
+            elif isinstance(command, EncodeVoice):
+                refusal = engine.encode_voice(command)
+                if refusal is not None:
+                    self.send(refusal)
+            elif isinstance(command, DropVoice):
+                if engine.voices is not None:
+                    engine.voices.drop(command.key)
+            elif isinstance(command, Ping):
+                self._pong()
+            else:
+                try:
+                    engine.add(command)
+                except RequestError as error:
+                    outputs += _refusals(message, str(error))
+        return True
+
+    def _pong(self) -> None:
+        """Answers a Ping."""
+        store, n_moved = self.engine.cache.store, self._n_moved
+        self._n_moved = store.n_moved
+        self.send(Pong(is_stuck=store.is_loading and n_moved == self._n_moved))
+
+    def step(self) -> bool:
+        """Runs a step if there is work, and says what came of it and of the commands; whether there was work."""
+        engine = self.engine
+        outputs, self._outputs = self._outputs, []
+        if engine.voices is not None:
+            for encoded in engine.voices.poll():
+                self.send(encoded)
+        is_busy = engine.has_work()
+        if is_busy:
+            outputs += engine.step()
+        else:
+            engine.cache.store.poll()
+        if is_busy or outputs:
+            self.send(StepOutputs(outputs, engine.stats()))
+            self._is_checked = False
+        return is_busy
+
+    def rest(self) -> float:
+        """What is left for when no engine has work. How long the process may wait for commands, in seconds."""
+        engine = self.engine
+        if not self._is_checked and time.monotonic() - self._checked_s > CHECK_S:
+            engine.check()  # walks the whole tree
+            self._checked_s = time.monotonic()
+        self._is_checked = True
+        if engine.voices is not None and engine.voices.is_waiting:
+            return 0.0 if engine.voices.has_work else MOVE_WAIT_S
+        return MOVE_WAIT_S if engine.cache.store.n_moving else IDLE_POLL_S
+
+
+class EngineProcess:
+    """The models of a Launch, served in turns."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self._context = zmq.Context()
+        self.models = [ServedModel(model, self._context) for model in launch.models]
+
+    def close(self) -> None:
+        for model in self.models:
+            model.close()
+        self._context.term()
+
+    def load(self, build: Build | None) -> bool:
+        """Builds the engines one after the other, so that each plan sees what memory the last one left, and says so when all are
+        there. False when one cannot be built, which is said, too."""
+        start_s = {"python": time.time() - self.launch.started_at}
+        is_fake = build is not None
+        model = self.models[0]
+        try:
+            self._check_traces()
+            build = build or self._import_build(start_s)
+            for model in self.models:
+                model.build(build)
+        except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
+            text = str(error)
+            out_of_memory = (
+                isinstance(error, MemoryError) or "t allocate memory" in text or "out of memory" in text
+            )
+            if isinstance(error, RuntimeError) and not out_of_memory:
+                raise
+            name = f"{model.name}: " if len(self.models) > 1 else ""
+            model.send(StartFailed(name + (OUT_OF_MEMORY.format(memory_bound()) if out_of_memory else text)))
+            return False
+        if "torch" in sys.modules:  # its threads have nothing left to do that is worth a core
+            sys.modules["torch"].set_num_threads(1)
+        for model in self.models:
+            start = time.perf_counter()
+            if not is_fake:
+                model.engine.fit_cost()
+            info = model.engine.info
+            info.start_s = start_s | info.start_s | {"fit": round(time.perf_counter() - start, 3)}
+        # What was loaded stays: the collector need not walk it again, nor pause a step for it.
+        gc.collect()
+        gc.freeze()
+        for model in self.models:
+            model.send(Ready(model.engine.info))
+            model.send(StepOutputs([], model.engine.stats()))
+        return True
+
+    def _check_traces(self) -> None:
+        """Raises ConfigError when two models are to write to one file."""
+        files = [model.config.trace.resolve() for model in self.models if model.config.trace is not None]
+        for file in files:
+            if files.count(file) > 1:
+                raise ConfigError(f"--trace {file}: each model needs a file of its own")
+
+    def _import_build(self, start_s: dict[str, float]) -> Build:
+        self.models[0].progress("import", 0.0)  # of the others, nothing until their turn
+        start = time.perf_counter()
+        if any(model.config.may_use_gpu for model in self.models):
+            threading.Thread(target=_wake_gpu, daemon=True).start()
+        from deltic.runtime.build import build_for_device  # imports torch
+
+        start_s["import"] = time.perf_counter() - start
+        return build_for_device
+
+    def serve(self) -> int:
+        """Runs until told to stop; the exit status."""
+        models, unprepared = self.models, list(self.models)
+        poller = zmq.Poller()
+        for model in models:
+            poller.register(model.commands, zmq.POLLIN)
+        while os.getppid() == self.launch.parent_pid:
+            if len(models) > 1:
+                self._share()
+            is_busy = False
+            for model in models:
+                if not model.obey():
+                    self._close_engines()
+                    return 0
+                is_busy |= model.step()
+                if model.engine.n_failures >= MAX_FAILURES:
+                    log.critical("%d steps failed in a row; the engine process gives up", MAX_FAILURES)
+                    return 1
+            if is_busy:
+                continue
+            wait_s = min(model.rest() for model in models)
+            came = poller.poll(int(wait_s * 1000))
+            if not came and wait_s == IDLE_POLL_S and unprepared:
+                unprepared.pop(0).engine.guides.prepare()
+        return 0
+
+    def _share(self) -> None:
+        """Tells each engine who takes turns with it in this round."""
+        busy = [model.engine for model in self.models if model.engine.has_work()]
+        for model in self.models:
+            model.engine.share([engine for engine in busy if engine is not model.engine])
+
+    def _close_engines(self) -> None:
+        """Lets each write what it keeps, all of them within CLOSE_S."""
+        until_s = time.monotonic() + CLOSE_S
+        for n_done, model in enumerate(self.models):
+            model.engine.close(max(0.0, until_s - time.monotonic()) / (len(self.models) - n_done))
+
+
+def _refusals(message: bytes, error: str) -> list[Output]:
+    """An error for each sequence of a request that cannot be run, or whose fields have not even the right types."""
+    command = msgspec.msgpack.decode(message)
+    n = command.get("params", {}).get("n", 1)
+    return [Output(command["id"], index, finish_reason="error", error=error) for index in range(n)]
+
+
+def _wake_gpu() -> None:
+    """Has the driver make the context that torch will use, while torch is imported. Does nothing without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Asks the kernel, where it can be asked, to signal this process when the one that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+
+
+def main(build: Build | None = None, argument: str | None = None) -> int:
+    """The engine process; the exit status. `argument` is a Launch as JSON, by default the last of the command line."""
+    die_with_parent()
+    # The terminal's Ctrl-C and a service manager's SIGTERM go to every process; the server drains, then says
+    # Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    launch = msgspec.json.decode(
+        argument or sys.argv[-1],
+        type=Launch,
+        dec_hook=lambda kind, value: kind(value),  # paths, as texts
+    )
+    logs.set_up("info", launch.log_format, "%(levelname)s %(name)s: %(message)s")
+    if os.getppid() != launch.parent_pid:  # it ended before the kernel was asked to tell
+        return 1
+    process = EngineProcess(launch)
+    try:
+        return process.serve() if process.load(build) else 1
+    finally:
+        process.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

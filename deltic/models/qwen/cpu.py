@@ -1,0 +1,271 @@
+"""The hybrid decoder: gated DeltaNet and gated attention layers, recorded as one program of operators.
+
+    h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (spec 2.1; Qwen3-Next, 3.5, 3.6, 3.8)
+
+The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every
+linear are bfloat16, matrices are that or quantised. There is one layout of the weights (models/qwen/weights.py)
+and one path for decode and prefill.
+Left out: the vision tower and the MTP head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
+from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
+from deltic.ops.cpu.gdn import gdn
+from deltic.ops.cpu.moe import MoeScratch, moe
+from deltic.ops.cpu.program import Program
+from deltic.ops.geometry import (
+    MAX_GDN_DIM,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    Allocate,
+    AttentionHeads,
+    GdnHeads,
+    GdnWeights,
+)
+from deltic.ops.matrix import Matrix, row_bytes
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """What the forward reads of a step, in buffers that keep their addresses. int32; S sequences, T tokens, R rows.
+
+    A place is a row of the page table, of which each running sequence has one; a slot is a state slot.
+    """
+
+    n_tokens: Tensor
+    n_seqs: Tensor
+    n_logit_rows: Tensor
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    token_place: Tensor  # [T]
+    seq_start: Tensor  # [S + 1]
+    seq_context: Tensor  # [S]
+    place: Tensor  # [S]
+    start_slot: Tensor  # [S] where the chunk's state is read
+    slot: Tensor  # [S] and where it is left
+    snapshot_begin: Tensor  # [S + 1] into the next two
+    snapshot_n: Tensor  # [one for each 64 tokens] after so many tokens of its chunk the state goes
+    snapshot_slot: Tensor  # to this slot, too
+    page_table: Tensor  # [places, max_pages]
+    logit_token: Tensor  # [R] the tokens whose logits are wanted
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The two memories. pages: bfloat16 [n_pages, n_attn, 2, nk, 64, d]; states float32 [n_slots, n_gdn, Hv, dk, dv];
+    columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot."""
+
+    pages: Tensor
+    states: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class Activations:
+    """One set of buffers for all layers, T tokens long."""
+
+    residual: Tensor  # float32 [T, H]
+    normed: Tensor  # bfloat16 [T, H]
+    proj: Tensor  # float32, flat: the widest projection
+    mixed: Tensor  # bfloat16, flat: a mixer's output or the MLP's inner activation
+    query: Tensor  # bfloat16, flat
+    attn_records: Tensor  # float32 [n, d + 16]
+    moe: MoeScratch | None
+    packed: Tensor  # uint8: the rows of a linear's input as its kernel reads them
+    router: Tensor | None  # float32 [T, E + 1]
+    shared: Tensor | None  # float32 [T, H]
+    final: Tensor  # bfloat16 [R, H]
+    logits: Tensor  # float32 [R, V]
+
+
+def check_kernels(shape: ModelShape) -> None:
+    """Raises UnsupportedModelError for a geometry that the kernels cannot run: said before anything is loaded."""
+    group = shape.n_q_heads // max(1, shape.n_kv_heads)
+    limits = (
+        ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "a multiple of 32"),
+        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 32 == 0, "a multiple of 32"),
+        ("moe_intermediate_size", shape.moe_intermediate_size, shape.moe_intermediate_size % 32 == 0, "a multiple of 32"),
+        ("shared_expert_intermediate_size", shape.shared_intermediate_size, shape.shared_intermediate_size % 32 == 0, "a multiple of 32"),
+        ("head_dim", shape.head_dim, shape.head_dim % 32 == 0 and shape.head_dim <= MAX_HEAD_DIM, f"a multiple of 32, at most {MAX_HEAD_DIM}"),
+        ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 32 == 0, "a multiple of 32"),
+        ("num_attention_heads / num_key_value_heads", group, group <= MAX_GROUP, f"at most {MAX_GROUP}"),
+        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim % 16 == 0 and shape.gdn_k_dim <= MAX_GDN_DIM, f"a multiple of 16, at most {MAX_GDN_DIM}"),
+        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim % 16 == 0 and shape.gdn_v_dim <= MAX_GDN_DIM, f"a multiple of 16, at most {MAX_GDN_DIM}"),
+        ("linear_num_value_heads * linear_value_head_dim", shape.gdn_value_size, shape.gdn_value_size % 32 == 0, "a multiple of 32"),
+    )  # fmt: skip
+    for field, found, holds, supported in limits:
+        if not holds:
+            raise UnsupportedModelError(field, found, supported)
+
+
+def allocate_activations(
+    shape: ModelShape, n_tokens: int, n_logit_rows: int, allocate: Allocate
+) -> Activations:
+    """Every buffer of a forward of up to n_tokens tokens and n_logit_rows rows of logits."""
+    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
+    t, h = n_tokens, shape.hidden_size
+    value, inner = shape.gdn_value_size, max(shape.intermediate_size, shape.shared_intermediate_size)
+    q_size = shape.n_q_heads * shape.head_dim
+    heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
+    scratch = router = shared = None
+    if shape.is_moe:
+        k, m, e = shape.n_experts_per_tok, shape.moe_intermediate_size, shape.n_experts
+        scratch = MoeScratch(
+            expert=allocate("expert", (t, k), i32),
+            weight=allocate("expert weight", (t, k), f32),
+            order=allocate("expert order", (t * k,), i32),
+            begin=allocate("expert begin", (e + 1,), i32),
+            probabilities=allocate("router probabilities", (t, e + 16), f32),
+            rows=allocate("experts in", (t * k, row_bytes(max(h, m))), torch.uint8),
+            up=allocate("experts up", (t * k, 2 * m), f32),
+            act=allocate("experts act", (t * k, m), bf16),
+            y=allocate("experts out", (t * k, h), f32),
+        )
+        router = allocate("router logits", (t, e + 1), f32)
+        shared = allocate("shared expert", (t, h), f32)
+    return Activations(
+        residual=allocate("residual", (t, h), f32),
+        normed=allocate("normed", (t, h), bf16),
+        proj=allocate("projections", (t * max(shape.gdn_in_proj_rows, shape.attn_qkv_rows, 2 * inner),), f32),
+        mixed=allocate("mixed", (t * max(value, q_size, inner),), bf16),
+        query=allocate("queries", (t * q_size,), bf16),
+        attn_records=allocate("attention records", heads.records_size(shape.max_position_embeddings), f32),
+        moe=scratch,
+        packed=allocate(
+            "packed rows", (max(t * max(h, value, q_size, inner), n_logit_rows * h) * 2,), torch.uint8
+        ),
+        router=router,
+        shared=shared,
+        final=allocate("final", (n_logit_rows, h), bf16),
+        logits=allocate("logits", (n_logit_rows, shape.vocab_size), f32),
+    )
+
+
+class Qwen:
+    """The weights in the form the operators read, and the recording of a forward over given buffers."""
+
+    def __init__(self, shape: ModelShape, weights: Weights, max_len: int) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
+        self.gdn_heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
+        self.gdn_weights = {
+            i: GdnWeights(layer.conv.t().contiguous(), layer.a_log, layer.dt_bias, layer.norm)
+            for i, layer in enumerate(weights.layers)
+            if isinstance(layer, GdnLayer)
+        }
+        # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation (spec 2.5).
+        # The angles are float32 products, as in training: at far positions a more exact angle is a different one.
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
+            shape.inv_freq(), dtype=torch.float32
+        )
+        self.cos = angles.cos() * shape.rope_attention_factor
+        self.sin = angles.sin() * shape.rope_attention_factor
+
+    def record(self, program: Program, inputs: ForwardInputs, memory: Memory, act: Activations) -> None:
+        """Appends the whole forward: token ids to act.logits[:n_logit_rows]."""
+        w, eps = self.weights, self.shape.rms_norm_eps
+        embed(program, w.embed, inputs.token_ids, act.residual, inputs.n_tokens)
+        i_gdn = i_attn = 0
+        for i, layer in enumerate(w.layers):
+            rms_norm(program, act.residual, layer.input_norm, eps, act.normed, inputs.n_tokens)
+            if isinstance(layer, GdnLayer):
+                self._gdn(program, i, layer, inputs, memory.states[:, i_gdn], memory.columns[:, i_gdn], act)
+                i_gdn += 1
+            else:
+                self._attention(program, layer, inputs, memory.pages[:, i_attn], act)
+                i_attn += 1
+            rms_norm(program, act.residual, layer.post_norm, eps, act.normed, inputs.n_tokens)
+            self._feed_forward(program, layer, inputs.n_tokens, act)
+        rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
+        linear(program, act.final, w.lm_head, act.logits, act.packed, inputs.n_logit_rows)
+
+    def _gdn(
+        self,
+        program: Program,
+        i: int,
+        layer: GdnLayer,
+        inputs: ForwardInputs,
+        state: Tensor,
+        columns: Tensor,
+        act: Activations,
+    ) -> None:
+        proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
+        mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
+        linear(program, act.normed, layer.in_proj, proj, act.packed, inputs.n_tokens)
+        gdn(
+            program, proj, self.gdn_heads, self.gdn_weights[i], self.shape.rms_norm_eps,
+            n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context,
+            start_slot=inputs.start_slot, slot=inputs.slot, snapshot_begin=inputs.snapshot_begin,
+            snapshot_n=inputs.snapshot_n, snapshot_slot=inputs.snapshot_slot,
+            conv_state=columns, state=state, out=mixed,
+        )  # fmt: skip
+        linear(program, mixed, layer.out_proj, act.residual, act.packed, inputs.n_tokens, add=True)
+
+    def _attention(
+        self, program: Program, layer: AttnLayer, inputs: ForwardInputs, pages: Tensor, act: Activations
+    ) -> None:
+        proj = _rows(act.proj, act.residual, self.heads.row)
+        query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
+        mixed = _rows(act.mixed, act.residual, self.heads.n_q * self.heads.dim)
+        linear(program, act.normed, layer.qkv, proj, act.packed, inputs.n_tokens)
+        attn_prepare(
+            program, proj, self.heads, layer.q_norm, layer.k_norm, self.shape.rms_norm_eps,
+            n_tokens=inputs.n_tokens, positions=inputs.positions, token_place=inputs.token_place,
+            page_table=inputs.page_table, cos=self.cos, sin=self.sin, q_out=query, pages=pages,
+        )  # fmt: skip
+        attention(
+            program, query, proj, self.heads, pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
+            seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table, records=act.attn_records,
+            out=mixed,
+        )  # fmt: skip
+        linear(program, mixed, layer.o_proj, act.residual, act.packed, inputs.n_tokens, add=True)
+
+    def _feed_forward(
+        self, program: Program, layer: GdnLayer | AttnLayer, n_tokens: Tensor, act: Activations
+    ) -> None:
+        mlp = layer.mlp
+        if isinstance(mlp, Moe):
+            assert act.router is not None and act.shared is not None and act.moe is not None
+            linear(program, act.normed, mlp.router, act.router, act.packed, n_tokens)
+            self._swiglu(program, mlp.shared_gate_up, mlp.shared_down, act.shared, n_tokens, act, add=False)
+            moe(
+                program, act.normed, act.router, mlp.gate_up, mlp.down, act.shared, act.residual,
+                n_per_token=self.shape.n_experts_per_tok, normalise=self.shape.norm_topk_prob,
+                n_tokens=n_tokens, scratch=act.moe,
+            )  # fmt: skip
+        else:
+            self._swiglu(program, mlp.gate_up, mlp.down, act.residual, n_tokens, act, add=True)
+
+    def _swiglu(
+        self,
+        program: Program,
+        gate_up: Matrix,
+        down: Matrix,
+        out: Tensor,
+        n_tokens: Tensor,
+        act: Activations,
+        *,
+        add: bool,
+    ) -> None:
+        width = down.k
+        up = _rows(act.proj, act.residual, 2 * width)
+        inner = _rows(act.mixed, act.residual, width)
+        linear(program, act.normed, gate_up, up, act.packed, n_tokens)
+        silu_mul(program, up, inner, n_tokens)
+        linear(program, inner, down, out, act.packed, n_tokens, add=add)
+
+
+def _rows(flat: Tensor, like: Tensor, width: int) -> Tensor:
+    """A [T, width] view of a flat buffer."""
+    return flat[: like.shape[0] * width].view(like.shape[0], width)

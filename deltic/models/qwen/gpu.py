@@ -1,0 +1,371 @@
+"""The hybrid decoder on a GPU: the same forward as models/qwen/cpu.py, recorded twice, once for decodes and once for prefills.
+
+    h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (spec 2.1; Qwen3-Next, 3.5, 3.6, 3.8)
+
+A decode is bound by the bytes of the weights and by the number of kernels: its matrices are multiplied with tokens on the
+narrow side, cut along K by a rule that knows only the weight's shape, and the partial sums are added, in order, by whoever reads
+them next. A prefill is bound by arithmetic: large products, the chunked form of DeltaNet, tiled attention. The two differ in
+bits; a token of a prompt always goes through the one, a generated one through the other (ARCHITECTURE.md, "Purity").
+
+Everything here starts kernels on the current stream and neither waits nor allocates, so that it can be captured as a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.models.loading import Mlp
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
+from deltic.ops.geometry import Allocate, AttentionHeads, GdnHeads, GdnWeights
+from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
+from deltic.ops.gpu.attention_prefill import attention_prefill
+from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.gdn_decode import gdn_decode
+from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.linear import (
+    k_splits,
+    narrow_linear,
+    narrow_swiglu,
+    silu_mul,
+    wide_linear,
+)
+from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
+from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
+from deltic.ops.gpu.norm import add_norm, begin_decode, embed
+
+RING = 4
+"""Convolution inputs that a state slot holds on a GPU: a ring by position, one row more than the window needs, so that the row
+that is written is one that nobody reads."""
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The two memories. pages: bfloat16 [n_pages + 1, n_attn, 2, nk, 64, d], the last one nobody's; states: float32
+    [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING for position p."""
+
+    pages: Tensor
+    states: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class PlaceState:
+    """int32, by place: what a decode reads of its sequence, and what the sampler moves on."""
+
+    last_token: Tensor  # [P]
+    position: Tensor  # [P] of that token
+    slot: Tensor  # [P]
+    done: Tensor  # [P] not 0: the sequence has ended on the device; the host will see it one step later
+    page_table: Tensor  # [P, max_pages]
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """Activations of a decode of up to N rows; a recording for fewer rows uses the front of each."""
+
+    rows_place: Tensor  # int32 [N] the place of each row, or -1
+    row_place: Tensor  # int32 [N]
+    row_slot: Tensor  # int32 [N] -1: not in use
+    row_position: Tensor  # int32 [N]
+    residual: Tensor  # float32, flat
+    normed: Tensor  # bfloat16, flat
+    proj: Tensor  # float32, flat: partial sums of a projection
+    mixed: Tensor  # bfloat16, flat
+    inner: Tensor  # bfloat16, flat
+    partial: Tensor  # float32, flat: what is to be added to the residual
+    attention: AttentionScratch
+    moe: MoeScratch | None
+    logits: Tensor  # float32, flat, of twice as many rows: those behind keep what a later draw needs
+
+
+@dataclass(frozen=True)
+class PrefillBuffers:
+    """Activations of a prefill of up to B blocks, flat: a recording for fewer uses the front of each."""
+
+    residual: Tensor  # float32
+    normed: Tensor  # bfloat16
+    proj: Tensor  # bfloat16: the widest projection
+    mixed: Tensor  # bfloat16
+    inner: Tensor  # bfloat16
+    y: Tensor  # bfloat16: what is to be added to the residual
+    query: Tensor  # bfloat16
+    gdn: GdnScratch
+    moe: MoePrefillScratch | None
+    final: Tensor  # bfloat16 [G, H]
+    logits: Tensor  # float32 [G, V]
+
+
+@dataclass(frozen=True)
+class PrefillInputs:
+    """int32 views of what the host sends with a prefill of B blocks."""
+
+    token_ids: Tensor  # [64 B]
+    blocks: Blocks
+    logit_row: Tensor  # [G] rows whose logits are wanted
+
+
+def decode_buffers(
+    shape: ModelShape, levers: Levers, n_rows: int, max_len: int, allocate: Allocate
+) -> DecodeBuffers:
+    """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens."""
+    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
+    h, heads = shape.hidden_size, _attention_heads(shape)
+    rows = shape.gdn_in_proj_rows, heads.row
+    value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
+    inner = max(shape.intermediate_size, shape.shared_intermediate_size)
+    n_partials = [k_splits(h, k, levers) for k in (value, q_size, inner) if k]
+    moe = None
+    if shape.is_moe:
+        moe = moe_scratch(
+            n_rows, h, shape.n_experts, shape.n_experts_per_tok, shape.moe_intermediate_size,
+            shape.shared_intermediate_size, allocate,
+        )  # fmt: skip
+        n_partials.append(shape.n_experts_per_tok + 1)
+    return DecodeBuffers(
+        rows_place=allocate("rows place", (n_rows,), i32),
+        row_place=allocate("row place", (n_rows,), i32),
+        row_slot=allocate("row slot", (n_rows,), i32),
+        row_position=allocate("row position", (n_rows,), i32),
+        residual=allocate("residual", (n_rows * h,), f32),
+        normed=allocate("normed", (n_rows * h,), bf16),
+        proj=allocate(
+            "projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32
+        ),
+        mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
+        inner=allocate("inner", (n_rows * max(1, inner),), bf16),
+        partial=allocate("partial sums", (max(n_partials) * n_rows * h,), f32),
+        attention=attention_scratch(heads, n_rows, max_len, allocate),
+        moe=moe,
+        logits=allocate("logits", (2 * n_rows * shape.vocab_size,), f32),
+    )
+
+
+def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate: Allocate) -> PrefillBuffers:
+    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    t, h, heads = n_blocks * BLOCK, shape.hidden_size, _attention_heads(shape)
+    value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
+    inner = max(shape.intermediate_size, shape.shared_intermediate_size)
+    moe = None
+    if shape.is_moe:
+        moe = moe_prefill_scratch(
+            t, h, shape.n_experts, shape.n_experts_per_tok, shape.moe_intermediate_size,
+            shape.shared_intermediate_size, allocate,
+        )  # fmt: skip
+    return PrefillBuffers(
+        residual=allocate("prefill residual", (t * h,), f32),
+        normed=allocate("prefill normed", (t * h,), bf16),
+        proj=allocate("prefill projections", (t * max(shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size),), bf16),
+        mixed=allocate("prefill mixed", (t * max(value, q_size),), bf16),
+        inner=allocate("prefill inner", (t * max(1, inner),), bf16),
+        y=allocate("prefill y", (t * h,), bf16),
+        query=allocate("prefill queries", (t * q_size,), bf16),
+        gdn=gdn_scratch(_gdn_heads(shape), n_blocks, allocate),
+        moe=moe,
+        final=allocate("final", (n_segments, h), bf16),
+        logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
+    )  # fmt: skip
+
+
+def _attention_heads(shape: ModelShape) -> AttentionHeads:
+    return AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
+
+
+def _gdn_heads(shape: ModelShape) -> GdnHeads:
+    return GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
+
+
+def _front(flat: Tensor, *size: int) -> Tensor:
+    """The front of a flat buffer as a tensor of this size."""
+    n = 1
+    for d in size:
+        n *= d
+    return flat[:n].view(*size)
+
+
+class QwenGpu:
+    """The weights in rows, and the two forwards over given buffers."""
+
+    def __init__(self, shape: ModelShape, weights: Weights, max_len: int, levers: Levers) -> None:
+        self.shape, self.weights, self.levers = shape, weights, levers
+        self.heads, self.gdn_heads = _attention_heads(shape), _gdn_heads(shape)
+        device = weights.norm.device
+        self.gdn_weights = {
+            i: GdnWeights(layer.conv.t().contiguous(), layer.a_log, layer.dt_bias, layer.norm)
+            for i, layer in enumerate(weights.layers)
+            if isinstance(layer, GdnLayer)
+        }
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
+            shape.inv_freq(), dtype=torch.float32
+        )
+        self.cos = (angles.cos() * shape.rope_attention_factor).to(device)
+        self.sin = (angles.sin() * shape.rope_attention_factor).to(device)
+        self._second: torch.cuda.Stream | None = None
+
+    # A decode.
+
+    def decode(self, n: int, places: PlaceState, b: DecodeBuffers, memory: GpuMemory, max_len: int) -> Tensor:
+        """One token each of n rows, none with more than max_len keys; gives the logits, float32 [n, V]."""
+        shape, w, levers = self.shape, self.weights, self.levers
+        eps, h = shape.rms_norm_eps, shape.hidden_size
+        slot, position = b.row_slot[:n], b.row_position[:n]
+        residual = _front(b.residual, n, h)
+        begin_decode(
+            b.rows_place[:n], places.last_token, places.position, places.slot, places.done, w.embed.rows,
+            row_place=b.row_place[:n], row_slot=slot, row_position=position, residual=residual, levers=levers,
+        )  # fmt: skip
+        partial: Tensor | None = None
+        i_gdn = i_attn = 0
+        normed = _front(b.normed, n, h)
+        for i, layer in enumerate(w.layers):
+            add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
+            if isinstance(layer, GdnLayer):
+                proj = self._project(normed, layer.in_proj.rows, b, split_at=self._gate_rows)
+                mixed = _front(b.mixed, n, shape.gdn_value_size)
+                gdn_decode(
+                    proj, self.gdn_heads, self.gdn_weights[i], eps, columns=memory.columns[:, i_gdn],
+                    states=memory.states[:, i_gdn], row_slot=slot, row_position=position, out=mixed, levers=levers,
+                )  # fmt: skip
+                out_proj = layer.out_proj.rows
+                i_gdn += 1
+            else:
+                proj = self._project(normed, layer.qkv.rows, b)
+                mixed = _front(b.mixed, n, self.heads.n_q * self.heads.dim)
+                attention_decode(
+                    proj, self.heads, layer.q_norm, layer.k_norm, eps, row_place=b.row_place[:n],
+                    page_table=places.page_table, cos=self.cos, sin=self.sin, pages=memory.pages[:, i_attn],
+                    scratch=b.attention, max_len=max_len, row_slot=slot, row_position=position, out=mixed, levers=levers,
+                )  # fmt: skip
+                out_proj = layer.o_proj.rows
+                i_attn += 1
+            partial = self._partial(mixed, out_proj, b, n)
+            add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
+            mlp = layer.mlp
+            if isinstance(mlp, Moe):
+                assert b.moe is not None
+                partial = _front(b.partial, shape.n_experts_per_tok + 1, n, h)
+                moe_decode(
+                    normed, mlp.router.rows, mlp.gate_up.rows, mlp.down.rows, mlp.shared_gate_up.rows, mlp.shared_down.rows,
+                    shape.n_experts_per_tok, shape.norm_topk_prob, row_slot=slot, scratch=b.moe, out=partial,
+                    levers=levers,
+                )  # fmt: skip
+            else:
+                inner = _front(b.inner, n, shape.intermediate_size)
+                gate_up = _front(b.proj, 1, n, 2 * shape.intermediate_size)
+                narrow_swiglu(normed, mlp.gate_up.rows, inner, gate_up=gate_up, levers=levers)
+                partial = self._partial(inner, mlp.down.rows, b, n)
+        add_norm(residual, partial, w.norm, eps, normed, levers=levers)
+        logits = _front(b.logits, 1, n, shape.vocab_size)
+        narrow_linear(normed, w.lm_head.rows, logits, levers=levers)
+        return logits[0]
+
+    @property
+    def _gate_rows(self) -> int:
+        """Row of in_proj at which the two gates begin."""
+        return self.shape.gdn_in_proj_rows - 2 * self.shape.gdn_n_v_heads
+
+    def _project(self, x: Tensor, w: Tensor, b: DecodeBuffers, split_at: int = 0) -> Tensor:
+        """Partial sums of a projection, float32 [S, n, rows]. in_proj in two parts is there to be measured."""
+        m, k = w.shape
+        proj = _front(b.proj, k_splits(m, k, self.levers), x.shape[0], m)
+        form = self.levers.in_proj
+        if not split_at or form == "one":
+            narrow_linear(x, w, proj, levers=self.levers)
+            return proj
+        if form == "two streams" and proj.is_cuda:
+            main = torch.cuda.current_stream()
+            self._second = self._second or torch.cuda.Stream()
+            self._second.wait_stream(main)
+            with torch.cuda.stream(self._second):
+                narrow_linear(x, w[split_at:], proj[:, :, split_at:], levers=self.levers)
+            narrow_linear(x, w[:split_at], proj[:, :, :split_at], levers=self.levers)
+            main.wait_stream(self._second)
+        else:
+            narrow_linear(x, w[:split_at], proj[:, :, :split_at], levers=self.levers)
+            narrow_linear(x, w[split_at:], proj[:, :, split_at:], levers=self.levers)
+        return proj
+
+    def _partial(self, x: Tensor, w: Tensor, b: DecodeBuffers, n: int) -> Tensor:
+        """Partial sums of what is to be added to the residual, float32 [S, n, H]."""
+        m, k = w.shape
+        partial = _front(b.partial, k_splits(m, k, self.levers), n, m)
+        narrow_linear(x, w, partial, levers=self.levers)
+        return partial
+
+    # A prefill.
+
+    def prefill(
+        self, n_blocks: int, inputs: PrefillInputs, page_table: Tensor, b: PrefillBuffers, memory: GpuMemory
+    ) -> Tensor:
+        """The tokens of n_blocks blocks; gives the logits of the rows asked for, float32 [G, V]."""
+        shape, w, levers = self.shape, self.weights, self.levers
+        t, h, eps = n_blocks * BLOCK, shape.hidden_size, shape.rms_norm_eps
+        residual, normed = _front(b.residual, t, h), _front(b.normed, t, h)
+        y, added = _front(b.y, t, h), None
+        embed(inputs.token_ids, w.embed.rows, residual)
+        i_gdn = i_attn = 0
+        for i, layer in enumerate(w.layers):
+            add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
+            added = y[None]
+            if isinstance(layer, GdnLayer):
+                proj = _front(b.proj, t, shape.gdn_in_proj_rows)
+                mixed = _front(b.mixed, t, shape.gdn_value_size)
+                wide_linear(normed, layer.in_proj.rows, proj, levers=levers)
+                gdn_prefill(
+                    proj, self.gdn_heads, self.gdn_weights[i], eps, blocks=inputs.blocks, columns=memory.columns[:, i_gdn],
+                    states=memory.states[:, i_gdn], scratch=b.gdn, out=mixed, levers=levers,
+                )  # fmt: skip
+                wide_linear(mixed, layer.out_proj.rows, y, levers=levers)
+                i_gdn += 1
+            else:
+                proj = _front(b.proj, t, self.heads.row)
+                mixed = _front(b.mixed, t, self.heads.n_q * self.heads.dim)
+                wide_linear(normed, layer.qkv.rows, proj, levers=levers)
+                attention_prefill(
+                    proj, self.heads, layer.q_norm, layer.k_norm, eps, blocks=inputs.blocks, page_table=page_table,
+                    cos=self.cos, sin=self.sin, pages=memory.pages[:, i_attn],
+                    query=_front(b.query, t, self.heads.n_q, self.heads.dim), out=mixed, levers=levers,
+                )  # fmt: skip
+                wide_linear(mixed, layer.o_proj.rows, y, levers=levers)
+                i_attn += 1
+            add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
+            self._feed_forward(layer, normed, inputs.blocks, b, y)
+        return self.logits_of(inputs.logit_row, n_blocks, b)
+
+    def _feed_forward(
+        self, layer: GdnLayer | AttnLayer, normed: Tensor, blocks: Blocks, b: PrefillBuffers, y: Tensor
+    ) -> None:
+        mlp, shape, levers, t = layer.mlp, self.shape, self.levers, normed.shape[0]
+        if isinstance(mlp, Mlp):
+            up, inner = _front(b.proj, t, 2 * mlp.down.k), _front(b.inner, t, mlp.down.k)
+            wide_linear(normed, mlp.gate_up.rows, up, levers=levers)
+            silu_mul(up, inner, levers=levers)
+            wide_linear(inner, mlp.down.rows, y, levers=levers)
+        else:
+            assert b.moe is not None
+            moe_prefill(
+                normed, mlp.router.rows, mlp.gate_up.rows, mlp.down.rows, mlp.shared_gate_up.rows, mlp.shared_down.rows,
+                shape.n_experts_per_tok, shape.norm_topk_prob, blocks=blocks, scratch=b.moe, out=y, levers=levers,
+            )  # fmt: skip
+
+    def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers) -> Tensor:
+        """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most G."""
+        t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
+        final, logits = b.final[:n], _front(b.logits.view(-1), 1, n, self.shape.vocab_size)
+        residual, y = _front(b.residual, t, h), _front(b.y, 1, t, h)
+        add_norm(
+            residual,
+            y,
+            self.weights.norm,
+            self.shape.rms_norm_eps,
+            final,
+            rows=rows,
+            levers=self.levers,
+        )
+        narrow_linear(final, self.weights.lm_head.rows, logits, levers=self.levers)
+        return logits[0]

@@ -1,0 +1,501 @@
+"""Where a model is, and its geometry, from a checkpoint's config.json or from a published name.
+
+Everything that later code sizes by (pools, kernels, plans) comes from one frozen `ModelShape`, so a
+config is judged once, here. A config this engine cannot run exactly is refused, never approximated.
+Source of the rules: the Hugging Face configs of Qwen3-Next, Qwen3.5 and Qwen3.6 and the model classes
+that read them. Nothing here imports torch: the HTTP process and the planner use it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deltic.models.fields import (
+    MAX_LAYERS,
+    UnsupportedModelError,
+    positive_float,
+    positive_int,
+    read_flag,
+    read_json,
+)
+from deltic.ops.geometry import PAGE_SIZE
+
+LINEAR_ATTENTION = "linear_attention"
+FULL_ATTENTION = "full_attention"
+
+BF16_BYTES = 2
+F32_BYTES = 4
+
+_FAMILY_OF_ARCHITECTURE = {
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+}
+# Only the outermost model_type is trusted: re-saved files carry the outer name in nested configs.
+_FAMILY_OF_MODEL_TYPE = {
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_next": "qwen3_next",
+}
+_DEFAULT_ROPE_TYPES = ("default", "mrope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """Parameters of YaRN context extension (Peng et al. 2023, arXiv:2309.00071)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Geometry of the text stack of one gated-DeltaNet hybrid. Sizes count elements unless named bytes."""
+
+    family: str  # "qwen3_5" | "qwen3_5_moe" | "qwen3_next"
+    vocab_size: int  # rows of the embedding, padding rows included
+    hidden_size: int
+    layer_types: tuple[str, ...]  # LINEAR_ATTENTION or FULL_ATTENTION, one a layer
+    rms_norm_eps: float
+    n_q_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rotary_dim: int  # the first rotary_dim dims of each head rotate
+    rope_theta: float
+    yarn: YarnScaling | None = None
+    mrope_section: tuple[int, ...] | None = None
+    gdn_n_k_heads: int
+    gdn_n_v_heads: int
+    gdn_k_dim: int  # per head
+    gdn_v_dim: int  # per head
+    conv_width: int
+    intermediate_size: int = 0  # 0 for MoE
+    n_experts: int = 0  # 0 for dense
+    n_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> ModelShape:
+        """Read a parsed config.json (nested or flat) and, if there is one, generation_config.json.
+
+        Raises UnsupportedModelError for any field that is missing, malformed, or not supported.
+        """
+        family = _family(config)
+        nested = config.get("text_config")
+        if nested is not None and not isinstance(nested, Mapping):
+            raise UnsupportedModelError("text_config", nested, "an object")
+        text: Mapping[str, Any] = config if nested is None else nested
+        _refuse_variants(text)
+
+        head_dim = positive_int(text, "head_dim")
+        rope = _rope_fields(text)
+        rotary_dim = int(head_dim * positive_float(rope, "partial_rotary_factor", 0.25))
+        max_positions = positive_int(text, "max_position_embeddings")
+        yarn = _yarn(rope, max_positions)
+        if yarn is not None:
+            max_positions = max(max_positions, int(yarn.factor * yarn.original_max_position_embeddings))
+        shape = cls(
+            family=family,
+            vocab_size=positive_int(text, "vocab_size"),
+            hidden_size=positive_int(text, "hidden_size"),
+            layer_types=_layer_types(text),
+            rms_norm_eps=positive_float(text, "rms_norm_eps", 1e-6),
+            n_q_heads=positive_int(text, "num_attention_heads"),
+            n_kv_heads=positive_int(text, "num_key_value_heads"),
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            rope_theta=positive_float(rope, "rope_theta"),
+            yarn=yarn,
+            mrope_section=_mrope_section(rope, rotary_dim),
+            gdn_n_k_heads=positive_int(text, "linear_num_key_heads"),
+            gdn_n_v_heads=positive_int(text, "linear_num_value_heads"),
+            gdn_k_dim=positive_int(text, "linear_key_head_dim"),
+            gdn_v_dim=positive_int(text, "linear_value_head_dim"),
+            conv_width=positive_int(text, "linear_conv_kernel_dim", 4),
+            tie_word_embeddings=any([read_flag(fields, "tie_word_embeddings") for fields in (config, text)]),
+            max_position_embeddings=max_positions,
+            eos_token_ids=_eos_token_ids(generation_config, text, config),
+            **_feed_forward(family, text),
+        )
+        _check_geometry(shape)
+        return shape
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> ModelShape:
+        """Read config.json and generation_config.json of a checkpoint directory.
+
+        Raises CheckpointError if config.json is absent or either is broken, UnsupportedModelError as above.
+        """
+        generation = Path(directory) / "generation_config.json"
+        config = read_json(Path(directory) / "config.json")
+        return cls.from_config(config, read_json(generation) if generation.exists() else None)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def n_gdn_layers(self) -> int:
+        return self.layer_types.count(LINEAR_ATTENTION)
+
+    @property
+    def n_attn_layers(self) -> int:
+        return self.layer_types.count(FULL_ATTENTION)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.n_experts > 0
+
+    @property
+    def gdn_key_size(self) -> int:
+        """Kd: width of q, and of k, over all key heads of a DeltaNet layer."""
+        return self.gdn_n_k_heads * self.gdn_k_dim
+
+    @property
+    def gdn_value_size(self) -> int:
+        """Vd: width of v, and of z, over all value heads of a DeltaNet layer."""
+        return self.gdn_n_v_heads * self.gdn_v_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """C = 2*Kd + Vd: the q, k and v channels that pass through the convolution."""
+        return 2 * self.gdn_key_size + self.gdn_value_size
+
+    @property
+    def gdn_in_proj_rows(self) -> int:
+        """Rows of the one DeltaNet input projection, in the order q | k | v | z | b | a."""
+        return self.conv_channels + self.gdn_value_size + 2 * self.gdn_n_v_heads
+
+    @property
+    def attn_qkv_rows(self) -> int:
+        """Rows of the one attention input projection: query heads | gates | k heads | v heads."""
+        return 2 * (self.n_q_heads + self.n_kv_heads) * self.head_dim
+
+    @property
+    def recurrent_state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent states: float32 [Hv, dk, dv] a DeltaNet layer."""
+        return self.n_gdn_layers * self.gdn_n_v_heads * self.gdn_k_dim * self.gdn_v_dim * F32_BYTES
+
+    @property
+    def conv_state_bytes(self) -> int:
+        """Bytes of one sequence's convolution windows: bfloat16 [C, conv_width-1] a DeltaNet layer."""
+        return self.n_gdn_layers * self.conv_channels * (self.conv_width - 1) * BF16_BYTES
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state slot."""
+        return self.recurrent_state_bytes + self.conv_state_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's bfloat16 keys and values over all attention layers."""
+        return self.n_attn_layers * 2 * self.n_kv_heads * self.head_dim * BF16_BYTES
+
+    def page_bytes(self, page_size: int = PAGE_SIZE) -> int:
+        """Bytes of one page of `page_size` tokens over all attention layers."""
+        return page_size * self.kv_bytes_per_token
+
+    @property
+    def n_params(self) -> int:
+        """Parameters of the text stack; a tied embedding counts once. Vision and MTP are not included."""
+        return self._n_matrix_params + self._n_float32_params
+
+    @property
+    def n_active_params(self) -> int:
+        """Parameters that one token's forward reads; embedding and head count in full, once each."""
+        idle = self.n_experts - self.n_experts_per_tok
+        return self.n_params - self.n_layers * idle * 3 * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def _n_matrix_params(self) -> int:
+        h = self.hidden_size
+        embed = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
+        gdn = (self.gdn_in_proj_rows + self.gdn_value_size) * h
+        attn = (self.attn_qkv_rows + self.n_q_heads * self.head_dim) * h
+        if self.is_moe:
+            expert = self.n_experts * self.moe_intermediate_size + self.shared_intermediate_size
+            ffn = (self.n_experts + 3 * expert + 1) * h
+        else:
+            ffn = 3 * self.intermediate_size * h
+        return embed + self.n_gdn_layers * gdn + self.n_attn_layers * attn + self.n_layers * ffn
+
+    @property
+    def _n_float32_params(self) -> int:
+        norms = (2 * self.n_layers + 1) * self.hidden_size
+        gdn = self.conv_channels * self.conv_width + 2 * self.gdn_n_v_heads + self.gdn_v_dim
+        return norms + self.n_gdn_layers * gdn + self.n_attn_layers * 2 * self.head_dim
+
+    @property
+    def rope_attention_factor(self) -> float:
+        """Multiplies both cos and sin; 1.0 without YaRN."""
+        return 1.0 if self.yarn is None else self.yarn.attention_factor
+
+    def inv_freq(self) -> list[float]:
+        """Rotary angles per position, rotary_dim/2 float64 values; YaRN applied if the config asks for it.
+
+        Plain: theta^(-2i/n). YaRN blends that with the same divided by `factor`, along a ramp over i.
+        """
+        n = self.rotary_dim
+        plain = [self.rope_theta ** (-2.0 * i / n) for i in range(n // 2)]
+        yarn = self.yarn
+        if yarn is None:
+            return plain
+
+        def dim_of(n_rotations: float) -> float:
+            window = yarn.original_max_position_embeddings / (n_rotations * 2 * math.pi)
+            return n * math.log(window) / (2 * math.log(self.rope_theta))
+
+        low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
+        if yarn.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, n - 1)
+        if low == high:
+            high += 0.001  # the published form avoids 0/0 in this way
+        ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(n // 2)]
+        return [f * (1.0 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list | tuple):
+        raise UnsupportedModelError("architectures", architectures, "a list of names")
+    for name in architectures:
+        if isinstance(name, str) and name in _FAMILY_OF_ARCHITECTURE:
+            return _FAMILY_OF_ARCHITECTURE[name]
+    if architectures:
+        raise UnsupportedModelError("architectures", architectures, ", ".join(_FAMILY_OF_ARCHITECTURE))
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _FAMILY_OF_MODEL_TYPE:
+        raise UnsupportedModelError("model_type", model_type, ", ".join(_FAMILY_OF_MODEL_TYPE))
+    return _FAMILY_OF_MODEL_TYPE[model_type]
+
+
+def _refuse_variants(text: Mapping[str, Any]) -> None:
+    """Fields that may be absent, but that change the mathematics when they hold anything else."""
+    only: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu", "swish"),
+        "output_gate_type": ("silu", "swish"),
+        "attn_output_gate": (True,),
+        "attention_bias": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        "linear_conv_kernel_dim": (4,),
+    }
+    for field, allowed in only.items():
+        value = text.get(field)
+        if value is not None and value not in allowed:
+            raise UnsupportedModelError(field, value, " or ".join(repr(a) for a in allowed))
+
+
+def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
+    n_layers = positive_int(text, "num_hidden_layers")
+    if n_layers > MAX_LAYERS:
+        raise UnsupportedModelError("num_hidden_layers", n_layers, f"at most {MAX_LAYERS}")
+    types = text.get("layer_types")
+    if types is None:
+        interval = positive_int(text, "full_attention_interval", 4)
+        types = [FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(n_layers)]
+    known = (LINEAR_ATTENTION, FULL_ATTENTION)
+    if not isinstance(types, list | tuple) or any(t not in known for t in types):
+        raise UnsupportedModelError("layer_types", types, f"a list of {' and '.join(known)}")
+    if len(types) != n_layers:
+        raise UnsupportedModelError(
+            "layer_types", f"{len(types)} layers", f"{n_layers}, which num_hidden_layers says"
+        )
+    if set(types) != set(known):
+        raise UnsupportedModelError("layer_types", sorted(set(types)), "a hybrid, with layers of both types")
+    return tuple(types)
+
+
+def _rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary fields from wherever this file keeps them: older and re-saved files leave them flat."""
+    fields = {
+        name: text[name]
+        for name in ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+        if text.get(name) is not None
+    }
+    for group in ("rope_scaling", "rope_parameters"):
+        value = text.get(group)
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            raise UnsupportedModelError(group, value, "an object")
+        fields.update({k: v for k, v in value.items() if v is not None})
+    return fields
+
+
+def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in _DEFAULT_ROPE_TYPES:
+        return None
+    if kind != "yarn":
+        raise UnsupportedModelError("rope_type", kind, "default or yarn")
+    factor = positive_float(rope, "factor")
+
+    def attention_scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    default = attention_scale(1.0)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        default = attention_scale(positive_float(rope, "mscale"))
+        default /= attention_scale(positive_float(rope, "mscale_all_dim"))
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=positive_int(
+            rope, "original_max_position_embeddings", max_positions
+        ),
+        attention_factor=positive_float(rope, "attention_factor", default),
+        beta_fast=positive_float(rope, "beta_fast", 32.0),
+        beta_slow=positive_float(rope, "beta_slow", 1.0),
+        truncate=read_flag(rope, "truncate", True),
+    )
+
+
+def _mrope_section(rope: Mapping[str, Any], rotary_dim: int) -> tuple[int, ...] | None:
+    section = rope.get("mrope_section")
+    if section is None:
+        return None
+    are_ints = isinstance(section, list | tuple) and all(type(n) is int for n in section)
+    if not are_ints or len(section) != 3 or sum(section) != rotary_dim // 2:
+        supported = f"three integers that add up to {rotary_dim // 2}"
+        raise UnsupportedModelError("mrope_section", section, supported)
+    if not read_flag(rope, "mrope_interleaved", True):
+        raise UnsupportedModelError("mrope_interleaved", False, "true")
+    return tuple(section)
+
+
+def _feed_forward(family: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    if family == "qwen3_5" or (family == "qwen3_next" and text.get("num_experts") == 0):
+        if text.get("num_experts"):
+            raise UnsupportedModelError("num_experts", text["num_experts"], "absent in a dense architecture")
+        return {"intermediate_size": positive_int(text, "intermediate_size")}
+    n_experts = positive_int(text, "num_experts")
+    n_used = positive_int(text, "num_experts_per_tok")
+    if n_used > n_experts:
+        raise UnsupportedModelError("num_experts_per_tok", n_used, f"at most num_experts = {n_experts}")
+    return {
+        "n_experts": n_experts,
+        "n_experts_per_tok": n_used,
+        "moe_intermediate_size": positive_int(text, "moe_intermediate_size"),
+        "shared_intermediate_size": positive_int(text, "shared_expert_intermediate_size"),
+        # Qwen3.5 has no such field and always renormalises.
+        "norm_topk_prob": family != "qwen3_next" or read_flag(text, "norm_topk_prob", True),
+    }
+
+
+MAX_END_IDS = 512
+"""Half of what the sampler can ban of a sequence: the rest is for the request's own stop_token_ids."""
+
+
+def _eos_token_ids(*sources: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Every end id that any file names, those of the generation config first."""
+    ids: list[int] = []
+    for source in sources:
+        value = (source or {}).get("eos_token_id")
+        if value is None:
+            continue
+        for token in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise UnsupportedModelError("eos_token_id", value, "a token id or a list of token ids")
+            if token not in ids:
+                ids.append(token)
+    if len(ids) > MAX_END_IDS:
+        raise UnsupportedModelError("eos_token_id", f"{len(ids)} ids", f"at most {MAX_END_IDS}")
+    return tuple(ids)
+
+
+def _check_geometry(shape: ModelShape) -> None:
+    if shape.n_q_heads % shape.n_kv_heads:
+        supported = f"a multiple of num_key_value_heads = {shape.n_kv_heads}"
+        raise UnsupportedModelError("num_attention_heads", shape.n_q_heads, supported)
+    if shape.gdn_n_v_heads % shape.gdn_n_k_heads:
+        supported = f"a multiple of linear_num_key_heads = {shape.gdn_n_k_heads}"
+        raise UnsupportedModelError("linear_num_value_heads", shape.gdn_n_v_heads, supported)
+    if shape.rotary_dim < 2 or shape.rotary_dim % 2 or shape.rotary_dim > shape.head_dim:
+        supported = f"one that makes an even number of rotary dims, 2 to head_dim = {shape.head_dim}"
+        raise UnsupportedModelError("partial_rotary_factor", shape.rotary_dim / shape.head_dim, supported)
+    if any(i >= shape.vocab_size for i in shape.eos_token_ids):
+        raise UnsupportedModelError("eos_token_id", shape.eos_token_ids, f"ids below {shape.vocab_size}")
+
+
+def _published(
+    n_layers: int,
+    hidden_size: int,
+    q_and_kv_heads: tuple[int, int],
+    gdn_n_v_heads: int,
+    *,
+    ffn: int = 0,
+    moe: tuple[int, int, int, int] = (0, 0, 0, 0),
+    tied: bool = False,
+    next_vocab: bool = False,
+) -> ModelShape:
+    """One row of the published table; `moe` is (experts, experts per token, expert width, shared width)."""
+    moe_family = "qwen3_next" if next_vocab else "qwen3_5_moe"
+    return ModelShape(
+        family=moe_family if moe[0] else "qwen3_5",
+        vocab_size=151936 if next_vocab else 248320,
+        hidden_size=hidden_size,
+        layer_types=(LINEAR_ATTENTION, LINEAR_ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION) * (n_layers // 4),
+        rms_norm_eps=1e-6,
+        n_q_heads=q_and_kv_heads[0],
+        n_kv_heads=q_and_kv_heads[1],
+        head_dim=256,
+        rotary_dim=64,
+        rope_theta=1e7,
+        mrope_section=None if next_vocab else (11, 11, 10),
+        gdn_n_k_heads=16,
+        gdn_n_v_heads=gdn_n_v_heads,
+        gdn_k_dim=128,
+        gdn_v_dim=128,
+        conv_width=4,
+        intermediate_size=ffn,
+        n_experts=moe[0],
+        n_experts_per_tok=moe[1],
+        moe_intermediate_size=moe[2],
+        shared_intermediate_size=moe[3],
+        tie_word_embeddings=tied,
+        max_position_embeddings=262144,
+        eos_token_ids=(151645, 151643) if next_vocab else (248046, 248044),
+    )
+
+
+PUBLISHED: dict[str, ModelShape] = {
+    "qwen3.5-0.8b": _published(24, 1024, (8, 2), 16, ffn=3584, tied=True),
+    "qwen3.5-2b": _published(24, 2048, (8, 2), 16, ffn=6144, tied=True),
+    "qwen3.5-4b": _published(32, 2560, (16, 4), 32, ffn=9216, tied=True),
+    "qwen3.5-9b": _published(32, 4096, (16, 4), 32, ffn=12288),
+    "qwen3.5-27b": _published(64, 5120, (24, 4), 48, ffn=17408),
+    "qwen3.5-35b-a3b": _published(40, 2048, (16, 2), 32, moe=(256, 8, 512, 512)),
+    "qwen3.5-122b-a10b": _published(48, 3072, (32, 2), 64, moe=(256, 8, 1024, 1024)),
+    "qwen3.5-397b-a17b": _published(60, 4096, (32, 2), 64, moe=(512, 10, 1024, 1024)),
+    "qwen3-next-80b-a3b": _published(48, 2048, (16, 2), 32, moe=(512, 10, 512, 512), next_vocab=True),
+}
+PUBLISHED["qwen3.6-27b"] = PUBLISHED["qwen3.5-27b"]
+PUBLISHED["qwen3.6-35b-a3b"] = PUBLISHED["qwen3.5-35b-a3b"]
+
+
+def published_shape(name: str) -> ModelShape:
+    """The shape of a published model by name, any case. Raises UnsupportedModelError with the known names."""
+    try:
+        return PUBLISHED[name.lower()]
+    except KeyError:
+        raise UnsupportedModelError("--dummy", name, ", ".join(PUBLISHED)) from None

@@ -1,0 +1,315 @@
+"""Qwen3-TTS: the predictor's passes and the talker, recorded as one program of operators.
+
+A step has D frames (decodes) and, behind them, rows of prompts. Its program is: project the texts that some row needs; for the
+frames, the 15 passes of the predictor, from what the talker left in the state slot and from code 0, each ending in a draw; sum
+their embeddings; then all rows through the talker, whose last normed row of each sequence goes back into its slot and to the head.
+
+Rounding points are those of models/qwen/cpu.py: residual stream, norms, softmax and logits are float32, the inputs of linears, q and
+the pages bfloat16. Source: the reference package qwen-tts 0.1.1 and the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.tts.shape import DecoderShape, SpeechShape
+from deltic.models.tts.weights import Decoder, Projection, SpeechWeights
+from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.dense import linear, rms_norm, silu_mul
+from deltic.ops.cpu.program import Program
+from deltic.ops.cpu.sample import DrawInputs, DrawScratch, SlotParameters, sample
+from deltic.ops.cpu.speech import add_bias, code_rows, gather, keep_rows, talker_rows
+from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate, AttentionHeads
+
+PAD_ROW = 0
+"""Row of `SpeechActivations.text_rows` with the projection of the pad text, which stays there; a step's own texts follow."""
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """Rows of sequences for a decoder. int32; S sequences, T rows. A place is a row of the page table."""
+
+    n_rows: Tensor
+    n_seqs: Tensor
+    positions: Tensor  # [T]
+    row_place: Tensor  # [T]
+    seq_start: Tensor  # [S + 1]
+    seq_context: Tensor  # [S]
+    place: Tensor  # [S]
+    page_table: Tensor  # [places, max_pages]
+
+
+@dataclass(frozen=True)
+class SpeechInputs:
+    """What a step's forward reads, in buffers that keep their addresses. int32. The frames' rows are the first D of T."""
+
+    rows: RowInputs
+    n_frames: Tensor
+    n_first_rows: Tensor  # 2 D: the predictor's first pass has two rows a frame
+    n_texts: Tensor
+    text_ids: Tensor  # [T]
+    text_row: Tensor  # [T] row of `text_rows`, -1 for none
+    side: Tensor  # [T] as in ops/cpu/speech.py, talker_rows
+    voice_rows: Tensor  # float32 [T, h]
+    code0: Tensor  # [places]
+    slot: Tensor  # [S] of the state
+    last_row: Tensor  # [S] of each sequence
+
+
+@dataclass(frozen=True)
+class PredictorDraws:
+    """Draws of codes 1 to 15. Parameters by place; `draws[i]` and `codes[i]` are of code i + 1."""
+
+    slots: SlotParameters
+    draws: list[DrawInputs]
+    scratch: DrawScratch
+    codes: Tensor  # int32 [15, D]
+
+
+@dataclass(frozen=True)
+class SpeechMemory:
+    """pages: bfloat16 [n_pages, layers, 2, nk, 64, d]; past: bfloat16 [n_slots, h], the talker's last normed row of a sequence."""
+
+    pages: Tensor
+    past: Tensor
+
+
+@dataclass(frozen=True)
+class DecoderActivations:
+    """One set of buffers for all layers of a decoder, T rows long."""
+
+    residual: Tensor  # float32 [T, H]
+    normed: Tensor  # bfloat16 [T, H]
+    proj: Tensor  # float32, flat
+    mixed: Tensor  # bfloat16, flat
+    query: Tensor  # bfloat16, flat
+    records: Tensor  # float32 [n, d + 16]
+    packed: Tensor  # uint8: rows of a linear's input as its kernel reads them
+
+
+@dataclass(frozen=True)
+class SpeechActivations:
+    """Every buffer between inputs and draws."""
+
+    talker: DecoderActivations
+    predictor: DecoderActivations
+    text_in: Tensor  # bfloat16 [T, th]
+    text_hidden: Tensor  # float32 [T, th]
+    text_act: Tensor  # bfloat16 [T, th]
+    text_rows: Tensor  # float32 [1 + T, h]: the pad's, then the step's
+    code_in: Tensor | None  # bfloat16 [2 D, h]: what the projection reads
+    predictor_pages: Tensor  # bfloat16 [D, layers, 2, nk, 64, d]
+    code_final: Tensor  # bfloat16 [D, p]
+    code_logits: Tensor  # float32 [D, C]
+    final: Tensor  # bfloat16 [S, h]
+    logits: Tensor  # float32 [S, C + 1]
+
+
+def check_speech_kernels(shape: SpeechShape) -> None:
+    """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
+    widths = [("text_hidden_size", shape.text_hidden_size)]
+    for prefix, d in (("", shape.talker), ("code_predictor_config.", shape.predictor)):
+        widths += [
+            (f"{prefix}hidden_size", d.hidden_size),
+            (f"{prefix}intermediate_size", d.intermediate_size),
+        ]
+        if d.head_dim % 32 or d.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"{prefix}head_dim", d.head_dim, f"a multiple of 32, at most {MAX_HEAD_DIM}"
+            )
+        if d.n_q_heads // d.n_kv_heads > MAX_GROUP:
+            raise UnsupportedModelError(
+                f"{prefix}num_attention_heads", d.n_q_heads, f"at most {MAX_GROUP} a key head"
+            )
+    for name, width in widths:
+        if width % 32:
+            raise UnsupportedModelError(name, width, "a multiple of 32")
+
+
+def allocate_speech(
+    shape: SpeechShape, n_rows: int, n_seqs: int, max_len: int, allocate: Allocate
+) -> SpeechActivations:
+    """Every buffer of a forward of up to n_rows rows and n_seqs sequences of at most max_len rows."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    h, p, th, t = (
+        shape.talker.hidden_size, shape.predictor.hidden_size, shape.text_hidden_size, n_rows,
+    )  # fmt: skip
+    d, n = shape.predictor, shape.n_codebook
+    return SpeechActivations(
+        talker=_allocate_decoder("", shape.talker, t, max_len, max(th, h), allocate),
+        predictor=_allocate_decoder("predictor ", d, 2 * n_seqs, N_CODES, max(h, p), allocate),
+        text_in=allocate("text in", (t, th), bf16),
+        text_hidden=allocate("text hidden", (t, th), f32),
+        text_act=allocate("text act", (t, th), bf16),
+        text_rows=allocate("text rows", (1 + t, h), f32),
+        code_in=allocate("code in", (2 * n_seqs, h), bf16) if shape.has_projection else None,
+        predictor_pages=allocate("predictor pages", (n_seqs, d.n_layers, 2, d.n_kv_heads, PAGE_SIZE, d.head_dim), bf16),
+        code_final=allocate("code final", (n_seqs, p), bf16),
+        code_logits=allocate("code logits", (n_seqs, n), f32),
+        final=allocate("final", (n_seqs, h), bf16),
+        logits=allocate("logits", (n_seqs, n + 1), f32),
+    )  # fmt: skip
+
+
+def _allocate_decoder(
+    name: str, d: DecoderShape, t: int, max_len: int, other_width: int, allocate: Allocate
+) -> DecoderActivations:
+    """other_width: of what passes through `packed` beside the layers."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    h, f = d.hidden_size, d.intermediate_size
+    heads = _heads(d)
+    widest = max(h, f, d.q_rows, other_width)
+    return DecoderActivations(
+        residual=allocate(f"{name}residual", (t, h), f32),
+        normed=allocate(f"{name}normed", (t, h), bf16),
+        proj=allocate(f"{name}projections", (t * max(heads.row, 2 * f),), f32),
+        mixed=allocate(f"{name}mixed", (t * max(d.q_rows, f),), bf16),
+        query=allocate(f"{name}queries", (t * d.q_rows,), bf16),
+        records=allocate(f"{name}attention records", heads.records_size(max_len), f32),
+        packed=allocate(f"{name}packed rows", (t * widest * 2,), torch.uint8),
+    )
+
+
+def _heads(d: DecoderShape) -> AttentionHeads:
+    return AttentionHeads(d.n_q_heads, d.n_kv_heads, d.head_dim, is_gated=False)
+
+
+class _Layers:
+    """The layers of a decoder over its rows."""
+
+    def __init__(self, shape: DecoderShape, weights: Decoder, max_len: int) -> None:
+        self.shape, self.weights, self.heads = shape, weights, _heads(shape)
+        # The angles are float32 products, as in training.
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
+            shape.inv_freq(), dtype=torch.float32
+        )
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def record(self, program: Program, inputs: RowInputs, pages: Tensor, act: DecoderActivations) -> None:
+        """act.residual[:n_rows] through all layers. pages: [n, layers, 2, nk, 64, d]."""
+        eps, n_rows, heads = self.shape.rms_norm_eps, inputs.n_rows, self.heads
+        proj = _rows(act.proj, act.residual, heads.row)
+        query = _rows(act.query, act.residual, self.shape.q_rows)
+        mixed = _rows(act.mixed, act.residual, self.shape.q_rows)
+        up = _rows(act.proj, act.residual, 2 * self.shape.intermediate_size)
+        inner = _rows(act.mixed, act.residual, self.shape.intermediate_size)
+        for i, layer in enumerate(self.weights.layers):
+            rms_norm(program, act.residual, layer.input_norm, eps, act.normed, n_rows)
+            linear(program, act.normed, layer.qkv, proj, act.packed, n_rows)
+            attn_prepare(
+                program, proj, heads, layer.q_norm, layer.k_norm, eps, n_tokens=n_rows, positions=inputs.positions,
+                token_place=inputs.row_place, page_table=inputs.page_table, cos=self.cos, sin=self.sin, q_out=query,
+                pages=pages[:, i],
+            )  # fmt: skip
+            attention(
+                program, query, proj, heads, pages[:, i], n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
+                seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table, records=act.records, out=mixed,
+            )  # fmt: skip
+            linear(program, mixed, layer.o_proj, act.residual, act.packed, n_rows, add=True)
+            rms_norm(program, act.residual, layer.post_norm, eps, act.normed, n_rows)
+            linear(program, act.normed, layer.mlp.gate_up, up, act.packed, n_rows)
+            silu_mul(program, up, inner, n_rows)
+            linear(program, inner, layer.mlp.down, act.residual, act.packed, n_rows, add=True)
+
+
+class Tts:
+    """The weights in the form the operators read, and the recording of a forward over given buffers."""
+
+    def __init__(self, shape: SpeechShape, weights: SpeechWeights, max_len: int) -> None:
+        self.shape, self.weights = shape, weights
+        self.talker = _Layers(shape.talker, weights.talker, max_len)
+        self.predictor = _Layers(shape.predictor, weights.predictor, N_CODES)
+
+    def record(
+        self, program: Program, inputs: SpeechInputs, memory: SpeechMemory, draws: PredictorDraws, act: SpeechActivations
+    ) -> None:  # fmt: skip
+        """Appends the whole forward: rows and code 0 of each frame to draws.codes and act.logits[:S]."""
+        w, talker, rows = self.weights, act.talker, inputs.rows
+        self.record_texts(program, inputs, act, act.text_rows[PAD_ROW + 1 :])
+        self._record_frames(program, inputs, memory, draws, act)
+        talker_rows(
+            program, inputs.side, inputs.text_row, w.codec_table, inputs.voice_rows, act.text_rows, talker.residual, rows.n_rows
+        )  # fmt: skip
+        self.talker.record(program, rows, memory.pages, talker)
+        eps = self.shape.talker.rms_norm_eps
+        rms_norm(program, talker.residual, w.talker.norm, eps, act.final, rows.n_seqs, rows=inputs.last_row)
+        keep_rows(program, act.final, inputs.slot, memory.past, rows.n_seqs)
+        linear(program, act.final, w.head, act.logits, talker.packed, rows.n_seqs)
+
+    def record_texts(
+        self, program: Program, inputs: SpeechInputs, act: SpeechActivations, out: Tensor
+    ) -> None:
+        """out[m] = the projection of text id m of the step: fc2(SiLU(fc1(x)))."""
+        w, n = self.weights, inputs.n_texts
+        gather(program, w.text_table, inputs.text_ids, act.text_in, n)
+        linear(program, act.text_in, w.text_fc1.weight, act.text_hidden, act.talker.packed, n)
+        add_bias(program, act.text_hidden, w.text_fc1.bias, n, silu_out=act.text_act)
+        linear(program, act.text_act, w.text_fc2.weight, out, act.talker.packed, n)
+        add_bias(program, out, w.text_fc2.bias, n)
+
+    def _record_frames(
+        self, program: Program, inputs: SpeechInputs, memory: SpeechMemory, draws: PredictorDraws, act: SpeechActivations
+    ) -> None:  # fmt: skip
+        """The residual codes of the frames, and the sums of their 16 embeddings in the talker's first rows."""
+        w, a, eps = self.weights, act.predictor, self.shape.predictor.rms_norm_eps
+        n_frames, n_seqs = inputs.n_frames, act.predictor_pages.shape[0]
+        sums = act.talker.residual[:n_seqs]
+        into = a.residual if act.code_in is None else act.code_in
+        for i in range(N_CODES - 1):
+            n_rows = n_frames if i else inputs.n_first_rows
+            if i == 0:
+                code_rows(
+                    program, inputs.code0, w.codec_table, sums, n_frames, rows=into, past=memory.past, slot=inputs.slot
+                )  # fmt: skip
+            else:
+                code_rows(program, draws.codes[i - 1], w.code_tables[i - 1], sums, n_frames, rows=into)
+            if w.projection is not None:
+                _project(program, into, w.projection, a.residual, a.packed, n_rows)
+            rows = _pass_rows(i, n_frames, n_rows, n_seqs)
+            self.predictor.record(program, rows, act.predictor_pages, a)
+            last = None if i else torch.arange(1, 2 * n_seqs, 2, dtype=torch.int32)
+            rms_norm(program, a.residual, w.predictor.norm, eps, act.code_final, n_frames, rows=last)
+            linear(program, act.code_final, w.code_heads[i], act.code_logits, a.packed, n_frames)
+            sample(
+                program, act.code_logits, self.shape.n_codebook, draws.slots, draws.draws[i], draws.scratch, draws.codes[i]
+            )  # fmt: skip
+        code_rows(program, draws.codes[-1], w.code_tables[-1], sums, n_frames)
+
+    def frame_embeddings(self, codes: Tensor) -> Tensor:
+        """float32 [R, h]: the sum of the 16 embeddings of each frame of codes, int [R, 16]."""
+        tables = [self.weights.codec_table, *self.weights.code_tables]
+        total = torch.zeros(codes.shape[0], self.shape.talker.hidden_size)
+        for table, column in zip(tables, codes.long().t(), strict=True):
+            total += table[column].float()
+        return total
+
+
+def _project(
+    program: Program, x: Tensor, projection: Projection, out: Tensor, packed: Tensor, n_rows: Tensor
+) -> None:
+    linear(program, x, projection.weight, out, packed, n_rows)
+    add_bias(program, out, projection.bias, n_rows)
+
+
+def _pass_rows(i: int, n_frames: Tensor, n_rows: Tensor, n_seqs: int) -> RowInputs:
+    """The rows of pass i: frame m has page m for itself, positions 0 and 1 in the first pass, i + 1 in the others."""
+    each = torch.arange(n_seqs, dtype=torch.int32)
+    return RowInputs(
+        n_rows=n_rows,
+        n_seqs=n_frames,
+        positions=torch.full((n_seqs,), i + 1, dtype=torch.int32) if i else each.new_tensor([0, 1]).repeat(n_seqs),
+        row_place=each if i else each.repeat_interleave(2),
+        seq_start=torch.arange(n_seqs + 1, dtype=torch.int32) * (1 if i else 2),
+        seq_context=torch.full((n_seqs,), i + 1 if i else 0, dtype=torch.int32),
+        place=each,
+        page_table=each[:, None],
+    )  # fmt: skip
+
+
+def _rows(flat: Tensor, like: Tensor, width: int) -> Tensor:
+    """A [T, width] view of a flat buffer."""
+    return flat[: like.shape[0] * width].view(like.shape[0], width)

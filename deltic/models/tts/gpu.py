@@ -1,0 +1,354 @@
+"""Qwen3-TTS on a GPU: a decode (predictor, sum of embeddings, talker) and a prefill, as models/tts/cpu.py has them in one program.
+
+A decode of N frames is one recording: 15 passes of the predictor, each ending in a draw, and one of the talker. Its matrices are
+multiplied as in models/qwen/gpu.py, with the rows on the narrow side, cut along K by the weight's shape. Texts are projected at load:
+a table of float32 rows. Where the talker is wider than the predictor, so are the tables of codes, projected.
+
+Everything here starts kernels on the current stream and neither waits nor allocates, so that it can be captured as a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.gpu import PlaceState
+from deltic.models.tts.cpu import SpeechMemory
+from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape
+from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechWeights
+from deltic.ops.geometry import N_CODES, Allocate, AttentionHeads
+from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
+from deltic.ops.gpu.attention_prefill import attention_prefill
+from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.frames import (
+    MAX_CODES,
+    FrameParameters,
+    FrameRows,
+    begin_frames,
+    code_attention,
+    draw_code,
+    keep_past,
+    project_rows,
+    prompt_rows,
+    segment_ends,
+)
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.linear import k_splits, narrow_linear, narrow_swiglu, silu_mul, wide_linear
+from deltic.ops.gpu.norm import add_norm
+
+Attend = Callable[[int, DecoderLayer, Tensor, Tensor], None]
+
+TEXTS_AT_ONCE = 4096
+"""Texts that are projected at once, at load."""
+
+
+@dataclass(frozen=True)
+class LayerBuffers:
+    """Activations of a decoder's layers, flat; fewer rows use the front of each."""
+
+    residual: Tensor  # float32
+    normed: Tensor  # bfloat16
+    proj: Tensor  # float32
+    mixed: Tensor  # bfloat16
+    inner: Tensor  # bfloat16
+    partial: Tensor  # float32
+
+
+@dataclass(frozen=True)
+class FrameBuffers:
+    """Of a decode of up to N frames."""
+
+    rows: FrameRows
+    talker: LayerBuffers
+    predictor: LayerBuffers
+    past: Tensor  # bfloat16 [N, h]: what the projection reads
+    code_pages: Tensor  # bfloat16 [N, layers, 2, nk, 16, d]
+    code_logits: Tensor  # float32, flat
+    numbers: Tensor  # int32 [2 N]: 0, 1, 2, ...
+    attention: AttentionScratch
+    logits: Tensor  # float32, flat
+
+
+@dataclass(frozen=True)
+class PromptBuffers:
+    """Of a prefill of up to B blocks and G prompts, flat."""
+
+    residual: Tensor  # float32
+    normed: Tensor  # bfloat16
+    proj: Tensor  # bfloat16
+    mixed: Tensor  # bfloat16
+    inner: Tensor  # bfloat16
+    y: Tensor  # bfloat16
+    query: Tensor  # bfloat16
+    voice: Tensor  # float32 [64 B, h]: rows that are the voice's
+    final: Tensor  # bfloat16 [G, h]
+    logits: Tensor  # float32 [G, n_drawn]
+    end: Tensor  # int32 [G]: the last row of each segment
+    end_slot: Tensor  # int32 [G]
+
+
+def check_speech_gpu(shape: SpeechShape) -> None:
+    """Raises UnsupportedModelError for a geometry that the GPU's kernels cannot run."""
+    for prefix, d in (("", shape.talker), ("code_predictor_config.", shape.predictor)):
+        limits = (
+            ("hidden_size", d.hidden_size, d.hidden_size % 64 == 0, "a multiple of 64"),
+            ("intermediate_size", d.intermediate_size, d.intermediate_size % 32 == 0, "a multiple of 32"),
+            ("head_dim", d.head_dim, d.head_dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
+            ("num_attention_heads", d.n_q_heads // d.n_kv_heads, d.n_q_heads // d.n_kv_heads <= 16, "16 a key head"),
+        )  # fmt: skip
+        for field, found, holds, supported in limits:
+            if not holds:
+                raise UnsupportedModelError(prefix + field, found, supported)
+    if shape.n_codebook > MAX_CODES:
+        raise UnsupportedModelError("code_predictor_config.vocab_size", shape.n_codebook, f"at most {MAX_CODES}")  # fmt: skip
+
+
+def heads_of(d: DecoderShape) -> AttentionHeads:
+    return AttentionHeads(d.n_q_heads, d.n_kv_heads, d.head_dim, is_gated=False)
+
+
+def _layer_buffers(name: str, d: DecoderShape, n: int, levers: Levers, allocate: Allocate) -> LayerBuffers:
+    f32, bf16, h, f = torch.float32, torch.bfloat16, d.hidden_size, d.intermediate_size
+    widest = max(d.qkv_rows * k_splits(d.qkv_rows, h, levers), 2 * f)
+    parts = max(k_splits(h, d.q_rows, levers), k_splits(h, f, levers))
+    return LayerBuffers(
+        residual=allocate(f"{name} residual", (n * h,), f32), normed=allocate(f"{name} normed", (n * h,), bf16),
+        proj=allocate(f"{name} projections", (n * widest,), f32), mixed=allocate(f"{name} mixed", (n * d.q_rows,), bf16),
+        inner=allocate(f"{name} inner", (n * f,), bf16), partial=allocate(f"{name} partial sums", (parts * n * h,), f32),
+    )  # fmt: skip
+
+
+def frame_buffers(
+    shape: SpeechShape, levers: Levers, n: int, max_len: int, allocate: Allocate
+) -> FrameBuffers:
+    """Every buffer of a decode of up to n frames and contexts of up to max_len rows."""
+    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
+    t, p, c = shape.talker, shape.predictor, shape.n_codebook
+    talker = _layer_buffers("talker", t, n, levers, allocate)
+    names = ("place", "slot", "position", "frame")
+    rows = FrameRows(
+        **{name: allocate(f"row {name}", (n,), i32) for name in names},
+        codes=allocate("codes", (n, N_CODES), i32), sums=talker.residual.view(n, t.hidden_size),
+    )  # fmt: skip
+    return FrameBuffers(
+        rows=rows, talker=talker, predictor=_layer_buffers("predictor", p, 2 * n, levers, allocate),
+        past=allocate("past rows", (n, t.hidden_size), bf16),
+        code_pages=allocate("predictor pages", (n, p.n_layers, 2, p.n_kv_heads, N_CODES, p.head_dim), bf16),
+        code_logits=allocate("code logits", (k_splits(c, p.hidden_size, levers) * n * c,), f32),
+        numbers=allocate("numbers", (2 * n,), i32), attention=attention_scratch(heads_of(t), n, max_len, allocate),
+        logits=allocate("logits", (n * shape.n_drawn,), f32),
+    )  # fmt: skip
+
+
+def prompt_buffers(shape: SpeechShape, n_blocks: int, n_prompts: int, allocate: Allocate) -> PromptBuffers:
+    """Every buffer of a prefill of up to n_blocks blocks of up to n_prompts prompts."""
+    f32, bf16, d = torch.float32, torch.bfloat16, shape.talker
+    t, h = n_blocks * BLOCK, d.hidden_size
+    return PromptBuffers(
+        residual=allocate("prefill residual", (t * h,), f32), normed=allocate("prefill normed", (t * h,), bf16),
+        proj=allocate("prefill projections", (t * max(d.qkv_rows, 2 * d.intermediate_size),), bf16),
+        mixed=allocate("prefill mixed", (t * d.q_rows,), bf16), inner=allocate("prefill inner", (t * d.intermediate_size,), bf16),
+        y=allocate("prefill y", (t * h,), bf16), query=allocate("prefill queries", (t * d.q_rows,), bf16),
+        voice=allocate("voice rows", (t, h), f32), final=allocate("final", (n_prompts, h), bf16),
+        logits=allocate("prefill logits", (n_prompts, shape.n_drawn), f32),
+        end=allocate("ends", (n_prompts,), torch.int32), end_slot=allocate("end slots", (n_prompts,), torch.int32),
+    )  # fmt: skip
+
+
+def _front(flat: Tensor, *size: int) -> Tensor:
+    n = 1
+    for d in size:
+        n *= d
+    return flat[:n].view(*size)
+
+
+def _product(x: Tensor, projection: Projection) -> Tensor:
+    """x W^T + bias, float32, of bfloat16 x: at load."""
+    w = projection.weight.rows
+    if x.is_cuda:
+        return torch.mm(x, w.t(), out_dtype=torch.float32) + projection.bias
+    return x.float() @ w.float().t() + projection.bias
+
+
+def project_texts(weights: SpeechWeights) -> Tensor:
+    """float32 [text vocabulary, h]: fc2(bfloat16(silu(fc1(x)))) of the whole table."""
+    table, fc2 = weights.text_table, weights.text_fc2
+    texts = torch.empty((len(table), len(fc2.bias)), dtype=torch.float32, device=table.device)
+    for rows, out in zip(table.split(TEXTS_AT_ONCE), texts.split(TEXTS_AT_ONCE), strict=True):
+        hidden = torch.nn.functional.silu(_product(rows, weights.text_fc1)).bfloat16()
+        out.copy_(_product(hidden, fc2))
+    return texts
+
+
+class TtsGpu:
+    """The weights in rows, and the two forwards over given buffers."""
+
+    def __init__(self, shape: SpeechShape, weights: SpeechWeights, max_len: int, levers: Levers) -> None:
+        """The text table of `weights` is used up."""
+        self.shape, self.weights, self.levers = shape, weights, levers
+        self.texts = project_texts(weights)
+        # a view would keep its memory
+        weights.text_table = weights.text_table.new_empty((0, shape.text_hidden_size))
+        codes = [weights.codec_table[: shape.n_codebook], *weights.code_tables]
+        projection = weights.projection
+        # code i as the predictor's row
+        self.inner_tables = codes if projection is None else [_product(table, projection) for table in codes]
+        self.talker_angles = _angles(shape.talker, max_len, self.texts.device)
+        self.predictor_angles = _angles(shape.predictor, N_CODES, self.texts.device)
+
+    def _layers(self, d: DecoderShape, decoder: Decoder, n: int, b: LayerBuffers, attend: Attend) -> Tensor:
+        """n rows of b.residual through all layers; gives what is still to be added to it, float32 [S, n, H]."""
+        levers, eps, h = self.levers, d.rms_norm_eps, d.hidden_size
+        residual, normed = _front(b.residual, n, h), _front(b.normed, n, h)
+        mixed, inner = _front(b.mixed, n, d.q_rows), _front(b.inner, n, d.intermediate_size)
+        partial: Tensor | None = None
+        for i, layer in enumerate(decoder.layers):
+            add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
+            proj = self._parts(normed, layer.qkv.rows, b.proj)
+            attend(i, layer, proj, mixed)
+            partial = self._parts(mixed, layer.o_proj.rows, b.partial)
+            add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
+            gate_up = _front(b.proj, 1, n, 2 * d.intermediate_size)
+            narrow_swiglu(normed, layer.mlp.gate_up.rows, inner, gate_up=gate_up, levers=levers)
+            partial = self._parts(inner, layer.mlp.down.rows, b.partial)
+        assert partial is not None
+        return partial
+
+    def _parts(self, x: Tensor, w: Tensor, flat: Tensor) -> Tensor:
+        """Partial sums of x W^T, float32 [S, n, M]."""
+        m, k = w.shape
+        out = _front(flat, k_splits(m, k, self.levers), x.shape[0], m)
+        narrow_linear(x, w, out, levers=self.levers)
+        return out
+
+    def decode(
+        self, n: int, rows_place: Tensor, places: PlaceState, parameters: FrameParameters, b: FrameBuffers, memory: SpeechMemory,
+        max_len: int,
+    ) -> Tensor:  # fmt: skip
+        """One frame each of n rows, none with more than max_len keys: codes into b.rows.codes; gives the logits of the next code 0,
+        float32 [n, n_drawn]."""
+        w, levers, d = self.weights, self.levers, self.shape.talker
+        r = b.rows
+        rows = FrameRows(r.place[:n], r.slot[:n], r.position[:n], r.frame[:n], r.codes[:n], r.sums[:n])
+        self._frames(n, rows, rows_place, places, parameters, b, memory)
+        cos, sin = self.talker_angles
+        heads = heads_of(d)
+
+        def attend(i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor) -> None:
+            attention_decode(
+                proj, heads, layer.q_norm, layer.k_norm, d.rms_norm_eps, row_slot=rows.slot, row_place=rows.place,
+                row_position=rows.position, page_table=places.page_table, cos=cos, sin=sin, pages=memory.pages[:, i],
+                scratch=b.attention, max_len=max_len, out=mixed, levers=levers,
+            )  # fmt: skip
+
+        partial = self._layers(d, w.talker, n, b.talker, attend)
+        normed = _front(b.talker.normed, n, d.hidden_size)
+        add_norm(
+            _front(b.talker.residual, n, d.hidden_size),
+            partial,
+            w.talker.norm,
+            d.rms_norm_eps,
+            normed,
+            levers=levers,
+        )
+        keep_past(normed, rows.slot, memory.past, levers=levers)
+        logits = _front(b.logits, 1, n, self.shape.n_drawn)
+        narrow_linear(normed, w.head.rows, logits, levers=levers)
+        return logits[0]
+
+    def _frames(
+        self, n: int, rows: FrameRows, rows_place: Tensor, places: PlaceState, parameters: FrameParameters, b: FrameBuffers,
+        memory: SpeechMemory,
+    ) -> None:  # fmt: skip
+        """Codes 1 to 15, and in rows.sums what the talker is fed."""
+        w, levers, d = self.weights, self.levers, self.shape.predictor
+        p, eps = d.hidden_size, d.rms_norm_eps
+        residual = _front(b.predictor.residual, 2 * n, p)
+        past = residual[:n] if w.projection is None else b.past[:n]
+        begin_frames(
+            rows_place, places.last_token, places.position, places.slot, places.done, parameters, memory.past, w.codec_table,
+            self.inner_tables[0], rows=rows, into=past, residual=residual, levers=levers,
+        )  # fmt: skip
+        if w.projection is not None:
+            parts = self._parts(past, w.projection.weight.rows, b.predictor.partial)
+            project_rows(parts, w.projection.bias, residual[:n], levers=levers)
+        cos, sin = self.predictor_angles
+        heads = heads_of(d)
+        for step in range(1, N_CODES):
+
+            def attend(
+                i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor, first: int = step if step > 1 else 0
+            ) -> None:
+                code_attention(
+                    proj, heads, layer.q_norm, layer.k_norm, eps, first, slot=rows.slot, cos=cos, sin=sin, pages=b.code_pages[:, i],
+                    out=mixed, levers=levers,
+                )  # fmt: skip
+
+            # the first pass has the talker's last output and code 0: only the second is drawn from
+            n_rows = n if step > 1 else 2 * n
+            partial = self._layers(d, w.predictor, n_rows, b.predictor, attend)
+            normed = _front(b.predictor.normed, n, p)
+            wanted = None if step > 1 else b.numbers[n : 2 * n]
+            add_norm(residual[:n_rows], partial, w.predictor.norm, eps, normed, rows=wanted, levers=levers)
+            logits = self._parts(normed, w.code_heads[step - 1].rows, b.code_logits)
+            inner = self.inner_tables[step] if step < N_CODES - 1 else None
+            draw_code(
+                logits, step, parameters, rows, w.code_tables[step - 1], inner, residual[:n], self.texts,
+                self.shape.ids.tts_pad, levers=levers,
+            )  # fmt: skip
+
+    def prefill(
+        self, n_blocks: int, ids: Tensor, blocks: Blocks, logit_row: Tensor, page_table: Tensor, b: PromptBuffers,
+        memory: SpeechMemory,
+    ) -> Tensor:  # fmt: skip
+        """Rows of prompts of n_blocks blocks; leaves the last output of each segment in its slot. Gives the logits of the rows asked
+        for, float32 [G, n_drawn]."""
+        w, levers, d = self.weights, self.levers, self.shape.talker
+        t, h, eps = n_blocks * BLOCK, d.hidden_size, d.rms_norm_eps
+        residual, normed, y = _front(b.residual, t, h), _front(b.normed, t, h), _front(b.y, 1, t, h)
+        prompt_rows(ids, N_SIDE, SPEAKER, self.texts, w.codec_table, b.voice, residual)
+        heads, (cos, sin), added = heads_of(d), self.talker_angles, None
+        for i, layer in enumerate(w.talker.layers):
+            add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
+            added = y
+            proj, mixed = _front(b.proj, t, heads.row), _front(b.mixed, t, d.q_rows)
+            wide_linear(normed, layer.qkv.rows, proj, levers=levers)
+            attention_prefill(
+                proj, heads, layer.q_norm, layer.k_norm, eps, blocks=blocks, page_table=page_table, cos=cos, sin=sin,
+                pages=memory.pages[:, i], query=_front(b.query, t, heads.n_q, heads.dim), out=mixed, levers=levers,
+            )  # fmt: skip
+            wide_linear(mixed, layer.o_proj.rows, y[0], levers=levers)
+            add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
+            up, inner = _front(b.proj, t, 2 * d.intermediate_size), _front(b.inner, t, d.intermediate_size)
+            wide_linear(normed, layer.mlp.gate_up.rows, up, levers=levers)
+            silu_mul(up, inner, levers=levers)
+            wide_linear(inner, layer.mlp.down.rows, y[0], levers=levers)
+        n = logit_row.shape[0]
+        final, end, end_slot = b.final[:n], b.end[:n], b.end_slot[:n]
+        segment_ends(blocks, end, end_slot)
+        add_norm(residual, y, w.talker.norm, eps, final, rows=end, levers=levers)
+        keep_past(final, end_slot, memory.past, levers=levers)
+        logits = _front(b.logits.view(-1), 1, n, self.shape.n_drawn)
+        add_norm(residual, y, w.talker.norm, eps, final, rows=logit_row, levers=levers)
+        narrow_linear(final, w.head.rows, logits, levers=levers)
+        return logits[0]
+
+    def frame_embeddings(self, codes: Tensor) -> Tensor:
+        """float32 [R, h], on the host: the sum of the 16 embeddings of each frame of codes, int [R, 16]."""
+        tables = [self.weights.codec_table, *self.weights.code_tables]
+        total = torch.zeros(codes.shape[0], self.shape.talker.hidden_size, device=self.texts.device)
+        for table, column in zip(tables, codes.long().t().to(self.texts.device), strict=True):
+            total += table[column].float()
+        return total.cpu()
+
+
+def _angles(d: DecoderShape, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [max_len, head_dim / 2]: float32 products, as in training."""
+    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
+        d.inv_freq(), dtype=torch.float32
+    )
+    return angles.cos().to(device), angles.sin().to(device)

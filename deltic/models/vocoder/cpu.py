@@ -1,0 +1,422 @@
+"""The vocoder on the CPU: codes to waveform, several streams as one batch, each continued where it was left.
+
+    codes -> codebooks -> pre_conv -> pre-transformer -> 2 x (transposed conv, ConvNeXt) -> conv -> 4 x (snake, transposed conv,
+    3 x (x + conv(snake(conv(snake(x)))))) -> snake, conv, clamp
+
+Everything is causal. What a stream's next frame needs of those before it is in its state slot: the last inputs of each
+convolution, the last keys and values of each layer, and the position. So a frame costs the same in any chunk, and its samples are
+the same bits in any chunk and beside any other streams.
+
+All of it is float32, as the checkpoint is. With `half`, the convolutions of the decoder, nine tenths of the work, multiply inputs and
+weights that are rounded to bfloat16; their sums, the residual stream, snake and everything before them stay float32.
+
+A pass, recorded once, is over at most `n_frames` frames; what is longer takes several. Its buffers then stay near the
+cores' caches, and the weights, which a pass reads once, are shared by enough frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, VocoderShape
+from deltic.models.vocoder.weights import DILATIONS
+from deltic.ops.cpu.program import Program
+from deltic.ops.cpu.vocoder import (
+    MAX_DIM,
+    MAX_WINDOW,
+    Batch,
+    ConvWeights,
+    Rows,
+    codec_attention,
+    codec_rms_norm,
+    conv,
+    depthwise_norm,
+    embed_codes,
+    interleaved,
+)
+from deltic.ops.geometry import N_CODES, Allocate
+
+PASS_FRAMES = 16
+"""Frames of a pass, of all its streams together."""
+SEEN_FRAMES = 16
+"""Behind the pre-transformer a sample depends on fewer frames before it than these: on less than ten, of the published shape."""
+MAX_POSITIONS = 32768 + MAX_REF_FRAMES
+"""Frames of a stream: as many as a published talker has positions, behind those of a reference."""
+LAYER_NORM_EPS = 1e-6
+HEADER = 16
+"""Values at the begin of a state; the first is the position."""
+
+
+def check_vocoder(shape: VocoderShape) -> None:
+    """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
+    limits = (
+        ("latent_dim", shape.latent_dim, 16, 1 << 16),
+        ("codebook_dim", shape.codebook_dim, 32, 1 << 16),
+        ("hidden_size", shape.hidden_size, 16, 1 << 16),
+        ("intermediate_size", shape.intermediate_size, 16, 1 << 16),
+        ("head_dim", shape.head_dim, 32, MAX_DIM),
+        ("decoder_dim", shape.decoder_dim, 16 << len(shape.upsample_rates), 1 << 16),
+    )
+    for field, found, multiple, most in limits:
+        if found % multiple or not 0 < found <= most:
+            raise UnsupportedModelError(field, found, f"a multiple of {multiple}, at most {most}")
+    if not 2 <= shape.sliding_window <= MAX_WINDOW:
+        raise UnsupportedModelError("sliding_window", shape.sliding_window, f"2 to {MAX_WINDOW}")
+
+
+def _blocks(shape: VocoderShape) -> Iterator[tuple[int, int, int, int]]:
+    """(number, rate of its input in rows a frame, upsampling, channels of its input) of each block of the decoder."""
+    rate, width = 4, shape.decoder_dim
+    for i, r in enumerate(shape.upsample_rates, 1):
+        yield i, rate, r, width
+        rate, width = rate * r, width // 2
+
+
+def state_layout(shape: VocoderShape) -> tuple[dict[str, int], int]:
+    """Where in a state what begins, in values, and the size of a state."""
+    heads = shape.n_heads * shape.head_dim
+    parts = {"header": HEADER, "pre_conv": 2 * shape.codebook_dim}
+    parts |= {f"layers.{i}": (shape.sliding_window - 1) * 2 * heads for i in range(shape.n_layers)}
+    parts |= {f"upsample.{i}": 6 * shape.latent_dim for i in range(len(shape.upsampling_ratios))}
+    parts["decoder.0"] = 6 * shape.latent_dim
+    for i, _, _, width in _blocks(shape):
+        parts[f"decoder.{i}.1"] = width
+        parts |= {f"decoder.{i}.{unit}": 6 * d * width // 2 for unit, d in enumerate(DILATIONS, 2)}
+    parts["last"] = 6 * shape.decoder_dim >> len(shape.upsample_rates)
+    begins, at = {}, 0
+    for name, size in parts.items():
+        begins[name], at = at, at + size
+    return begins, -(-at // 16) * 16
+
+
+@dataclass(frozen=True)
+class VocoderBuffers:
+    """All memory of a vocoder but its weights. S = F: a stream in a pass has a frame or more."""
+
+    states: Tensor  # float32 [n_streams, state size]
+    codes: Tensor  # int32 [F, 16]
+    start: Tensor  # int32 [S + 1]
+    slot: Tensor  # int32 [S]
+    n: Tensor  # int32 scalar
+    rows: tuple[Tensor, Tensor, Tensor]  # float32, flat: what goes from one operator to the next
+    audio: Tensor  # float32 [F * 1920]
+
+
+def allocate_vocoder(
+    shape: VocoderShape, n_streams: int, allocate: Allocate, n_frames: int = PASS_FRAMES
+) -> VocoderBuffers:
+    """Buffers for n_streams open streams and passes of n_frames frames."""
+    f32, i32 = torch.float32, torch.int32
+    latent, heads = shape.latent_dim, shape.n_heads * shape.head_dim
+    widest = [(max(3 * heads, shape.codebook_dim, latent, shape.hidden_size, shape.intermediate_size), 1, 2)]
+    widest += [(latent, 4, 6), (4 * latent, 4, 0)]
+    widest += [(shape.decoder_dim, 4, 1)]
+    widest += [(width // 2, rate * r, 6 * DILATIONS[-1]) for _, rate, r, width in _blocks(shape)]
+    size = max(Rows.size(width, rate, head, n_frames, n_frames) for width, rate, head in widest)
+    return VocoderBuffers(
+        states=allocate("vocoder states", (n_streams, state_layout(shape)[1]), f32),
+        codes=allocate("vocoder codes", (n_frames, N_CODES), i32),
+        start=allocate("vocoder starts", (n_frames + 1,), i32),
+        slot=allocate("vocoder slots", (n_frames,), i32),
+        n=allocate("vocoder streams", (), i32),
+        rows=(
+            allocate("vocoder rows a", (size,), f32),
+            allocate("vocoder rows b", (size,), f32),
+            allocate("vocoder rows c", (size,), f32),
+        ),
+        audio=allocate("vocoder audio", (n_frames * FRAME_SAMPLES,), f32),
+    )
+
+
+def _zeros(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(size, dtype=dtype)
+
+
+def _transposed(w: Tensor, stride: int) -> Tensor:
+    """A transposed convolution [in, out, m * stride] as one of m taps: [stride * out, in, m]. Its last m - 1 strides are cut."""
+    n_in, n_out, taps = w.shape
+    parts = w.view(n_in, n_out, taps // stride, stride).flip(2)  # the newest input comes last
+    return parts.permute(3, 1, 0, 2).reshape(stride * n_out, n_in, taps // stride)
+
+
+@dataclass(frozen=True)
+class Vocoded:
+    """Chunks that were begun: here they are done."""
+
+    waveforms: list[NDArray[np.float32]]
+
+    def is_done(self) -> bool:
+        return True
+
+    def samples(self) -> list[NDArray[np.float32]]:
+        """Waits for them, elsewhere."""
+        return self.waveforms
+
+    def seconds(self) -> float | None:
+        """Whoever called `begin` knows."""
+        return None
+
+
+class Vocoder:
+    """Weights, the streams' states and the recorded pass. Not thread-safe: one engine loop owns it."""
+
+    def __init__(
+        self,
+        shape: VocoderShape,
+        tensors: dict[str, Tensor],
+        *,
+        n_streams: int,
+        n_threads: int = 1,
+        cpus: tuple[int, ...] = (),
+        n_frames: int = PASS_FRAMES,
+        allocate: Allocate = _zeros,
+        library: str | None = None,
+        half: bool = False,
+    ) -> None:
+        """tensors: of load_codec; they are taken out of it. half: of use where ops.codec.multiplies_half says so. Raises
+        UnsupportedModelError."""
+        check_vocoder(shape)
+        self.shape = shape
+        self.n_streams, self.n_frames = n_streams, n_frames
+        self.buffers = b = allocate_vocoder(shape, n_streams, allocate, n_frames)
+        self.begins, self.state_size = state_layout(shape)
+        self._tensors = tensors
+        self._dtype = torch.bfloat16 if half else torch.float32
+        self._batch = Batch(b.start, b.slot, b.n, b.states)
+        pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32)
+        inv_freq = shape.rope_theta ** (-2.0 * pairs / shape.head_dim)
+        angles = torch.arange(MAX_POSITIONS, dtype=torch.float32)[:, None] * inv_freq
+        self._cos, self._sin = angles.cos(), angles.sin()
+        self._front, self._rest = Program(n_threads, library, cpus), Program(n_threads, library, cpus)
+        self._record()
+        self._states = b.states.numpy()
+        self._codes, self._start, self._slot = b.codes.numpy(), b.start.numpy(), b.slot.numpy()
+        self._audio = b.audio.numpy()
+
+    def open(self, slot: int, state: Tensor | None = None) -> None:
+        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32 [state_size], of `state_of`, in
+        this process or another). Raises ValueError for a state of another model's size."""
+        if state is None:
+            self._states[slot] = 0.0
+            return
+        if state.dtype != torch.float32 or state.shape != (self.state_size,):
+            found = f"{state.dtype} {list(state.shape)}"
+            raise ValueError(f"a vocoder state of this model is float32 [{self.state_size}], not {found}")
+        self.buffers.states[slot] = state
+
+    def state_of(self, slot: int) -> Tensor:
+        """A copy of a stream's state."""
+        return self.buffers.states[slot].clone()
+
+    def position(self, slot: int) -> int:
+        """Frames of the stream in a slot so far."""
+        return int(self._states[slot, 0])
+
+    def begin(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> Vocoded:
+        """As `vocode`; what computes elsewhere need not be done when this returns."""
+        return Vocoded(self.vocode(chunks))
+
+    def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
+        """A stream goes on behind codes whose samples nobody wants, for a tenth of the work: samples are right again, to the bit,
+        SEEN_FRAMES after them. Raises as `vocode`."""
+        self._check([(slot, codes)])
+        for begin in range(0, len(codes), self.n_frames):
+            self._pass([(slot, codes)], [(0, begin, min(begin + self.n_frames, len(codes)))], None)
+
+    def vocode(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]:
+        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within [-1, 1], at 24 kHz.
+
+        Raises ValueError, before anything is changed, for codes outside the codebooks, a slot given twice, and a stream longer
+        than MAX_POSITIONS.
+        """
+        self._check(chunks)
+        out = [np.empty(len(codes) * FRAME_SAMPLES, np.float32) for _, codes in chunks]
+        part: list[tuple[int, int, int]] = []
+        room = self.n_frames
+        for i, (_, codes) in enumerate(chunks):
+            done = 0
+            while done < len(codes):
+                n = min(room, len(codes) - done)
+                part.append((i, done, done + n))
+                done, room = done + n, room - n
+                if not room:
+                    self._pass(chunks, part, out)
+                    part, room = [], self.n_frames
+        self._pass(chunks, part, out)
+        return out
+
+    def _check(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
+        for slot, codes in chunks:
+            if codes.ndim != 2 or codes.shape[1] != N_CODES:
+                raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
+            if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
+                raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
+            if self.position(slot) + len(codes) > MAX_POSITIONS:
+                raise ValueError(f"a stream has at most {MAX_POSITIONS} frames")
+        if len({slot for slot, _ in chunks}) < len(chunks):
+            raise ValueError("two chunks of one stream; join them")
+
+    def _pass(
+        self,
+        chunks: Sequence[tuple[int, NDArray[np.int32]]],
+        part: list[tuple[int, int, int]],
+        out: list[NDArray[np.float32]] | None,
+    ) -> None:
+        """part: (chunk, from, to) of each stream; out: where the samples go, None: the pre-transformer only."""
+        at = 0
+        for s, (i, begin, end) in enumerate(part):
+            slot, codes = chunks[i]
+            self._slot[s], self._start[s] = slot, at
+            self._codes[at : at + end - begin] = codes[begin:end]
+            at += end - begin
+            self._start[s + 1] = at
+        if not at:
+            return
+        self.buffers.n.fill_(len(part))
+        self._front.run()
+        if out is not None:
+            self._rest.run()
+        for s, (i, begin, end) in enumerate(part):
+            self._states[self._slot[s], 0] += end - begin
+            if out is None:
+                continue
+            first = self._start[s] * FRAME_SAMPLES
+            samples = self._audio[first : first + (end - begin) * FRAME_SAMPLES]
+            out[i][begin * FRAME_SAMPLES : end * FRAME_SAMPLES] = samples
+
+    # The recording.
+
+    def _take(self, name: str) -> Tensor:
+        return self._tensors.pop(name)
+
+    def _conv_weights(self, name: str, dilation: int = 1, dtype: torch.dtype = torch.float32) -> ConvWeights:
+        w = self._take(f"{name}.weight")
+        w = w if w.ndim == 3 else w[..., None]
+        return ConvWeights.pack(w, self._take(f"{name}.bias"), dilation, dtype)
+
+    def _upsampling(self, name: str, stride: int, dtype: torch.dtype = torch.float32) -> ConvWeights:
+        w, bias = self._take(f"{name}.weight"), self._take(f"{name}.bias")
+        return ConvWeights.pack(_transposed(w, stride), bias.repeat(stride), dtype=dtype)
+
+    def _linear(self, *names: str) -> ConvWeights:
+        """Of several, one below the other."""
+        return ConvWeights.pack(torch.cat([self._take(f"{name}.weight") for name in names])[..., None])
+
+    def _snake(self, name: str, phases: int = 1) -> tuple[Tensor, Tensor]:
+        return self._take(f"{name}.alpha").repeat(phases), self._take(f"{name}.beta").repeat(phases)
+
+    def _record(self) -> None:
+        a, b, x = self.buffers.rows
+        self._record_front(a, b, x)
+        a, b = self._record_upsampling(a, b, x)
+        self._record_decoder(a, b, x)
+
+    def _record_front(self, a: Tensor, b: Tensor, x: Tensor) -> None:
+        """Codes to the pre-transformer's output, in `a`: one row a frame."""
+        program, batch, shape = self._front, self._batch, self.shape
+        latent, hidden, heads = shape.latent_dim, shape.hidden_size, shape.n_heads * shape.head_dim
+        tables = self._take("tables").contiguous()
+        entries = Rows(a, shape.codebook_dim, 1)
+        embed_codes(program, batch, self.buffers.codes, tables, entries)
+        parts = [self._take(f"quantizer.rvq_{part}.output_proj.weight") for part in ("first", "rest")]
+        latents = Rows(b, shape.codebook_dim, 1, head=2)
+        conv(program, batch, entries, ConvWeights.pack(torch.cat(parts, 1)), out=latents)
+        wide, stream, normed = Rows(a, latent, 1), Rows(x, hidden, 1), Rows(a, hidden, 1)
+        pre_conv = self._conv_weights("pre_conv.conv")
+        conv(program, batch, latents, pre_conv, offset=self.begins["pre_conv"], out=wide)
+        conv(program, batch, wide, self._conv_weights("pre_transformer.input_proj"), out=stream)
+        qkv, mixed, inner = Rows(b, 3 * heads, 1), Rows(a, heads, 1), Rows(b, shape.intermediate_size, 1)
+        for i in range(shape.n_layers):
+            p = f"pre_transformer.layers.{i}"
+            norm = self._take(f"{p}.input_layernorm.weight")
+            codec_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
+            conv(program, batch, normed, self._linear(*(f"{p}.self_attn.{n}_proj" for n in "qkv")), out=qkv)
+            codec_attention(
+                program, batch, qkv, shape.n_heads, shape.sliding_window, self._cos, self._sin, mixed,
+                offset=self.begins[f"layers.{i}"],
+            )  # fmt: skip
+            scale = self._take(f"{p}.self_attn_layer_scale.scale")
+            o_proj = self._linear(f"{p}.self_attn.o_proj")
+            conv(program, batch, mixed, o_proj, scale=scale, residual=stream, out=stream)
+            norm = self._take(f"{p}.post_attention_layernorm.weight")
+            codec_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
+            gate, up = (self._take(f"{p}.mlp.{name}_proj.weight") for name in ("gate", "up"))
+            gate_up = ConvWeights.pack(interleaved(gate, up)[..., None])
+            conv(program, batch, normed, gate_up, activation="swiglu", out=inner)
+            scale, down = self._take(f"{p}.mlp_layer_scale.scale"), self._linear(f"{p}.mlp.down_proj")
+            conv(program, batch, inner, down, scale=scale, residual=stream, out=stream)
+        norm, result = self._take("pre_transformer.norm.weight"), Rows(b, hidden, 1)
+        codec_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, result)
+        conv(program, batch, result, self._conv_weights("pre_transformer.output_proj"), out=wide)
+
+    def _record_upsampling(self, a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """From `a` to the input of the decoder, four rows a frame, behind its head. Gives its buffer and a free one."""
+        program, batch, latent = self._rest, self._batch, self.shape.latent_dim
+        rate = 1
+        for i, ratio in enumerate(self.shape.upsampling_ratios):
+            p = f"upsample.{i}"
+            is_last = i + 1 == len(self.shape.upsampling_ratios)
+            stretched = Rows(x, latent, rate * ratio, head=6)
+            conv(program, batch, Rows(a, latent, rate), self._upsampling(f"{p}.0.conv", ratio), out=stretched)
+            rate *= ratio
+            normed, inner = Rows(a, latent, rate), Rows(b, 4 * latent, rate)
+            taps = self._take(f"{p}.1.dwconv.conv.weight")[:, 0].t().contiguous()
+            norm = self._take(f"{p}.1.norm.weight"), self._take(f"{p}.1.norm.bias")
+            bias = self._take(f"{p}.1.dwconv.conv.bias")
+            depthwise_norm(
+                program, batch, stretched, taps, bias, norm, LAYER_NORM_EPS, normed, offset=self.begins[p]
+            )
+            conv(program, batch, normed, self._conv_weights(f"{p}.1.pwconv1"), activation="gelu", out=inner)
+            gamma = self._take(f"{p}.1.gamma")
+            out = Rows(a.view(self._dtype), latent, rate, head=6) if is_last else Rows(a, latent, rate)
+            pwconv2 = self._conv_weights(f"{p}.1.pwconv2")
+            conv(program, batch, inner, pwconv2, scale=gamma, residual=stretched, out=out)
+        return a, b
+
+    def _record_decoder(self, here: Tensor, there: Tensor, x: Tensor) -> None:
+        """From the input of the decoder, in `here`, to samples. Inputs of convolutions are written by those before them, as
+        snake leaves them; x has the residual stream."""
+        program, batch, shape, dtype = self._rest, self._batch, self.shape, self._dtype
+        here, there = here.view(dtype), there.view(dtype)
+        source, first = (
+            Rows(here, shape.latent_dim, 4, head=6),
+            self._conv_weights("decoder.0.conv", 1, dtype),
+        )
+        target = Rows(there, shape.decoder_dim, 4, head=1)
+        snake = self._snake("decoder.1.block.0")
+        conv(program, batch, source, first, offset=self.begins["decoder.0"], snake=snake, snaked=target)
+        for i, rate, r, width in _blocks(shape):
+            here, there = there, here
+            p, rate_out, half = f"decoder.{i}.block", rate * r, width // 2
+            stream = Rows(x, half, rate_out)
+            heads = [6 * d for d in DILATIONS]
+            is_last = i == len(shape.upsample_rates)
+            source, target = Rows(here, width, rate, head=1), Rows(there, half, rate_out, head=heads[0])
+            up, snake = self._upsampling(f"{p}.1.conv", r, dtype), self._snake(f"{p}.2.act1", r)
+            conv(
+                program, batch, source, up, offset=self.begins[f"decoder.{i}.1"], out=stream, snake=snake, snaked=target
+            )  # fmt: skip
+            followers = [f"{p}.{unit}.act1" for unit in range(3, 2 + len(DILATIONS))]
+            followers += [f"decoder.{i + 1}" if is_last else f"decoder.{i + 1}.block.0"]
+            heads += [6 if is_last else 1]
+            for unit, (dilation, follower) in enumerate(zip(DILATIONS, followers, strict=True), 2):
+                source, inner = target, Rows(here, half, rate_out)
+                conv1 = self._conv_weights(f"{p}.{unit}.conv1.conv", dilation, dtype)
+                snake, begin = self._snake(f"{p}.{unit}.act2"), self.begins[f"decoder.{i}.{unit}"]
+                conv(program, batch, source, conv1, offset=begin, snake=snake, snaked=inner)
+                target = Rows(there, half, rate_out, head=heads[unit - 1])
+                is_end = unit == 1 + len(DILATIONS)
+                conv(
+                    program, batch, inner, self._conv_weights(f"{p}.{unit}.conv2.conv", 1, dtype), residual=stream,
+                    out=None if is_end else stream, snake=self._snake(follower), snaked=target,
+                )  # fmt: skip
+        last = self._conv_weights(f"decoder.{len(shape.upsample_rates) + 2}.conv", 1, dtype)
+        audio = Rows(self.buffers.audio, 1, FRAME_SAMPLES)
+        conv(program, batch, target, last, offset=self.begins["last"], activation="clamp", out=audio)

@@ -1,0 +1,99 @@
+"""attn_prepare and attention: full attention, gated or not, over 64-token pages (csrc/attention.cpp).
+
+A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the scores of
+neighbouring keys are neighbouring lanes, and v as [nk, 64, d]. The pages of the sequence in place i are
+page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order, and start anew every
+SPLIT_KEYS keys; the splits are merged in order. So a long context can be many tasks, and how many does not touch the bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltic.ops.contract import check
+from deltic.ops.cpu.program import Program
+from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads
+
+
+def attn_prepare(
+    program: Program,
+    proj: Tensor,
+    heads: AttentionHeads,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    *,
+    n_tokens: Tensor,
+    positions: Tensor,
+    token_place: Tensor,
+    page_table: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_out: Tensor,
+    pages: Tensor,
+) -> None:
+    """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v to the token's place in its page.
+
+    proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions, token_place: int32 [T];
+    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d]
+    (this layer's part, any page stride). Rotation: spec 2.5, the first `rotary` dims, pairs (i, i + rotary/2).
+    """
+    rotary = 2 * cos.shape[1]
+    check("attn_prepare", proj.shape[1] == heads.row, f"proj [T, {heads.row}]")
+    check("attn_prepare", pages.shape[1:] == (2, heads.n_kv, 64, heads.dim), "pages [n, 2, nk, 64, d]")
+    check("attn_prepare", pages.dtype == q_out.dtype == torch.bfloat16, "bfloat16 pages and q")
+    check(
+        "attn_prepare",
+        heads.dim % 32 == 0 and heads.dim <= MAX_HEAD_DIM,
+        f"head_dim % 32 == 0, <= {MAX_HEAD_DIM}",
+    )
+    check(
+        "attn_prepare",
+        rotary % 32 == 0 and rotary <= heads.dim,
+        f"rotary dims a multiple of 32, found {rotary}",
+    )
+    program.call(
+        "deltic_attn_prepare", proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, n_tokens, positions, token_place,
+        page_table, page_table.stride(0), q_norm, k_norm, eps, cos, sin, rotary, q_out, pages, pages.stride(0),
+    )  # fmt: skip
+
+
+def attention(
+    program: Program,
+    q: Tensor,
+    proj: Tensor,
+    heads: AttentionHeads,
+    pages: Tensor,
+    *,
+    n_seqs: Tensor,
+    seq_start: Tensor,
+    seq_context: Tensor,
+    place: Tensor,
+    page_table: Tensor,
+    records: Tensor,
+    out: Tensor,
+) -> None:
+    """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), or without a gate, causal; query head j reads key head j // (nq/nk).
+
+    q: bfloat16 [T, nq, d]; proj: float32 [T, row], read for the gates only; out: bfloat16 [T, nq d]; the rest as in attn_prepare
+    and gdn. The keys of the tokens themselves must be in the pages already. records: float32 scratch of
+    heads.records_size(), for the splits of blocks of rows that are given to several threads; any number of them will do.
+    """
+    check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
+    check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
+    check(
+        "attention",
+        out.shape[1] == heads.n_q * heads.dim and out.dtype == torch.bfloat16,
+        "bfloat16 out [T, nq d]",
+    )
+    check(
+        "attention",
+        records.shape[1] == heads.dim + 16 and records.dtype == torch.float32,
+        "float32 records [n, d + 16]",
+    )
+    program.call(
+        "deltic_attention", q, proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, pages, pages.stride(0), n_seqs,
+        seq_start, seq_context, place, page_table, page_table.stride(0), out,
+        records, records.shape[0],
+    )  # fmt: skip

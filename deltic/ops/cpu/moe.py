@@ -1,0 +1,64 @@
+"""moe: routed experts and the shared expert, added to the residual stream (csrc/moe.cpp, spec 2.6).
+
+The router's logits and the shared expert's output come from `linear`; this operator routes, groups the tokens by
+expert, runs the two grouped GEMMs and combines in slot order. Softmax is over all experts before the top k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.ops.contract import check
+from deltic.ops.cpu.program import Program
+from deltic.ops.matrix import Matrix, row_bytes
+
+
+@dataclass(frozen=True)
+class MoeScratch:
+    """Workspaces for T tokens, k slots each, E experts of width M: see the fields."""
+
+    expert: Tensor  # int32 [T, k]
+    weight: Tensor  # float32 [T, k]
+    order: Tensor  # int32 [T k]
+    begin: Tensor  # int32 [E + 1]
+    probabilities: Tensor  # float32 [T, E + 16]
+    rows: Tensor  # uint8 [T k, row_bytes(max(H, M))]
+    up: Tensor  # float32 [T k, 2M]
+    act: Tensor  # bfloat16 [T k, M]
+    y: Tensor  # float32 [T k, H]
+
+
+def moe(
+    program: Program,
+    h: Tensor,
+    logits: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    shared: Tensor,
+    residual: Tensor,
+    *,
+    n_per_token: int,
+    normalise: bool,
+    n_tokens: Tensor,
+    scratch: MoeScratch,
+) -> None:
+    """residual[t] += sum_slot p_slot Expert_slot(h[t]) + sigmoid(logits[t, E]) shared[t].
+
+    h: bfloat16 [T, H]; logits: float32 [T, E + 1], the last for the shared expert; gate_up: E matrices [2M, H] (gate rows
+    first); down: E matrices [H, M]; shared, residual: float32 [T, H]; p: softmax of the first E logits, the n_per_token
+    largest (ties: lower expert), renormalised when `normalise`; n_tokens: int32 scalar.
+    """
+    n_experts, width, inner = down.data.shape[0], down.n, down.k
+    check("moe", (gate_up.n, gate_up.k) == (2 * inner, width), f"gate_up [{2 * inner}, {width}]")
+    check("moe", gate_up.data.shape[0] == n_experts, f"gate_up of {n_experts} experts")
+    check("moe", h.dtype == torch.bfloat16 and h.shape[1] == width, f"bfloat16 h [T, {width}]")
+    check("moe", logits.shape[1] == n_experts + 1 and n_per_token <= n_experts, "logits [T, E + 1], k <= E")
+    s = scratch
+    check("moe", s.rows.nbytes >= s.order.numel() * row_bytes(max(width, inner)), "rows for T k slots")
+    program.call(
+        "deltic_moe", h, logits, residual, n_tokens, n_experts, n_per_token, int(normalise), *gate_up.arguments,
+        *down.arguments, shared, s.expert, s.weight, s.order, s.begin, s.probabilities, s.rows, s.up, s.act, s.y,
+    )  # fmt: skip

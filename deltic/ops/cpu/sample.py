@@ -1,0 +1,115 @@
+"""sample and logprobs: rows of logits to tokens and log-probabilities (csrc/sample.cpp; oracle reference/sample.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deltic.ops.contract import check
+from deltic.ops.cpu.program import Program
+
+
+@dataclass(frozen=True)
+class SlotParameters:
+    """Sampling parameters by place: they are written when a sequence takes the place, not every step.
+
+    float32 [slots] each; top_k int32; seed int64 holding the bits of an unsigned one; history int32 [slots, max_len],
+    the sequence's tokens, kept only where penalties need them.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    seed: Tensor
+    history: Tensor
+
+
+@dataclass(frozen=True)
+class DrawInputs:
+    """What changes from step to step, int32 [D]: the logits row, slot and position of each draw, the lengths of its
+    history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and masks.
+
+    masked: 0 where any id may be drawn. masks [D, ceil(n_real / 32)]: bit id % 32 of word id // 32 says whether id may.
+    """
+
+    n_draws: Tensor
+    row: Tensor
+    slot: Tensor
+    position: Tensor
+    n_history: Tensor
+    n_prompt: Tensor
+    bias_begin: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    banned_begin: Tensor
+    banned: Tensor
+    masked: Tensor
+    masks: Tensor
+
+
+@dataclass(frozen=True)
+class DrawScratch:
+    """values float32 [n, V], counts int32 [n, V] (zero between calls), candidates int64 [n, V]; n rows: one for each
+    thread, or one for each draw where that is less."""
+
+    values: Tensor
+    counts: Tensor
+    candidates: Tensor
+
+
+def sample(
+    program: Program,
+    logits: Tensor,
+    n_real: int,
+    slots: SlotParameters,
+    draws: DrawInputs,
+    scratch: DrawScratch,
+    out: Tensor,
+) -> None:
+    """Draws one token for each of the n_draws first entries; out: int32 [D].
+
+    logits: float32 [R, V], ids from n_real on are never drawn. Temperature 0 is the argmax, lowest id on ties.
+    -1 where a logit is not finite, or no id may be drawn. A token depends on its row of logits, the parameters, the seed and the position, on nothing else (P6).
+    """
+    n_vocab = logits.shape[1]
+    check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
+    check("sample", draws.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
+    n_scratch = scratch.values.shape[0]
+    check(
+        "sample", n_scratch >= min(program.n_threads, draws.row.shape[0]), "scratch for every thread or draw"
+    )
+    s, d = slots, draws
+    program.call(
+        "deltic_sample", logits, n_vocab, n_real, d.n_draws, d.row, d.slot, d.position, d.n_history, d.n_prompt,
+        s.temperature, s.top_k, s.top_p, s.min_p, s.repetition, s.frequency, s.presence, s.seed,
+        s.history, s.history.stride(0), d.bias_begin, d.bias_ids, d.bias, d.banned_begin, d.banned,
+        d.masked, d.masks, d.masks.stride(0),
+        scratch.values, scratch.counts, scratch.candidates, n_scratch, out,
+    )  # fmt: skip
+
+
+def logprobs(
+    program: Program,
+    logits: Tensor,
+    n_real: int,
+    n_entries: Tensor,
+    row: Tensor,
+    target: Tensor,
+    n_top: Tensor,
+    logprob: Tensor,
+    top_ids: Tensor,
+    top_logprobs: Tensor,
+) -> None:
+    """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first (-1 skips the entry).
+
+    logits: float32 [R, V]; row, target, n_top: int32 [N]; logprob: float32 [N]; top_ids int32, top_logprobs float32 [N, K].
+    """
+    program.call(
+        "deltic_logprobs", logits, logits.shape[1], n_real, n_entries, row, target, n_top, top_ids.shape[1],
+        logprob, top_ids, top_logprobs,
+    )  # fmt: skip

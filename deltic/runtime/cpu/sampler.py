@@ -1,0 +1,209 @@
+"""Logits to tokens: the sampling parameters in batch tensors, and the draws read back.
+
+Parameters are kept by place and written once, when a sequence takes the place. Each draw is a function of its row of
+logits, the parameters, the seed and the position (P6): a sequence that is preempted or shares a batch draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+
+from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, SamplingParams, TokenLogprob
+from deltic.engine.step import Sequence, Step, StepResult
+from deltic.ops.cpu.program import Program
+from deltic.ops.cpu.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
+from deltic.ops.geometry import Allocate
+
+
+class Sampler:
+    """The buffers of up to n_places draws and n_logit_rows prompt positions a step."""
+
+    def __init__(
+        self, n_places: int, max_model_len: int, n_logit_rows: int, n_vocab: int, n_real: int,
+        eos_token_ids: tuple[int, ...], n_threads: int, allocate: Allocate, penalises_prompt: bool = True,
+    ) -> None:  # fmt: skip
+        """penalises_prompt: repetition_penalty sees prompt tokens too; they must be ids that can be drawn."""
+        i32, f32 = torch.int32, torch.float32
+        self.n_real = n_real
+        self.eos_token_ids = eos_token_ids
+        self.penalises_prompt = penalises_prompt
+        self.slots = SlotParameters(
+            **{name: allocate(name, (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
+            **{name: allocate(name, (n_places,), f32) for name in ("repetition", "frequency", "presence")},
+            top_k=allocate("top_k", (n_places,), i32),
+            seed=allocate("seed", (n_places,), torch.int64),
+            history=allocate("history", (n_places, max_model_len), i32),
+        )
+        self._n_draws = allocate("n draws", (), i32)
+        per_draw = ("row", "slot", "position", "n_history", "n_prompt")
+        self.draws = DrawInputs(
+            n_draws=self._n_draws,
+            **{name: allocate(f"draw {name}", (n_places,), i32) for name in per_draw},
+            bias_begin=allocate("bias begin", (n_places + 1,), i32),
+            bias_ids=allocate("bias ids", (n_places * MAX_BIASES,), i32),
+            bias=allocate("bias", (n_places * MAX_BIASES,), f32),
+            banned_begin=allocate("banned begin", (n_places + 1,), i32),
+            banned=allocate("banned", (n_places * MAX_BIASES,), i32),
+            masked=allocate("masked", (n_places,), i32),
+            masks=allocate("masks", (n_places, -(-n_real // 32)), i32),
+        )
+        n_scratch = min(n_threads, n_places)
+        self.scratch = DrawScratch(
+            values=allocate("draw values", (n_scratch, n_vocab), f32),
+            counts=allocate("draw counts", (n_scratch, n_vocab), i32),
+            candidates=allocate("draw candidates", (n_scratch, n_vocab), torch.int64),
+        )
+        n_entries = n_places + n_logit_rows
+        self._n_entries = allocate("n logprob entries", (), i32)
+        self._row = allocate("logprob row", (n_entries,), i32)
+        self._target = allocate("logprob target", (n_entries,), i32)  # the draws come first: tokens land here
+        self._n_top = allocate("logprob n top", (n_entries,), i32)
+        self._logprob = allocate("logprob", (n_entries,), f32)
+        self._top_ids = allocate("top ids", (n_entries, MAX_LOGPROBS), i32)
+        self._top_logprobs = allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32)
+        self._owner: list[Sequence | None] = [None] * n_places
+        self._n_history = [0] * n_places
+        self._arrays = {name: getattr(self.slots, name).numpy() for name in self.slots.__dataclass_fields__}
+        self._draw_arrays = {
+            name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__
+        }
+        self._has_lists = self._has_masks = False
+
+    def record(self, program: Program, logits: torch.Tensor) -> None:
+        """Appends the draws and the log-probabilities to the step's program."""
+        sample(program, logits, self.n_real, self.slots, self.draws, self.scratch, self._target)
+        logprobs(
+            program, logits, self.n_real, self._n_entries, self._row, self._target, self._n_top,
+            self._logprob, self._top_ids, self._top_logprobs,
+        )  # fmt: skip
+
+    def fill(self, step: Step, first_row: list[int]) -> None:
+        """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""
+        rows, places, positions, n_history, n_top = [], [], [], [], []
+        lists: list[tuple[int, SamplingParams, Sequence]] = []
+        masks: list[tuple[int, np.ndarray]] = []
+        for i, draw in enumerate(step.draws):
+            chunk, sequence, params = step.chunks[draw.chunk], draw.sequence, draw.sequence.request.params
+            place = sequence.place
+            assert place is not None
+            if self._owner[place] is not sequence:
+                self._take_place(place, sequence)
+            rows.append(first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else 0))
+            places.append(place)
+            positions.append(len(sequence.tokens))
+            n_history.append(self._extend_history(place, sequence) if _has_penalties(params) else 0)
+            n_top.append(-1 if params.logprobs is None else params.logprobs)
+            if params.logit_bias or _bans_end(sequence):
+                lists.append((i, params, sequence))
+            if sequence.guide is not None and (mask := sequence.guide.mask) is not None:
+                masks.append((i, mask))
+        n = len(rows)
+        d = self._draw_arrays
+        d["row"][:n] = rows
+        d["slot"][:n] = places
+        d["position"][:n] = positions
+        d["n_history"][:n] = n_history
+        d["n_prompt"][:n] = [draw.sequence.n_prompt if self.penalises_prompt else 0 for draw in step.draws]
+        self._n_draws.fill_(n)
+        if lists or self._has_lists:
+            self._fill_lists(n, lists)
+        if masks or self._has_masks:
+            self._has_masks = True  # before anything can fail half-way
+            d["masked"][:] = 0
+            for i, mask in masks:
+                d["masked"][i], d["masks"][i] = 1, mask
+            self._has_masks = bool(masks)
+        targets: list[int] = []
+        for c, chunk in enumerate(step.chunks):
+            if chunk.prompt_logprobs:
+                end = min(chunk.start + chunk.length + 1, chunk.sequence.n_prompt)
+                targets += chunk.sequence.tokens[chunk.start + 1 : end]
+                n_entries = end - chunk.start - 1
+                rows += range(first_row[c], first_row[c] + n_entries)
+                n_top += [chunk.sequence.request.params.prompt_logprobs or 0] * n_entries
+        n_entries = n + len(targets)
+        self._row.numpy()[:n_entries] = rows
+        self._n_top.numpy()[:n_entries] = n_top
+        self._target.numpy()[n:n_entries] = targets
+        self._n_entries.fill_(n_entries)
+
+    def read(self, step: Step) -> StepResult:
+        """The tokens drawn, and the log-probabilities that were asked for."""
+        n = len(step.draws)
+        tokens = self._target[:n].tolist()
+        result = StepResult(tokens, [None] * n, {})
+        for i, draw in enumerate(step.draws):
+            if draw.sequence.request.params.logprobs is not None:
+                result.logprobs[i] = self._entry(i)
+        at = n
+        for c, chunk in enumerate(step.chunks):
+            if chunk.prompt_logprobs:
+                n_entries = min(chunk.length, chunk.sequence.n_prompt - chunk.start - 1)
+                result.prompt_logprobs[c] = [self._entry(at + i) for i in range(n_entries)]
+                at += n_entries
+        return result
+
+    def _entry(self, i: int) -> TokenLogprob:
+        k = int(self._n_top[i])
+        top = list(zip(self._top_ids[i, :k].tolist(), self._top_logprobs[i, :k].tolist(), strict=True))
+        return TokenLogprob(int(self._target[i]), float(self._logprob[i]), top)
+
+    def _take_place(self, place: int, sequence: Sequence) -> None:
+        params, a = sequence.request.params, self._arrays
+        self._owner[place] = sequence
+        self._n_history[place] = 0
+        a["temperature"][place] = params.temperature
+        a["top_k"][place] = params.top_k
+        a["top_p"][place] = params.top_p
+        a["min_p"][place] = params.min_p
+        a["repetition"][place] = params.repetition_penalty
+        a["frequency"][place] = params.frequency_penalty
+        a["presence"][place] = params.presence_penalty
+        a["seed"][place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
+
+    def _extend_history(self, place: int, sequence: Sequence) -> int:
+        first = 0 if self.penalises_prompt else sequence.n_prompt
+        known, n_tokens = self._n_history[place], len(sequence.tokens) - first
+        self._arrays["history"][place, known:n_tokens] = sequence.tokens[first + known :]
+        self._n_history[place] = n_tokens
+        return n_tokens
+
+    def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, Sequence]]) -> None:
+        """Biases and, below min_tokens and in some thoughts, the ids that would end the sequence: ragged lists over the n draws."""
+        d = self._draw_arrays
+        self._has_lists = True  # before anything can fail half-way
+        bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        bias_ids: list[int] = []
+        biases: list[float] = []
+        banned: list[int] = []
+        for i, params, sequence in lists:
+            bias_ids += params.logit_bias.keys()
+            biases += params.logit_bias.values()
+            bias_counts[i] = len(params.logit_bias)
+            if _bans_end(sequence):
+                ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+                ends = {id for id in ends if id < self.n_real}
+                banned += ends
+                banned_counts[i] = len(ends)
+        d["bias_begin"][1 : n + 1] = np.cumsum(bias_counts)
+        d["banned_begin"][1 : n + 1] = np.cumsum(banned_counts)
+        d["bias_ids"][: len(bias_ids)] = bias_ids
+        d["bias"][: len(biases)] = biases
+        d["banned"][: len(banned)] = banned
+        self._has_lists = bool(lists)
+        if not lists:  # leave neutral lists behind for every later number of draws
+            d["bias_begin"][:] = 0
+            d["banned_begin"][:] = 0
+
+
+def _bans_end(sequence: Sequence) -> bool:
+    if sequence.n_generated < sequence.request.params.min_tokens:
+        return True
+    return sequence.guide is not None and bool(sequence.guide.bans_end)
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0

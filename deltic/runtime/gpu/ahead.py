@@ -1,0 +1,115 @@
+"""What a GPU has run ahead of the scheduler, until a step asks for it: tokens (and codes, of a speech model) on their way to the host, and
+logits that wait to be drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.engine.step import Sequence
+from deltic.runtime.gpu.places import Ring
+
+
+@dataclass(eq=False)
+class Pending:
+    """Tokens on their way to the host: of the sequences in `rows`, in that order."""
+
+    rows: dict[Sequence, int]
+    tokens: Tensor  # int32, pinned
+    logprobs: tuple[Tensor, Tensor, Tensor] | None  # pinned: where somebody asked for them
+    event: torch.cuda.Event | None
+    codes: Tensor | None = None  # int32 [n, 16], pinned: of the frames that a speech model's tokens follow
+    is_own: bool = False
+    """Whether the memory is its own, not pinned buffers that are soon used again."""
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def only(self, sequence: Sequence) -> Pending:
+        """What it holds of one sequence, in memory of its own."""
+        if self.is_own:
+            return self
+        self.wait()
+        row = slice(self.rows[sequence], self.rows[sequence] + 1)
+        logprobs = (
+            None
+            if self.logprobs is None
+            else (self.logprobs[0][row].clone(), self.logprobs[1][row].clone(), self.logprobs[2][row].clone())
+        )
+        codes = None if self.codes is None else self.codes[row].clone()
+        return Pending({sequence: 0}, self.tokens[row].clone(), logprobs, None, codes, is_own=True)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A decode that ran ahead of the scheduler. It is used by the chunk of its sequence that asks for just this, and dropped when any
+    other chunk of it comes, or its end."""
+
+    position: int
+    """Of the token that was fed."""
+    pending: Pending | None
+    """None: only the forward ran, and its logits are in `Undrawn`."""
+    n_preempted: int
+    """How often its sequence had lost its place by then."""
+
+    def only(self, sequence: Sequence) -> Ahead:
+        """The same, without a hold on a pinned buffer."""
+        if self.pending is None:
+            return self
+        return Ahead(self.position, self.pending.only(sequence), self.n_preempted)
+
+
+class Undrawn:
+    """Logits of forwards that ran ahead, from which nothing is drawn yet, since the masks were not there.
+
+    They lie where the forward left them. What is not drawn from before the next forward (its mask is late, or its sequence was
+    preempted) is copied to one of the rows behind, of which each sequence has one from the beginning: so there is always room.
+    """
+
+    def __init__(self, logits: Tensor, n_rows: int) -> None:
+        """logits: float32 [n_rows + n, V]: a forward writes the first n_rows, the others are to keep."""
+        self.logits = logits
+        device = logits.device
+        self._kept = list(range(n_rows, len(logits)))  # those that are free
+        self._own: dict[Sequence, int] = {}  # of those, the one of each sequence
+        self._row: dict[Sequence, int] = {}  # where its logits are now
+        self.draws = torch.zeros((3, n_rows), dtype=torch.int32, device=device)
+        """What a recorded draw reads: rows, places (-1: no draw) and positions of the tokens to be drawn."""
+        self._ring = Ring(3 * n_rows, 3, device)
+
+    @property
+    def n_free(self) -> int:
+        """Sequences for which there is room."""
+        return len(self._kept)
+
+    def put(self, sequences: list[Sequence]) -> None:
+        """The forward that was just started was of these, row by row; at most n_free."""
+        for row, sequence in enumerate(sequences):
+            self._row[sequence], self._own[sequence] = row, self._kept.pop()
+
+    def take(self, sequence: Sequence) -> int | None:
+        """Its row, which may be read until the next forward; None: there are no logits of it."""
+        row = self._row.pop(sequence, None)
+        if row is not None:
+            self._kept.append(self._own.pop(sequence))
+        return row
+
+    def keep(self) -> None:
+        """Puts what is still where the forward left it out of the next one's way."""
+        for sequence, row in self._row.items():
+            own = self._own[sequence]
+            if row != own:
+                self.logits[own].copy_(self.logits[row])
+                self._row[sequence] = own
+
+    def send(self, rows: list[int], places: list[int], positions: list[int]) -> None:
+        """Sends what the next draw reads. The one before has been read."""
+        buffer, n = self._ring.take().view(self.draws.shape), len(rows)
+        words = buffer.numpy()
+        words[0, :n], words[1, :n], words[2, :n] = rows, places, positions
+        words[1, n:] = -1
+        self.draws.copy_(buffer, non_blocking=True)
+        self._ring.used()

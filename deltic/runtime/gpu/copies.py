@@ -1,0 +1,117 @@
+"""Pages and states between a device and the host, for `Tiers`: copies through pinned memory, beside the steps.
+
+The steps run on one stream, in order: whoever was given a page or slot writes it after whoever had it before. A copy for the tiers
+is not on that stream, lest it wait for steps that have nothing to do with it. It waits for an event instead, recorded on the
+stream of the steps when the move was asked for: all that may have written the object was started before, a decode that ran ahead
+included, and until the move is done nobody else is given it. A copy to the device has arrived before its move is done, so before
+any step that reads it is started.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from deltic.engine.cache.tiers import MOVER, Bytes
+
+
+class Staging:
+    """A pinned buffer for one object, and the stream of its copies."""
+
+    def __init__(self, n_bytes: int, device: torch.device) -> None:
+        is_gpu = device.type == "cuda"
+        self.buffer = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=is_gpu)
+        self.stream = torch.cuda.Stream(device) if is_gpu else None
+
+    def end(self) -> None:
+        """Waits for the copies on the current stream, which is this one's: for an event, since whoever looks for hidden waits lets
+        those pass that are meant."""
+        if self.stream is not None:
+            event = torch.cuda.Event()
+            event.record()
+            event.synchronize()
+
+
+class DeviceCopies:
+    """Implements `tiers.Copies`; `page` and `state` are the views that Tiers is given with it. For two threads.
+
+    Without a GPU, the tensors are in host memory and every copy is made at once: for tests.
+    """
+
+    def __init__(
+        self, pages: Sequence[Tensor], states: Sequence[Tensor], stream: torch.cuda.Stream | None
+    ) -> None:
+        """pages, states: what makes up a page or a state, each tensor contiguous, with the page or slot as its first dimension.
+        stream: the one of the steps; None: the tensors are not on a GPU."""
+        self._parts = {"page": [_bytes(t) for t in pages], "state": [_bytes(t) for t in states]}
+        self._n_bytes = {kind: sum(part.shape[1] for part in parts) for kind, parts in self._parts.items()}
+        self._stream = stream
+        # One for the engine, one for the mover: nothing is allocated once requests come.
+        self._stagings = [Staging(max(self._n_bytes.values()), pages[0].device) for _ in range(2)]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state, as Tiers counts them."""
+        return self._n_bytes["state"]
+
+    def page(self, index: int) -> list[Bytes]:
+        """The calling thread's buffer, as large as a page."""
+        return self._views("page")
+
+    def state(self, slot: int) -> list[Bytes]:
+        """The calling thread's buffer, as large as a state. It is the same one."""
+        return self._views("state")
+
+    def mark(self) -> torch.cuda.Event | None:
+        """All that was put on the stream of the steps up to now."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def fetch(self, kind: str, index: int, mark: torch.cuda.Event | None) -> None:
+        """Copies a page or a state to the calling thread's buffer, after what is marked; it is there on return."""
+        staging = self._staging()
+        with self._stream_of(staging, mark):
+            at = 0
+            for part in self._parts[kind]:
+                n = part.shape[1]
+                staging.buffer[at : at + n].copy_(part[index], non_blocking=True)
+                at += n
+            staging.end()
+
+    def store(self, kind: str, index: int, mark: torch.cuda.Event | None) -> None:
+        """Copies the calling thread's buffer to a page or a state, after what is marked; it is there on return."""
+        staging = self._staging()
+        with self._stream_of(staging, mark):
+            at = 0
+            for part in self._parts[kind]:
+                n = part.shape[1]
+                part[index].copy_(staging.buffer[at : at + n], non_blocking=True)
+                at += n
+            staging.end()
+
+    def _views(self, kind: str) -> list[Bytes]:
+        return [self._staging().buffer.numpy()[: self._n_bytes[kind]]]
+
+    def _staging(self) -> Staging:
+        """The mover's, or the engine's: that may be called from one thread after another."""
+        return self._stagings[threading.current_thread().name == MOVER]
+
+    def _stream_of(self, staging: Staging, mark: torch.cuda.Event | None) -> AbstractContextManager[object]:
+        if staging.stream is None:
+            return nullcontext()
+        if mark is not None:
+            staging.stream.wait_event(mark)
+        return torch.cuda.stream(staging.stream)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8 [n, bytes of one]: the same memory."""
+    assert tensor.is_contiguous()
+    return tensor.view(len(tensor), -1).view(torch.uint8)

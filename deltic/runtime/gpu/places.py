@@ -1,0 +1,232 @@
+"""What the device knows of the sequences that run, by place, and how the host changes it.
+
+One flat int32 table holds it all (runtime/gpu/plan.py lays it out). The host collects changes as (offset, value) pairs and sends
+them with one copy from pinned memory; they are applied on the stream, between two steps. A step without changes sends nothing:
+decodes move their own tokens and positions on (ops/gpu/sample.py).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltic.engine.step import Sequence
+from deltic.runtime.gpu.plan import GpuWorkspace
+
+Words = np.ndarray
+
+_NEVER = 1 << 30
+"""A position that no sequence reaches."""
+
+MAX_CHANGES = 1 << 15
+"""Words that one copy brings; more are several."""
+
+
+class Ring:
+    """Pinned host buffers of one size, used in turn: one is written again when the copy from it has ended."""
+
+    def __init__(self, n_words: int, n: int, device: torch.device) -> None:
+        self.is_gpu = device.type == "cuda"
+        self._buffers = [torch.empty(n_words, dtype=torch.int32, pin_memory=self.is_gpu) for _ in range(n)]
+        self._events: list[torch.cuda.Event | None] = [None] * n
+        self._next = 0
+
+    def take(self) -> Tensor:
+        """A buffer that nothing reads any more."""
+        event = self._events[self._next]
+        if event is not None:
+            event.synchronize()
+        return self._buffers[self._next]
+
+    def used(self) -> None:
+        """The copy from the buffer taken last was put on the current stream."""
+        if self.is_gpu:
+            event = torch.cuda.Event()
+            event.record()
+            self._events[self._next] = event
+        self._next = (self._next + 1) % len(self._buffers)
+
+
+class SideStream:
+    """For what the next draw needs and nothing before it reads: it arrives while a forward still runs. As a context; the stream
+    that is current outside waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._context: AbstractContextManager[object] = nullcontext()
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._context.__exit__(None, None, None)
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class Places:
+    """The table of places, from the host's side."""
+
+    def __init__(self, workspace: GpuWorkspace, eos_token_ids: tuple[int, ...], n_real: int) -> None:
+        self._table, self._offsets = workspace.table, workspace.offsets
+        self._eos, self._n_real = eos_token_ids, n_real
+        n_places = len(workspace.places.slot)
+        self._owner: list[Sequence | None] = [None] * n_places
+        self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_places
+        self._rows: list[int] = []
+        self._keys: list[Words] = []
+        self._values: list[Words] = []
+        device = self._table.device
+        self._ring = Ring(3 * MAX_CHANGES, 4, device)  # an offset is 64 bits
+        self._arrived = torch.empty(3 * MAX_CHANGES, dtype=torch.int32, device=device)
+        self._masks = workspace.parameters.masks
+        self._mask_ring = Ring(self._masks.numel(), 3, device)
+        self.beside = SideStream(device)
+        self._mask_rows, self._banned_until = [-1] * n_places, [0] * n_places
+        self._table.zero_()
+        self._write("mask_row", 0, self._mask_rows, contiguous=True)
+        self._write("rows_place", 0, [-1] * n_places, contiguous=True)
+
+    def _write(self, part: str, place: int, values: object, first: int = 0, contiguous: bool = False) -> None:
+        """Sets words of a place's row of a part from word `first` on; contiguous: of the rows that follow, too."""
+        begin, width = self._offsets[part]
+        words = np.asarray(values)
+        if words.dtype in (np.float64, np.float32):
+            words = words.astype(np.float32).view(np.int32)
+        words = np.atleast_1d(words).astype(np.int32, copy=False)
+        assert contiguous or first + len(words) <= width, part
+        at = begin + place * width + first
+        self._keys.append(np.arange(at, at + len(words), dtype=np.int64))
+        self._values.append(words)
+
+    def take(self, place: int, sequence: Sequence) -> None:
+        """Makes a place the sequence's: its sampling parameters, and its tokens where penalties count them."""
+        if self._owner[place] is sequence:
+            return
+        self._owner[place] = sequence
+        self._put_mask_row(place, -1)
+        p, n_prompt = sequence.request.params, sequence.n_prompt
+        self._banned_until[place] = banned_until = _bans_end_until(sequence)
+        ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
+        banned = (
+            [token for token in ends if token < self._n_real]
+            if p.min_tokens or p.constraint is not None
+            else []
+        )
+        if p.constraint is not None and p.constraint.think_end_id is not None:
+            ends.append(p.constraint.think_end_id)  # what comes behind it is not free: nothing runs ahead
+        uses_history = _counts_history(sequence)
+        for part, value in (
+            ("temperature", float(p.temperature)), ("top_p", float(p.top_p)), ("min_p", float(p.min_p)),
+            ("repetition", float(p.repetition_penalty)), ("frequency", float(p.frequency_penalty)),
+            ("presence", float(p.presence_penalty)), ("top_k", p.top_k),
+            ("n_prompt", n_prompt), ("uses_history", int(uses_history)), ("n_bias", len(p.logit_bias)),
+            ("n_banned", len(banned)), ("banned_until", banned_until), ("n_stop", len(ends)),
+            ("max_position", n_prompt + p.max_tokens - 2), ("n_logprobs", -1 if p.logprobs is None else p.logprobs),
+            ("bias_ids", list(p.logit_bias)), ("bias", [float(v) for v in p.logit_bias.values()]), ("banned", banned),
+            ("stop_ids", ends),
+        ):  # fmt: skip
+            if not isinstance(value, list) or value:
+                self._write(part, place, value)
+        seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)
+        self._write("seed", place, seed)
+        if uses_history:
+            self._write("history", place, np.array(sequence.tokens, np.int32))
+
+    def put_pages(self, place: int, sequence: Sequence) -> None:
+        """Brings the place's row of the page table up to date."""
+        held, n_pages = self._pages[place], len(sequence.pages)
+        same = held is not None and held[0] is sequence and held[1] == sequence.pages_version
+        known = held[2] if held is not None and same else 0
+        if known < n_pages:
+            self._write("page_table", place, np.array(sequence.pages[known:], np.int32), known)
+        self._pages[place] = (sequence, sequence.pages_version, n_pages)
+
+    def put_guides(self, sequences: list[Sequence]) -> None:
+        """Says what these, which have guides, may draw next, and sends the masks. What drew with the last ones has been read."""
+        masks: list[Words] = []
+        for sequence in sequences:
+            place, guide, row = sequence.place, sequence.guide, -1
+            assert place is not None
+            self.take(place, sequence)
+            until = _bans_end_until(sequence)
+            if self._banned_until[place] != until:
+                self._write("banned_until", place, until)
+                self._banned_until[place] = until
+            if (mask := guide.mask) is not None:
+                row = len(masks)
+                masks.append(mask)
+            self._put_mask_row(place, row)
+        if masks:
+            buffer = self._mask_ring.take().view(self._masks.shape)[: len(masks)]
+            np.stack(masks, out=buffer.numpy())
+            with self.beside:
+                self._masks[: len(masks)].copy_(buffer, non_blocking=True)
+                self._mask_ring.used()
+
+    def _put_mask_row(self, place: int, row: int) -> None:
+        if self._mask_rows[place] != row:
+            self._write("mask_row", place, row)
+            self._mask_rows[place] = row
+
+    def feed(self, place: int, token: int, position: int, slot: int, done: bool = False) -> None:
+        """Says what the place's next decode reads; what a decode that ran ahead left is overwritten. done: it takes no part."""
+        self._write("last_token", place, token)
+        self._write("position", place, position)
+        self._write("slot", place, slot)
+        self._write("done", place, int(done))
+
+    def remember(self, place: int, sequence: Sequence, token: int, position: int) -> None:
+        """Says which token is at this position of the history that its penalties count."""
+        if _counts_history(sequence) and token >= 0:
+            self._write("history", place, token, position)
+
+    def begin(self, place: int, slot: int) -> None:
+        """A sequence is about to draw its first token: the sampler leaves it and its position where a decode reads them."""
+        self._write("slot", place, slot)
+        self._write("done", place, 0)
+
+    def rows(self, places: list[int], n: int) -> None:
+        """Says which places the n rows of the next decode are."""
+        rows = places + [-1] * (n - len(places))
+        if self._rows[:n] != rows:
+            self._write("rows_place", 0, rows, contiguous=True)
+            self._rows[:n] = rows
+
+    def flush(self) -> None:
+        """Puts the changes on the current stream, those written last winning."""
+        if not self._keys:
+            return
+        keys, values = np.concatenate(self._keys), np.concatenate(self._values)
+        self._keys.clear()
+        self._values.clear()
+        # A word changed twice keeps its last value, whatever order the device writes in.
+        keys, last = np.unique(keys[::-1], return_index=True)
+        values = values[::-1][last]
+        for at in range(0, len(keys), MAX_CHANGES):
+            part = slice(at, at + MAX_CHANGES)
+            n = len(keys[part])
+            buffer = self._ring.take()
+            words = buffer.numpy()
+            words[: 2 * n] = keys[part].view(np.int32)
+            words[2 * n : 3 * n] = values[part]
+            self._arrived[: 3 * n].copy_(buffer[: 3 * n], non_blocking=True)
+            self._ring.used()
+            self._table.index_copy_(0, self._arrived[: 2 * n].view(torch.int64), self._arrived[2 * n : 3 * n])
+
+
+def _bans_end_until(sequence: Sequence) -> int:
+    """The position below which nothing may be drawn that would end the sequence."""
+    if sequence.guide is not None and sequence.guide.bans_end:
+        return _NEVER
+    return min(_NEVER, sequence.n_prompt + sequence.request.params.min_tokens)
+
+
+def _counts_history(sequence: Sequence) -> bool:
+    p = sequence.request.params
+    return p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0

@@ -1,0 +1,156 @@
+"""A prefill on a GPU: chunks to blocks, and the one copy that brings them.
+
+The tokens of each chunk are laid out in blocks of 64 rows (ops/gpu/blocks.py). Everything that a prefill reads of the schedule
+lies in one buffer of words, for each number of blocks that is recorded: the host fills a pinned copy of it and sends that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltic.engine.step import Chunk, Draw, Step
+from deltic.models.qwen.gpu import PrefillInputs
+from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.gpu.blocks import Blocks
+from deltic.runtime.gpu.places import Places, Ring
+from deltic.runtime.gpu.plan import MAX_SEGMENTS
+
+_ALIGNED = 4
+"""Words to which each part of the buffer is aligned: 16 bytes."""
+
+
+@dataclass(frozen=True)
+class BlockBuffer:
+    """The inputs of a prefill of n_blocks blocks and up to n_segments chunks, as the device reads them."""
+
+    n_blocks: int
+    n_segments: int
+    n_draws: int
+    words: Tensor  # int32: all of the others
+    offsets: dict[str, int]
+    inputs: PrefillInputs
+    draw_row: Tensor  # int32 [n_draws] the row of logits
+    draw_place: Tensor  # int32 [n_draws] -1: no draw
+    draw_position: Tensor  # int32 [n_draws] of the token to be drawn
+
+    @classmethod
+    def empty(cls, n_blocks: int, n_draws: int, device: torch.device) -> BlockBuffer:
+        """One in which no block is in use and nothing is drawn."""
+        n_segments = min(n_blocks, MAX_SEGMENTS)
+        sizes = {"token_ids": n_blocks * PAGE_SIZE}
+        sizes |= dict.fromkeys(("n", "position", "place", "page", "snapshot", "block_segment"), n_blocks)
+        sizes |= {
+            "segment_begin": n_segments + 1,
+            "start_slot": n_segments,
+            "slot": n_segments,
+            "logit_row": n_segments,
+        }
+        sizes |= dict.fromkeys(("draw_row", "draw_place", "draw_position"), n_draws)
+        offsets, at = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = at
+            at += -(-size // _ALIGNED) * _ALIGNED
+        words = torch.zeros(at, dtype=torch.int32, device=device)
+        views = {name: words[offsets[name] : offsets[name] + size] for name, size in sizes.items()}
+        views["draw_place"].fill_(-1)
+        blocks = Blocks(**{name: views[name] for name in Blocks.__dataclass_fields__})
+        inputs = PrefillInputs(views["token_ids"], blocks, views["logit_row"])
+        draws = {name: views[name] for name in ("draw_row", "draw_place", "draw_position")}
+        return cls(n_blocks, n_segments, n_draws, words, offsets, inputs, **draws)
+
+
+class PrefillBatch:
+    """The buffers of every recorded size, from the host's side."""
+
+    def __init__(
+        self, places: Places, sizes: Rows[int], n_draws: int, spare_page: int, device: torch.device
+    ) -> None:
+        """sizes: numbers of blocks, ascending. n_draws: most draws of a step. spare_page: one that is nobody's."""
+        self._places, self._spare_page = places, spare_page
+        self._buffers = {n: BlockBuffer.empty(n, n_draws, device) for n in sizes}
+        self._ring = Ring(len(self._buffers[sizes[-1]].words), 3, device)
+        self._host: Tensor | None = None
+
+    def of(self, n_blocks: int) -> BlockBuffer:
+        """The buffer that a recording of so many blocks reads."""
+        return self._buffers[n_blocks]
+
+    def layout(self, step: Step, prefills: list[int]) -> tuple[dict[int, int], int]:
+        """Of the step's chunks `prefills`: the row of each one's last token, and the blocks of the recording they run in."""
+        ends, n_blocks = {}, 0
+        for i in prefills:
+            length = step.chunks[i].length
+            ends[i] = n_blocks * PAGE_SIZE + length - 1
+            n_blocks += -(-length // PAGE_SIZE)
+        return ends, next(n for n in self._buffers if n >= n_blocks)
+
+    def fill(self, step: Step, prefills: list[int]) -> tuple[int, list[Draw]]:
+        """Writes the host's copy; gives the blocks of the recording, and the draws in the order in which it makes them."""
+        ends, n_blocks = self.layout(step, prefills)
+        buffer = self._buffers[n_blocks]
+        self._host = self._ring.take()[: len(buffer.words)]
+        words = self._host.numpy()
+        at = {name: words[begin:] for name, begin in buffer.offsets.items()}
+        self._fill_blocks(at, buffer, [step.chunks[i] for i in prefills])
+        draws = [draw for draw in step.draws if draw.chunk in ends]
+        chunks = sorted({draw.chunk for draw in draws})
+        at["logit_row"][: buffer.n_segments] = 0
+        at["logit_row"][: len(chunks)] = [ends[i] for i in chunks]
+        at["draw_place"][: buffer.n_draws] = -1
+        for d, draw in enumerate(draws):
+            sequence = draw.sequence
+            place, slot = sequence.place, sequence.slot
+            assert place is not None and slot is not None
+            self._places.take(place, sequence)
+            self._places.begin(place, slot)
+            at["draw_row"][d] = chunks.index(draw.chunk)
+            at["draw_place"][d], at["draw_position"][d] = place, len(sequence.tokens)
+        return n_blocks, draws
+
+    def send(self, n_blocks: int) -> None:
+        """Puts the copy of what was filled last on the current stream."""
+        assert self._host is not None
+        self._buffers[n_blocks].words.copy_(self._host, non_blocking=True)
+        self._ring.used()
+
+    def _fill_blocks(self, at: dict[str, np.ndarray], buffer: BlockBuffer, chunks: list[Chunk]) -> None:
+        """Writes tokens, blocks and segments of the chunks."""
+        for name, unused in (
+            ("n", 0),
+            ("snapshot", -1),
+            ("page", self._spare_page),
+            ("position", 0),
+            ("place", 0),
+            ("block_segment", 0),
+        ):
+            at[name][: buffer.n_blocks] = unused
+        at["token_ids"][: buffer.n_blocks * PAGE_SIZE] = 0
+        b = 0
+        for g, chunk in enumerate(chunks):
+            sequence, start, length = chunk.sequence, chunk.start, chunk.length
+            place, slot = sequence.place, sequence.slot
+            assert place is not None and slot is not None and start % PAGE_SIZE == 0
+            self._places.take(place, sequence)
+            self._places.put_pages(place, sequence)
+            end = b - -length // PAGE_SIZE
+            at["token_ids"][b * PAGE_SIZE : b * PAGE_SIZE + length] = sequence.tokens[start : start + length]
+            at["n"][b:end] = PAGE_SIZE
+            at["n"][end - 1] = length - (end - 1 - b) * PAGE_SIZE
+            at["position"][b:end] = np.arange(start, start + (end - b) * PAGE_SIZE, PAGE_SIZE)
+            at["place"][b:end] = place
+            at["page"][b:end] = sequence.pages[start // PAGE_SIZE : start // PAGE_SIZE + end - b]
+            at["block_segment"][b:end] = g
+            for n_tokens, snapshot in chunk.snapshots:
+                at["snapshot"][b + n_tokens // PAGE_SIZE - 1] = snapshot
+            at["segment_begin"][g] = b
+            at["start_slot"][g] = slot if sequence.start_slot is None else sequence.start_slot
+            at["slot"][g] = slot
+            b = end
+        at["segment_begin"][len(chunks) : buffer.n_segments + 1] = b
+        at["start_slot"][len(chunks) : buffer.n_segments] = 0
+        at["slot"][len(chunks) : buffer.n_segments] = 0

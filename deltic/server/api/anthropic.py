@@ -1,0 +1,290 @@
+"""Anthropic's Messages API, for agents that speak no other: POST /v1/messages and /v1/messages/count_tokens.
+
+A body becomes a ChatRequest (server/api/anthropic_protocol.py), so that there is one way to the engine; the answer's pieces become
+content blocks here. Blocks are never interleaved: text inside a call waits for the call's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from deltic.engine.messages import EngineInfo
+from deltic.server.api import protocol
+from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
+from deltic.server.api.completions import Prepared, chat_generation, prepare_chat
+from deltic.server.chat.answer import Piece, Usage
+from deltic.server.chat.arguments import given_arguments, is_whole
+from deltic.server.chat.generation import Generation
+from deltic.server.chat.template import render
+from deltic.server.errors import ApiError, renamed
+from deltic.server.limits import TICKET
+from deltic.server.service import Service
+from deltic.server.transport import EventStream, json_response, read_body, unless_disconnected
+
+PING_S = 10.0
+"""A stream that has said nothing for as long says `ping`: a long prompt, or a thought that is not shown."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def messages(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/messages: an answer to messages, in Anthropic's form."""
+    info = service.admit()
+    body = await read_body(request, service.config.max_body_mb)
+
+    def prepare() -> tuple[MessagesRequest, Prepared]:
+        asked = service.read(request, body, MessagesRequest)
+        return asked, _prepare(service, asked, info)
+
+    asked, prepared = await service.prepare(len(body), prepare, request)
+    message_id = request.scope["deltic.answer_id"] = f"msg_{secrets.token_hex(16)}"
+    generation = chat_generation(service, prepared, message_id, request.scope[TICKET])
+    said = MessageAnswer(
+        message_id,
+        service.model_name,
+        silent=asked.max_tokens == 0,
+        clipped=prepared.params.max_tokens < asked.max_tokens,
+        omits=asked.thinking is not None and asked.thinking.display == "omitted",
+    )
+    if asked.stream:
+        return MessageStream(generation, said, request.scope["deltic.request_id"])
+
+    def take(pieces: list[Piece]) -> None:
+        for piece in pieces:
+            said.events(piece)
+
+    await unless_disconnected(request.receive, generation.run(take))
+    return json_response(said.body(generation.usage()))
+
+
+async def count_tokens(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/messages/count_tokens: how many tokens a prompt has."""
+    body = await read_body(request, service.config.max_body_mb)
+
+    def work() -> int:
+        chat = _chat(service, service.read(request, body, CountTokensRequest))
+        service.check_model(chat.model)
+        try:
+            return len(render(service.template, chat)[0].ids)
+        except ApiError as error:
+            raise _renamed(error) from None
+
+    return json_response({"input_tokens": await service.prepare(len(body), work, request)})
+
+
+def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
+    """Raises ApiError (400)."""
+    template = service.template
+    thinks = None if template and "enable_thinking" in template.defaults else False
+    return chat_request(asked, template.variables if template else set(), thinks)
+
+
+def _prepare(service: Service, asked: MessagesRequest, info: EngineInfo) -> Prepared:
+    """Raises ApiError."""
+    chat = _chat(service, asked)
+    try:
+        return prepare_chat(service, chat, info)
+    except ApiError as error:
+        raise _renamed(error) from None
+
+
+_NAMES = (
+    (r"^response_format(\.json_schema)?", "output_config.format"), (r"^thinking_budget$", "thinking.budget_tokens"),
+    (r"^continue_final_message$", "messages"), (r"^tool_choice\.(function|allowed_tools)$", "tool_choice.name"),
+    (r"^(chat_template_kwargs\.)?reasoning_effort$", "output_config.effort"), (r"^stop\b", "stop_sequences"),
+    (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
+    (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"), (r"^(tools\[\d+\])\.function", r"\1"),
+)  # fmt: skip
+"""Fields of a ChatRequest, and what this API calls them."""
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """An error about a ChatRequest, in this API's names. Agents shorten their history when they read `prompt is too long`."""
+    if error.code == "context_length_exceeded":
+        limit, n_prompt = re.findall(r"\d+", error.message)[:2]
+        error.message = f"prompt is too long: {n_prompt} tokens > {int(limit) - 1} maximum"
+        return error
+    return renamed(error, _NAMES)
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode({"type": name} | fields))
+
+
+PING = _event("ping")
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
+_DELTA_NAMES = {
+    "text": (b"text_delta", b"text"), "thinking": (b"thinking_delta", b"thinking"),
+    "tool_use": (b"input_json_delta", b"partial_json"), "signature": (b"signature_delta", b"signature"),
+}  # fmt: skip
+_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+
+
+class MessageAnswer:
+    """One answer: its content blocks so far, and the events that say what was added to them."""
+
+    def __init__(self, message_id: str, model: str, *, silent: bool, clipped: bool, omits: bool) -> None:
+        """silent: nothing is shown. clipped: the context leaves less than max_tokens. omits: no thoughts are shown."""
+        self._silent = silent
+        self._clipped = clipped
+        self._omits = omits
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._blocks: list[tuple[dict[str, Any], list[str]]] = []
+        """What a block starts with, and its text: what is said, a thought, or JSON of a call's input."""
+        self._open = ""
+        """The type of the last block, until it has ended."""
+        self._late: list[tuple[str, str]] = []
+        """What came inside a call."""
+        self._stopped: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+
+    def start(self, usage: Usage) -> bytes:
+        """The first event; the model has said something by now, so that the cached tokens are known."""
+        message: dict[str, Any] = self._head | {"content": []} | self._stopped
+        return _event("message_start", message=message | {"usage": self._usage(usage)}) + PING
+
+    def events(self, piece: Piece) -> bytes:
+        """Takes what comes next."""
+        delta, written = piece.delta, b""
+        if not self._silent:
+            calls = delta.calls
+            if calls and calls[0].id is None:
+                written += self._add("tool_use", calls[0].arguments)
+                calls = calls[1:]
+            if delta.reasoning:
+                written += self._say("thinking", delta.reasoning)
+            if delta.content:
+                written += self._say("text", delta.content)
+            for call in calls:
+                written += self._close()
+                call_id = f"toolu_{(call.id or '').removeprefix('call_')}"
+                written += self._start_block(
+                    {"type": "tool_use", "id": call_id, "name": call.name, "input": {}}
+                )
+                written += self._add("tool_use", call.arguments)
+        if piece.finish_reason is not None:
+            written += self._close()
+            reason = _STOP_REASONS[piece.finish_reason]
+            if reason == "end_turn" and piece.stop is not None:
+                reason = "stop_sequence"
+                self._stopped["stop_sequence"] = piece.stop
+            if reason == "max_tokens" and self._clipped:
+                reason = "model_context_window_exceeded"
+            self._stopped["stop_reason"] = reason
+        return written
+
+    def end(self, usage: Usage) -> bytes:
+        return _event("message_delta", delta=self._stopped, usage=self._usage(usage))
+
+    def body(self, usage: Usage) -> bytes:
+        """The whole answer."""
+        content = [self._block(head, "".join(parts)) for head, parts in self._blocks]
+        return _encode(self._head | {"content": content} | self._stopped | {"usage": self._usage(usage)})
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": 0 if self._silent else usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+            "service_tier": "standard",
+        }
+
+    def _say(self, kind: str, text: str) -> bytes:
+        """Adds text, in a block of its own if need be."""
+        if self._open == "tool_use" and (self._late or not is_whole("".join(self._blocks[-1][1]))):
+            self._late.append((kind, text))
+            return b""
+        if self._open == kind:
+            return self._add(kind, text)
+        start: dict[str, Any] = {"type": kind, kind: ""}
+        if kind == "thinking":
+            start["signature"] = ""
+        return self._close() + self._start_block(start) + self._add(kind, text)
+
+    def _start_block(self, start: dict[str, Any]) -> bytes:
+        self._open = start["type"]
+        self._blocks.append((start, []))
+        return _event("content_block_start", index=len(self._blocks) - 1, content_block=start)
+
+    def _add(self, kind: str, text: str) -> bytes:
+        """To the open block."""
+        self._blocks[-1][1].append(text)
+        return self._delta(kind, text) if text and not (self._omits and kind == "thinking") else b""
+
+    def _delta(self, kind: str, text: str) -> bytes:
+        return _DELTA % (len(self._blocks) - 1, *_DELTA_NAMES[kind], _encode(text))
+
+    def _close(self) -> bytes:
+        """Ends the open block, and says what waited for its end."""
+        if not self._open:
+            return b""
+        written = b""
+        if self._open == "thinking":
+            written = self._delta("signature", signature("".join(self._blocks[-1][1]), self._omits))
+        written += _event("content_block_stop", index=len(self._blocks) - 1)
+        self._open, late, self._late = "", self._late, []
+        for kind, text in late:
+            written += self._say(kind, text)
+        return written + self._close() if late else written
+
+    def _block(self, start: dict[str, Any], text: str) -> dict[str, Any]:
+        """A block as it is in a whole answer."""
+        kind = start["type"]
+        if kind == "thinking":
+            return start | {
+                "thinking": "" if self._omits else text,
+                "signature": signature(text, self._omits),
+            }
+        if kind == "text":
+            return start | {"text": text}
+        # Of a call that was cut off, what can be read; the stop reason tells of it.
+        return start | {"input": given_arguments(text) or {}}
+
+
+class MessageStream(EventStream):
+    """The events of an answer."""
+
+    __slots__ = ("_begun", "_generation", "_quiet", "_request_id", "_said", "_timer")
+
+    def __init__(self, generation: Generation, said: MessageAnswer, request_id: str) -> None:
+        super().__init__()
+        self._generation = generation
+        self._said = said
+        self._request_id = request_id
+        self._begun = False
+        self._quiet = True
+        """Nothing was said since the last look at the clock."""
+
+    async def run(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(PING_S, self._ping)
+        try:
+            await self._generation.run(self._take)
+        finally:
+            self._timer.cancel()
+        self.write(self._said.end(self._generation.usage()))
+
+    def _take(self, pieces: list[Piece]) -> None:
+        chunk = b"" if self._begun else self._said.start(self._generation.usage())
+        self._begun = True
+        if chunk := chunk + b"".join(map(self._said.events, pieces)):
+            self._quiet = False
+            self.write(chunk)
+
+    def _ping(self) -> None:
+        if self._quiet:
+            self.write(PING)
+        self._quiet = True
+        self._timer = asyncio.get_running_loop().call_later(PING_S, self._ping)
+
+    def last(self, error: ApiError | None) -> bytes:
+        if error is None:
+            return _event("message_stop")
+        return b"event: error\ndata: " + error.anthropic_body(self._request_id) + b"\n\n"

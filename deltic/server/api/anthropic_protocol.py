@@ -1,0 +1,413 @@
+"""What Anthropic's Messages API says on the wire, and how it becomes a ChatRequest. What the two see differently:
+
+- Without `thinking` the model does not think, unless its template has no switch. Thoughts given back go to the template.
+- Messages of one role in a row are one turn. Tool results come first in theirs and in the order of the calls, since a template
+  that shows no ids tells them apart by their places; then the user's text.
+- A `system` message in the middle becomes a `<system-reminder>` in the user's turn: the family's templates take a system message
+  at the start only, and one that moved there would change the prompt's beginning, which the prefix cache needs.
+- A last message of the assistant is continued.
+
+Accepted and ignored, since they ask for nothing that could show in an answer: `metadata`, `service_tier`, `thread` that is created, and what
+stands last in MessagesRequest; `cache_control` (the prefix
+cache is automatic), `eager_input_streaming` (always), `defer_loading` (every tool is loaded from the start), `citations` and `caller`
+of blocks given back, redacted thoughts (nobody here can read them), and
+whatever else stands in what the model said or a tool gave.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence, Set
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from deltic.server.api import protocol
+from deltic.server.api.anthropic_tools import described
+from deltic.server.api.messages import (
+    AssistantMessage,
+    CalledFunction,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    ToolName,
+    UserMessage,
+)
+from deltic.server.api.messages import Message as ChatMessage
+from deltic.server.errors import THREAD_NOT_FOUND, ApiError, bad_request
+
+ATTRIBUTION = "x-anthropic-billing-header:"
+"""How a line begins that some agents put before their system prompt. It is for Anthropic's servers and other in every request, so
+with it no prompt would begin as the one before."""
+
+REMINDER = "<system-reminder>"
+
+MARK = b"deltic:"
+"""What our signatures begin with, before base64."""
+
+
+class Text(Struct, forbid_unknown_fields=True):
+    text: str
+    type: Any = None
+    cache_control: Any = None
+    citations: Any = None
+
+
+class SaidText(Text, forbid_unknown_fields=False):
+    """Of a model or a tool."""
+
+
+class ToolReference(Struct):
+    tool_name: str
+    type: Any = None
+    cache_control: Any = None
+
+
+class ToolResult(Struct):
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+    type: Any = None
+    cache_control: Any = None
+
+
+class ToolUse(Struct):
+    id: str
+    name: ToolName
+    input: dict[str, Any]
+    type: Any = None
+    cache_control: Any = None
+    caller: Any = None
+
+
+class Thinking(Struct):
+    thinking: str
+    signature: str = ""
+    type: Any = None
+
+
+class RedactedThinking(Struct):
+    data: Any = None
+    type: Any = None
+
+
+Block = Text | ToolReference | ToolResult | ToolUse | Thinking | RedactedThinking
+KINDS: dict[str, dict[str, type[Block]]] = {
+    "user": {"text": Text, "tool_result": ToolResult},
+    "assistant": {"text": SaidText, "tool_use": ToolUse, "thinking": Thinking, "redacted_thinking": RedactedThinking},
+    "system": {"text": Text},
+    "tool_result": {"text": SaidText, "tool_reference": ToolReference},
+}  # fmt: skip
+"""The content blocks that are understood, by where they stand. Of the assistant's, others are ignored: a model wrote them."""
+
+
+class UserTurn(Struct, tag="user", tag_field="role", forbid_unknown_fields=True):
+    content: str | list[dict[str, Any]]
+
+
+class SystemTurn(UserTurn, tag="system", tag_field="role"):
+    """A change of settings, as agents tell of it."""
+
+
+class AssistantTurn(UserTurn, tag="assistant", tag_field="role", forbid_unknown_fields=False):
+    """What the model said; as a whole answer is, perhaps."""
+
+
+Message = UserTurn | SystemTurn | AssistantTurn
+
+
+class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
+    name: ToolName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    type: Any = None
+    allowed_callers: Any = None
+    cache_control: Any = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+
+
+class ToolChoice(Struct, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Struct, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: protocol.Positive | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """omitted: the thought travels in its signature only; there are no summaries, shown thoughts are whole."""
+
+
+class OutputFormat(Struct, forbid_unknown_fields=True):
+    schema: dict[str, Any]
+    type: Literal["json_schema"]
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class NewThread(Struct, tag="create", tag_field="type", forbid_unknown_fields=True):
+    """The server may hold the conversation, so that the next turn sends what is new. This one does not."""
+
+
+class HeldThread(Struct, tag="continue", tag_field="type", forbid_unknown_fields=True):
+    """The messages are what is new behind an answer."""
+
+    previous_message_id: str
+
+
+class ContextManagement(Struct, forbid_unknown_fields=True):
+    edits: list[dict[str, Any]] = []
+
+
+class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages/count_tokens: what makes the prompt."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    cache_control: Any = None
+    thread: NewThread | HeldThread | None = None
+    mcp_servers: Annotated[list[Any], Meta(max_length=0)] | None = None
+    speed: Literal["standard"] | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: protocol.Count
+    """0: the prompt is computed, and nothing is said."""
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: protocol.Probability | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    container: None = None
+    # Of an organization at Anthropic, and for models that decline: nothing of them could show in an answer.
+    inference_geo: str | None = None
+    diagnostics: dict[str, Any] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    billing_policy: dict[str, Any] | None = None
+    fallbacks: str | list[Any] | None = None
+    fallback_credit_token: Any = None
+
+
+def chat_request(
+    asked: CountTokensRequest, variables: Set[str], thinks: bool | None = False
+) -> protocol.ChatRequest:
+    """The chat that a body asks for. variables: the settings of the model's template; thinks: whether it thinks where the body does
+    not say (None: the operator's setting holds). Raises ApiError (400)."""
+    if isinstance(asked.thread, HeldThread):
+        said = "thread: this server holds none; send the whole history"
+        raise ApiError(404, said, param="thread", code=THREAD_NOT_FOUND)
+    told, continued = _messages(asked)
+    thinking, output = asked.thinking or ThinkingConfig("disabled"), asked.output_config or OutputConfig()
+    if (thinking.budget_tokens is None) == (thinking.type == "enabled"):
+        raise bad_request("thinking.budget_tokens", "is needed with type 'enabled', and with no other")
+    settings: dict[str, Any] = {}
+    if output.effort is not None:
+        settings["reasoning_effort"] = output.effort
+    if _keeps_thoughts(asked) and "preserve_thinking" in variables:
+        settings["preserve_thinking"] = True
+    chat = protocol.ChatRequest(
+        model=asked.model,
+        messages=told,
+        continue_final_message=continued or None,
+        enable_thinking=thinks if asked.thinking is None else thinking.type != "disabled",
+        thinking_budget=thinking.budget_tokens,
+        chat_template_kwargs=settings or None,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools)] if asked.tools else None,
+    )
+    if output.format is not None:
+        schema = {"name": "answer", "schema": output.format.schema, "strict": True}
+        chat.response_format = {"type": "json_schema", "json_schema": schema}
+    if (choice := asked.tool_choice) is not None:
+        if (choice.type == "tool") != (choice.name is not None):
+            raise bad_request("tool_choice.name", "is needed with type 'tool', and with no other")
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat.tool_choice = {"any": "required", "tool": named}.get(choice.type, choice.type)
+        chat.parallel_tool_calls = False if choice.disable_parallel_tool_use else None
+    if isinstance(asked, MessagesRequest):
+        chat.max_tokens = max(1, asked.max_tokens)
+        chat.stop = asked.stop_sequences
+        chat.temperature, chat.top_p, chat.top_k = asked.temperature, asked.top_p, asked.top_k
+    return chat
+
+
+def _keeps_thoughts(asked: CountTokensRequest) -> bool:
+    """Whether the thoughts of all turns are to stay, not of the last one only. Raises ApiError (400) for other edits."""
+    keeps = False
+    for i, edit in enumerate(asked.context_management.edits if asked.context_management else []):
+        keep = edit.get("keep", _LAST_TURN)
+        if edit.get("type") != "clear_thinking_20251015" or keep not in ("all", {"type": "all"}, _LAST_TURN):
+            raise bad_request(
+                f"context_management.edits[{i}]",
+                "this server edits no history; only clear_thinking_20251015 that keeps all, or one turn, is accepted",
+            )
+        keeps = keep != _LAST_TURN
+    return keeps
+
+
+_LAST_TURN = {"type": "thinking_turns", "value": 1}
+"""What the family's templates do by themselves."""
+
+
+def _tool(plain: dict[str, Any], path: str) -> dict[str, Any]:
+    """A tool as the chat has it. Raises ApiError (400)."""
+    if plain.get("type") not in (None, "custom"):
+        written_out = described(plain)
+        if written_out is None:
+            raise bad_request(
+                f"{path}.type",
+                f"{plain['type']!r} is a tool of Anthropic's, which this server does not have; declare one of your own, with a name "
+                "and an input_schema",
+            )
+        plain = written_out
+    tool: Tool = protocol.convert(plain, Tool, path)
+    if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
+        raise bad_request(f"{path}.allowed_callers", "a tool is called by the model itself: 'direct'")
+    schema = tool.input_schema
+    if tool.input_examples:
+        schema = schema | {"examples": tool.input_examples}
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = schema
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _messages(asked: CountTokensRequest) -> tuple[list[ChatMessage], bool]:
+    """The chat's messages, and whether the answer continues the last one. Raises ApiError (400)."""
+    system = _texts(_blocks(asked.system or [], "system", "system"))
+    if system and system[0].startswith(ATTRIBUTION):
+        system[0] = system[0].partition("\n")[2]
+    turns: list[tuple[str, list[Block]]] = []
+    for i, message in enumerate(asked.messages):
+        role = str(message.__struct_config__.tag)
+        blocks = _blocks(message.content, f"messages[{i}].content", role)
+        if role == "system":
+            text = "\n\n".join(_texts(blocks))
+            if not turns:
+                system.append(text)
+                continue
+            role, blocks = "user", [Text(f"{REMINDER}\n{text}\n</system-reminder>")]
+        if turns and turns[-1][0] == role:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((role, blocks))
+    told: list[ChatMessage] = []
+    if text := "\n\n".join(filter(None, system)):
+        told.append(SystemMessage(content=text))
+    called: list[str] = []
+    for role, blocks in turns:
+        if role == "user":
+            told += _user_messages(blocks, called)
+        else:
+            told.append(_assistant_message(blocks))
+            called = [block.id for block in blocks if isinstance(block, ToolUse)]
+    continued = bool(turns) and turns[-1][0] == "assistant"
+    if continued and called:
+        raise bad_request(
+            f"messages[{len(asked.messages) - 1}].content", "ends with a tool_use; its tool_result is missing"
+        )
+    return told, continued
+
+
+def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> list[Block]:
+    """Content blocks, checked; results of tools with their text as content. Raises ApiError (400)."""
+    if isinstance(content, str):
+        return [Text(content)]
+    blocks: list[Block] = []
+    for i, plain in enumerate(content):
+        name = plain.get("type")
+        kind = KINDS[place].get(name) if isinstance(name, str) else None
+        if kind is None and place == "assistant":
+            continue
+        if kind is None:
+            expected = ", ".join(KINDS[place])
+            raise bad_request(
+                f"{path}[{i}].type",
+                f"{name!r} is not supported here; this server reads text only, and here: {expected}",
+            )
+        block: Block = protocol.convert(plain, kind, f"{path}[{i}]")
+        if isinstance(block, ToolResult):
+            parts = _blocks(block.content or [], f"{path}[{i}].content", "tool_result")
+            block.content = "\n\n".join(_texts(parts))
+            if block.is_error and block.content[:5].lower() != "error":
+                block.content = f"Error: {block.content}"
+        blocks.append(block)
+    return blocks
+
+
+def _texts(blocks: Sequence[Block]) -> list[str]:
+    return [
+        block.text if isinstance(block, Text) else f"{block.tool_name} is loaded"
+        for block in blocks
+        if isinstance(block, Text | ToolReference)
+    ]
+
+
+def _user_messages(blocks: list[Block], called: list[str]) -> list[ChatMessage]:
+    """called: ids of the calls before. A reminder beside results goes with the last of them: a message of its own would be a
+    question to the template, which drops the thoughts before one."""
+    results = [block for block in blocks if isinstance(block, ToolResult)]
+    places = {call_id: place for place, call_id in enumerate(called)}
+    results.sort(key=lambda result: places.get(result.tool_use_id, len(called)))
+    texts = _texts(blocks)
+    if results:
+        last = [str(results[-1].content), *(text for text in texts if text.startswith(REMINDER))]
+        results[-1].content = "\n\n".join(last)
+        texts = [text for text in texts if not text.startswith(REMINDER)]
+    told: list[ChatMessage] = [
+        ToolMessage(content=result.content or "", tool_call_id=result.tool_use_id) for result in results
+    ]
+    if texts or not told:
+        told.append(UserMessage(content="\n\n".join(texts)))
+    return told
+
+
+def _assistant_message(blocks: list[Block]) -> AssistantMessage:
+    thoughts = [_thought(block) for block in blocks if isinstance(block, Thinking)]
+    calls = [
+        ToolCall(function=CalledFunction(block.name, block.input), id=block.id)
+        for block in blocks
+        if isinstance(block, ToolUse)
+    ]
+    return AssistantMessage(
+        content="".join(_texts(blocks)),
+        reasoning_content="\n\n".join(thoughts) if any(thoughts) else None,
+        tool_calls=calls or None,
+    )
+
+
+def _thought(block: Thinking) -> str:
+    """One that was not shown comes back in its signature."""
+    if block.thinking:
+        return block.thinking
+    try:
+        signed = base64.b64decode(block.signature, validate=True)
+        return signed.removeprefix(MARK).decode() if signed.startswith(MARK) else ""
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def signature(thought: str, hidden: bool) -> str:
+    """What comes back with a thought; hidden: instead of it."""
+    return base64.b64encode(MARK + (thought.encode() if hidden else b"")).decode()

@@ -1,0 +1,408 @@
+"""Chats and completions of the OpenAI API, and what every other door into a chat shares with them.
+
+A body becomes a checked struct and a Generation, its pieces become JSON. A door of another form (server/api/responses.py,
+server/api/anthropic.py) makes a ChatRequest of its own body, takes `prepare_chat` and `chat_generation`, and writes its own events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from deltic.engine import messages as engine
+from deltic.server.api import protocol
+from deltic.server.chat import answer
+from deltic.server.chat.constraint import is_fixed
+from deltic.server.chat.generation import Generation
+from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.template import Prompt, render
+from deltic.server.errors import ApiError, bad_request, renamed
+from deltic.server.limits import TICKET, Ticket
+from deltic.server.service import Service
+from deltic.server.transport import EventStream, LargeResponse, read_body, unless_disconnected
+from deltic.text import Tokenizer
+
+MAX_HELD = 1000
+"""Pieces that wait for the prompt before them to be written, until those of a client that does not read are treated as any stream's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A chat that was checked, rendered and encoded: what a generation is made of."""
+
+    chat: protocol.ChatRequest
+    prompt: Prompt
+    params: engine.SamplingParams
+    tools: dict[str, dict[str, Any]] | None
+    """Schemas of the tools that may be called; None: no calls are looked for."""
+    is_fixed: bool
+    """Whether a grammar makes all that is behind the thought."""
+
+
+def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
+    """Any door's chat, as a ChatRequest, on its way to the engine. Slow for long ones: see Service.prepare. Raises ApiError."""
+    check(service, chat)
+    kept = protocol.kept_tokens(chat, info, service.default_length)
+    prompt, tools = render(service.template, chat, protocol.context_limit(info), kept)
+    max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
+    params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
+    if constraint := service.constrainer.chat(chat, prompt.thinking):
+        params = msgspec.structs.replace(params, constraint=constraint)
+    return Prepared(chat, prompt, params, tools, is_fixed(chat))
+
+
+def _prepare(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
+    """`prepare_chat`, whose errors name `functions` and `function_call` where those were sent."""
+    try:
+        return prepare_chat(service, chat, info)
+    except ApiError as error:
+        older = (*_FUNCTIONS[: bool(chat.functions)], *_FUNCTION_CALL[: bool(chat.function_call)])
+        raise renamed(error, older) from None
+
+
+_FUNCTIONS = ((r"^tools\[(\d+)\]\.function", r"functions[\1]"),)
+_FUNCTION_CALL = ((r"^tool_choice(\.function)?", "function_call"),)
+
+
+def chat_generation(service: Service, prepared: Prepared, request_id: str, ticket: Ticket) -> Generation:
+    """The engine's request of a prepared chat, and the parsers of its answer; it begins with `run`.
+
+    ticket: the HTTP request's, `request.scope[TICKET]`."""
+    chat, prompt, params = prepared.chat, prepared.prompt, prepared.params
+    choices = [
+        answer.Choice(
+            index,
+            service.tokenizer,
+            stops=protocol.stop_strings(chat),
+            stop_token_ids=params.stop_token_ids,
+            skip_special_tokens=chat.skip_special_tokens is not False,
+            parser=OutputParser(thinking=prompt.thinking, tools=prepared.tools, fixed=prepared.is_fixed),
+            logprobs=params.logprobs is not None,
+            includes_stop=bool(chat.include_stop_str_in_output),
+            gives_ids=bool(chat.return_token_ids),
+            gives_text=chat.detokenize is not False,
+            hides_thought=chat.include_reasoning is False,
+        )
+        for index in range(params.n)
+    ]
+    sent = engine_request(request_id, prompt.ids, params, chat, prompt.boundaries)
+    return Generation(service.client, service.metrics, [sent], choices, ticket)
+
+
+async def chat_completions(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/chat/completions: an answer to a chat."""
+    info = service.admit()
+    body = await read_body(request, service.config.max_body_mb)
+    prepared = await service.prepare(
+        len(body),
+        lambda: _prepare(service, service.read(request, body, protocol.ChatRequest), info),
+        request,
+    )
+    chat = prepared.chat
+    request_id = f"chatcmpl-{secrets.token_hex(16)}"
+    answer_id = request.scope["deltic.answer_id"] = chat.rid or _named("chatcmpl-", chat) or request_id
+    generation = chat_generation(service, prepared, request_id, request.scope[TICKET])
+    extras = extras_of(chat, [prepared.prompt.ids])
+    said = answer.ChatAnswer(answer_id, service.model_name, service.tokenizer, extras)
+    if chat.stream:
+        said.note(generation.usage())
+        first = b"".join(map(said.role_chunk, range(prepared.params.n)))
+        return AnswerStream(generation, said, first)
+    messages = await unless_disconnected(request.receive, collect(generation, said))
+    extra: dict[str, Any] = {}
+    if generation.prompt_logprobs[0] is not None:
+        extra["prompt_logprobs"] = answer.prompt_logprobs(generation.prompt_logprobs[0], service.tokenizer)
+    return LargeResponse(said.body(messages, generation.usage(), extra))
+
+
+def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
+    """What both APIs refuse. Raises ApiError (400, 404)."""
+    service.check_model(request.model)
+    protocol.settle(request)
+    protocol.stop_strings(request)
+    if getattr(request, "chat_template", None) and not service.config.trust_request_chat_template:
+        said = "this server takes no templates of requests (--trust-request-chat-template)"
+        raise bad_request("chat_template", said, "unsupported_field")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options", "only for a stream; set stream to true")
+
+
+def engine_request(
+    request_id: str,
+    prompt_ids: list[int],
+    params: engine.SamplingParams,
+    asked: protocol.Sampling,
+    boundaries: list[int],
+) -> engine.Request:
+    """What the engine gets for one prompt. boundaries: token offsets at which its messages end."""
+    return engine.Request(
+        id=request_id,
+        prompt_ids=prompt_ids,
+        params=params,
+        priority=asked.priority or 0,
+        boundaries=boundaries,
+        cache_salt=asked.cache_salt or "",
+        use_cache=asked.cache_prompt is not False,
+    )
+
+
+def _named(prefix: str, request: protocol.Sampling) -> str | None:
+    """The id that a client gave its answer. The engine's is another: this one may come twice."""
+    return f"{prefix}{request.request_id}" if request.request_id else None
+
+
+def extras_of(request: protocol.Sampling, prompts: list[list[int]]) -> answer.Extras:
+    """prompts: their ids."""
+    options = request.stream_options or protocol.StreamOptions()
+    usage = bool(options.include_usage or (request.usage and request.usage.include))
+    return answer.Extras(
+        usage=usage,
+        running_usage=usage and bool(options.continuous_usage_stats),
+        timings=bool(request.timings_per_token),
+        padding=bool(options.include_obfuscation),
+        prompts=prompts if request.return_token_ids else None,
+        names_ids=bool(request.return_tokens_as_token_ids),
+        tier=request.service_tier is not None,
+        older_calls=bool(getattr(request, "functions", None)),
+    )
+
+
+class Echo:
+    """The prompts of a completion that is to repeat them. Slow to make for long ones: see Service.prepare."""
+
+    def __init__(
+        self,
+        asked: protocol.CompletionRequest,
+        prompts: list[str | list[int]],
+        requests: list[engine.Request],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """requests: those of `prompts`."""
+        has_scores = asked.logprobs is not None
+        is_whole = not has_scores and asked.truncate_prompt_tokens is None
+        self._ids = [sent.prompt_ids for sent in requests]
+        self.texts = [
+            prompt if isinstance(prompt, str) and is_whole else tokenizer.decode(ids, False)
+            for prompt, ids in zip(prompts, self._ids, strict=True)
+        ]
+        self._offsets = [answer.offsets(ids, tokenizer) for ids in self._ids] if has_scores else None
+
+    def of(self, p: int, generation: Generation) -> tuple[str, answer.PromptScores | None]:
+        """Text of prompt `p`, and the log-probabilities that came with the first of its answer."""
+        entries = generation.prompt_logprobs[p]
+        if self._offsets is None or entries is None:
+            return self.texts[p], None
+        return self.texts[p], answer.PromptScores(self._ids[p], entries, self._offsets[p])
+
+
+async def completions(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/completions: how texts go on."""
+    info = service.admit()
+    body = await read_body(request, service.config.max_body_mb)
+
+    def prepare() -> tuple[protocol.CompletionRequest, list[engine.Request], Echo | None]:
+        asked = service.read(request, body, protocol.CompletionRequest)
+        check(service, asked)
+        prompts = protocol.prompts(asked, info)
+        requests = requests_of(service, asked, prompts, info)
+        return asked, requests, Echo(asked, prompts, requests, service.tokenizer) if asked.echo else None
+
+    asked, requests, echo = await service.prepare(len(body), prepare, request)
+    n = requests[0].params.n
+    tokenizer = service.tokenizer
+    generation = completion_generation(service, asked, requests, echo, request.scope[TICKET])
+    answer_id = asked.rid or _named("cmpl-", asked) or requests[0].id.rpartition("-")[0]
+    request.scope["deltic.answer_id"] = answer_id
+    extras = extras_of(asked, [sent.prompt_ids for sent in requests])
+    said = answer.CompletionAnswer(answer_id, service.model_name, tokenizer, extras, asked.logprobs or 0, n)
+    if asked.stream:
+        return EchoStream(generation, said, echo, n) if echo else AnswerStream(generation, said)
+    messages = await unless_disconnected(request.receive, collect(generation, said))
+    if echo is not None:
+        for index, message in enumerate(messages):
+            said.put_prompt(message, *echo.of(index // n, generation))
+    if asked.prompt_logprobs is not None:
+        for index, message in enumerate(messages):
+            entries = generation.prompt_logprobs[index // n]
+            if entries is not None:
+                message.prompt_logprobs = answer.prompt_logprobs(entries, tokenizer)
+    return LargeResponse(said.body(messages, generation.usage()))
+
+
+def completion_generation(
+    service: Service,
+    asked: protocol.CompletionRequest,
+    requests: list[engine.Request],
+    echo: Echo | None,
+    ticket: Ticket,
+) -> Generation:
+    """As chat_generation, of a completion's prompts. requests: those of `requests_of`."""
+    n = requests[0].params.n
+    choices = [
+        answer.Choice(
+            index,
+            service.tokenizer,
+            stops=protocol.stop_strings(asked),
+            stop_token_ids=tuple(asked.stop_token_ids or ()),
+            skip_special_tokens=asked.skip_special_tokens is not False,
+            logprobs=asked.logprobs is not None,
+            includes_stop=bool(asked.include_stop_str_in_output),
+            gives_ids=bool(asked.return_token_ids),
+            gives_text=asked.detokenize is not False,
+            silent=asked.max_tokens == 0,
+            offset=len(echo.texts[index // n]) if echo else 0,
+        )
+        for index in range(len(requests) * n)
+    ]
+    return Generation(service.client, service.metrics, requests, choices, ticket)
+
+
+def requests_of(
+    service: Service,
+    asked: protocol.CompletionRequest,
+    prompts: list[str | list[int]],
+    info: engine.EngineInfo,
+) -> list[engine.Request]:
+    """One request of the engine for each prompt. Raises ApiError (400)."""
+    most = info.max_num_seqs + service.config.max_queue
+    if len(prompts) * (asked.n or 1) > most:
+        raise bad_request(
+            "prompt", f"{len(prompts)} prompts are more than can wait here; send at most {most} sequences"
+        )
+    request_id = f"cmpl-{secrets.token_hex(16)}"
+    requests = []
+    constraint = None
+    limit = protocol.context_limit(info)
+    kept = protocol.kept_tokens(asked, info, service.default_length)
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            ids = prompt[-(kept or 0) :]
+        elif kept is not None:
+            ids = service.tokenizer.encode_end(prompt, kept, "parse")
+        elif (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
+            raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
+        else:
+            ids = service.tokenizer.encode(prompt, "parse")
+        max_tokens = protocol.answer_length(asked, len(ids), info, service.default_length)
+        params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
+        if i == 0:  # it is the same for all prompts
+            constraint = service.constrainer.completion(asked)
+        if constraint:
+            params = msgspec.structs.replace(params, constraint=constraint)
+        requests.append(engine_request(f"{request_id}-{i}", ids, params, asked, []))
+    return requests
+
+
+class AnswerStream(EventStream):
+    """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
+
+    __slots__ = ("_first", "_generation", "_n_tokens", "_said")
+
+    def __init__(
+        self,
+        generation: Generation,
+        said: answer.ChatAnswer | answer.CompletionAnswer,
+        first: bytes = b"",
+    ) -> None:
+        super().__init__()
+        self._generation = generation
+        self._said = said
+        self._first = first
+        self._n_tokens: dict[int, int] = {}
+
+    async def run(self) -> None:
+        await self._generation.run(self._take)
+        self.write_usage()
+
+    def write_usage(self) -> None:
+        if self._said.extras.usage:
+            self.write(self._said.usage_chunk(self._generation.usage()))
+
+    def _take(self, pieces: list[answer.Piece]) -> None:
+        extras = self._said.extras
+        counts = extras.running_usage or extras.timings
+        chunk = b"".join(self._counted(pieces) if counts else map(self._said.chunks, pieces))
+        if self._first:
+            chunk, self._first = self._first + chunk, b""
+        if chunk:
+            self.write(chunk)
+
+    def _counted(self, pieces: list[answer.Piece]) -> Iterator[bytes]:
+        """Their chunks, each with the counts up to it: several may have come together."""
+        usage = self._generation.usage()
+        for piece in pieces:
+            self._n_tokens[piece.index] = max(piece.n_tokens, self._n_tokens.get(piece.index, 0))
+            usage.completion_tokens = sum(self._n_tokens.values())
+            self._said.note(usage)
+            yield self._said.chunks(piece)
+
+
+class EchoStream(AnswerStream):
+    """The chunks of a completion behind those of its prompts, which are made a few at a time: others go on meanwhile."""
+
+    __slots__ = ("_completion", "_echo", "_held", "_n", "_waiting", "_writing")
+
+    def __init__(self, generation: Generation, said: answer.CompletionAnswer, echo: Echo, n: int) -> None:
+        """n: choices of each prompt."""
+        super().__init__(generation, said)
+        self._completion = said
+        self._echo = echo
+        self._n = n
+        self._held = deque[answer.Piece]()
+        """What came and has not been written."""
+        self._waiting = set(range(generation.n_choices))
+        """Choices whose prompt has not been."""
+        self._writing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        try:
+            await self._generation.run(self._hold)
+        except asyncio.CancelledError:
+            if self._writing is not None:
+                self._writing.cancel()
+            raise
+        finally:
+            if self._writing is not None:
+                await self._writing
+        self.write_usage()
+
+    def _hold(self, pieces: list[answer.Piece]) -> None:
+        self._held += pieces
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_held())
+
+    async def _write_held(self) -> None:
+        while self._held:
+            piece = self._held.popleft()
+            if piece.index in self._waiting:
+                self._waiting.remove(piece.index)
+                text, scores = self._echo.of(piece.index // self._n, self._generation)
+                for chunk in self._completion.prompt_chunks(piece.index, text, scores):
+                    self.write(chunk)
+                    if len(self._held) < MAX_HELD:
+                        await self.drained()
+            self._take([piece])
+        self._writing = None
+
+
+async def collect(
+    generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer
+) -> list[answer.Message]:
+    """The whole answer, which `said` will write: a message for each choice."""
+    messages = [answer.Message() for _ in range(generation.n_choices)]
+
+    def take(pieces: list[answer.Piece]) -> None:
+        for piece in pieces:
+            messages[piece.index].add(piece)
+            said.keep(messages[piece.index])
+
+    await generation.run(take)
+    return messages

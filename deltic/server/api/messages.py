@@ -1,0 +1,168 @@
+"""The messages of a chat on the wire, and what the chat template is given of them.
+
+What a person or a program asks (system, developer, user) is read to the letter: an unknown field, or a part that is not text, is a
+400 that names it. What a model or a library wrote into the history (assistant, tool, function, and their calls) may have any
+further field, as client libraries add their own (`provider_specific_fields`, `thinking_blocks`, ...): those say nothing to the
+model, and are ignored. So are an assistant's parts that are not text, but not a tool's, whose result would be missing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from deltic.server.chat.arguments import given_arguments
+from deltic.server.errors import bad_request
+
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
+
+Content = str | list[dict[str, Any]]
+
+
+class SystemMessage(Struct, tag="system", tag_field="role", kw_only=True, forbid_unknown_fields=True):
+    content: Content
+    name: str | None = None
+    cache_control: Any = None
+    """Accepted and ignored, as that of a content part: the prefix cache is automatic."""
+
+
+class DeveloperMessage(SystemMessage, tag="developer", tag_field="role", kw_only=True):
+    """OpenAI's newer name of the system message."""
+
+
+class UserMessage(SystemMessage, tag="user", tag_field="role", kw_only=True):
+    """What the model is to answer."""
+
+
+class ToolMessage(Struct, tag="tool", tag_field="role", kw_only=True):
+    content: Content | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionMessage(Struct, tag="function", tag_field="role", kw_only=True):
+    """OpenAI's older name of the tool message: the result of the assistant's `function_call`."""
+
+    content: Content | None = None
+    name: str | None = None
+
+
+class CalledFunction(Struct):
+    name: ToolName
+    arguments: str | dict[str, Any] | None = ""
+
+
+class CalledCustom(Struct):
+    """A call whose argument is text of any form, as OpenAI's models write."""
+
+    name: ToolName
+    input: str = ""
+
+
+class ToolCall(Struct, kw_only=True):
+    """One of `function` and `custom` is set."""
+
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+    id: str | None = None
+
+
+class AssistantMessage(Struct, tag="assistant", tag_field="role", kw_only=True):
+    content: Content | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None
+    """Another name of `reasoning_content`, where it is a text."""
+    tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
+    """OpenAI's older form of one call."""
+    refusal: Any = None
+    """Said instead of `content`."""
+    audio: Any = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as the template expects them: text parts joined, arguments as objects, absent fields left out.
+
+    Raises ApiError (400) for parts that are not text and for arguments that are not a JSON object.
+    """
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: Message, path: str) -> dict[str, Any]:
+    if isinstance(message, AssistantMessage):
+        return _template_assistant(message, path)
+    role = str(message.__struct_config__.tag)
+    plain: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
+    plain["content"] = _text(message.content, f"{path}.content", strict=isinstance(message, SystemMessage))
+    if isinstance(message, ToolMessage) and message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain | ({"name": message.name} if message.name is not None else {})
+
+
+def _template_assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        content = [part for part in content if str(part.get("type")) in _SAID]
+    text = _text(content, f"{path}.content", strict=False)
+    if not text and isinstance(message.refusal, str):
+        text = message.refusal
+    if message.audio is not None and not text:
+        raise bad_request(f"{path}.audio", "is not kept here; give its transcript as content")
+    plain: dict[str, Any] = {"role": "assistant", "content": text}
+    reasoning = message.reasoning_content
+    if reasoning is None and isinstance(message.reasoning, str):
+        reasoning = message.reasoning
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    calls = [
+        _template_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
+    ]
+    if not calls and message.function_call is not None:
+        calls = [_call(None, message.function_call, f"{path}.function_call")]
+    return plain | ({"tool_calls": calls} if calls else {})
+
+
+def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
+    if call.function is not None:
+        return _call(call.id, call.function, f"{path}.function")
+    if call.custom is not None:
+        return _call(call.id, CalledFunction(call.custom.name, {"input": call.custom.input}), path)
+    raise bad_request(f"{path}.function", "is missing", "missing_field")
+
+
+def _call(call_id: str | None, called: CalledFunction, path: str) -> dict[str, Any]:
+    arguments: Any = called.arguments or ""
+    if isinstance(arguments, str):
+        arguments = given_arguments(arguments)
+        if arguments is None:
+            raise bad_request(f"{path}.arguments", "expected the text of a JSON object")
+    return {"id": call_id, "type": "function", "function": {"name": called.name, "arguments": arguments}}
+
+
+_SAID = {"text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts that are text, and the field that has it; only an assistant's are of another type than `text`."""
+
+
+def _text(content: Content | None, path: str, strict: bool) -> str:
+    """strict: a part has no unknown fields. Raises ApiError (400)."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type")
+        field = _SAID.get(kind) if isinstance(kind, str) else None
+        if field is None or (strict and kind != "text"):
+            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported; this server reads text only")
+        text = part.get(field)
+        if not isinstance(text, str):
+            raise bad_request(f"{path}[{i}].{field}", "expected a string")
+        if strict and (unknown := part.keys() - {"type", "text", "cache_control"}):
+            raise bad_request(
+                f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
+            )
+        texts.append(text)
+    return "".join(texts)

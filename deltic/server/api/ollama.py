@@ -1,0 +1,318 @@
+"""Ollama's API, for programs that know no other: /api/chat, /api/generate, and what says which models there are.
+
+A body becomes a ChatRequest (ollama_protocol.py), or with `raw` a CompletionRequest, and goes the way of all; the answer's pieces become
+lines of JSON here. A line is whole: a tool call is told when its arguments have ended.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import secrets
+import time
+from itertools import chain
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from deltic.engine.messages import EngineInfo
+from deltic.server.api import ollama_protocol as wire
+from deltic.server.api import protocol
+from deltic.server.api.completions import (
+    chat_generation,
+    check,
+    completion_generation,
+    prepare_chat,
+    requests_of,
+)
+from deltic.server.chat import answer
+from deltic.server.chat.answer import Piece, Usage
+from deltic.server.chat.arguments import given_arguments
+from deltic.server.chat.generation import Generation
+from deltic.server.errors import ApiError, renamed
+from deltic.server.limits import TICKET, Ticket
+from deltic.server.service import Service
+from deltic.server.transport import EventStream, LargeResponse, json_response, read_body, unless_disconnected
+
+LINES = "application/x-ndjson"
+
+FAMILY = "qwen"
+"""What Deltic serves, as an architecture is named in /api/show."""
+
+NS = 1e6
+"""Nanoseconds of a millisecond."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def chat(service: Service, request: Request) -> ASGIApp:
+    """POST /api/chat: an answer to a chat, in Ollama's form."""
+    return await _answer(service, request, wire.ChatRequest)
+
+
+async def generate(service: Service, request: Request) -> ASGIApp:
+    """POST /api/generate: an answer to a prompt, in Ollama's form."""
+    return await _answer(service, request, wire.GenerateRequest)
+
+
+async def _answer(service: Service, request: Request, kind: type[wire.Asked]) -> ASGIApp:
+    info = service.admit()
+    body = await read_body(request, service.config.max_body_mb)
+    ticket: Ticket = request.scope[TICKET]
+    request_id = request.scope["deltic.answer_id"] = f"ollama-{secrets.token_hex(16)}"
+
+    def prepare() -> tuple[wire.Asked, Generation | None]:
+        asked = service.read(request, body, kind)
+        wire.check(asked)
+        service.check_model(asked.model)
+        return asked, None if wire.is_empty(asked) else _generation(service, asked, info, request_id, ticket)
+
+    asked, generation = await service.prepare(len(body), prepare, request)
+    scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer) if asked.logprobs else None
+    said = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
+    if generation is None:
+        return json_response(said.loaded())
+    if asked.stream is not False:
+        return LinesStream(generation, said)
+
+    def take(pieces: list[Piece]) -> None:
+        for piece in pieces:
+            said.keep(piece)
+
+    await unless_disconnected(request.receive, generation.run(take))
+    return LargeResponse(said.body(generation.usage()))
+
+
+def _generation(
+    service: Service, asked: wire.Asked, info: EngineInfo, request_id: str, ticket: Ticket
+) -> Generation:
+    """Raises ApiError, whose fields have this API's names."""
+    options = asked.options or wire.Options()
+    if options.num_ctx:
+        info = msgspec.structs.replace(info, max_model_len=min(info.max_model_len, options.num_ctx))
+    try:
+        if isinstance(asked, wire.GenerateRequest) and asked.raw:
+            longest = service.default_length or info.max_model_len
+            completion = wire.completion_request(asked, longest)
+            check(service, completion)
+            requests = requests_of(service, completion, [asked.prompt or ""], info)
+            return completion_generation(service, completion, requests, None, ticket)
+        return chat_generation(
+            service, prepare_chat(service, wire.chat_request(asked), info), request_id, ticket
+        )
+    except ApiError as error:
+        raise renamed(error, _NAMES) from None
+
+
+_NAMES = (
+    (r"^response_format(\.json_schema)?(\.schema)?", "format"), (r"^max_tokens$", "options.num_predict"),
+    (r"^repetition_penalty$", "options.repeat_penalty"), (r"^(chat_template_kwargs\.)?(enable_thinking|reasoning_effort)$", "think"),
+    (r"^(temperature|top_p|top_k|min_p|presence_penalty|frequency_penalty|seed|stop\b)", r"options.\1"),
+    (r"^continue_final_message$", "messages"),
+)  # fmt: skip
+"""Fields of a ChatRequest, and what this API calls them."""
+
+
+class LinesAnswer:
+    """One answer, its pieces as lines (`lines`, `end`) or kept until it is whole (`keep`, `body`)."""
+
+    def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer | None) -> None:
+        """model: as it was asked for. scored: writes log-probabilities, if they are wanted."""
+        self._model = model
+        self._is_chat = is_chat
+        self._scored = scored
+        self._kept: list[tuple[str, str, list[dict[str, Any]], list[Any]]] = [("", "", [], [])]
+        self._open: tuple[dict[str, Any], list[str]] | None = None
+        """A call whose arguments still come, and these."""
+        self._reason = "stop"
+
+    def lines(self, piece: Piece) -> bytes:
+        """What comes next, as a line; nothing if there is nothing to tell."""
+        added = self._read(piece)
+        return self._line(self._told(*added) | {"done": False}) if any(added) else b""
+
+    def keep(self, piece: Piece) -> None:
+        """Takes what comes next, for `body`."""
+        self._kept.append(self._read(piece))
+
+    def _read(self, piece: Piece) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
+        """What a piece adds: text, thought, calls that are whole, log-probabilities."""
+        delta, calls = piece.delta, []
+        for call in delta.calls:
+            if call.id is not None:
+                calls += self._ended_call()
+                self._open = ({"id": call.id, "function": {"index": call.index, "name": call.name}}, [])
+            assert self._open is not None
+            self._open[1].append(call.arguments)
+        if piece.finish_reason is not None:
+            calls += self._ended_call()
+            self._reason = "length" if piece.finish_reason == "length" else "stop"
+        scores = self._scored.encoded(piece.scores) if self._scored and piece.scores else []
+        return delta.content, delta.reasoning, calls, scores
+
+    def end(self, usage: Usage) -> bytes:
+        """The last line."""
+        return self._line(self._told("", "", [], []) | self._counts(usage))
+
+    def body(self, usage: Usage) -> bytes:
+        """The whole answer, of what was kept."""
+        content, thinking, calls, logprobs = zip(*self._kept, strict=True)
+        told = self._told("".join(content), "".join(thinking), [*chain(*calls)], [*chain(*logprobs)])
+        return self._line(told | self._counts(usage))
+
+    def loaded(self) -> bytes:
+        """The answer where nothing was to be said."""
+        return self._line(self._told("", "", [], []) | {"done": True, "done_reason": "load"})
+
+    def _ended_call(self) -> list[dict[str, Any]]:
+        if self._open is None:
+            return []
+        (call, written), self._open = self._open, None
+        # Of a call that was cut off, what can be read; the reason tells of it.
+        call["function"]["arguments"] = given_arguments("".join(written)) or {}
+        return [call]
+
+    def _told(
+        self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: list[Any]
+    ) -> dict[str, Any]:
+        thought = {"thinking": thinking} if thinking else {}
+        scores = {"logprobs": logprobs} if logprobs else {}
+        if not self._is_chat:
+            return {"response": content} | thought | scores
+        called = {"tool_calls": calls} if calls else {}
+        return {"message": {"role": "assistant", "content": content} | thought | called} | scores
+
+    def _counts(self, usage: Usage) -> dict[str, Any]:
+        """Durations in nanoseconds; programs divide by them, so none is 0. The wait for a place stands where Ollama loads."""
+        times = {name: max(1, round(ms * NS)) for name, ms in usage.timing.items()}
+        return {
+            "done": True,
+            "done_reason": self._reason,
+            "total_duration": times["total_ms"],
+            "load_duration": times["queue_ms"],
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": times["prefill_ms"],
+            "eval_count": usage.completion_tokens,
+            "eval_duration": times["decode_ms"],
+        }
+
+    def _line(self, told: dict[str, Any]) -> bytes:
+        return _encode({"model": self._model, "created_at": _time()} | told) + b"\n"
+
+
+def _time(seconds: float | None = None) -> str:
+    """seconds: of the epoch; now without."""
+    at = datetime.datetime.fromtimestamp(time.time() if seconds is None else seconds, datetime.UTC)
+    return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+class LinesStream(EventStream):
+    """The lines of an answer."""
+
+    __slots__ = ("_generation", "_said")
+
+    def __init__(self, generation: Generation, said: LinesAnswer) -> None:
+        super().__init__()
+        self._generation = generation
+        self._said = said
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"content-type", LINES.encode()), (b"cache-control", b"no-cache")]
+
+    async def run(self) -> None:
+        await self._generation.run(self._take)
+        self.write(self._said.end(self._generation.usage()))
+
+    def _take(self, pieces: list[Piece]) -> None:
+        if lines := b"".join(map(self._said.lines, pieces)):
+            self.write(lines)
+
+    def last(self, error: ApiError | None) -> bytes:
+        return b"" if error is None else error.ollama_body() + b"\n"
+
+
+async def tags(service: Service, request: Request) -> ASGIApp:
+    """GET /api/tags: the models that write, in Ollama's form."""
+    return json_response(
+        {"models": [_card(one, name) for one in service.server.of("text") for name in one.names]}
+    )
+
+
+async def running(service: Service, request: Request) -> ASGIApp:
+    """GET /api/ps: the same models, which are all loaded, and stay."""
+    return json_response(
+        {
+            "models": [
+                _card(one, one.model_name)
+                | {"expires_at": _time(_NEVER_S), "size_vram": 0, "context_length": _context(one)}
+                for one in service.server.of("text")
+                if one.client.info is not None
+            ]
+        }
+    )
+
+
+_NEVER_S = 10_000_000_000.0
+"""A time that is far off, in seconds of the epoch."""
+
+
+async def show(service: Service, request: Request) -> ASGIApp:
+    """POST /api/show: what a model is and can do."""
+    body = await read_body(request, service.config.max_body_mb)
+    asked = await service.prepare(len(body), lambda: service.read(request, body, wire.ShowRequest), request)
+    service = service.server.find(asked.model or asked.name)
+    template = service.template
+    abilities = {
+        "completion": service.kind == "text",
+        "tools": template is not None and template.call_form is not None,
+        "thinking": template is not None and "enable_thinking" in template.variables,
+    }
+    card = _card(service, service.model_name)
+    return json_response(
+        {
+            "modelfile": f"# served by Deltic\nFROM {card['name']}\n",
+            "parameters": "",
+            "template": "",
+            "details": card["details"],
+            "model_info": {
+                "general.architecture": FAMILY,
+                "general.basename": service.model_name,
+                f"{FAMILY}.context_length": _context(service),
+            },
+            "capabilities": [name for name, there_is in abilities.items() if there_is],
+            "modified_at": card["modified_at"],
+        }
+    )
+
+
+async def version(service: Service, request: Request) -> ASGIApp:
+    """GET /api/version: of Ollama's API."""
+    return json_response({"version": wire.API_VERSION})
+
+
+def _context(service: Service) -> int:
+    info = service.client.info
+    return protocol.context_limit(info) if info else 0
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    """name: one of the model's."""
+    name = name if ":" in name else f"{name}:latest"
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(service.server.started_s),
+        "size": 0,  # the server process does not know the weights
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": {
+            "parent_model": "",
+            "format": "safetensors",
+            "family": FAMILY,
+            "families": [FAMILY],
+            "parameter_size": "",
+            "quantization_level": (service.client.config.quantize or "bf16").upper(),
+        },
+    }

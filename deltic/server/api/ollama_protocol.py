@@ -1,0 +1,270 @@
+"""What Ollama's API says on the wire, and how it becomes a ChatRequest, or with `raw` a CompletionRequest.
+
+What asks for nothing that could show in an answer is accepted: `keep_alive` (a model stays as long as its server), and the options that
+say how a model is loaded and computed (`num_gpu`, `num_thread`, ...). `num_ctx` is the most that prompt and answer may have, where it is less
+than what the server has; programs that send a large one by habit get what there is, and a prompt that does not fit is refused, not
+shortened. What messages of the history have beyond the fields below is passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from deltic.server.api import messages, protocol
+from deltic.server.errors import ApiError, bad_request
+
+API_VERSION = "0.13.0"
+"""The Ollama whose API this is: programs ask for a version, and some for a least one."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "penalize_newline": (True,),
+    "suffix": ("",),
+    "template": ("",),
+    "context": ([],),
+    "images": ([],),
+    "truncate": (False,),
+    "shift": (False,),
+}
+"""Values, besides null, with which a field that is not supported is accepted."""
+
+_WHY_NOT = {
+    "images": "this server reads text only",
+    "context": "what an earlier answer gave back as ids; send the conversation to /api/chat",
+    "template": "the model's own chat template is used; render the prompt yourself and send raw: true",
+    "truncate": "a prompt that is too long is refused, not shortened",
+    "shift": "an answer ends where the context does",
+    "suffix": "the models here are not trained to fill in",
+}
+
+
+class Options(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How to draw; beside it what Ollama's own runner wants to know."""
+
+    num_predict: int | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: protocol.Probability | None = None
+    min_p: protocol.Probability | None = None
+    seed: protocol.Seed | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: protocol.Penalty | None = None
+    frequency_penalty: protocol.Penalty | None = None
+    num_ctx: protocol.Count | None = None
+    # Supported only with a value that asks for nothing: see NEUTRAL.
+    typical_p: Any = None
+    tfs_z: Any = None
+    mirostat: Any = None
+    penalize_newline: Any = None
+    # Carry no promise about the answer.
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
+    num_keep: Any = None
+    num_batch: Any = None
+    num_gpu: Any = None
+    main_gpu: Any = None
+    num_thread: Any = None
+    numa: Any = None
+    low_vram: Any = None
+    f16_kv: Any = None
+    use_mmap: Any = None
+    use_mlock: Any = None
+
+
+class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of answers are asked for with."""
+
+    model: str
+    stream: bool | None = None
+    """Unless false."""
+    format: str | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | Literal["", "low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: protocol.Count | None = None
+    keep_alive: str | float | None = None
+    truncate: Any = None
+    shift: Any = None
+
+
+class CalledFunction(Struct):
+    name: messages.ToolName
+    arguments: dict[str, Any] | str | None = None
+
+
+class ToolCall(Struct):
+    function: CalledFunction
+    id: str | None = None
+
+
+class Message(Struct):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Asked):
+    """POST /api/chat."""
+
+    messages: list[Message] | None = None
+    """None of them: the model is only to be loaded, which it is."""
+    tools: list[dict[str, Any]] | None = None
+
+
+class GenerateRequest(Asked):
+    """POST /api/generate."""
+
+    prompt: str | None = None
+    """Empty: as a chat without messages."""
+    system: str | None = None
+    raw: bool | None = None
+    """The prompt is the whole text, which no template sees."""
+    suffix: Any = None
+    template: Any = None
+    context: Any = None
+    images: Any = None
+
+
+class ShowRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /api/show."""
+
+    model: str = ""
+    name: str = ""
+    """Its older name."""
+    verbose: bool | None = None
+
+
+def check(asked: Asked) -> None:
+    """Raises ApiError (400) for a field that asks for something that is not supported."""
+    options = asked.options or Options()
+    for value, path in ((asked, ""), (options, "options.")):
+        for field in value.__struct_fields__:
+            given = getattr(value, field)
+            if given is not None and field in NEUTRAL and given not in NEUTRAL[field]:
+                raise _unsupported(path + field)
+    for i, message in enumerate((isinstance(asked, ChatRequest) and asked.messages) or ()):
+        if message.images:
+            raise _unsupported(f"messages[{i}].images")
+    if options.repeat_penalty not in (None, 1) and (options.repeat_last_n or -1) != -1:
+        said = "the penalty counts all tokens of prompt and answer (-1); leave it out"
+        raise bad_request("options.repeat_last_n", said, "unsupported_field")
+    if (options.num_predict or 0) < -2:
+        raise bad_request("options.num_predict", "expected a number of tokens, or -1 for any number")
+    if is_empty(asked) and asked.keep_alive in _NO_TIME:
+        said = "0 and no prompt asks for the model to be unloaded; models stay as long as this server runs"
+        raise bad_request("keep_alive", said, "unsupported_field")
+
+
+_NO_TIME = (0, "0", "0s", "0m", "0h")
+
+
+def _unsupported(path: str) -> ApiError:
+    why = _WHY_NOT.get(path.rpartition(".")[2], "not supported by this server")
+    return bad_request(path, f"{why}; leave it out", "unsupported_field")
+
+
+def is_empty(asked: Asked) -> bool:
+    """Whether nothing is to be said: the model is asked to be there."""
+    return not (asked.messages if isinstance(asked, ChatRequest) else getattr(asked, "prompt", None))
+
+
+def chat_request(asked: Asked) -> protocol.ChatRequest:
+    """The chat that a checked body asks for. Raises ApiError (400)."""
+    told: list[messages.Message] = []
+    tools = None
+    if isinstance(asked, ChatRequest):
+        told = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages or ())]
+        tools = asked.tools or None
+    elif isinstance(asked, GenerateRequest):
+        if asked.system:
+            told.append(messages.SystemMessage(content=asked.system))
+        told.append(messages.UserMessage(content=asked.prompt or ""))
+    last = told[-1]
+    chat = protocol.ChatRequest(messages=told, tools=tools, **_sampling(asked))
+    if isinstance(last, messages.AssistantMessage) and not last.tool_calls:
+        chat.continue_final_message = True
+    if isinstance(asked.think, bool):
+        chat.enable_thinking = asked.think
+    elif asked.think:
+        chat.enable_thinking = True
+        chat.chat_template_kwargs = {"reasoning_effort": asked.think}
+    if asked.logprobs or asked.top_logprobs:
+        chat.logprobs, chat.top_logprobs = asked.logprobs, asked.top_logprobs
+    return chat
+
+
+def completion_request(asked: GenerateRequest, longest: int) -> protocol.CompletionRequest:
+    """The completion that a checked body with `raw` asks for. longest: its answer where it says nothing. Raises ApiError (400)."""
+    for field in ("system", "think"):
+        if getattr(asked, field):
+            raise bad_request(field, "has no meaning with raw: true; leave it out")
+    fields = _sampling(asked)
+    fields["max_tokens"] = fields["max_tokens"] or longest
+    if asked.top_logprobs and not asked.logprobs:
+        raise bad_request("top_logprobs", "needs logprobs: true")
+    return protocol.CompletionRequest(
+        prompt=asked.prompt or "", logprobs=asked.top_logprobs or 0 if asked.logprobs else None, **fields
+    )
+
+
+def _sampling(asked: Asked) -> dict[str, Any]:
+    """Fields that chats and completions share."""
+    options = asked.options or Options()
+    n = options.num_predict
+    if n == 0:
+        raise bad_request("options.num_predict", "must be at least 1, or -1 for any number")
+    return {
+        "model": asked.model,
+        "max_tokens": None if n is None or n < 0 else n,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": None if options.seed == -1 else options.seed,
+        "stop": options.stop,
+        "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "response_format": _format(asked.format),
+    }
+
+
+def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    if not given and not isinstance(given, dict):
+        return None
+    if given == "json":
+        return {"type": "json_object"}
+    if isinstance(given, str):
+        raise bad_request("format", "expected 'json' or a JSON schema")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given, "strict": True}}
+
+
+def _message(message: Message, path: str) -> messages.Message:
+    content = message.content or ""
+    if message.role == "system":
+        return messages.SystemMessage(content=content)
+    if message.role == "user":
+        return messages.UserMessage(content=content)
+    if message.role == "tool":
+        return messages.ToolMessage(
+            content=content, tool_call_id=message.tool_call_id, name=message.tool_name
+        )
+    calls = [
+        messages.ToolCall(
+            function=messages.CalledFunction(call.function.name, call.function.arguments or {}), id=call.id
+        )
+        for call in message.tool_calls or ()
+    ]
+    return messages.AssistantMessage(
+        content=content, reasoning_content=message.thinking or None, tool_calls=calls or None
+    )

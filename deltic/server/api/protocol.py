@@ -1,0 +1,681 @@
+"""What the OpenAI API says on the wire, and how it becomes a Request of the engine.
+
+Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field, a value out of range,
+and a feature that is not supported unless its value asks for nothing (`echo: false`; see NEUTRAL). Extra fields are named as in
+vLLM, SGLang, llama.cpp and OpenRouter; see `settle` for those that say the same as others. The history of a chat is in messages.py.
+
+Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `store` (of a chat), `prediction`,
+`prompt_cache_*`, `safety_identifier`, `keep_alive`, `num_ctx`; `add_special_tokens` and `spaces_between_special_tokens`, as the family's tokenizers have neither.
+Wishes that an answer declines: `service_tier` (the answer says "default"), `verbosity` unless the template reads it.
+A tool's own description (all of `tools` but `cache_control`) goes to the template as it was sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from deltic.config import ConfigError, ModelConfig, ServerConfig
+from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, SamplingParams
+from deltic.ops.geometry import PAGE_SIZE
+from deltic.server.api.messages import Message
+from deltic.server.errors import ApiError, bad_request
+from deltic.text import TokenizerError, read_json
+
+MAX_STOPS = 32
+MAX_STOP_LENGTH = 1024
+"""Characters of one stop string."""
+SHORT_ANSWER = 16
+"""Tokens of a completion that asks for no length."""
+END_OF_TEXT = "<|endoftext|>"
+"""The prompt of a completion that has none."""
+GREEDY_BELOW = 1e-4
+"""A temperature under this draws as 0 does: the most likely token; dividing by it would overflow float32."""
+
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+AnswerId = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}(?!\n)$")]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The counts so far in every chunk; with include_usage."""
+    include_obfuscation: bool | None = None
+    """Random characters in each chunk, so that its length tells nothing."""
+
+
+class UsageOptions(Struct, forbid_unknown_fields=True):
+    """OpenRouter's form of `stream_options.include_usage`."""
+
+    include: bool | None = None
+
+
+class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chats and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Count | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_prompt: bool | None = None
+    """False: neither read nor feed the prefix cache."""
+    best_of: Positive | None = None
+    """Equal to n, or 1."""
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """The tokens of log-probabilities are called `token_id:N`."""
+    detokenize: bool | None = None
+    """False: ids only, with return_token_ids."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Only the last so many tokens of the prompt; -1: as many as leave room for the answer."""
+    request_id: AnswerId | None = None
+    """In the answer's id."""
+    rid: AnswerId | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] | None = None
+    timings_per_token: bool | None = None
+    usage: UsageOptions | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    """Of vLLM's, where this server has one; so it changes nothing."""
+    grammar: str | None = None
+    """llama.cpp's, as `json_schema`; "" asks for nothing. `regex` and `ebnf` are SGLang's."""
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
+    allowed_token_ids: list[int] | None = None
+    # Carry no promise about the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    keep_alive: Any = None
+    num_ctx: Positive | None = None
+    """Programs send a large one by habit; they get what there is."""
+    add_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's and Anthropic's
+    "audio": (), "compaction": (), "modalities": (["text"],), "moderation": (), "suffix": ("",),
+    "web_search_options": (),
+    # vLLM's and SGLang's
+    "early_stopping": (False,), "echo": (False,), "kv_transfer_params": ({},), "length_penalty": (1,), "logits_processors": ([],),
+    "mm_processor_kwargs": ({},), "no_stop_trim": (False,), "return_hidden_states": (False,), "separate_reasoning": (True,),
+    "stream_reasoning": (True,), "use_beam_search": (False,), "vllm_xargs": ({},),
+    # llama.cpp's and its kin's
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "id_slot": (-1,), "mirostat": (0,), "n_keep": (0,), "n_probs": (0,),
+    "return_progress": (False,), "samplers": ([],), "tfs_z": (1,), "top_a": (0,), "top_n_sigma": (-1,), "typical_p": (1,),
+    "xtc_probability": (0,),
+    # OpenRouter's
+    "transforms": ([],),
+}  # fmt: skip
+"""Fields that are known and not supported, and their values, besides null, that ask for nothing: with these they are accepted."""
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ThinkingSwitch(Struct, forbid_unknown_fields=True):
+    """As Anthropic's, which other servers read on chats, too."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Count | None = None
+
+
+class ReasoningSwitch(Struct, forbid_unknown_fields=True):
+    """OpenRouter's."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: Count | None = None
+    exclude: bool | None = None
+    """The thought is not shown."""
+    summary: Any = None
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_budget: Count | None = None
+    """Tokens of the thought, if the prompt opens one."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    parallel_tool_calls: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    include_reasoning: bool | None = None
+    """False: the thought is not shown."""
+    thinking: ThinkingSwitch | None = None
+    reasoning: ReasoningSwitch | None = None
+    documents: list[dict[str, Any]] | None = None
+    """For the template."""
+    chat_template: Annotated[str, Meta(min_length=1)] | None = None
+    """Instead of the model's own, where the server trusts requests so far."""
+    prediction: dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    """The older form of `tools`; a call comes in the older form, too."""
+    function_call: Literal["auto", "none"] | dict[str, Any] | None = None
+    """Of `tool_choice`."""
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any] | None = None
+    """None: the end of a text, behind which another begins."""
+    echo: bool | None = None
+    logprobs: Count | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a text, or a chat as /v1/chat/completions would render it."""
+
+    model: str | None = None
+    return_token_strs: bool = False
+    prompt: str | None = None
+    parse_special_tokens: bool | None = None
+    """Whether `<|im_end|>` written in the prompt is the token (unless false) or its letters."""
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[int, Meta(ge=0)]]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+class EmptyRequest(Struct, forbid_unknown_fields=True):
+    """POST /cache/reset: there is nothing to say."""
+
+
+T = TypeVar("T")
+
+_PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*?)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_ONLY_FALSE = re.compile(r"Invalid enum value True")
+
+
+def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None) -> T:
+    """The JSON in a request's body as `kind`. note: takes the names of fields at its top that are not known, which are left out then.
+
+    Raises ApiError (400) naming the field at fault."""
+    try:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError:
+            value = msgspec.json.decode(body)
+            if isinstance(value, dict):
+                _drop_unasked(value, kind, note)
+        try:
+            return msgspec.json.decode(msgspec.json.encode(value), type=kind)
+        except msgspec.ValidationError as error:
+            kept: T = _without_null_fields(value, kind, "", error)
+            return kept
+    except msgspec.DecodeError as error:
+        raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(None, f"the body is not valid UTF-8: {error.reason}", "invalid_json") from None
+    except RecursionError:
+        raise bad_request(None, "the body is nested too deeply", "invalid_json") from None
+
+
+def convert(value: Any, kind: Any, path: str) -> Any:
+    """A part of a request that was left as it is, as `kind`. Raises ApiError (400)."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        return _without_null_fields(copy.deepcopy(value), kind, path, error)
+
+
+def _drop_unasked(value: dict[str, Any], kind: Any, note: Callable[[str], None] | None) -> None:
+    """Deletes fields that `kind` does not know and that ask for nothing, or, with `note`, whatever they ask for.
+
+    Raises ApiError (400) for one of NEUTRAL that asks for something."""
+    config = getattr(kind, "__struct_config__", None)
+    if config is None or not config.forbid_unknown_fields:
+        return
+    for name in [name for name in value if name not in kind.__struct_encode_fields__]:
+        if value[name] is not None and value[name] not in NEUTRAL.get(name, ()):
+            if note is None and name in NEUTRAL:
+                raise bad_request(name, "not supported by this server; leave it out", "unsupported_field")
+            if note is None or name == config.tag_field:
+                continue
+            note(name)
+        del value[name]
+
+
+MAX_NULL_FIELDS = 32
+
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
+
+
+def _without_null_fields(value: Any, kind: Any, root: str, error: msgspec.ValidationError) -> Any:
+    """`value` as `kind`, less fields that `kind` does not know and that are null: a client library's own structs have such, and
+    they ask for nothing. `value` is changed. error: what was wrong so far. Raises ApiError (400)."""
+    for _ in range(MAX_NULL_FIELDS):
+        match = _PLACE.match(str(error))
+        unknown = _UNKNOWN.fullmatch(match.group(1)) if match else None
+        steps = _STEP.findall(match.group(2) or "") if match else []
+        if unknown is None or not _drop_nulls(value, steps, unknown.group(1)):
+            break
+        try:
+            return msgspec.json.decode(msgspec.json.encode(value), type=kind)
+        except msgspec.ValidationError as another:
+            error = another
+    raise _refusal(str(error), root)
+
+
+def _drop_nulls(value: Any, steps: list[str], field: str) -> bool:
+    """Deletes `field` where it is null: at this place, and at those that differ from it in an index only. Whether there was one."""
+    if not steps:
+        if not isinstance(value, dict) or value.get(field, 0) is not None:
+            return False
+        del value[field]
+        return True
+    if steps[0].startswith("["):
+        items = value if isinstance(value, list) else []
+        return any([_drop_nulls(item, steps[1:], field) for item in items])
+    return isinstance(value, dict) and _drop_nulls(value.get(steps[0]), steps[1:], field)
+
+
+def _refusal(text: str, root: str = "") -> Exception:
+    """The 400 for a message of msgspec's, which ends in the path of the value: ` - at `$.messages[0].role``."""
+    match = _PLACE.match(text)
+    reason, path = (match.group(1), match.group(2) or "") if match else (text, "")
+    path = f"{root}.{path}" if root and path and path[0] != "[" else root + path
+    for pattern, said, code in (
+        (_UNKNOWN, "unknown field; it is not supported, leave it out", "unknown_field"),
+        (_MISSING, "is missing", "missing_field"),
+        (_ONLY_FALSE, "not supported by this server; leave it out", "unsupported_field"),
+    ):
+        if named := pattern.fullmatch(reason):
+            return bad_request(".".join(filter(None, (path, *named.groups()))), said, code)
+    return bad_request(path or None, reason[:1].lower() + reason[1:], "invalid_value")
+
+
+def settle(request: Sampling) -> None:
+    """Writes what came in another server's words into the fields that are read. Raises ApiError (400) for a contradiction."""
+
+    def put(field: str, name: str, value: Any) -> None:
+        if value is None:
+            return
+        if getattr(request, name) not in (None, value):
+            raise bad_request(field, f"contradicts {name}; give one of the two")
+        setattr(request, name, value)
+
+    put("n_predict", "max_tokens", 2**31 - 1 if request.n_predict == -1 else request.n_predict)
+    put("repeat_penalty", "repetition_penalty", request.repeat_penalty)
+    if request.best_of not in (None, 1, request.n):
+        raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
+    if request.detokenize is False and not (request.return_token_ids and not request.stop):
+        raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
+    if not isinstance(request, ChatRequest):
+        return
+    choice = request.function_call
+    if request.functions:
+        if request.tools:
+            raise bad_request("functions", "is the older form of tools; give one of the two")
+        request.tools = [{"type": "function", "function": function} for function in request.functions]
+        request.parallel_tool_calls = False  # the older form has room for one
+    elif isinstance(choice, dict) and not request.tools:
+        raise bad_request("function_call", "names a function, and there are none")
+    named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+    put("function_call", "tool_choice", named)
+    if switch := request.thinking:
+        put("thinking.type", "enable_thinking", switch.type != "disabled")
+        put("thinking.budget_tokens", "thinking_budget", switch.budget_tokens)
+    if asked := request.reasoning:
+        put("reasoning.effort", "reasoning_effort", asked.effort)
+        put("reasoning.enabled", "enable_thinking", asked.enabled)
+        put("reasoning.max_tokens", "thinking_budget", asked.max_tokens)
+        put("reasoning.exclude", "include_reasoning", False if asked.exclude else None)
+
+
+class SamplingDefaults(Struct, frozen=True):
+    """What a request gets that names no value: of the checkpoint's generation_config.json, or as the operator says."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Probability = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """The operator's only: what a checkpoint says of this is meant for another program's answers."""
+
+    @classmethod
+    def load(cls, directory: Path, about: ModelConfig | None = None) -> SamplingDefaults:
+        """about: --generation-config and --override-generation-config. directory: the checkpoint's.
+
+        Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type; ConfigError.
+        """
+        about = about or ModelConfig()
+        path = _generation_config(about.generation_config, directory)
+        shipped = {} if path is None else read_json(path)
+        values = {name: shipped[name] for name in _SHIPPED if shipped.get(name) is not None}
+        if shipped.get("do_sample") is False:
+            values["temperature"] = 0.0
+        override = about.override_generation_config or {}
+        if unknown := override.keys() - set(cls.__struct_fields__):
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"--override-generation-config: {min(unknown)!r} is none of {known}")
+        try:
+            msgspec.convert(override, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--override-generation-config: {error}") from error
+        try:
+            return msgspec.convert(values | override, cls)
+        except msgspec.ValidationError as error:
+            raise TokenizerError(f"{path}: {error}") from error
+
+
+GENERATION_CONFIG = "generation_config.json"
+
+_SHIPPED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _generation_config(source: str, directory: Path) -> Path | None:
+    """The file that --generation-config means; directory: the checkpoint's. Raises ConfigError."""
+    if source == "auto":
+        return directory / GENERATION_CONFIG
+    if source in ("none", "vllm"):  # the latter is vLLM's word for it
+        return None
+    path = Path(source) / GENERATION_CONFIG if Path(source).is_dir() else Path(source)
+    if not path.exists():
+        raise ConfigError(
+            f"--generation-config {source}: there is no file {path}; give auto, none, or a path"
+        )
+    return path
+
+
+def context_limit(info: EngineInfo) -> int:
+    """Tokens that one sequence may have, prompt and answer together."""
+    return min(info.max_model_len, info.n_pages * PAGE_SIZE)
+
+
+def answer_length(
+    request: ChatRequest | CompletionRequest, n_prompt: int, info: EngineInfo, default: int | None
+) -> int:
+    """max_tokens of the answer: what was asked for, and no more than the context leaves.
+
+    default: where nothing was asked for; None: what the context leaves of a chat, 16 of a completion.
+
+    Raises ApiError (400) when the prompt leaves no room, with the limit and the length.
+    """
+    limit = context_limit(info)
+    prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if n_prompt == 0:
+        raise bad_request(prompt, "is empty; the answer needs at least one token to start from")
+    if n_prompt >= limit:
+        raise prompt_too_long(prompt, str(n_prompt), limit)
+    asked = request.max_tokens
+    if isinstance(request, ChatRequest):
+        newer = request.max_completion_tokens
+        if asked is not None and newer is not None and asked != newer:
+            raise bad_request("max_tokens", "differs from max_completion_tokens; give one of the two")
+        asked = newer if newer is not None else asked
+        if asked == 0:
+            raise bad_request("max_tokens", "must be at least 1")
+    if asked is None:
+        asked = default or (limit if isinstance(request, ChatRequest) else SHORT_ANSWER)
+    return min(asked, limit - n_prompt)
+
+
+def prompt_too_long(param: str, n_prompt: str, limit: int) -> ApiError:
+    """The 400. n_prompt: its length in words, since it may be known in part only ("at least 9")."""
+    yours = "your messages have" if param == "messages" else "your prompt has"
+    return bad_request(
+        param,
+        f"This model's maximum context length is {limit} tokens. However, {yours} {n_prompt} tokens. Please shorten the prompt: "
+        f"with one token of an answer it may have {limit - 1}.",
+        "context_length_exceeded",
+    )
+
+
+def kept_tokens(request: Sampling, info: EngineInfo, default: int | None) -> int | None:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; None: all. Raises ApiError (400) for more than the context
+    holds.
+
+    default: as of `answer_length`; the prompt leaves room for so much where the answer may have any length."""
+    most, limit = request.truncate_prompt_tokens, context_limit(info)
+    if most is None:
+        return None
+    if most == 0 or most >= limit:
+        raise bad_request("truncate_prompt_tokens", f"must be -1, or from 1 to {limit - 1}")
+    if most == -1:
+        asked = _first(request.max_tokens, getattr(request, "max_completion_tokens", None))
+        lengths = [n for n in (asked, default, SHORT_ANSWER) if n is not None and n < limit]
+        most = max(1, limit - max(1, lengths[0])) if lengths else 1
+    return most
+
+
+def sampling_params(
+    request: ChatRequest | CompletionRequest,
+    max_tokens: int,
+    info: EngineInfo,
+    defaults: SamplingDefaults,
+    config: ServerConfig,
+) -> SamplingParams:
+    """The request's parameters, checked against what this engine has. Raises ApiError (400)."""
+    n = request.n or 1
+    most = min(config.max_n, info.max_num_seqs)
+    if n > most:
+        raise bad_request("n", f"{n} is more than this server gives at once ({most})")
+    for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token_id in getattr(request, field) or ():
+            if not 0 <= token_id < info.vocab_size:
+                raise bad_request(
+                    field, f"{token_id} is not a token id; they go from 0 to {info.vocab_size - 1}"
+                )
+    if len(request.logit_bias or ()) > MAX_BIASES:
+        raise bad_request("logit_bias", f"may have at most {MAX_BIASES} entries")
+    if (request.min_tokens or 0) > max_tokens:
+        raise bad_request(
+            "min_tokens", f"{request.min_tokens} is more than the answer may have ({max_tokens} tokens)"
+        )
+    most_logprobs = min(config.max_logprobs, MAX_LOGPROBS, info.vocab_size)
+    logprobs = _n_logprobs(request, most_logprobs)
+    if (request.prompt_logprobs or 0) > most_logprobs:
+        raise bad_request("prompt_logprobs", f"may be at most {most_logprobs}")
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs", "not available in a stream; set stream to false")
+    temperature = _first(request.temperature, defaults.temperature)
+    top_p, top_k = _first(request.top_p, defaults.top_p), _first(request.top_k, defaults.top_k)
+    if top_p == 0.0:  # no probability at all: what is left is the most likely token
+        top_p, top_k = 1.0, 1
+    prompt_logprobs = request.prompt_logprobs
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        prompt_logprobs = max(prompt_logprobs or 0, request.logprobs)
+    return SamplingParams(
+        max_tokens=max(1, max_tokens),
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=max(0, top_k),
+        top_p=top_p,
+        min_p=_first(request.min_p, defaults.min_p),
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=request.logit_bias or {},
+        seed=request.seed,
+        min_tokens=request.min_tokens or 0,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _first(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _n_logprobs(request: ChatRequest | CompletionRequest, most: int) -> int | None:
+    """How many alternatives a token's log-probability comes with; None: no log-probabilities."""
+    if isinstance(request, CompletionRequest):
+        field, wanted, k = "logprobs", request.logprobs is not None, request.logprobs or 0
+    else:
+        field, wanted, k = "top_logprobs", bool(request.logprobs), request.top_logprobs or 0
+        if request.top_logprobs and not wanted:
+            raise bad_request("top_logprobs", "needs logprobs: true")
+    if k > most:
+        raise bad_request(field, f"may be at most {most}")
+    return k if wanted else None
+
+
+def stop_strings(request: Sampling) -> list[str]:
+    """Raises ApiError (400) for one that is empty or very long, or too many."""
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > MAX_STOPS:
+        raise bad_request("stop", f"may have at most {MAX_STOPS} strings")
+    for i, stop in enumerate(stops):
+        if not stop:
+            raise bad_request(
+                f"stop[{i}]" if isinstance(request.stop, list) else "stop", "is an empty string"
+            )
+        if len(stop) > MAX_STOP_LENGTH:
+            raise bad_request("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters")
+    return stops
+
+
+def prompts(request: CompletionRequest, info: EngineInfo) -> list[str | list[int]]:
+    """The prompts of a completion: each a text or ids. Raises ApiError (400)."""
+    prompt = END_OF_TEXT if request.prompt is None else request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt", "is an empty list")
+    if all(isinstance(entry, str) for entry in prompt):
+        return list(prompt)
+    if not any(isinstance(entry, list) for entry in prompt):
+        return [_token_ids("prompt", prompt, info)]
+    return [_token_ids(f"prompt[{i}]", entry, info) for i, entry in enumerate(prompt)]
+
+
+def _token_ids(param: str, ids: Any, info: EngineInfo) -> list[int]:
+    try:
+        checked = msgspec.convert(ids, list[int])
+    except msgspec.ValidationError:
+        raise bad_request(
+            param, "expected a text, a list of texts, token ids, or a list of token id lists"
+        ) from None
+    if checked and not 0 <= min(checked) <= max(checked) < info.vocab_size:
+        raise bad_request(
+            param, f"has an id outside the vocabulary, which goes from 0 to {info.vocab_size - 1}"
+        )
+    return checked
+
+
+def check_tokenize(request: TokenizeRequest) -> None:
+    """Raises ApiError (400) unless the request has a prompt or messages, and no field of the other."""
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("prompt", "give either prompt or messages")
+    form, other = ("prompt", _CHAT_ONLY) if request.messages is None else ("messages", _PROMPT_ONLY)
+    for field in other:
+        if getattr(request, field) is not None:
+            raise bad_request(field, f"has no meaning with {form}; leave it out")
+
+
+_PROMPT_ONLY = ("parse_special_tokens",)
+_CHAT_ONLY = (
+    "tools", "tool_choice", "enable_thinking", "preserve_thinking", "reasoning_effort", "add_generation_prompt",
+    "continue_final_message", "chat_template_kwargs",
+)  # fmt: skip
+
+
+SWITCHES = ("enable_thinking", "preserve_thinking")
+
+
+def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Variables for the chat template; `reasoning_effort` also sets `enable_thinking`. Raises ApiError (400)."""
+    settings = dict(request.chat_template_kwargs or {})
+    settings.pop("thinking_budget", None)  # ours, not the template's
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in settings:
+            raise bad_request(
+                f"chat_template_kwargs.{name}", "is a field of the request, not a template setting"
+            )
+    given = [(f"chat_template_kwargs.{name}", name, settings[name]) for name in SWITCHES if name in settings]
+    given += [(name, name, value) for name in SWITCHES if (value := getattr(request, name)) is not None]
+    if request.reasoning_effort is not None:
+        given.append(("reasoning_effort", "enable_thinking", request.reasoning_effort != "none"))
+        settings["reasoning_effort"] = request.reasoning_effort
+    first: dict[str, str] = {}
+    for field, name, value in given:
+        if not isinstance(value, bool):
+            raise bad_request(field, "expected true or false")
+        if settings.setdefault(name, value) != value:
+            raise bad_request(field, f"contradicts {first[name]}; give one of the two")
+        first.setdefault(name, field)
+    return settings
+
+
+def shown_by_template(request: ChatRequest | TokenizeRequest, variables: Set[str]) -> dict[str, Any]:
+    """Variables that a template has only where it reads them. Raises ApiError (400) for documents that nobody would see."""
+    documents, verbosity = getattr(request, "documents", None), getattr(request, "verbosity", None)
+    if documents and "documents" not in variables:
+        raise bad_request(
+            "documents", "this model's chat template shows none; put them into a message", "unsupported_field"
+        )
+    shown = {"documents": documents or None, "verbosity": verbosity if "verbosity" in variables else None}
+    return {name: value for name, value in shown.items() if value is not None}

@@ -1,0 +1,643 @@
+"""The Responses API of OpenAI: /v1/responses, whole and as events, and what is kept of it.
+
+A request becomes a ChatRequest (responses_protocol.py) and goes the way of all chats; here its pieces become items.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from deltic.server.api import protocol
+from deltic.server.api import responses_protocol as wire
+from deltic.server.api.completions import chat_generation, check, prepare_chat
+from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
+from deltic.server.chat import answer
+from deltic.server.chat.arguments import is_whole
+from deltic.server.chat.generation import Generation
+from deltic.server.chat.parser import CallDelta
+from deltic.server.chat.template import render
+from deltic.server.errors import ApiError, bad_request
+from deltic.server.limits import TICKET, Ticket
+from deltic.server.service import Service
+from deltic.server.transport import (
+    EVENT_HEADERS,
+    PART_BYTES,
+    EventStream,
+    LargeResponse,
+    json_response,
+    read_body,
+    unless_disconnected,
+)
+
+MAX_LISTED = 100
+"""Items in one answer of /input_items."""
+
+T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Asked(msgspec.Struct):
+    """A request that was read."""
+
+    request: wire.ResponsesRequest
+    history: tuple[Turn, ...]
+    """What it continues."""
+    turn: Turn
+    """Its own items, references replaced by what they refer to; empty unless the response is to be kept."""
+    owner: str
+    """Name of the API key that asks."""
+
+
+async def create_response(service: Service, request: Request) -> ASGIApp:
+    """OpenAI's Responses API."""
+    info = service.admit()
+    asked, prepared = await _read(service, request, lambda chat: prepare_chat(service, chat, info))
+    if request.scope[TICKET].is_batch and asked.request.store is None:
+        asked.request.store = (
+            False  # a batch's answers are in its file, and would drive out those that people continue
+        )
+    response_id = request.scope["deltic.answer_id"] = f"resp_{secrets.token_hex(24)}"
+    generation = chat_generation(service, prepared, response_id, request.scope[TICKET])
+    said = ResponseAnswer(response_id, asked.request, service)
+
+    async def end() -> End:
+        """The end of the answer, which is kept then."""
+        usage = generation.usage()
+        done = said.end(usage) if said.n_bytes < PART_BYTES else await asyncio.to_thread(said.end, usage)
+        if said.is_stored:
+            turns = (*asked.history, asked.turn)
+            stored = Stored(asked.owner, done.body, turns, Turn(done.items), said.ends)
+            service.server.responses.add(response_id, stored)
+        return done
+
+    if asked.request.stream:
+        return ResponseStream(generation, said, end)
+
+    def take(pieces: list[answer.Piece]) -> None:
+        for piece in pieces:
+            said.add(piece)
+
+    await unless_disconnected(request.receive, generation.run(take))
+    return LargeResponse((await end()).body)
+
+
+async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
+    """The length of the prompt that /v1/responses would make."""
+    service.admit()
+
+    def count(chat: protocol.ChatRequest) -> int:
+        check(service, chat)
+        return len(render(service.template, chat)[0].ids)
+
+    _, n_tokens = await _read(service, request, count)
+    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+async def _read(
+    service: Service, request: Request, work: Callable[[protocol.ChatRequest], T]
+) -> tuple[Asked, T]:
+    """The request in a body, and `work` on the chat that it makes. Raises ApiError."""
+    body = await read_body(request, service.config.max_body_mb)
+    ticket: Ticket = request.scope[TICKET]
+    store, owner = service.server.responses, ticket.owner
+
+    def read() -> tuple[wire.ResponsesRequest, list[tuple[str, bytes]]]:
+        asked = service.read(request, body, wire.ResponsesRequest)
+        wire.check(asked, service.config.skip_hosted_tools)
+        items = wire.given_items(asked)
+        return asked, [_resolved(item, f"input[{i}]", store, owner) for i, item in enumerate(items)]
+
+    asked, new = await service.prepare(len(body), read, request)
+    if asked.store and not store.most:
+        raise bad_request("store", "this server keeps no responses (--max-stored-responses 0)")
+    history: tuple[Turn, ...] = ()
+    if asked.previous_response_id is not None:
+        found = store.get(asked.previous_response_id, owner)
+        if found is None:
+            raise ApiError(
+                400,
+                f"Previous response with id {asked.previous_response_id!r} not found: it was not stored, or is no longer "
+                "held; send the whole input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        history = found.history
+
+    def prepare() -> tuple[Asked, T]:
+        old = [
+            (f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items
+        ]
+        try:
+            done = _fitted(asked, [(place, _item(item, place)) for place, item in (*old, *new)], work)
+        except ApiError as error:
+            raise wire.in_own_words(error, asked) from None
+        kept = [] if asked.store is False else [item for _, item in new]
+        return Asked(asked, history, turn_of(kept), owner), done
+
+    # A few bytes may refer to many, and to the same ones again and again.
+    size = max(len(body), sum(len(item) for _, item in new)) + sum(turn.n_bytes() for turn in history)
+    if size > service.config.max_body_mb * 1_000_000:
+        raise ApiError(
+            413,
+            f"the input and what it continues are larger than {service.config.max_body_mb:g} MB",
+            code="body_too_large",
+        )
+    return await service.prepare(size, prepare, request)
+
+
+def _fitted(
+    asked: wire.ResponsesRequest,
+    items: list[tuple[str, wire.Item]],
+    work: Callable[[protocol.ChatRequest], T],
+) -> T:
+    """`work` on the chat of these items; with truncation "auto", on that of as many of the latest turns as the context holds.
+
+    Raises ApiError."""
+    try:
+        return work(wire.chat_request(asked, items))
+    except ApiError as error:
+        if asked.truncation != "auto" or error.code != "context_length_exceeded":
+            raise
+        too_long = error
+    n_settings, starts = wire.turn_starts(items)
+    done: list[T] = []
+    while starts:
+        middle = len(starts) // 2
+        try:
+            kept = [*items[:n_settings], *items[starts[middle] :]]
+            done = [work(wire.chat_request(asked, kept))]
+            starts = starts[:middle]
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            too_long, starts = error, starts[middle + 1 :]
+    if not done:
+        raise too_long
+    return done[0]
+
+
+def _resolved(item: bytes, place: str, store: ResponseStore, owner: str) -> tuple[str, bytes]:
+    """`item` with its place; if it is a reference, what it refers to. Raises ApiError (400)."""
+    parsed = wire.parse_item(item, place)
+    if isinstance(parsed, wire.Reference):
+        kept = store.item(parsed.id, owner)
+        if kept is None:
+            raise bad_request(f"{place}.id", f"Item with id {parsed.id!r} not found.", "item_not_found")
+        return place, kept
+    return place, item
+
+
+def _item(item: bytes, place: str) -> wire.Item:
+    parsed = wire.parse_item(item, place)
+    assert not isinstance(parsed, wire.Reference)
+    return parsed
+
+
+async def get_response(service: Service, request: Request) -> ASGIApp:
+    """A response that is held."""
+    stored, query = _stored(service, request), request.query_params
+    if query.get("stream", "false") == "false":
+        return LargeResponse(stored.body)
+    after = query.get("starting_after", "-1")
+    if after != "-1" and not (after.isdecimal() and len(after) < 10):
+        raise bad_request("starting_after", "expected the sequence_number of an event")
+
+    def write() -> bytes:
+        return b"".join(_events_of(_opened(stored.body), stored.ends, int(after)))
+
+    written = await service.prepare(len(stored.body), write, request)
+    return LargeResponse(written, EVENT_HEADERS)
+
+
+async def delete_response(service: Service, request: Request) -> ASGIApp:
+    """Lets go of a response; those that continue it stay."""
+    _stored(service, request)
+    response_id = request.path_params["response_id"]
+    service.server.responses.remove(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel_response(service: Service, request: Request) -> ASGIApp:
+    """Refused: only background responses could be cancelled, and there are none."""
+    _stored(service, request)
+    raise bad_request(
+        None,
+        "only a background response can be cancelled, and there are none here; to end a running one, close its connection",
+    )
+
+
+async def list_input_items(service: Service, request: Request) -> ASGIApp:
+    """All items that a response was made from, the newest first unless `order` is asc."""
+    stored = _stored(service, request)
+    query = request.query_params
+    items = [(item_id, msgspec.Raw(item)) for turn in stored.input for item_id, item in turn.items]
+    if (order := query.get("order", "desc")) not in ("asc", "desc"):
+        raise bad_request("order", f"{order!r} is neither asc nor desc")
+    if order == "desc":
+        items.reverse()
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MAX_LISTED:
+        raise bad_request("limit", f"must be from 1 to {MAX_LISTED}")
+    if (after := query.get("after")) is not None:
+        places = [i for i, (item_id, _) in enumerate(items) if item_id == after]
+        if not places:
+            raise bad_request("after", f"{after!r} is not an item of this response")
+        items = items[places[0] + 1 :]
+    page = items[: int(limit)]
+    told = {
+        "object": "list",
+        "data": [item for _, item in page],
+        "first_id": page[0][0] if page else None,
+        "last_id": page[-1][0] if page else None,
+        "has_more": len(items) > len(page),
+    }
+    return json_response(told)
+
+
+def _stored(service: Service, request: Request) -> Stored:
+    """The response that the path names. Raises ApiError (404)."""
+    response_id, ticket = request.path_params["response_id"], request.scope[TICKET]
+    found = service.server.responses.get(response_id, ticket.owner)
+    if found is None:
+        raise ApiError(404, f"Response with id {response_id!r} not found.", kind="invalid_request_error")
+    return found
+
+
+_PARTS: dict[str, dict[str, Any]] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+"""The one part that an item of this type has, empty."""
+
+_DELTAS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+class End(NamedTuple):
+    """What a response ends with."""
+
+    events: bytes
+    """Its last ones, if there are any."""
+    body: bytes
+    items: list[tuple[str, bytes]]
+    """Of its output: (id, JSON)."""
+
+
+class ResponseAnswer:
+    """One response as it grows: its items, and the events that tell of them, if it is streamed."""
+
+    def __init__(self, response_id: str, asked: wire.ResponsesRequest, service: Service) -> None:
+        self.output: list[dict[str, Any]] = []
+        self.ends: list[array[int]] = []
+        """As of Stored."""
+        self.n_bytes = 0
+        """Of log-probabilities and text, more or less."""
+        self._has_events = bool(asked.stream)
+        self.is_stored = asked.store is not False and bool(service.server.responses.most)
+        self._asked = asked
+        self._plain = _echo(asked, service) | {
+            "id": response_id,
+            "model": service.model_name,
+            "store": self.is_stored,
+        }
+        spaces = [tool for tool in asked.tools or () if tool.get("type") == "namespace"]
+        self._namespaces = {
+            wire.flat_name(tool.name, space.name): (space.name, tool.name)
+            for _, space, tool in wire.flat_tools(spaces)
+            if space
+        }
+        self._n_events = 0
+        self._item: dict[str, Any] | None = None
+        """The last of `output`, while it grows."""
+        self._place: dict[str, Any] = {}
+        self._delta_start = b""
+        self._text: list[str] = []
+        self._n_said = 0
+        """Characters of `_text`."""
+        self._wants_scores = wire.wants(asked, "message.output_text.logprobs")
+        self._encrypts = wire.wants(asked, "reasoning.encrypted_content")
+        self._pads = asked.stream_options is not None and bool(asked.stream_options.include_obfuscation)
+        self._scores = answer.Scores()
+        self._chat = answer.ChatAnswer(response_id, service.model_name, service.tokenizer)
+        self._late = ""
+        """What was said while a call was open."""
+        self._finish_reason = ""
+
+    def begin(self) -> bytes:
+        """The events before the first item."""
+        return self._whole("response.created") + self._whole("response.in_progress")
+
+    def add(self, piece: answer.Piece) -> bytes:
+        """The events for a piece."""
+        delta = piece.delta
+        if piece.scores is not None and self._wants_scores:
+            if self.output and not self._is_open("message"):
+                self._scores = answer.Scores()  # no item shows the tokens between reasoning and message
+            self._scores.extend(piece.scores)
+        written = b""
+        if delta.reasoning:
+            written += self._grow("reasoning", delta.reasoning)
+        # A call that goes on comes before what follows it.
+        for call in delta.calls:
+            if call.id is None:
+                written += self._grow("function_call", call.arguments)
+        if delta.content and self._is_open("function_call"):
+            self._late += delta.content  # the call may go on: items are not interleaved
+        elif delta.content:
+            written += self._grow("message", delta.content)
+        for call in delta.calls:
+            if call.id is not None:
+                written += self._take_late() + self._begin_item("function_call", call)
+                written += self._grow("function_call", call.arguments)
+        if piece.finish_reason is not None:
+            self._finish_reason = piece.finish_reason
+        return written
+
+    def end(self, usage: answer.Usage) -> End:
+        """Slow for a long one with log-probabilities."""
+        written = b""
+        is_cut = self._finish_reason == "length"
+        if not is_cut and all(item["type"] == "reasoning" for item in self.output):
+            written = self._begin_item("message")  # the model said nothing, which is an answer, too
+        if self._is_open("message"):
+            self._take_scores()
+        status = "incomplete" if is_cut else "completed"
+        written += self._take_late() + self._end_item(status)
+        self._plain["status"] = status
+        if is_cut:
+            self._plain["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self._plain["completed_at"] = int(time.time())
+        self._plain["usage"] = _plain_usage(usage)
+        items = [(item["id"], _encode(item)) for item in self.output]
+        body = _encode(self._plain | {"output": [msgspec.Raw(item) for _, item in items]})
+        written += self._event(f"response.{status}", {"response": msgspec.Raw(body)})
+        return End(written, body, items)
+
+    def fail(self, error: ApiError) -> bytes:
+        """The events of an error after the first piece."""
+        said = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+        written = self._end_item("incomplete") + self._event("error", said)
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        self._plain |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return written + self._whole("response.failed")
+
+    def _is_open(self, kind: str) -> bool:
+        return self._item is not None and self._item["type"] == kind
+
+    def _grow(self, kind: str, text: str) -> bytes:
+        """Adds to the item of this kind that is open, or to a new one."""
+        written = b""
+        if not self._is_open(kind):
+            written = self._begin_item(kind)
+        self._text.append(text)
+        scores = b""
+        if kind == "message":
+            scores = b',"logprobs":' + _encode(self._take_scores())
+        if not text:
+            return written
+        self._n_events += 1
+        self._n_said += len(text)
+        self.n_bytes += len(text)
+        self.ends[-1].extend((self._n_said, len(self.output[-1].get("logprobs", ()))))
+        said = _encode(text) + scores
+        if self._pads:
+            said += b',"obfuscation":"%s"' % answer.padding(len(said))
+        return b'%s%s,"sequence_number":%d}\n\n' % (written + self._delta_start, said, self._n_events - 1)
+
+    def _take_late(self) -> bytes:
+        text, self._late = self._late, ""
+        return self._grow("message", text) if text else b""
+
+    def _take_scores(self) -> list[msgspec.Raw]:
+        """Log-probabilities of what was added to the message, encoded once: they are in its part, too, which comes four times."""
+        if not self._scores.entries:
+            return []
+        scores, self._scores = self._scores, answer.Scores()
+        assert self._item is not None
+        entries = self._chat.encoded(scores)
+        self._item["logprobs"] += entries
+        self.n_bytes += sum(map(len, entries))
+        return entries
+
+    def _begin_item(self, kind: str, call: CallDelta | None = None) -> bytes:
+        written = self._end_item("completed")
+        item_id = f"{wire.ID_PREFIXES[kind]}_{secrets.token_hex(24)}"
+        item: dict[str, Any] = {"id": item_id, "type": kind, "status": "in_progress"}
+        if kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        elif call is not None:
+            namespace, name = self._namespaces.get(call.name or "", (None, call.name))
+            item |= {"call_id": call.id, "name": name, "arguments": ""}
+            item |= {"namespace": namespace} if namespace else {}
+        else:
+            item |= {"role": "assistant", "content": []}
+        self._place = {"item_id": item_id, "output_index": len(self.output)}
+        self.output.append(item)
+        self.ends.append(array("I"))
+        written += self._event(
+            "response.output_item.added", {"output_index": len(self.output) - 1, "item": item}
+        )
+        if kind in _PARTS:
+            self._place["content_index"] = 0
+            written += self._event("response.content_part.added", self._place | {"part": _PARTS[kind]})
+        self._item, self._text, self._n_said = item, [], 0
+        if kind == "message":
+            item["logprobs"] = []  # until the part is made
+        name = f"{_DELTAS[kind]}.delta"
+        start = _encode({"type": name} | self._place)[:-1]
+        self._delta_start = b'event: %s\ndata: %s,"delta":' % (name.encode(), start)
+        return written
+
+    def _end_item(self, status: str) -> bytes:
+        item, self._item = self._item, None
+        if item is None:
+            return b""
+        kind, text = item["type"], "".join(self._text)
+        item["status"] = status if kind != "function_call" or is_whole(text) else "incomplete"
+        name = f"{_DELTAS[kind]}.done"
+        if kind == "function_call":
+            item["arguments"] = text
+            written = self._event(name, self._place | {"arguments": text})
+        else:
+            part = _PARTS[kind] | {"text": text}
+            done = {"text": text}
+            if kind == "message":
+                done["logprobs"] = part["logprobs"] = item.pop("logprobs")
+            elif self._encrypts:
+                item["encrypted_content"] = wire.encrypted(text)
+            item["content"] = [part]
+            written = self._event(name, self._place | done)
+            written += self._event("response.content_part.done", self._place | {"part": part})
+        return written + self._event(
+            "response.output_item.done", {"output_index": self._place["output_index"], "item": item}
+        )
+
+    def _whole(self, name: str) -> bytes:
+        """An event that shows the response."""
+        return self._event(name, {"response": self._plain | {"output": self.output}})
+
+    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
+        if not self._has_events:
+            return b""
+        data = _encode({"type": name, "sequence_number": self._n_events} | fields)
+        self._n_events += 1
+        return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")) -> dict[str, Any]:
+    """A response's JSON, whose log-probabilities are left encoded: there may be millions."""
+    opened: dict[str, Any] = {}
+    name, *rest = path
+    for field, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        if field != name:
+            opened[field] = msgspec.json.decode(value)
+            continue
+        items = msgspec.json.decode(value, type=list[msgspec.Raw])
+        opened[field] = [_opened(item, rest) for item in items] if rest else items
+    return opened
+
+
+def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> list[bytes]:
+    """The events of a response that is complete behind the one of this number. They have the numbers that they had as the response
+    was made; deltas that followed each other come as one, with the number of the last.
+
+    ends: as of Stored."""
+    events: list[bytes] = []
+    n_events = 0
+
+    def add(name: str, n: int = 1, **fields: Any) -> None:
+        """n: for how many it stands."""
+        nonlocal n_events
+        n_events += n
+        if n_events - 1 > after:
+            data = _encode({"type": name, "sequence_number": n_events - 1} | fields)
+            events.append(b"event: %s\ndata: %s\n\n" % (name.encode(), data))
+
+    def add_delta(i: int, at: dict[str, Any], text: str, scores: list[Any] | None) -> None:
+        n = len(ends[i]) // 2
+        n_seen = min(n, max(0, after + 1 - n_events))
+        n_chars, n_scores = ends[i][2 * n_seen - 2 : 2 * n_seen] if n_seen else (0, 0)
+        shown = {} if scores is None else {"logprobs": scores[n_scores : ends[i][-1] if n else 0]}
+        if n:
+            add(f"{_DELTAS[response['output'][i]['type']]}.delta", n, **at, delta=text[n_chars:], **shown)
+
+    begun: dict[str, Any] = {
+        "status": "in_progress",
+        "completed_at": None,
+        "incomplete_details": None,
+        "usage": None,
+        "output": [],
+    }
+    for name in ("created", "in_progress"):
+        add(f"response.{name}", response=response | begun)
+    for i, item in enumerate(response["output"]):
+        kind, place = item["type"], {"item_id": item["id"], "output_index": i}
+        is_call = kind == "function_call"
+        empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
+        add("response.output_item.added", output_index=i, item=item | empty | {"status": "in_progress"})
+        if is_call:
+            add_delta(i, place, item["arguments"], None)
+            add(f"{_DELTAS[kind]}.done", **place, arguments=item["arguments"])
+        for j, part in enumerate(item.get("content", ())):
+            at = place | {"content_index": j}
+            scores = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            add("response.content_part.added", **at, part=_PARTS[kind])
+            add_delta(i, at, part["text"], part.get("logprobs"))
+            add(f"{_DELTAS[kind]}.done", **at, text=part["text"], **scores)
+            add("response.content_part.done", **at, part=part)
+        add("response.output_item.done", output_index=i, item=item)
+    add(f"response.{response['status']}", response=response)
+    return events
+
+
+def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
+    """A response's fields before its first item: what was asked for, and what holds where nothing was."""
+    defaults = service.defaults
+    text_format = asked.text.format if asked.text else None
+    reasoning = asked.reasoning or wire.Reasoning()
+    return {
+        "id": "",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": asked.max_tool_calls,
+        "metadata": asked.metadata or {},
+        "model": "",
+        "output": [],
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": asked.previous_response_id,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": None},
+        "safety_identifier": asked.safety_identifier,
+        "service_tier": "default",
+        "temperature": defaults.temperature if asked.temperature is None else asked.temperature,
+        "text": {"format": text_format or {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+        "tools": [tool for tool in asked.tools or () if not wire.is_hosted(tool)],
+        "top_logprobs": asked.top_logprobs or 0,
+        "top_p": defaults.top_p if asked.top_p is None else asked.top_p,
+        "truncation": asked.truncation or "disabled",
+        "usage": None,
+        "user": asked.user,
+    }
+
+
+def _plain_usage(usage: answer.Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "timing": usage.timing,
+    }
+
+
+class ResponseStream(EventStream):
+    """The events of a response. They begin with the first piece, so that until then an error has a status."""
+
+    __slots__ = ("_end", "_generation", "_has_begun", "_said")
+
+    def __init__(
+        self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]
+    ) -> None:
+        super().__init__()
+        self._generation = generation
+        self._said = said
+        self._end = end
+        self._has_begun = False
+
+    async def run(self) -> None:
+        await self._generation.run(self._take)
+        self.write((await self._end()).events)
+
+    def _take(self, pieces: list[answer.Piece]) -> None:
+        chunk = b"" if self._has_begun else self._said.begin()
+        self._has_begun = True
+        chunk += b"".join(map(self._said.add, pieces))
+        if chunk:
+            self.write(chunk)
+
+    def last(self, error: ApiError | None) -> bytes:
+        """Nothing marks the end but the last event."""
+        return b"" if error is None else self._said.fail(error)

@@ -1,0 +1,588 @@
+"""What OpenAI's Responses API says on the wire, and how it becomes the ChatRequest that every door shares.
+
+As in protocol.py, a field is honoured or refused by name, but for those of items that a model or a library wrote. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
+Accepted and ignored, since they ask for nothing that could show in an answer: `client_metadata`, `max_tool_calls` and what `include` names of
+hosted tools, of which there are none, and `reasoning.summary`: a thought is given whole, as the content of a reasoning item, and never
+summed up.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from deltic.server.api import protocol
+from deltic.server.api.messages import (
+    AssistantMessage,
+    CalledCustom,
+    CalledFunction,
+    Message,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    ToolName,
+    UserMessage,
+)
+from deltic.server.chat.arguments import given_arguments
+from deltic.server.errors import ApiError, bad_request
+
+log = logging.getLogger("deltic.server")
+
+THOUGHT = "deltic-thought-"
+"""Begins the `encrypted_content` that we give. It is the thought in base64: opaque to a client, not secret from it."""
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Summary = Literal["auto", "concise", "detailed", "none"]
+
+
+class Reasoning(Struct, forbid_unknown_fields=True):
+    effort: protocol.Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    """The older name of `summary`."""
+    context: Literal["auto", "all_turns"] | None = None
+    """all_turns: thoughts of earlier turns are shown to the model, where its template can."""
+    mode: Literal["standard"] | None = None
+
+
+class TextFormat(Struct, tag="text", forbid_unknown_fields=True):
+    """No constraint."""
+
+
+class JsonFormat(Struct, tag="json_object", forbid_unknown_fields=True):
+    """Any JSON object."""
+
+
+class SchemaFormat(Struct, tag="json_schema", kw_only=True, forbid_unknown_fields=True):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Text(Struct, forbid_unknown_fields=True):
+    format: TextFormat | JsonFormat | SchemaFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+
+
+class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Meta(min_length=1)] | None = None
+
+
+class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Functions under a name of their own, as agents send those of a tool server."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    tools: list[dict[str, Any]]
+    description: str | None = None
+
+
+Includable = Literal[
+    "reasoning.encrypted_content", "message.output_text.logprobs", "message.input_image.image_url", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]  # fmt: skip
+
+
+class ResponsesRequest(protocol.Sampling, kw_only=True):
+    """POST /v1/responses."""
+
+    input: str | list[Raw] | None = None
+    """Items stay as they were sent: see `parse_item`."""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: protocol.Positive | None = None
+    top_logprobs: protocol.Count | None = None
+    include: list[Includable] | None = None
+    """What hosted tools and images would give is accepted: there is none of it here."""
+    reasoning: Reasoning | None = None
+    text: Text | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    """auto: what is too long loses its oldest turns."""
+    background: Literal[False] | None = None
+    store: bool | None = None
+    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    thinking_budget: protocol.Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Carry no promise about the answer.
+    max_tool_calls: protocol.Count | None = None
+    """Of hosted tools."""
+    client_metadata: dict[str, Any] | None = None
+    # Known, and refused unless null.
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    access_programs: Any = None
+    image: Any = None
+    background_options: Any = None
+
+
+_REFUSED = {
+    "conversation": "conversations are not kept here; send the items, or previous_response_id",
+    "prompt": "prompt templates are not kept here; send instructions and input",
+    "context_management": "not supported by this server; leave it out",
+    "moderation": "not supported by this server; leave it out",
+    "access_programs": "not supported by this server; leave it out",
+    "image": "this server reads and writes text only",
+    "background_options": "not supported by this server; leave it out",
+    "max_tokens": "is called max_output_tokens here",
+    "response_format": "is called text.format here",
+    "n_predict": "is called max_output_tokens here",
+    "request_id": "a response's id is the server's, under which it is kept",
+    "rid": "a response's id is the server's, under which it is kept",
+    "prompt_logprobs": "not available here; use /v1/completions",
+    "return_token_ids": "not available here; use /v1/chat/completions",
+    "return_tokens_as_token_ids": "not available here; use /v1/chat/completions",
+    "timings_per_token": "not available here; use /v1/chat/completions",
+}
+
+
+class MessageItem(Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class SaidItem(MessageItem, kw_only=True, forbid_unknown_fields=False):
+    """A message of the assistant. Like all that a model or a library wrote, it may have any further field."""
+
+    status: Any = None
+    phase: Any = None
+
+
+class CallItem(Struct, kw_only=True):
+    call_id: str
+    name: ToolName
+    arguments: str
+    namespace: str | None = None
+
+
+class CustomCallItem(Struct, kw_only=True):
+    """A call whose argument is text of any form, as OpenAI's models write."""
+
+    call_id: str
+    name: ToolName
+    input: str
+
+
+class CallOutputItem(Struct, kw_only=True):
+    output: str | list[dict[str, Any]]
+    call_id: str
+
+
+class ReasoningItem(Struct, kw_only=True):
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+
+
+class HostedItem(Struct):
+    """What a tool on OpenAI's servers did for another model. It is ignored: what the model said of it stands in its message."""
+
+
+class Reference(Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    type: Literal["item_reference"] | None = None
+
+
+class _Kind(Struct):
+    type: str | None = None
+    role: str | None = None
+
+
+Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem
+ITEMS: dict[str, type[Item | Reference]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": Reference,
+}
+_HOSTED_ITEMS = (
+    "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools", "mcp_call",
+    "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output",
+)  # fmt: skip
+ITEMS |= dict.fromkeys(_HOSTED_ITEMS, HostedItem)
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+_HOSTED = re.compile(
+    r"(web_search|web_search_preview|image_generation|file_search|code_interpreter|mcp)(_\d{4}_\d{2}_\d{2})?"
+)
+"""Tools that OpenAI's servers run; others that we do not know are for the client to run, so a model without them fails."""
+
+
+def is_hosted(tool: dict[str, Any]) -> bool:
+    kind = tool.get("type")
+    return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
+
+
+@functools.cache
+def _note_skipped(kind: str) -> None:
+    """Once is enough: an agent sends its tools with every request."""
+    log.info("requests to /v1/responses have the tool %s, which is left out (--skip-hosted-tools)", kind)
+
+
+def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
+    """Raises ApiError (400) for what a ChatRequest could not say. skips_hosted: the model may go without hosted tools."""
+    for i, tool in enumerate(asked.tools or ()):
+        if is_hosted(tool):
+            if not skips_hosted:
+                raise _unknown_tool(tool, f"tools[{i}]")
+            _note_skipped(tool["type"])
+    for field, why in _REFUSED.items():
+        if getattr(asked, field) not in (None, False):
+            raise bad_request(field, why, "unsupported_field")
+    if asked.n not in (None, 1):
+        raise bad_request("n", "a response has one answer", "unsupported_field")
+    if asked.stream_options is not None and not asked.stream:
+        raise bad_request("stream_options", "only for a stream; set stream to true")
+
+
+def turn_starts(items: list[tuple[str, Item]]) -> tuple[int, list[int]]:
+    """Where a history may be cut: behind its first settings, and before each later message of a user."""
+    n_settings = 0
+    while n_settings < len(items) and _role(items[n_settings][1]) in ("system", "developer"):
+        n_settings += 1
+    starts = [i for i, (_, item) in enumerate(items) if i > n_settings and _role(item) == "user"]
+    return n_settings, starts
+
+
+def _role(item: Item) -> str | None:
+    return item.role if isinstance(item, MessageItem) else None
+
+
+def wants(asked: ResponsesRequest, what: str) -> bool:
+    return what in (asked.include or ())
+
+
+def given_items(asked: ResponsesRequest) -> list[bytes]:
+    """The JSON of the input's items."""
+    if isinstance(asked.input, str):
+        return [msgspec.json.encode({"type": "message", "role": "user", "content": asked.input})]
+    return [bytes(item) for item in asked.input or ()]
+
+
+def parse_item(item: bytes, place: str) -> Item | Reference:
+    """An input item from its JSON. Raises ApiError (400) naming the field, under `place`."""
+    try:
+        kind = protocol.parse(item, _Kind)
+        name = kind.type or ("message" if kind.role is not None else "item_reference")
+        if name not in ITEMS:
+            known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
+            raise bad_request("type", f"{name!r} is not supported; this server knows {known}")
+        return protocol.parse(
+            item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name]
+        )
+    except ApiError as error:
+        raise _moved(error, lambda param: f"{place}.{param}" if param else place) from None
+
+
+def _moved(error: ApiError, name: Callable[[str], str]) -> ApiError:
+    """`error`, about the field that is called `name(param)` here."""
+    said = error.message.removeprefix(f"{error.param}: ")
+    param = name(error.param or "")
+    return ApiError(
+        error.status, f"{param}: {said}", param=param, code=error.code, kind=error.kind, headers=error.headers
+    )
+
+
+_RENAMED = (
+    (r"^messages", "input"),
+    (r"^response_format\.json_schema", "text.format"),
+    (r"^response_format", "text.format"),
+    (r"^verbosity", "text.verbosity"),
+    (r"^reasoning_effort", "reasoning.effort"),
+    (r"^max_(completion_)?tokens", "max_output_tokens"),
+    (r"^tool_choice\.(function|allowed_tools)", "tool_choice"),
+)
+"""Names of a ChatRequest's fields, and those of the same thing here."""
+
+
+def in_own_words(error: ApiError, asked: ResponsesRequest) -> ApiError:
+    """An error about a ChatRequest as one about the request that it was made from."""
+    if error.param is None:
+        return error
+
+    def name(param: str) -> str:
+        if found := re.match(r"tools\[(\d+)\]\.function", param):
+            places = [place for place, _, _ in flat_tools(asked.tools)]
+            return places[int(found[1])] + param[found.end() :]
+        for pattern, own in _RENAMED:
+            param, n_found = re.subn(pattern, own, param)
+            if n_found:
+                break
+        return param
+
+    error.message = error.message.replace("excludes response_format", "excludes text.format")
+    return _moved(error, name)
+
+
+_SHARED = frozenset(protocol.ChatRequest.__struct_fields__) & frozenset(ResponsesRequest.__struct_fields__)
+_OWN = frozenset(
+    {
+        "tools",
+        "tool_choice",
+        "stream_options",
+        "store",
+        "metadata",
+        "response_format",
+        "preserve_thinking",
+        "reasoning",
+        "top_logprobs",
+    }
+)
+"""Fields of both requests whose values differ."""
+
+
+def chat_request(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> protocol.ChatRequest:
+    """The chat that a request asks for. items: (place, item), the whole history. Raises ApiError (400)."""
+    messages = Messages(asked.instructions)
+    for place, item in items:
+        messages.add(item, place)
+    logprobs = wants(asked, "message.output_text.logprobs")
+    all_turns = asked.reasoning is not None and asked.reasoning.context == "all_turns"
+    return protocol.ChatRequest(
+        **{name: getattr(asked, name) for name in _SHARED - _OWN},
+        preserve_thinking=True if all_turns else asked.preserve_thinking,
+        messages=messages.whole(),
+        max_completion_tokens=asked.max_output_tokens,
+        logprobs=logprobs or None,
+        top_logprobs=asked.top_logprobs if logprobs else None,
+        tools=_chat_tools(asked.tools) or None,
+        tool_choice=chat_tool_choice(asked.tool_choice),
+        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
+        response_format=_response_format(asked.text.format if asked.text else None),
+        verbosity=asked.text.verbosity if asked.text else None,
+    )
+
+
+def flat_tools(
+    tools: list[dict[str, Any]] | None,
+) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool]]:
+    """(place, namespace, function) of all functions, hosted tools left out. Raises ApiError (400)."""
+    for i, tool in enumerate(tools or ()):
+        place = f"tools[{i}]"
+        if is_hosted(tool):
+            continue
+        if tool.get("type") != "namespace":
+            yield place, None, _function(tool, place)
+            continue
+        space: NamespaceTool = protocol.convert(tool, NamespaceTool, place)
+        for j, inner in enumerate(space.tools):
+            yield f"{place}.tools[{j}]", space, _function(inner, f"{place}.tools[{j}]")
+
+
+def _function(tool: dict[str, Any], place: str) -> FunctionTool:
+    if tool.get("type") != "function":
+        raise _unknown_tool(tool, place)
+    checked: FunctionTool = protocol.convert(tool, FunctionTool, place)
+    return checked
+
+
+def _unknown_tool(tool: dict[str, Any], place: str) -> ApiError:
+    said = f"{tool.get('type')!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)"
+    return bad_request(f"{place}.type", said, "unsupported_tool")
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """What the model calls a function."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
+
+
+def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Tools in the form of chats. Raises ApiError (400)."""
+    plain, told = [], None
+    for place, space, tool in flat_tools(tools):
+        name = flat_name(tool.name, space.name if space else None)
+        function: dict[str, Any] = {"name": protocol.convert(name, ToolName, f"{place}.name")}
+        descriptions = [tool.description]
+        if space is not None and space is not told:  # once is enough
+            descriptions.insert(0, space.description)
+            told = space
+        if description := "\n\n".join(filter(None, descriptions)):
+            function["description"] = description
+        function["parameters"] = tool.parameters or {}
+        if tool.strict:
+            function["strict"] = True
+        plain.append({"type": "function", "function": function})
+    return plain
+
+
+def chat_tool_choice(choice: Any) -> Any:
+    """`tool_choice` in the form of chats, where functions are named one level deeper."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        rest = {key: value for key, value in choice.items() if key != "type"}
+        return {"type": "function", "function": rest}
+    if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
+        rest = {key: value for key, value in choice.items() if key not in ("type", "tools")}
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": rest | {"tools": [chat_tool_choice(tool) for tool in tools]},
+        }
+    return choice
+
+
+def _response_format(wanted: TextFormat | JsonFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    if wanted is None or isinstance(wanted, TextFormat):
+        return None
+    if isinstance(wanted, JsonFormat):
+        return {"type": "json_object"}
+    named = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
+    return {"type": "json_schema", "json_schema": named}
+
+
+_REASONING, _CONTENT, _CALLS = range(3)
+"""The order within a message of the assistant."""
+
+
+class Messages:
+    """Items put together to messages: what the assistant thought, said and called without a break is one.
+
+    Instructions and system messages before all others are one, since templates want it first and once; a later one (agents
+    tell of changed settings so) comes as a message of the user, in its place.
+    """
+
+    def __init__(self, instructions: str | None) -> None:
+        self._system = [] if instructions is None else [instructions]
+        self._messages: list[Message] = []
+        self._assistant: AssistantMessage | None = None
+        self._stage = _REASONING
+
+    def whole(self) -> list[Message]:
+        """Raises ApiError (400) if there is none."""
+        if not self._messages and not self._system:
+            raise bad_request("input", "is missing or empty")
+        if not self._system:
+            return self._messages
+        return [SystemMessage(content="\n\n".join(self._system)), *self._messages]
+
+    def add(self, item: Item, place: str) -> None:
+        """Raises ApiError (400) for what is not text, and for arguments that are not a JSON object."""
+        if isinstance(item, ReasoningItem):
+            thought = _thought(item, place)
+            if thought:
+                self._at(_REASONING).reasoning_content = thought
+        elif isinstance(item, CallItem):
+            function = CalledFunction(flat_name(item.name, item.namespace), _arguments(item, place))
+            self._call(ToolCall(function=function, id=item.call_id))
+        elif isinstance(item, CustomCallItem):
+            self._call(ToolCall(custom=CalledCustom(item.name, item.input), id=item.call_id))
+        elif isinstance(item, CallOutputItem):
+            self._other(ToolMessage(content=_text(item.output, f"{place}.output"), tool_call_id=item.call_id))
+        elif isinstance(item, MessageItem):
+            text = _text(item.content, f"{place}.content", by=item.role)
+            if item.role == "assistant":
+                self._at(_CONTENT).content = text
+            elif item.role != "user" and not self._messages:
+                self._system.append(text)
+            else:
+                self._other(UserMessage(content=text))
+
+    def _call(self, call: ToolCall) -> None:
+        message = self._at(_CALLS)
+        message.tool_calls = message.tool_calls or []
+        message.tool_calls.append(call)
+
+    def _other(self, message: Message) -> None:
+        self._assistant = None
+        self._messages.append(message)
+
+    def _at(self, stage: int) -> AssistantMessage:
+        """The message of the assistant that goes on with `stage`: a new one unless all before it comes earlier."""
+        message = self._assistant
+        if message is None or self._stage > stage or self._stage == stage != _CALLS:
+            message = AssistantMessage()
+            self._other(message)
+            self._assistant = message
+        self._stage = stage
+        return message
+
+
+def _arguments(item: CallItem, place: str) -> dict[str, Any]:
+    arguments = given_arguments(item.arguments)
+    if arguments is None:
+        raise bad_request(f"{place}.arguments", "expected the text of a JSON object")
+    return arguments
+
+
+def _thought(item: ReasoningItem, place: str) -> str:
+    """The thought of an item, by whichever of its fields came back."""
+    if item.content:
+        return _text(item.content, f"{place}.content", by="assistant")
+    given = item.encrypted_content or ""
+    if given.startswith(THOUGHT):
+        try:
+            return base64.b64decode(given.removeprefix(THOUGHT), validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            raise bad_request(f"{place}.encrypted_content", "is damaged; send it as it was given") from None
+    return _text(item.summary, f"{place}.summary", by="assistant") if item.summary else ""
+
+
+def encrypted(thought: str) -> str:
+    """What `_thought` reads; for clients that give back nothing else."""
+    return THOUGHT + base64.b64encode(thought.encode()).decode()
+
+
+_TEXT_FIELDS = {
+    "input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "reasoning_text": "text",
+    "refusal": "refusal",
+}  # fmt: skip
+_PART_FIELDS = frozenset({"type", "annotations", "logprobs", "cache_control"})
+
+
+def _text(content: str | list[dict[str, Any]], place: str, by: str = "tool") -> str:
+    """by: who wrote it. Raises ApiError (400) for a part that is not text, unless it is the assistant's."""
+    return content if isinstance(content, str) else "".join(_texts(content, place, by))
+
+
+def _texts(parts: list[dict[str, Any]], place: str, by: str) -> Iterator[str]:
+    for i, part in enumerate(parts):
+        kind = part.get("type")
+        field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+        if field is None and by == "assistant":
+            continue
+        if field is None:
+            raise bad_request(f"{place}[{i}].type", f"{kind!r} is not supported; this server reads text only")
+        text = part.get(field)
+        if not isinstance(text, str):
+            raise bad_request(f"{place}[{i}].{field}", "expected a string")
+        if by not in ("assistant", "tool") and (unknown := part.keys() - _PART_FIELDS - {field}):
+            raise bad_request(
+                f"{place}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
+            )
+        yield text

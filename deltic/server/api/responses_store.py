@@ -1,0 +1,122 @@
+"""Responses that can be continued: held in memory, the least recently used go first.
+
+A response's history is a tuple of turns, which it shares with the responses that it continues; a turn goes when no response
+needs it any more. All is kept as JSON, so what it takes is known to the byte, near enough.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from deltic.server.api.responses_protocol import ID_PREFIXES
+
+MAX_BYTES = 256_000_000
+"""Of all that is held."""
+_OVERHEAD_BYTES = 300
+"""Of an entry of any kind, beside its JSON: Python's objects."""
+
+
+class Turn(msgspec.Struct, eq=False):
+    """The items of one request, or of its answer: (id, JSON)."""
+
+    items: list[tuple[str, bytes]]
+    n_uses: int = 0
+
+    def n_bytes(self) -> int:
+        return sum(len(item) + _OVERHEAD_BYTES for _, item in self.items)
+
+
+class Stored(msgspec.Struct, eq=False):
+    """A response: the JSON of its answer, what it was made from, and the items of the answer itself."""
+
+    owner: str
+    """Name of the API key that asked; nobody else's finds it."""
+    body: bytes
+    input: tuple[Turn, ...]
+    output: Turn
+    ends: list[array[int]] = []
+    """For each item of the answer, as each of its deltas ended: how many characters had been said, and how many
+    log-probabilities, one behind the other."""
+
+    @property
+    def history(self) -> tuple[Turn, ...]:
+        return (*self.input, self.output)
+
+    def n_bytes(self) -> int:
+        n_bytes = sum(len(ends) * ends.itemsize + _OVERHEAD_BYTES for ends in self.ends)
+        return len(self.body) + _OVERHEAD_BYTES + 8 * len(self.input) + n_bytes
+
+
+class ResponseStore:
+    """The responses of one server, at most `most` of them."""
+
+    def __init__(self, most: int, max_bytes: int = MAX_BYTES) -> None:
+        self.most = most
+        self.n_bytes = 0
+        self._max_bytes = max_bytes
+        self._responses: OrderedDict[str, Stored] = OrderedDict()
+        self._items: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def get(self, response_id: str, owner: str) -> Stored | None:
+        found = self._responses.get(response_id)
+        if found is None or found.owner != owner:
+            return None
+        self._responses.move_to_end(response_id)
+        return found
+
+    def add(self, response_id: str, stored: Stored) -> None:
+        """Keeps it, unless it alone is more than may be held."""
+        self._responses[response_id] = stored
+        self.n_bytes += stored.n_bytes()
+        for turn in stored.history:
+            if not turn.n_uses:
+                self.n_bytes += turn.n_bytes()
+                self._items.update((self._key(stored.owner, item_id), item) for item_id, item in turn.items)
+            turn.n_uses += 1
+        while self._responses and (len(self._responses) > self.most or self.n_bytes > self._max_bytes):
+            self.remove(next(iter(self._responses)))
+
+    def remove(self, response_id: str) -> None:
+        stored = self._responses.pop(response_id)
+        self.n_bytes -= stored.n_bytes()
+        for turn in stored.history:
+            turn.n_uses -= 1
+            if not turn.n_uses:
+                self.n_bytes -= turn.n_bytes()
+                for item_id, item in turn.items:
+                    key = self._key(stored.owner, item_id)
+                    if self._items.get(key) is item:  # another's of this id may have come since
+                        del self._items[key]
+
+    def item(self, item_id: str, owner: str) -> bytes | None:
+        """The JSON of an item of any response that is held."""
+        return self._items.get(self._key(owner, item_id))
+
+    @staticmethod
+    def _key(owner: str, item_id: str) -> str:
+        return f"{owner}\n{item_id}"
+
+
+def turn_of(items: list[bytes]) -> Turn:
+    """A turn of checked input items, each with an id and in its full form, as /input_items lists them."""
+    return Turn([_full_item(msgspec.json.decode(item)) for item in items])
+
+
+def _full_item(item: dict[str, Any]) -> tuple[str, bytes]:
+    kind = item.setdefault("type", "message")
+    item_id: str = item.get("id") or f"{ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
+    content = item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        item["content"] = [{"type": part, "text": content}]
+    if kind != "reasoning":
+        item.setdefault("status", "completed")
+    return item_id, msgspec.json.encode({"id": item_id} | item | {"id": item_id})

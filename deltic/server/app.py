@@ -1,0 +1,644 @@
+"""The HTTP application: routes, and what is the same for all of them.
+
+Bodies are parsed by `protocol.py`, not by the framework: what a token passes through is bytes and small structs only. The routes
+that generate are in `completions.py`, `responses.py`, `anthropic.py` and `speech.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import functools
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import WebSocketRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from deltic import __version__
+from deltic.models.vocoder.shape import SAMPLE_RATE
+from deltic.server.access import Access
+from deltic.server.api import anthropic, anthropic_protocol, ollama, ollama_protocol, protocol
+from deltic.server.api.completions import chat_completions, completions
+from deltic.server.api.responses import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
+from deltic.server.api.responses_protocol import ResponsesRequest
+from deltic.server.batch import batches
+from deltic.server.chat.template import render
+from deltic.server.errors import ApiError, bad_request
+from deltic.server.limits import BATCH, RATE_HEADERS, TICKET, Ticket
+from deltic.server.openapi import document
+from deltic.server.page import live, page
+from deltic.server.service import Kind, Server, Service, SpeechParts
+from deltic.server.speech import protocol as speech_protocol
+from deltic.server.speech import routes as speech
+from deltic.server.speech.audio import MEDIA_TYPES
+from deltic.server.speech.socket import PATH, converse
+from deltic.server.transport import (
+    BODY,
+    SERVER_SEND,
+    Encoded,
+    LargeResponse,
+    error_response,
+    forget_frames,
+    json_response,
+    own_path,
+    read_body,
+)
+from deltic.text import UnreadableText
+
+log = logging.getLogger("deltic.server")
+
+CLIENT_GONE = 499
+"""The status noted for a client that left before its answer; nobody receives it."""
+
+CLOSE = {"connection": "close", "x-should-retry": "false"}
+
+LARGE_BYTES = 1_000_000
+"""Of a body and its answer, behind which memory is given back."""
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache")
+"""Routes that are polled: not worth a line in the log each time."""
+
+Endpoint = Callable[[Service, Request], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One row of ROUTES. The first line of the endpoint's docstring is its summary in /openapi.json."""
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    body: type | None = None
+    """The struct of its JSON body."""
+    open_: bool = False
+    """No key is needed."""
+    kind: Kind = "text"
+    """What the model makes that is asked when the request names none."""
+    takes_model: bool = False
+    """The query's `model` names one; else the body's does, if there is one."""
+    generates: bool = False
+    """The limits of a key hold here."""
+    is_shared: bool = False
+    """It tells of what all keys share, or resets it: for administrators."""
+    form: bool = False
+    """Its body is not JSON but a form."""
+    any_type: bool = False
+    """Its JSON may be declared as anything: Ollama's manual shows `curl -d`, which calls it a form."""
+    gives: tuple[str, ...] = ("application/json",)
+    """The media types of its answers, beside event streams."""
+
+
+def create_app(server: Server) -> FastAPI:
+    """The application. `app.state.server` is its Server."""
+    # No generated documentation: the bodies are not the framework's, so it would be empty.
+    app = Application(title="Deltic", version=__version__, openapi_url=None)
+    app.state.server = server
+    config = server.config
+    access = Access(config, server.accounts)
+
+    def add(route: Route) -> None:
+        async def bound(request: Request) -> ASGIApp:
+            request.scope["deltic.route"] = route.path
+            ticket: Ticket = request.scope[TICKET]
+            if ticket.is_batch:
+                ticket.account = request.scope[BATCH]
+            else:
+                ticket.account = access.check(
+                    request,
+                    open_=route.open_,
+                    any_type=route.form or route.any_type,
+                    is_shared=route.is_shared,
+                )
+            if route.generates:
+                ticket.enter()
+            service = await asked_model(server, route, request)
+            ticket.model = service.model_name if len(server.models) > 1 else ""
+            return await route.endpoint(service, request)
+
+        app.add_route(route.path, _answering(bound), methods=[route.method])
+
+    for route in ROUTES:
+        add(route)
+    if server.of("speech"):
+
+        async def bound_socket(socket: WebSocket) -> None:
+            await converse(server, access, socket, log_request)
+
+        app.router.routes.append(WebSocketRoute(PATH, bound_socket))
+    app.add_exception_handler(HTTPException, _framework_error)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after", *RATE_HEADERS],
+        )
+    app.add_middleware(Envelope, server=server)
+    if server.batches is not None:
+        server.batches.app = app
+    return app
+
+
+class _Model(msgspec.Struct):
+    """Of a body, what says whose it is."""
+
+    model: str | None = None
+
+
+def _model_in(body: bytes) -> str | None:
+    """None for a body that the endpoint will refuse, too."""
+    try:
+        return msgspec.json.decode(body, type=_Model).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+async def asked_model(server: Server, route: Route, request: Request) -> Service:
+    """The model that a request names, or the first of the route's kind. Raises ApiError (404; what reading a body does).
+
+    Where there is but one, its endpoint looks at the name in the body."""
+    service, name = server.first(route.kind), None
+    if route.takes_model:
+        name = request.query_params.get("model")
+    elif route.body is not None and not route.form and len(server.models) > 1:
+        body = request.scope[BODY] = await read_body(request, server.config.max_body_mb)
+        name = await service.prepare(len(body), lambda: _model_in(body), request)
+    return service if name is None else server.find(name)
+
+
+class Application(FastAPI):
+    """FastAPI that tells an EventStream the server's own `send`, so that later chunks go past the middleware, which looks at
+    no body."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        root = self.state.server.config.root_path
+        if "path" in scope:
+            # A proxy may have taken the prefix away, or not; here it is there.
+            path = scope["path"]
+            if root and (path == root or path.startswith(root + "/")):
+                path = path.removeprefix(root)
+            scope["root_path"], scope["path"] = root, root + _usual_path(path)
+        await super().__call__(scope, receive, send)
+
+
+def _usual_path(path: str) -> str:
+    """A path as ROUTES has it: without a slash at its end, and with the `/v1` that some clients leave out."""
+    path = (
+        path.rstrip("/") or path[:1]
+    )  # nothing stays nothing: a prefix is sent on to its page, whose links are relative
+    return f"/v1{path}" if path[1:].partition("/")[0] in _V1 else path
+
+
+def _answering(
+    endpoint: Callable[[Request], Awaitable[ASGIApp]],
+) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+    """An endpoint whose errors become error bodies."""
+
+    async def answering(request: Request) -> ASGIApp:
+        try:
+            return await endpoint(request)
+        except ApiError as error:
+            return error_response(error, request.scope)
+        except UnreadableText as error:
+            forget_frames(error)
+            return error_response(bad_request(None, str(error)), request.scope)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+
+    return answering
+
+
+DECLINED = {
+    path if path.startswith("/") else f"/v1/{path}": f"the models here write or speak; this server {why}"
+    for names, why in {
+        ("embeddings", "rerank", "score", "/api/embed"): "makes no embeddings or scores",
+        ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
+        ("images", "videos"): "makes no pictures",
+        ("moderations",): "judges no text",
+        ("uploads", "vector_stores", "containers"): "keeps no such files; see /v1/files",
+        ("fine_tuning", "evals"): "runs no such jobs; see /v1/batches",
+        (
+            "assistants",
+            "threads",
+            "conversations",
+        ): "keeps no threads; use /v1/responses with previous_response_id",
+        tuple(
+            f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs")
+        ): "serves what it was started with",
+        ("responses/compact",): "shortens no history; send what is to be kept",
+    }.items()
+    for path in names
+}
+"""Doors of OpenAI's API, and of Ollama's, that there are none of here, by how their paths start."""
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, in the form of all other errors."""
+    assert isinstance(error, HTTPException)
+    path, status, headers = own_path(request.scope), error.status_code, dict(error.headers or {})
+    where = f"{request.method} {path}"
+    said = {404: f"no such path: {where}", 405: f"{where}: method not allowed"}.get(status, error.detail)
+    declined = next((why for start, why in DECLINED.items() if path.startswith(start)), None)
+    if declined is not None:  # also where the path fits a route of another method
+        status, said, headers = 404, f"{where}: {declined}", {}
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+    return error_response(ApiError(status, said, code=code, headers=headers), request.scope)
+
+
+class Envelope:
+    """What every response has: a request id, a line in the log, a count; and a 500 for what was not foreseen.
+
+    The line has the client's id of the request (x-request-id, made here when it sent none) beside the id in the answer's
+    body, by which the engine knows it.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._converse(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next(
+            (value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), ""
+        )
+        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope["deltic.request_id"] = request_id
+        status = n_bytes = 0
+        ticket = scope[TICKET] = Ticket(self._server.config, is_batch=BATCH in scope)
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status, n_bytes
+            n_bytes += len(message.get("body", b""))
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                limits = ticket.account.headers() if ticket.account else []
+                ids = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *ids, *limits]
+            await send(message)
+
+        is_whole = False
+
+        async def receive_body() -> Message:
+            """`receive` within the time that the request has, as long as its body is to come."""
+            nonlocal is_whole, n_bytes
+            try:
+                async with asyncio.timeout(None if is_whole else ticket.left_s()):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408, "the body did not come in time", code="request_timeout", headers=CLOSE
+                ) from None
+            is_whole = not message.get("more_body", False)
+            n_bytes += len(message.get("body", b""))
+            if self._server.config.log_prompts and scope.get("deltic.route") != FILES:
+                ticket.body += message.get("body", b"")
+            return message
+
+        self._server.n_open += 1
+        try:
+            await self._app(scope, receive_body, send_marked)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of a library in Rust is no Exception
+            log.exception("%s %r %s", scope["method"], scope["path"], request_id)
+            if not status:
+                error = ApiError(500, f"an error inside the server; its log has more under {request_id}")
+                await error_response(error, scope)(scope, receive, send_marked)
+        finally:
+            self._server.n_open -= 1
+            route = scope.get("deltic.route", "other")
+            status = status or CLIENT_GONE
+            self._server.metrics.responses[route, status] += 1
+            ticket.end(status)
+            if n_bytes > LARGE_BYTES:
+                self._server.trim_soon()
+            if route not in QUIET:
+                log_request(
+                    scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-")
+                )
+
+    async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket: its line in the log, and its count, when it has ended. The limits are those of what is said through it."""
+        request_id = scope["deltic.request_id"] = secrets.token_hex(16)
+        ticket = scope[TICKET] = Ticket()
+        status = 101
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "websocket.http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            log.exception("%r %s", scope["path"], request_id)
+            status = 500
+        finally:
+            route = PATH if own_path(scope) == PATH else "other"
+            self._server.metrics.responses[route, status] += 1
+            log_request("WEBSOCKET", route, status, ticket, request_id, "-")
+
+
+def log_request(
+    method: str, route: str, status: int, ticket: Ticket, request_id: str, answer_id: str
+) -> None:
+    """The line of a request that has ended."""
+    fields: dict[str, Any] = {"method": method, "route": route, "status": status}
+    fields["seconds"] = round(time.monotonic() - ticket.started_s, 3)
+    text = f"{method} {route} {status} {fields['seconds']:.3f} s"
+    more: dict[str, Any] = {"key": ticket.account.name} if ticket.account else {}
+    if ticket.model:
+        more["model"] = ticket.model
+    if ticket.first_s is not None:
+        more["first_token_seconds"] = round(ticket.first_s - ticket.started_s, 3)
+    if usage := ticket.usage:
+        more |= {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
+        more["generated_tokens"] = usage.completion_tokens
+    if ticket.body:
+        more["body"] = ticket.body.decode("utf-8", "replace")
+    text += "".join(
+        f" {name}={json.dumps(value) if name == 'body' else value}" for name, value in more.items()
+    )
+    ids = {"request_id": request_id, "answer_id": answer_id}
+    level = logging.DEBUG if ticket.is_batch else logging.INFO  # of a batch its end is told
+    log.log(level, "%s %s %s", text, request_id, answer_id, extra={"fields": fields | more | ids})
+
+
+async def list_models(service: Service, request: Request) -> ASGIApp:
+    """GET /v1/models: those there are."""
+    cards = [model_card(one, name) for one in service.server.models.values() for name in one.names]
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
+    return json_response({"object": "list", "data": cards, "has_more": False} | ends)
+
+
+async def get_model(service: Service, request: Request) -> ASGIApp:
+    """GET /v1/models/{model:path}: one of them, by a name that it answers to."""
+    name = request.path_params["model"]
+    return json_response(model_card(service.server.find(name), name))
+
+
+def model_card(service: Service, name: str) -> dict[str, Any]:
+    """What /v1/models says of a model under one of its names; `root` is the first of them."""
+    info = service.client.info
+    limit = protocol.context_limit(info) if info else None
+    started_s = service.server.started_s
+    at = datetime.datetime.fromtimestamp(started_s, datetime.UTC)
+    return {
+        "id": name,
+        "root": service.model_name,
+        "object": "model",
+        "created": started_s,
+        "owned_by": "deltic",
+        "max_model_len": info.max_model_len if info else None,
+        # What other clients look for, under names of their own.
+        **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
+        **({"speech": speech_card(service.speech)} if service.speech else {}),
+        "type": "model",
+        "display_name": name,
+        "created_at": at.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+    }
+
+
+def speech_card(parts: SpeechParts) -> dict[str, Any]:
+    shape = parts.prompts.shape
+    return {
+        "task_type": speech_protocol.TASKS[shape.variant],
+        "sample_rate": SAMPLE_RATE,
+        "voices": parts.voice_names(),
+        "languages": ["auto", *sorted(shape.languages)],
+        "takes_instructions": shape.takes_instructions,
+    }
+
+
+async def tokenize(service: Service, request: Request) -> ASGIApp:
+    """POST /tokenize: the ids of a text or a chat."""
+    body = await read_body(request, service.config.max_body_mb)
+
+    def work() -> dict[str, Any]:
+        asked = service.read(request, body, protocol.TokenizeRequest)
+        service.check_model(asked.model)
+        protocol.check_tokenize(asked)
+        if asked.prompt is not None:
+            parsed = asked.parse_special_tokens is not False
+            pieces = service.tokenizer.encode_pieces(asked.prompt, "parse" if parsed else "text")
+        else:
+            pieces = iter([render(service.template, asked)[0].ids])
+        count, tokens, strings = 0, Encoded(), Encoded()
+        for ids in filter(None, pieces):  # of a long text each would take a hundred bytes
+            count += len(ids)
+            tokens.append(msgspec.json.encode(ids)[1:-1])
+            if asked.return_token_strs:
+                texts = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+                strings.append(msgspec.json.encode(texts)[1:-1])
+        info = service.client.info
+        told = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
+        return told | ({"token_strs": strings} if asked.return_token_strs else {})
+
+    return LargeResponse(await service.prepare(len(body), work, request))
+
+
+async def detokenize(service: Service, request: Request) -> ASGIApp:
+    """POST /detokenize: the text of ids."""
+    body = await read_body(request, service.config.max_body_mb)
+
+    def work() -> dict[str, Any]:
+        asked = service.read(request, body, protocol.DetokenizeRequest)
+        service.check_model(asked.model)
+        info = service.client.info
+        n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)
+        if asked.tokens and max(asked.tokens) >= n_ids:
+            raise bad_request(
+                "tokens", f"{max(asked.tokens)} is not a token id; they go from 0 to {n_ids - 1}"
+            )
+        return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
+
+    return LargeResponse(await service.prepare(len(body), work, request))
+
+
+async def metrics(service: Service, request: Request) -> ASGIApp:
+    """GET /metrics: numbers for Prometheus."""
+    return Response(service.server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def inspect_cache(service: Service, request: Request) -> ASGIApp:
+    """GET /cache: what the prefix cache holds."""
+    return json_response(await service.inspect_cache(reset=False))
+
+
+async def reset_cache(service: Service, request: Request) -> ASGIApp:
+    """POST /cache/reset: empties the prefix cache; what it holds then."""
+    if body := await read_body(request, service.config.max_body_mb):
+        protocol.parse(body, protocol.EmptyRequest)
+    return json_response(await service.inspect_cache(reset=True))
+
+
+async def health(service: Service, request: Request) -> ASGIApp:
+    """GET /health: 200 while all models take requests; a load balancer looks here."""
+    status = service.server.status()
+    return json_response(status, 200 if status["status"] == "ready" else 503)
+
+
+async def ping(service: Service, request: Request) -> ASGIApp:
+    """GET /ping: the same as /health, under the name that SageMaker knows."""
+    return await health(service, request)
+
+
+async def load(service: Service, request: Request) -> ASGIApp:
+    """GET /load: how many sequences run or wait; vLLM's balancers know it."""
+    return json_response({"server_load": sum(one.client.n_open for one in service.server.models.values())})
+
+
+async def ready(service: Service, request: Request) -> ASGIApp:
+    """GET /ready: 200 once all models are loaded; until then how far they are."""
+    status = service.server.status()
+    if status["status"] == "ready" and service.client.info is not None:
+        return json_response(status | {"model": service.model_name, "start_s": service.client.info.start_s})
+    return json_response(status, 503)
+
+
+async def version(service: Service, request: Request) -> ASGIApp:
+    """GET /version: this package's."""
+    return json_response({"version": __version__})
+
+
+async def openapi(service: Service, request: Request) -> ASGIApp:
+    """GET /openapi.json: this document."""
+    return json_response(_document(service.config.root_path))
+
+
+@functools.cache
+def _document(root_path: str) -> bytes:
+    """Made once: anybody may ask for it, and making it takes longer than a step."""
+    return msgspec.json.encode(document(ROUTES, root_path))
+
+
+FILES = "/v1/files"
+
+OLLAMA_GIVES = ("application/json", ollama.LINES)
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
+    Route("POST", "/v1/completions", completions, protocol.CompletionRequest, generates=True),
+    Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, anthropic_protocol.CountTokensRequest),
+    Route("POST", "/v1/responses", create_response, ResponsesRequest, generates=True),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens, ResponsesRequest),
+    Route("GET", "/v1/responses/{response_id}", get_response),
+    Route("DELETE", "/v1/responses/{response_id}", delete_response),
+    Route("POST", "/v1/responses/{response_id}/cancel", cancel_response),
+    Route("GET", "/v1/responses/{response_id}/input_items", list_input_items),
+    Route(
+        "POST",
+        "/v1/audio/speech",
+        speech.speak,
+        speech_protocol.SpeechRequest,
+        kind="speech",
+        generates=True,
+        gives=tuple(MEDIA_TYPES.values()),
+    ),
+    Route(
+        "POST",
+        "/v1/audio/speech/batch",
+        speech.speak_batch,
+        speech_protocol.BatchRequest,
+        kind="speech",
+        generates=True,
+    ),
+    Route("GET", "/v1/audio/voices", speech.list_voices, kind="speech", takes_model=True),
+    Route(
+        "POST",
+        "/v1/audio/voices",
+        speech.add_voice,
+        speech_protocol.VoiceForm,
+        kind="speech",
+        form=True,
+        generates=True,
+    ),
+    Route("DELETE", "/v1/audio/voices/{name}", speech.delete_voice, kind="speech", takes_model=True),
+    Route("POST", FILES, batches.upload, batches.FileForm, form=True),
+    Route("GET", FILES, batches.list_files),
+    Route("GET", "/v1/files/{file_id}", batches.get_file),
+    Route("GET", "/v1/files/{file_id}/content", batches.get_content, gives=("application/octet-stream",)),
+    Route("DELETE", "/v1/files/{file_id}", batches.delete_file),
+    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest),
+    Route("GET", "/v1/batches", batches.list_batches),
+    Route("GET", "/v1/batches/{batch_id}", batches.get_batch),
+    Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
+    Route(
+        "POST",
+        "/api/chat",
+        ollama.chat,
+        ollama_protocol.ChatRequest,
+        generates=True,
+        any_type=True,
+        gives=OLLAMA_GIVES,
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        ollama.generate,
+        ollama_protocol.GenerateRequest,
+        generates=True,
+        any_type=True,
+        gives=OLLAMA_GIVES,
+    ),
+    Route("GET", "/api/tags", ollama.tags),
+    Route("GET", "/api/ps", ollama.running),
+    Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True),
+    Route("GET", "/api/version", ollama.version, open_=True),
+    Route("GET", "/v1/models", list_models),
+    Route("GET", "/v1/models/{model:path}", get_model),
+    Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
+    Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
+    Route("GET", "/metrics", metrics, is_shared=True, gives=("text/plain",)),
+    Route("GET", "/load", load, is_shared=True),
+    Route("GET", "/cache", inspect_cache, is_shared=True, takes_model=True),
+    Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, is_shared=True, takes_model=True),
+    Route("GET", "/live", live, is_shared=True, takes_model=True),
+    Route("GET", "/", page, open_=True, gives=("text/html",)),
+    Route("GET", "/health", health, open_=True),
+    Route("GET", "/ping", ping, open_=True),
+    Route("GET", "/ready", ready, open_=True),
+    Route("GET", "/version", version, open_=True),
+    Route("GET", "/openapi.json", openapi, open_=True),
+)
+"""Every route there is: the application and its document in server/openapi.py are made from it."""
+
+_V1 = {
+    path.split("/")[2] for path in [*(route.path for route in ROUTES), *DECLINED] if path.startswith("/v1/")
+}
+"""First parts of the paths behind `/v1`."""

@@ -1,0 +1,668 @@
+"""Batches: files of requests that are answered behind everybody else's, and go on after a restart.
+
+A line is sent through the application itself, as a request of its key, so it means what it means online. It has no HTTP connection, the last
+priority in the engine, and does not count as one of the requests that a key may have open; its tokens count. Of each model half the places
+(`--batch-in-flight`) are for batches at most. Each key has one batch that runs, the others wait for it; keys share the places.
+
+An answer is appended to a file as it comes. Who reads these files again knows what is still to do, so nothing else is kept while a
+batch runs, and a line that was under way when the process ended is sent once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+from msgspec import Raw, Struct
+from starlette.types import ASGIApp, Message
+
+from deltic.batch_lines import BadLine, ForeignFile, Job, read, read_results, wait_s
+from deltic.host.client import EngineFailed
+from deltic.server.batch.file_store import (
+    KEPT_S,
+    MIN_BYTES,
+    Card,
+    FileStore,
+    append,
+    private,
+    unwritable,
+    write_whole,
+)
+from deltic.server.errors import ApiError
+from deltic.server.limits import BATCH, Account
+
+if TYPE_CHECKING:
+    from deltic.server.service import Server, Service
+
+log = logging.getLogger("deltic.server")
+
+MAX_LINES = 50_000
+MAX_ERRORS = 100
+"""Bad lines of an input file that are told."""
+MAX_BATCHES = 10_000
+"""Of one key."""
+AGAIN_S = 30.0
+"""After which a batch that the disk or the engine stopped is tried again."""
+ROOM_S = 2.0
+"""How often a batch that waits for room on the disk looks."""
+
+BROKEN = "an error inside the server; its log has more"
+
+OURS = re.compile(r"batch_[0-9a-f]{24}")
+"""Names of batches; files in their directory with other names are somebody else's."""
+
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class Usage(Struct):
+    """Tokens of all answers."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.input_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.input_tokens + self.output_tokens,
+        }
+
+    def add(self, body: bytes) -> None:
+        """An answer's, in the form of chats and completions or of responses."""
+        try:
+            told = msgspec.json.decode(body, type=_Answer).usage
+        except msgspec.DecodeError:
+            return
+        self.input_tokens += told.prompt_tokens + told.input_tokens
+        self.output_tokens += told.completion_tokens + told.output_tokens
+        self.cached_tokens += (told.prompt_tokens_details | told.input_tokens_details).get("cached_tokens", 0)
+        details = told.completion_tokens_details | told.output_tokens_details
+        self.reasoning_tokens += details.get("reasoning_tokens", 0)
+
+
+class _Told(Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: dict[str, int] = {}
+    completion_tokens_details: dict[str, int] = {}
+    input_tokens_details: dict[str, int] = {}
+    output_tokens_details: dict[str, int] = {}
+
+
+class _Answer(Struct):
+    usage: _Told
+
+
+class Batch(Struct, kw_only=True):
+    """As it is kept on disk. Times in seconds of the epoch."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    output_s: int = KEPT_S
+    """How long what it makes is kept."""
+    status: str = "validating"
+    final: str | None = None
+    """What `status` becomes, once all lines are done with."""
+    model: str | None = None
+    errors: list[dict[str, Any]] = []
+    times: dict[str, int] = {}
+    """`in_progress_at` and the like."""
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    usage: Usage = msgspec.field(default_factory=Usage)
+
+    @property
+    def counts(self) -> str:
+        return f"{self.completed} answered, {self.failed} with an error, of {self.total}"
+
+    def plain(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id if self.status not in UNFINISHED else None,
+            "error_file_id": self.error_file_id if self.status not in UNFINISHED else None,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **dict.fromkeys(
+                f"{status}_at"
+                for status in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+            ),
+            **self.times,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": self.usage.plain(),
+            "metadata": self.metadata,
+        }  # fmt: skip
+
+
+class BatchRunner:
+    """The batches of one server, and the tasks that answer them."""
+
+    app: ASGIApp
+    """Answers the lines; set when it is made."""
+
+    def __init__(self, server: Server, files: FileStore) -> None:
+        """Raises OSError."""
+        self.files = files
+        self._server = server
+        self._directory = files.directory / "batches"
+        self._batches: dict[str, Batch] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Of each batch that has not ended."""
+        self._turns: dict[str, asyncio.Lock] = {}
+        """Of each key: one of its batches runs."""
+        self._stops: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """Of those that have not ended: whether they are to be cancelled."""
+        self._places: dict[str, asyncio.Semaphore] = {}
+        self._n_written: Counter[str] = Counter()
+        """Bytes in the results of those that are not finished."""
+        self._load()
+
+    def start(self) -> None:
+        """Goes on with what the last process left. Call it in the event loop."""
+        accounts = self._server.accounts
+        for batch in self._batches.values():
+            is_ours = bool(accounts.named(batch.owner)) if accounts else not batch.owner
+            if is_ours:
+                self._take_up(batch)
+            elif batch.status in UNFINISHED:
+                whose = f"of the key {batch.owner!r}" if batch.owner else "of a server without keys"
+                log.warning("batch %s is %s, and waits until one is started with that", batch.id, whose)
+
+    async def stop(self) -> None:
+        """Ends all that runs; it goes on when the next process starts."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """Lets another process have the directory. Nothing may run any more."""
+        self.files.close()
+
+    def get(self, batch_id: str, owner: str) -> Batch:
+        """Raises ApiError (404)."""
+        batch = self._batches.get(batch_id)
+        if batch is None or batch.owner != owner:
+            raise ApiError(404, f"No batch found with id '{batch_id}'.", param="id", code="not_found")
+        return batch
+
+    def all(self, owner: str) -> list[Batch]:
+        """In the order in which they were made."""
+        return [batch for batch in self._batches.values() if batch.owner == owner]
+
+    def add(self, batch: Batch) -> None:
+        """Raises ApiError (409) when its key has too many, or the disk is full."""
+        own, old = self.all(batch.owner), None
+        if len(own) >= MAX_BATCHES:
+            old = next((b for b in own if b.status not in UNFINISHED), None)
+            if old is None:
+                raise ApiError(409, f"{MAX_BATCHES} batches are not finished; wait", code="too_many_batches")
+        try:
+            self._save(batch)
+        except OSError as error:
+            raise unwritable("the batch", error) from None
+        if old is not None:
+            del self._batches[old.id]
+            self._path(old, ".json").unlink(missing_ok=True)
+        self._batches[batch.id] = batch
+        self.files.in_use[batch.input_file_id] += 1
+        self._take_up(batch)
+
+    def cancel(self, batch: Batch) -> None:
+        """Ends it, with what it has. Raises ApiError (409) for one that has ended, or when that cannot be written yet."""
+        if batch.status not in UNFINISHED:
+            said = f"Cannot cancel a batch with status '{batch.status}'."
+            raise ApiError(409, said, code="batch_ended", headers={"x-should-retry": "false"})
+        if batch.status in ("validating", "in_progress"):
+            self._stops[batch.id].set()
+            self._take_up(batch)
+            try:
+                self._enter(batch, "cancelling")
+            except OSError as error:
+                raise unwritable("that the batch is to end, as it will,", error) from None
+
+    def _take_up(self, batch: Batch) -> None:
+        if batch.status in UNFINISHED and batch.id not in self._tasks:
+            if batch.status == "cancelling":
+                self._stops[batch.id].set()
+            task = self._tasks[batch.id] = asyncio.get_running_loop().create_task(self._run(batch))
+            task.add_done_callback(lambda _: self._tasks.pop(batch.id))
+
+    async def _run(self, batch: Batch) -> None:
+        """A batch to its end. What the disk or the engine stops is tried again."""
+        while batch.status in UNFINISHED:
+            try:
+                if batch.status == "validating" and not self._stops[batch.id].is_set():
+                    await self._check(batch)
+                else:
+                    await self._in_turn(batch)
+            except (OSError, EngineFailed) as error:
+                log.warning("batch %s cannot go on: %s; it is tried again", batch.id, error)
+                await asyncio.sleep(AGAIN_S)
+            except Exception:
+                log.exception("batch %s cannot go on; it is tried again", batch.id)
+                await asyncio.sleep(AGAIN_S)
+
+    async def _check(self, batch: Batch) -> None:
+        """Reads the input file, after which the batch runs or has failed. Raises OSError when that cannot be written."""
+        try:
+            total, model, errors = await self.files.in_thread(self._checked, batch)
+        except OSError as error:
+            total, model, errors = 0, None, [_bad(None, "file_unreadable", str(error))]
+        except Exception:
+            log.exception("batch %s", batch.id)
+            total, model, errors = 0, None, [_bad(None, "server_error", BROKEN)]
+        if batch.status != "validating" or self._stops[batch.id].is_set():
+            return
+        batch.total, batch.model, batch.errors = total, model, errors
+        if errors:
+            self._end(batch, "failed")
+        else:
+            self._enter(batch, "in_progress")
+
+    def _checked(self, batch: Batch) -> tuple[int, str | None, list[dict[str, Any]]]:
+        """Lines, their model's name, and what is wrong with them."""
+        errors: list[dict[str, Any]] = []
+        custom_ids: set[str] = set()
+        models: dict[str, str] = {}
+        n_lines = 0
+        for line, text in self._lines(batch):
+            n_lines += 1
+            if n_lines > MAX_LINES:
+                errors.append(_bad(None, "too_many_tasks", f"The file has more than {MAX_LINES} requests."))
+                break
+            try:
+                job = self._job(batch, line, text)
+                if job.custom_id in custom_ids:
+                    said = f"custom_id {job.custom_id!r} was used before"
+                    raise BadLine(said, "duplicate_custom_id", "custom_id")
+                custom_ids.add(str(job.custom_id))
+                service = self._service(job.model)
+                models.setdefault(service.model_name, job.model or service.model_name)
+                if len(models) > 1:
+                    said = f"a batch is for one model, but its lines name {' and '.join(map(repr, models.values()))}"
+                    raise BadLine(said, "mismatched_model", "body.model")
+            except BadLine as error:
+                errors.append(_bad(line, error.code, f"line {line}: {error}", error.param))
+            except ApiError as error:
+                errors.append(
+                    _bad(line, error.code or "invalid_model", f"line {line}: {error}", "body.model")
+                )
+            if len(errors) >= MAX_ERRORS:
+                break
+        if not n_lines:
+            errors.append(_bad(None, "empty_file", "The file has no lines."))
+        return n_lines, next(iter(models.values()), None), errors
+
+    def _lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
+        """Lines of the input that are not empty, with their numbers. A line that is too long is cut off, and is no JSON then."""
+        most = int(self._server.config.max_body_mb * 1_000_000) + 4096
+        with self.files.path(batch.input_file_id).open("rb") as file:
+            line = 0
+            while text := file.readline(most):
+                line += 1
+                if len(text) == most and not text.endswith(b"\n"):
+                    yield line, b""
+                    return
+                if text.strip():
+                    yield line, text
+
+    def _job(self, batch: Batch, line: int, text: bytes) -> Job:
+        """Raises BadLine."""
+        if not text:
+            most = self._server.config.max_body_mb
+            raise BadLine(f"is longer than a request may be ({most:g} MB)", "line_too_long")
+        job = read(text, line)
+        if job.custom_id is None:
+            raise BadLine("custom_id: is missing", "missing_required_parameter", "custom_id")
+        if job.path != batch.endpoint:
+            said = f"url {job.path!r}: the batch is for {batch.endpoint!r}"
+            raise BadLine(said, "mismatched_url", "url")
+        return job
+
+    def _service(self, model: str | None) -> Service:
+        """Raises ApiError (404)."""
+        service = self._server.first("text") if model is None else self._server.find(model)
+        if service.kind != "text":
+            raise ApiError(404, f"{service.model_name!r} speaks and does not write", code="unsupported_model")
+        return service
+
+    async def _in_turn(self, batch: Batch) -> None:
+        """Works on a batch when no other one of its key runs; one that is cancelled has nothing to wait for."""
+        turn = self._turns.setdefault(batch.owner, asyncio.Lock())
+        has_turn = await self._unless_cancelled(batch, turn.acquire())
+        try:
+            if batch.final is None:
+                await self._work(batch)
+            await self._publish(batch)
+        except (OSError, EngineFailed):
+            raise
+        except Exception as error:
+            if batch.final is not None:  # it can only be tried again
+                raise
+            self._finish(batch, "failed", self._told(batch, error))
+        finally:
+            if has_turn:
+                turn.release()
+
+    def _told(self, batch: Batch, error: Exception) -> dict[str, Any]:
+        """Why it failed."""
+        if isinstance(error, ForeignFile):
+            return _bad(None, "damaged", f"what was kept of its results is damaged: {error}")
+        if isinstance(error, ApiError):  # its model is not there any more
+            return _bad(None, error.code or "invalid_request", error.message)
+        log.error("batch %s", batch.id, exc_info=error)
+        return _bad(None, "server_error", BROKEN)
+
+    async def _unless_cancelled(
+        self, batch: Batch, work: Coroutine[Any, Any, Any], timeout_s: float | None = None
+    ) -> bool:
+        """Whether `work` came to its end before the batch was cancelled, and in time; it is ended then. Raises what it does."""
+        tasks = working, _ = [asyncio.create_task(c) for c in (work, self._stops[batch.id].wait())]
+        try:
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            return working.done()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, batch: Batch) -> None:
+        """Answers what is left of a batch."""
+        stop = self._stops[batch.id]
+        results = await self.files.in_thread(_Results, self._path(batch, ".out"), self._path(batch, ".err"))
+        try:
+            self._note(batch, results)
+            if results.done:
+                log.info("batch %s goes on: %s", batch.id, batch.counts)
+            is_whole = batch.status == "finalizing"
+            if batch.status == "in_progress" and not stop.is_set():
+                left_s = max(0.0, batch.expires_at - time.time())
+                is_whole = await self._unless_cancelled(batch, self._feed(batch, results), left_s)
+            if not is_whole:
+                await self._settle(batch, results, expired=not stop.is_set())
+        finally:
+            await self.files.in_thread(results.close)
+        self._finish(batch, "cancelled" if stop.is_set() else "completed" if is_whole else "expired")
+
+    def _finish(self, batch: Batch, status: str, error: dict[str, Any] | None = None) -> None:
+        """Nothing more is done for its lines."""
+        errors = batch.errors if error is None else [error]
+        now = "cancelling" if batch.status == "cancelling" else "finalizing"
+        self._enter(batch, now, final=status, errors=errors)
+
+    async def _feed(self, batch: Batch, results: _Results) -> None:
+        """Has every line answered that is not; raises what a line's task does."""
+        service = self._service(batch.model)
+        account = self._server.accounts.named(batch.owner)
+        info = await service.client.ready()
+        n = self._server.config.batch_in_flight or max(1, info.max_num_seqs // 2)
+        places = self._places.setdefault(service.model_name, asyncio.Semaphore(n))
+        own = asyncio.Semaphore(n)
+        todo = self._todo(batch, results)
+
+        async def one(job: Job) -> None:
+            try:
+                await self._answer(batch, results, job, account, places)
+            finally:
+                own.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    await own.acquire()
+                    await self._wait_for_room(batch)
+                    job: Job | None = await self.files.in_thread(next, todo, None)
+                    if job is None:
+                        break
+                    group.create_task(one(job))
+        except* OSError as failures:
+            raise failures.exceptions[0] from None
+
+    def _todo(self, batch: Batch, results: _Results) -> Iterator[Job]:
+        for line, text in self._lines(batch):
+            job = self._job(batch, line, text)
+            if job.custom_id not in results.done:
+                yield job
+
+    async def _wait_for_room(self, batch: Batch) -> None:
+        is_told = False
+        while not self.files.has_room(batch.owner):
+            self.files.sweep(now=True)
+            if not is_told:
+                log.warning("batch %s waits for room in --batch-dir (--batch-disk-gb)", batch.id)
+                is_told = True
+            await asyncio.sleep(ROOM_S)
+
+    async def _answer(
+        self, batch: Batch, results: _Results, job: Job, account: Account | None, places: asyncio.Semaphore
+    ) -> None:
+        n_tries = 0
+        while True:
+            n_tries += 1
+            async with places:
+                status, headers, body = await self._ask(job, account)
+            wait = wait_s(status, headers, n_tries)
+            if wait is None:
+                break
+            n_tries -= status in (429, 503)
+            await asyncio.sleep(wait)
+        if b"\n" in body:
+            body = msgspec.json.format(body, indent=-1)
+        response = {"status_code": status, "request_id": headers.get("x-request-id"), "body": Raw(body)}
+        line = _result(job, response, None)
+        is_good = status < 400
+        await self.files.in_thread(append, results.out if is_good else results.err, line)
+        if is_good:
+            batch.completed += 1
+            batch.usage.add(body)
+        else:
+            batch.failed += 1
+        self._count_written(batch, len(line))
+
+    async def _ask(self, job: Job, account: Account | None) -> tuple[int, dict[str, str], bytes]:
+        """Sends a line through the application: status, headers and body of the answer."""
+        assert job.body is not None
+        given: Message | None = {"type": "http.request", "body": job.body, "more_body": False}
+        status, headers, parts = 0, {}, []
+
+        async def receive() -> Message:
+            nonlocal given
+            if given is None:
+                await asyncio.Event().wait()  # this client never leaves
+            message, given = given, None
+            assert message is not None
+            return message
+
+        async def send(message: Message) -> None:
+            nonlocal status, headers
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                pairs = message["headers"]
+                headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in pairs}
+            else:
+                parts.append(message.get("body", b""))
+
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": job.path,
+            "raw_path": job.path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(job.body)),
+            ],
+            "client": None,
+            "server": None,
+            BATCH: account,
+        }
+        await self.app(scope, receive, send)
+        return status, headers, b"".join(parts)
+
+    async def _settle(self, batch: Batch, results: _Results, *, expired: bool) -> None:
+        """Counts what was written, after lines were ended on their way. expired: those without an answer get an error each."""
+
+        def settle() -> None:
+            results.read()
+            said = "This request could not be executed before the completion window expired."
+            for job in self._todo(batch, results) if expired else ():
+                append(results.err, _result(job, None, {"code": "batch_expired", "message": said}))
+            results.read()
+
+        await self.files.in_thread(settle)
+        self._note(batch, results)
+
+    def _note(self, batch: Batch, results: _Results) -> None:
+        """Takes over what the results' files hold."""
+        batch.completed, batch.failed, batch.usage = results.n_out, results.n_err, results.usage
+        self._count_written(batch, results.n_bytes - self._n_written[batch.id])
+
+    async def _publish(self, batch: Batch) -> None:
+        """Makes files of the results, and ends the batch."""
+        for suffix, field, name in ((".out", "output_file_id", "output"), (".err", "error_file_id", "error")):
+            path = self._path(batch, suffix)
+            n_bytes = path.stat().st_size if path.exists() else 0
+            if not n_bytes:
+                path.unlink(missing_ok=True)
+                continue
+            now = int(time.time())
+            card = Card(
+                id=getattr(batch, field) or f"file-{secrets.token_hex(12)}",
+                owner=batch.owner,
+                bytes=n_bytes,
+                created_at=now,
+                expires_at=now + batch.output_s,
+                filename=f"{batch.id}_{name}.jsonl",
+                purpose="batch_output",
+            )
+            setattr(batch, field, card.id)
+            self._save(batch)  # its id first: who comes after a crash finds the file by it
+            await self.files.add(path, card)
+            self.files.count(batch.owner, max(MIN_BYTES, n_bytes))
+        self.files.count(batch.owner, -self._n_written.pop(batch.id, 0))
+        self._end(batch, batch.final or "completed")
+
+    def _count_written(self, batch: Batch, n_bytes: int) -> None:
+        self._n_written[batch.id] += n_bytes
+        self.files.count(batch.owner, n_bytes)
+
+    def _enter(self, batch: Batch, status: str, **changes: Any) -> None:
+        """Raises OSError; the batch is as before then, and so the same step is taken again."""
+        changes |= {"status": status, "times": batch.times | {f"{status}_at": int(time.time())}}
+        self._save(msgspec.structs.replace(batch, **changes))
+        for name, value in changes.items():
+            setattr(batch, name, value)
+
+    def _end(self, batch: Batch, status: str) -> None:
+        self._enter(batch, status)
+        self._stops.pop(batch.id, None)
+        self.files.in_use[batch.input_file_id] -= 1
+        log.info("batch %s %s: %s", batch.id, status, batch.counts)
+
+    def _path(self, batch: Batch, suffix: str) -> Path:
+        return self._directory / (batch.id + suffix)
+
+    def _save(self, batch: Batch) -> None:
+        write_whole(self._path(batch, ".json"), msgspec.json.encode(batch))
+
+    def _load(self) -> None:
+        batches = []
+        for path in self._directory.glob("*.json"):
+            if not OURS.fullmatch(path.stem):
+                continue
+            try:
+                batch = msgspec.json.decode(path.read_bytes(), type=Batch)
+            except msgspec.DecodeError:
+                batch = None
+            if batch is not None and batch.id == path.stem:
+                batches.append(batch)
+            else:
+                log.warning("%s is no batch; it is left alone", path)
+        for batch in sorted(batches, key=lambda batch: batch.created_at):
+            self._batches[batch.id] = batch
+            self.files.in_use[batch.input_file_id] += batch.status in UNFINISHED
+
+
+class _Results:
+    """The files of a batch's answers and errors so far, open to be added to. Raises ForeignFile, OSError."""
+
+    def __init__(self, out: Path, err: Path) -> None:
+        self.usage = Usage()
+        self.done: set[str] = set()
+        self.n_out = self.n_err = self.n_bytes = 0
+        self._paths = out, err
+        self.read()
+        self.out: BinaryIO = out.open("ab", buffering=0)
+        self.err: BinaryIO = err.open("ab", buffering=0)
+
+    def read(self) -> None:
+        """What the files hold."""
+        self.usage, self.done, self.n_bytes = Usage(), set(), 0
+        self.n_out, self.n_err = map(self._read, self._paths)
+
+    def close(self) -> None:
+        self.out.close()
+        self.err.close()
+
+    def _read(self, path: Path) -> int:
+        n = 0
+        with open(path, "r+b" if path.exists() else "w+b", opener=private) as file:
+            for result in read_results(file, lambda line: isinstance(line.get("custom_id"), str)):
+                n += 1
+                self.done.add(result["custom_id"])
+                if result.get("response"):
+                    self.usage.add(msgspec.json.encode(result["response"]["body"]))
+            self.n_bytes += file.tell()
+        return n
+
+
+def _bad(line: int | None, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    return {"code": code, "line": line, "message": message, "param": param}
+
+
+def _result(job: Job, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+    """A line of the output or the error file."""
+    told = {
+        "id": f"batch_req_{secrets.token_hex(12)}",
+        "custom_id": job.custom_id,
+        "response": response,
+        "error": error,
+    }
+    return msgspec.json.encode(told) + b"\n"

@@ -1,0 +1,637 @@
+"""From the engine's outputs to the JSON of an answer: one `Choice` a sequence, then whole bodies or stream chunks.
+
+A chunk is written as bytes: what all chunks of an answer share is encoded once, so that a token costs one small
+JSON encoding.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from deltic.engine.messages import LOGPROBS_PACKED, Output, PromptLogprobs, TokenLogprob
+from deltic.server.chat.parser import CallDelta, Delta, OutputParser
+from deltic.server.transport import Encoded
+from deltic.text import Detokenizer, StopMatcher, Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Scores(msgspec.Struct):
+    """Log-probabilities of some tokens of an answer: parallel lists."""
+
+    token_ids: list[int] = []
+    entries: list[TokenLogprob | None] = []
+    """None: the first token of a prompt, which nothing predicts."""
+    offsets: list[int] = []
+    """Where each token begins in the answer's text, in characters."""
+
+    def extend(self, other: Scores) -> None:
+        self.token_ids += other.token_ids
+        self.entries += other.entries
+        self.offsets += other.offsets
+
+    def take(self, n: int) -> Scores:
+        """Removes the first `n` tokens and returns them."""
+        taken = Scores(self.token_ids[:n], self.entries[:n], self.offsets[:n])
+        del self.token_ids[:n], self.entries[:n], self.offsets[:n]
+        return taken
+
+
+class PromptScores(msgspec.Struct):
+    """Those of a prompt that is echoed: as Scores, but unpacked as they are needed."""
+
+    token_ids: list[int]
+    entries: PromptLogprobs
+    offsets: list[int]
+
+    def parts(self) -> Iterator[Scores]:
+        """LOGPROBS_PACKED tokens at a time."""
+        entries = iter(self.entries)
+        for start in range(0, len(self.token_ids), LOGPROBS_PACKED):
+            part = slice(start, start + LOGPROBS_PACKED)
+            ids = self.token_ids[part]
+            yield Scores(ids, list(islice(entries, len(ids))), self.offsets[part])
+
+
+class Piece(msgspec.Struct):
+    """What one output added to a choice. `finish_reason` is set in its last."""
+
+    index: int
+    delta: Delta
+    scores: Scores | None = None
+    finish_reason: str | None = None
+    stop: str | None = None
+    """The stop string that ended it."""
+    token_ids: list[int] = []
+    """What the model drew, the end token included; where it was asked for."""
+    n_tokens: int = 0
+    """Of its choice so far."""
+
+
+class Choice:
+    """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if `parser`)."""
+
+    __slots__ = (
+        "_detokenizer", "_gives_ids", "_held_scores", "_hides_thought", "_includes_stop", "_n_characters", "_n_shown", "_parser",
+        "_silent", "_stop_token_ids", "_stops", "finish_reason", "index", "last_s", "n_reasoning_tokens", "n_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        *,
+        stops: list[str],
+        stop_token_ids: tuple[int, ...] = (),
+        skip_special_tokens: bool = True,
+        parser: OutputParser | None = None,
+        logprobs: bool = False,
+        silent: bool = False,
+        offset: int = 0,
+        includes_stop: bool = False,
+        gives_ids: bool = False,
+        gives_text: bool = True,
+        hides_thought: bool = False,
+    ) -> None:
+        """stop_token_ids: the request's own; like `stops`, they cut the answer short, and a call in it.
+
+        silent: the prompt is all that was asked for (max_tokens 0); the one token drawn is not shown.
+
+        offset: characters of the answer before the generated text (an echoed prompt).
+
+        includes_stop: the stop string, or the stop token of the request's own, is shown. gives_text: false where ids are all
+        that is wanted. hides_thought: reasoning is left out.
+        """
+        self.index = index
+        self.n_tokens = 0
+        """Generated tokens, the one that ended it included."""
+        self.n_reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self.last_s: float | None = None
+        """time.monotonic() of its last tokens, for who takes them."""
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens) if gives_text else None
+        self._stops = StopMatcher(stops, includes_stop) if stops else None
+        self._includes_stop = includes_stop
+        self._gives_ids = gives_ids
+        self._hides_thought = hides_thought
+        self._stop_token_ids = stop_token_ids
+        self._parser = parser
+        self._held_scores = Scores() if logprobs else None  # of tokens whose text was not shown yet
+        self._silent = silent
+        self._n_characters = offset
+        self._n_shown = offset
+
+    def push(self, output: Output) -> Piece:
+        """Takes the next output of this sequence.
+
+        A stop string sets `finish_reason` although the output has none: the engine is to be told.
+        """
+        ids = output.token_ids
+        reason: str | None = output.finish_reason
+        if self._silent:
+            self.finish_reason = "length" if reason else None
+            return Piece(self.index, Delta(), finish_reason=self.finish_reason)
+        n_tokens = len(ids)
+        self.n_tokens += n_tokens
+        drawn, stop_id = ids, output.stop_token_id
+        is_shown = self._includes_stop and stop_id in self._stop_token_ids
+        if stop_id is not None and ids and ids[-1] == stop_id and not is_shown:
+            ids = ids[:-1]  # the stop token is not printed, special or not
+        held, stops, parser, text = self._held_scores, self._stops, self._parser, ""
+        if held is not None:
+            text = self._push_with_offsets(ids, output, held)
+        elif self._detokenizer is not None:
+            text = self._detokenizer.push(ids)
+        if reason is not None and self._detokenizer is not None:
+            text += self._detokenizer.flush()
+        matched = False
+        if stops is not None:
+            text = stops.push(text)
+            matched = stops.matched is not None
+            if not matched and reason is not None:
+                text += stops.flush()
+        piece = Piece(self.index, Delta("", text) if parser is None else self._parse(parser, text, n_tokens))
+        piece.n_tokens = self.n_tokens
+        if self._gives_ids:
+            piece.token_ids = drawn
+        if held is not None:
+            self._n_shown += len(text)
+            has_all = (reason and not matched) or self._detokenizer is None
+            piece.scores = held.take(len(held.offsets) if has_all else self._n_shown_tokens(held))
+        if matched or reason is not None:
+            cut = matched or reason != "stop" or output.stop_token_id in self._stop_token_ids
+            self._finish(piece, "stop" if matched else reason, cut)
+            piece.stop = stops.matched if stops else None
+        return piece
+
+    def _parse(self, parser: OutputParser, text: str, n_tokens: int) -> Delta:
+        was_reasoning = parser.in_reasoning
+        delta = parser.push(text)
+        if was_reasoning or parser.in_reasoning:
+            self.n_reasoning_tokens += n_tokens
+        if self._hides_thought:
+            delta.reasoning = ""
+        return delta
+
+    def _finish(self, piece: Piece, reason: str | None, cut: bool) -> None:
+        """Ends the choice with `piece`. cut: it is not the model's wish to end here."""
+        parser = self._parser
+        if parser is not None:
+            piece.delta.add(parser.finish(truncated=cut))
+            if self._hides_thought:
+                piece.delta.reasoning = ""
+            if parser.n_calls and reason == "stop" and not parser.is_call_open:
+                reason = "tool_calls"
+        self.finish_reason = piece.finish_reason = reason
+
+    def _push_with_offsets(self, ids: list[int], output: Output, held: Scores) -> str:
+        held.token_ids += ids
+        held.entries += (output.logprobs or ())[: len(ids)]
+        texts = []
+        for token_id in ids:
+            held.offsets.append(self._n_characters)
+            texts.append(self._detokenizer.push((token_id,)) if self._detokenizer else "")
+            self._n_characters += len(texts[-1])
+        return "".join(texts)
+
+    def _n_shown_tokens(self, held: Scores) -> int:
+        """Held tokens that begin in the text that was shown; those at or past a stop string never do."""
+        return bisect_left(held.offsets, self._n_shown)
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one HTTP request, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    timing: dict[str, float] = {}
+    """Where its time went, in milliseconds."""
+
+    def timings(self) -> dict[str, float]:
+        """llama.cpp's form of the same."""
+        n_prompt = self.prompt_tokens - self.cached_tokens
+        told: dict[str, float] = {"cache_n": self.cached_tokens}
+        for name, n, ms in (
+            ("prompt", n_prompt, self.timing["prefill_ms"]),
+            ("predicted", self.completion_tokens, self.timing["decode_ms"]),
+        ):
+            told |= {f"{name}_n": n, f"{name}_ms": ms, f"{name}_per_token_ms": ms / max(1, n)}
+            told[f"{name}_per_second"] = n / ms * 1e3 if ms else 0.0
+        return told
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "timing": self.timing,
+        }
+
+
+class Message:
+    """A choice's pieces put together: what a client of the stream would have at the end."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.content: list[str] = []
+        self.calls: list[CallDelta] = []
+        self.scores: Scores | None = None
+        """Those that are not in `logprobs` yet."""
+        self.logprobs: dict[str, Encoded] = {}
+        """As the answer has them: encoded as they come, for as objects they would take ten times as much."""
+        self.finish_reason: str | None = None
+        self.token_ids: list[int] = []
+        self.prompt_logprobs: Iterator[dict[str, Any] | None] | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.reasoning.append(piece.delta.reasoning)
+        self.content.append(piece.delta.content)
+        for delta in piece.delta.calls:
+            if delta.index == len(self.calls):
+                self.calls.append(delta)
+            else:
+                self.calls[delta.index].arguments += delta.arguments
+        if piece.scores is not None:
+            self.scores = self.scores or Scores()
+            self.scores.extend(piece.scores)
+        self.token_ids += piece.token_ids
+        self.finish_reason = piece.finish_reason or self.finish_reason
+
+
+class Extras(msgspec.Struct, frozen=True):
+    """What an answer has beside what it says."""
+
+    usage: bool = False
+    """Chunks have `usage: null`, and a last one has the counts."""
+    running_usage: bool = False
+    """Every chunk has the counts so far."""
+    timings: bool = False
+    """As `running_usage`, in llama.cpp's form."""
+    padding: bool = False
+    """Chunks have random characters, so that their lengths tell little."""
+    prompts: list[list[int]] | None = None
+    """The ids of each prompt, where answers have theirs."""
+    names_ids: bool = False
+    """A token of log-probabilities is called `token_id:N`."""
+    tier: bool = False
+    """A `service_tier`, the only one."""
+    older_calls: bool = False
+    """The call is a `function_call`."""
+
+
+NO_EXTRAS = Extras()
+
+
+def padding(n_bytes: int) -> bytes:
+    """Up to 63 random characters, which make a chunk of so many bytes one of whole lines of 64."""
+    return secrets.token_hex(32)[: -n_bytes % 64].encode()
+
+
+class Answer:
+    """The JSON of one HTTP request's answer, whole or in chunks."""
+
+    object = ""
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS) -> None:
+        self.id = request_id
+        self.model = model
+        self._tokenizer = tokenizer
+        self.extras = extras
+        self._head = {"id": request_id, "object": self.object, "created": int(time.time()), "model": model}
+        if extras.tier:
+            self._head["service_tier"] = "default"
+        chunk = self._head | {"object": self.chunk_object}
+        self._start = b"data: " + _encode(chunk)[:-1] + b',"choices":['
+        self._tail = b',"usage":null' if extras.usage else b""
+
+    @property
+    def chunk_object(self) -> str:
+        return self.object
+
+    def note(self, usage: Usage) -> None:
+        """What the chunks from now on tell of the counts, if they do."""
+        tail = {"usage": usage.plain()} if self.extras.running_usage else {}
+        tail |= {"timings": usage.timings()} if self.extras.timings else {}
+        if tail:
+            self._tail = b"," + _encode(tail)[1:-1]
+            if self.extras.usage and not self.extras.running_usage:
+                self._tail += b',"usage":null'
+
+    def body(
+        self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The whole answer, for a LargeResponse: iterators are arrays. extra: further fields of it."""
+        choices = [self._choice(index, message) for index, message in enumerate(messages)]
+        told: dict[str, Any] = {"choices": choices, "usage": usage.plain()}
+        if self.extras.timings:
+            told["timings"] = usage.timings()
+        return self._head | told | (extra or {})
+
+    def keep(self, message: Message) -> None:
+        """Encodes the log-probabilities that came."""
+        scores, message.scores = message.scores, None
+        if scores is None:
+            return
+        for name, values in self._lists(scores).items():
+            into = message.logprobs.setdefault(name, Encoded())
+            if written := _encode(list(values))[1:-1]:
+                into.append(written)
+
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
+        """The arrays that tell of tokens."""
+        raise NotImplementedError
+
+    def _chunk(self, choice: bytes, more: bytes = b"") -> bytes:
+        """The chunk of one choice. more: further fields of it, each behind a comma."""
+        chunk = b"%s%s]%s%s" % (self._start, choice, more, self._tail)
+        if self.extras.padding:
+            chunk += b',"obfuscation":"%s"' % padding(len(chunk))
+        return chunk + b"}\n\n"
+
+    def _choice(self, index: int, message: Message) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self._start + b'],"usage":' + _encode(usage.plain()) + b"}\n\n"
+
+    def _text_of(self, token_id: int) -> tuple[str, bytes]:
+        data = self._tokenizer.token_bytes(token_id)
+        if self.extras.names_ids:
+            return f"token_id:{token_id}", data
+        return data.decode("utf-8", "replace"), data
+
+
+class ChatAnswer(Answer):
+    object = "chat.completion"
+
+    @property
+    def chunk_object(self) -> str:
+        return "chat.completion.chunk"
+
+    def role_chunk(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        prompts = self.extras.prompts
+        more = b"" if prompts is None else b',"prompt_token_ids":' + _encode(prompts[0])
+        return self._delta(index, b'{"role":"assistant","content":""}', more=more)
+
+    def chunks(self, piece: Piece) -> bytes:
+        """The chunks for a piece: one for what it adds, if anything; one that ends the choice, at its end."""
+        written = b""
+        delta, scores = piece.delta, piece.scores
+        if (
+            delta.content
+            or delta.reasoning
+            or delta.calls
+            or (scores and scores.token_ids)
+            or piece.token_ids
+        ):
+            logprobs = b"null" if scores is None else _encode(self.logprobs(scores))
+            ids = b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
+            written = self._delta(piece.index, _encode(self._older(_plain_delta(delta))), logprobs, ids=ids)
+        if piece.finish_reason is not None:
+            written += self._delta(piece.index, b"{}", reason=_encode(self._reason(piece.finish_reason)))
+        return written
+
+    def _older(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """A message or a delta, whose call is in the older form if that was asked for."""
+        if self.extras.older_calls and (calls := plain.pop("tool_calls", None)):
+            plain["function_call"] = calls[0]["function"]
+        return plain
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if self.extras.older_calls and reason == "tool_calls" else reason
+
+    def _delta(
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: bytes = b"null",
+        reason: bytes = b"null",
+        ids: bytes = b"",
+        more: bytes = b"",
+    ) -> bytes:
+        choice = b'{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s%s}' % (
+            index, delta, logprobs, reason, ids,
+        )  # fmt: skip
+        return self._chunk(choice, more)
+
+    def body(
+        self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        if self.extras.prompts is not None:
+            extra = (extra or {}) | {"prompt_token_ids": self.extras.prompts[0]}
+        return super().body(messages, usage, extra)
+
+    def _choice(self, index: int, message: Message) -> dict[str, Any]:
+        content, reasoning = "".join(message.content), "".join(message.reasoning)
+        plain: dict[str, Any] = {"role": "assistant", "content": content}
+        if message.calls:
+            plain["content"] = content or None
+            plain["tool_calls"] = [_plain_call(call) for call in message.calls]
+        if reasoning:
+            plain["reasoning_content"] = reasoning
+        choice = {
+            "index": index,
+            "message": self._older(plain),
+            "logprobs": message.logprobs or None,
+            "finish_reason": self._reason(message.finish_reason),
+        }
+        return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
+
+    def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
+        """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
+        return None if scores is None else {"content": list(self._entries(scores))}
+
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
+        return {"content": self._entries(scores)}
+
+    def encoded(self, scores: Scores) -> list[msgspec.Raw]:
+        """The log-probabilities of each token as JSON. Those of a long answer are kept so: objects would take ten times as much."""
+        return [msgspec.Raw(_encode(entry)) for entry in self._entries(scores)]
+
+    def _entries(self, scores: Scores | PromptScores) -> Iterator[dict[str, Any]]:
+        for entry in scores.entries:
+            assert entry is not None  # a chat shows no prompt tokens
+            plain = self._plain_token(entry.token_id, entry.logprob)
+            plain["top_logprobs"] = [self._plain_token(token_id, logprob) for token_id, logprob in entry.top]
+            yield plain
+
+    def _plain_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, data = self._text_of(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+
+class CompletionAnswer(Answer):
+    object = "text_completion"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        extras: Extras = NO_EXTRAS,
+        n_top: int = 0,
+        n: int = 1,
+    ) -> None:
+        """n_top: alternatives to show for each token (a prompt's entries may have more). n: choices of each prompt."""
+        super().__init__(request_id, model, tokenizer, extras)
+        self._n_top = n_top
+        self._n = n
+        self._begun: set[int] = set()
+
+    def chunks(self, piece: Piece) -> bytes:
+        """The chunk for a piece, if it says anything."""
+        if (
+            not piece.delta.content
+            and piece.finish_reason is None
+            and not (piece.scores and piece.scores.token_ids)
+            and not piece.token_ids
+        ):
+            return b""
+        ids: dict[str, Any] = {}
+        if self.extras.prompts is not None:
+            ids["token_ids"] = piece.token_ids
+            if piece.index not in self._begun:
+                self._begun.add(piece.index)
+                ids["prompt_token_ids"] = self.extras.prompts[piece.index // self._n]
+        choice = b'{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s%s}' % (
+            piece.index,
+            _encode(piece.delta.content),
+            b"null" if piece.scores is None else _encode(self.logprobs(piece.scores)),
+            b"null" if piece.finish_reason is None else _encode(piece.finish_reason),
+            b"," + _encode(ids)[1:-1] if ids else b"",
+        )
+        return self._chunk(choice)
+
+    def put_prompt(self, message: Message, text: str, scores: PromptScores | None) -> None:
+        """Before what `message` says. The log-probabilities are encoded as they are sent."""
+        message.content.insert(0, text)
+        if scores is not None:
+            for name, values in self._lists(scores).items():
+                message.logprobs.setdefault(name, Encoded()).insert(0, map(_encode, values))
+
+    def prompt_chunks(self, index: int, text: str, scores: PromptScores | None) -> Iterator[bytes]:
+        """The chunks of the prompt of a choice."""
+        if scores is None:
+            yield self.chunks(Piece(index, Delta(content=text)))
+            return
+        starts = [*scores.offsets[::LOGPROBS_PACKED], len(text)]
+        for i, part in enumerate(scores.parts()):
+            yield self.chunks(Piece(index, Delta(content=text[starts[i] : starts[i + 1]]), part))
+
+    def _choice(self, index: int, message: Message) -> dict[str, Any]:
+        text = "".join(message.content)
+        plain = {
+            "index": index,
+            "text": text,
+            "logprobs": message.logprobs or None,
+            "finish_reason": message.finish_reason,
+        }
+        if message.prompt_logprobs is not None:
+            plain["prompt_logprobs"] = message.prompt_logprobs
+        if (prompts := self.extras.prompts) is not None:
+            plain |= {"token_ids": message.token_ids, "prompt_token_ids": prompts[index // self._n]}
+        return plain
+
+    def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
+        """Four parallel lists; the drawn token is always among its alternatives."""
+        if scores is None:
+            return None
+        return {name: list(values) for name, values in self._lists(scores).items()}
+
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
+        entries = scores.entries
+        return {
+            "text_offset": scores.offsets,
+            "token_logprobs": (None if entry is None else finite(entry.logprob) for entry in entries),
+            "tokens": map(self._token, scores.token_ids),
+            "top_logprobs": map(self._top, entries),
+        }
+
+    def _top(self, entry: TokenLogprob | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        top = {self._token(token_id): finite(logprob) for token_id, logprob in entry.top[: self._n_top]}
+        return {self._token(entry.token_id): finite(entry.logprob)} | top
+
+    def _token(self, token_id: int) -> str:
+        """A token's text; OpenAI's `bytes:\\xe2` notation for one that is only a part of a character."""
+        if self.extras.names_ids:
+            return f"token_id:{token_id}"
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def finite(logprob: float) -> float:
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+def _plain_delta(delta: Delta) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    if delta.reasoning:
+        plain["reasoning_content"] = delta.reasoning
+    if delta.content or not (delta.reasoning or delta.calls):
+        plain["content"] = delta.content
+    if delta.calls:
+        plain["tool_calls"] = [_plain_call_delta(call) for call in delta.calls]
+    return plain
+
+
+def _plain_call_delta(call: CallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index} | _plain_call(call)
+
+
+def _plain_call(call: CallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def prompt_logprobs(entries: PromptLogprobs, tokenizer: Tokenizer) -> Iterator[dict[str, Any] | None]:
+    """vLLM's form: for each prompt token None (the first) or id -> {logprob, rank, decoded_token}.
+
+    A prompt token that is not among the most likely has rank null: it was not computed.
+    """
+    for entry in entries:
+        if entry is None:
+            yield None
+            continue
+        ranked: list[tuple[int, float, int | None]] = [
+            (i, p, rank + 1) for rank, (i, p) in enumerate(entry.top)
+        ]
+        if entry.token_id not in {token_id for token_id, _ in entry.top}:
+            ranked.append((entry.token_id, entry.logprob, None))
+        yield {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
+            }
+            for token_id, logprob, rank in ranked
+        }
+
+
+def offsets(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Where each token of a prompt begins in its text, in characters."""
+    detokenizer, at, found = Detokenizer(tokenizer, skip_special_tokens=False), 0, []
+    for token_id in ids:
+        found.append(at)
+        at += len(detokenizer.push((token_id,)))
+    return found

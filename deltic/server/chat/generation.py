@@ -1,0 +1,233 @@
+"""The engine's side of one HTTP request: its prompts submitted, their outputs as pieces, everything aborted at the end.
+
+Whatever happens (the client leaves, a stop string matches, an error is raised), the end of `run` ends what still runs,
+so pages and slots are free within a step. No task wakes up for a token: the event loop calls from the engine's client
+through to the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+from deltic.engine.messages import Output, PromptLogprobs, Request
+from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.server.chat.answer import Choice, Piece, Usage
+from deltic.server.errors import ApiError
+from deltic.server.limits import BATCH_PRIORITY, Ticket
+from deltic.server.metrics import Metrics
+
+RETRY_LATER = {"retry-after": "2"}
+
+
+class Generation:
+    """Requests of the engine that make one answer. `choices[p * n + i]` is sequence i of prompt p."""
+
+    __slots__ = (
+        "_choices", "_client", "_consume", "_ended", "_first_s", "_is_late", "_last_s", "_metrics", "_n", "_n_cached",
+        "_n_open", "_queued_s", "_requests", "_started_s", "_submitted", "_ticket", "_unfinished", "prompt_logprobs",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        requests: list[Request],
+        choices: list[Choice],
+        ticket: Ticket,
+    ) -> None:
+        """ticket: of the HTTP request that is answered; it learns what the answer took."""
+        self._client = client
+        self._ticket = ticket
+        self._metrics = metrics
+        self._requests = requests
+        self._choices = choices
+        self._submitted: list[Request] = []
+        self._n_open = len(choices)
+        self._n = len(choices) // len(requests)
+        self._unfinished = "abort"  # why sequences did not finish: their client left, or what the engine said
+        self._started_s = self._last_s = time.monotonic()
+        self._queued_s = 0.0
+        self._first_s: float | None = None
+        self._is_late = False  # it has waited as long as it may, and is ended unless it has its place
+        self._n_cached = [0] * len(requests)
+        self.prompt_logprobs: list[PromptLogprobs | None] = [None] * len(requests)
+
+    @property
+    def n_choices(self) -> int:
+        return len(self._choices)
+
+    async def run(self, take: Callable[[list[Piece]], None]) -> None:
+        """Hands to `take` what comes, several pieces at a time when they came together, until every choice has ended.
+
+        Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or none), 503
+        while the engine is down, or when a sequence ends for another reason than its tokens: the engine died, the
+        server stops, it waited too long for a place; 504 when the ticket's time is over.
+        """
+        self._consume = take
+        loop = asyncio.get_running_loop()
+        ended = self._ended = loop.create_future()
+        wait_s = self._ticket.queue_timeout_s
+        timer = loop.call_later(wait_s, self._end_if_waiting) if wait_s else None
+        try:
+            if self._ticket.is_batch and self._client.n_open:  # half of the queue is for others
+                self._client.check_room(len(self._choices), self._client.max_queue // 2)
+            for p, request in enumerate(self._requests):
+                request.owner = self._ticket.turns
+                request.party = self._ticket.party
+                if self._ticket.is_batch:
+                    request.priority = BATCH_PRIORITY
+                self._client.submit(request, partial(self._deliver, p))
+                self._submitted.append(request)
+            self._ticket.take(sum(len(request.prompt_ids) for request in self._requests))
+            async with asyncio.timeout(self._ticket.left_s()):
+                await ended
+        except TimeoutError:
+            self._unfinished = "timeout"
+            raise timed_out(time.monotonic() - self._ticket.started_s) from None
+        except QueueFull as error:
+            raise queue_full(error) from None
+        except EngineUnavailable as error:
+            raise unavailable(str(error)) from None
+        finally:
+            if timer:
+                timer.cancel()
+            ended.cancel()  # what is still delivered is nobody's
+            self._end()
+
+    def _end_if_waiting(self) -> None:
+        """Of several prompts the first has its place first."""
+        self._is_late = True
+        self._client.abort(self._requests[0].id, if_waiting=True)
+
+    def _end(self) -> None:
+        if len(self._submitted) == len(self._requests):
+            self._ticket.usage = self.usage()
+        if not self._n_open:
+            return
+        if len(self._submitted) == len(self._requests):
+            self._metrics.finished[self._unfinished] += self._n_open
+        for request in self._submitted:
+            self._client.abort(request.id)
+
+    def _deliver(self, p: int, outputs: list[Output]) -> None:
+        """Takes outputs of prompt `p`. An error is not the event loop's, but `run`'s, which waits for `_ended`."""
+        ended = self._ended
+        if ended.done():
+            return
+        now_s = time.monotonic()
+        pieces: list[Piece] = []
+        try:
+            try:
+                for output in outputs:
+                    if (piece := self._take(p, output, now_s)) is not None:
+                        pieces.append(piece)
+            finally:
+                if pieces:  # what came before an error is still the client's
+                    self._consume(pieces)
+        except Exception as error:
+            ended.set_exception(error)
+            return
+        if not self._n_open:
+            ended.set_result(None)
+
+    def _take(self, p: int, output: Output, now_s: float) -> Piece | None:
+        choice = self._choices[p * self._n + output.index]
+        if choice.finish_reason is not None:
+            return None  # a stop string ended it; the engine has not heard of that yet
+        if output.finish_reason in ("error", "abort"):
+            raise self._failure(output)
+        self._last_s = now_s
+        if self._first_s is None:
+            self._first_s, self._queued_s = now_s, output.queued_s
+        n_tokens = len(output.token_ids)
+        if n_tokens:
+            last_s = choice.last_s
+            if last_s is None:
+                self._metrics.queued_s.observe(output.queued_s)
+                self._metrics.ttft_s.observe(now_s - self._started_s)
+                self._metrics.prefill_s.observe(max(0.0, now_s - self._started_s - output.queued_s))
+                self._ticket.first_s = self._ticket.first_s or now_s
+            else:
+                self._metrics.itl_s.observe((now_s - last_s) / n_tokens, n_tokens)
+            choice.last_s = now_s
+            self._ticket.take(n_tokens)
+        if output.cached_tokens:
+            self._n_cached[p] = max(self._n_cached[p], output.cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[p] = output.prompt_logprobs
+        piece = choice.push(output)
+        if choice.finish_reason is not None:
+            self._note_finished(choice, output, now_s)
+        return piece
+
+    def _note_finished(self, choice: Choice, output: Output, now_s: float) -> None:
+        """output: the one that `choice` finished with."""
+        assert choice.finish_reason
+        self._n_open -= 1
+        if output.finish_reason is None:
+            self._client.abort(output.id, output.index)
+        self._metrics.finished[choice.finish_reason] += 1
+        self._metrics.n_generated.observe(choice.n_tokens)
+        if not self._n_open:
+            self._metrics.e2e_s.observe(now_s - self._started_s)
+            self._metrics.decode_s.observe(now_s - (self._ticket.first_s or now_s))
+            for request in self._requests:
+                self._metrics.n_prompt.observe(len(request.prompt_ids))
+
+    def _failure(self, output: Output) -> ApiError:
+        if self._is_late and output.finish_reason == "abort" and output.error is None:
+            self._unfinished = "queue_timeout"
+            return waited_too_long(self._ticket.queue_timeout_s)
+        self._unfinished = str(output.finish_reason)
+        message = output.error or "the request was ended before its answer was complete"
+        if output.finish_reason == "abort" or self._client.state != "ready":
+            return unavailable(message)
+        return ApiError(500, message, code="engine_error")
+
+    def usage(self) -> Usage:
+        """Counts so far."""
+        return Usage(
+            prompt_tokens=sum(len(request.prompt_ids) for request in self._requests),
+            completion_tokens=sum(choice.n_tokens for choice in self._choices),
+            cached_tokens=sum(self._n_cached),
+            reasoning_tokens=sum(choice.n_reasoning_tokens for choice in self._choices),
+            timing=self._timing(),
+        )
+
+    def _timing(self) -> dict[str, float]:
+        """Milliseconds until the first sequence had its place, then until the first token, then until the last."""
+        first_s = self._first_s or self._last_s
+        queued_s = min(self._queued_s, first_s - self._started_s)
+        parts = {
+            "queue_ms": queued_s,
+            "prefill_ms": first_s - self._started_s - queued_s,
+            "decode_ms": self._last_s - first_s,
+            "total_ms": self._last_s - self._started_s,
+        }
+        return {name: round(seconds * 1e3, 1) for name, seconds in parts.items()}
+
+
+def timed_out(seconds: float) -> ApiError:
+    # Sent again, it would take as long again.
+    headers = {"x-should-retry": "false"}
+    said = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take; ask for a shorter answer"
+    return ApiError(504, said, code="request_timeout", headers=headers)
+
+
+def waited_too_long(seconds: float) -> ApiError:
+    said = f"no place for the request within {seconds:g} s: too many run; try again later"
+    retry_after_s = min(60, math.ceil(seconds))  # it would wait as long again
+    return ApiError(503, said, code="queue_timeout", headers={"retry-after": str(retry_after_s)})
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, message, code="engine_unavailable", headers=RETRY_LATER)
+
+
+def queue_full(error: QueueFull) -> ApiError:
+    headers = {"retry-after": str(error.retry_after_s)}
+    return ApiError(429, str(error), code="queue_full", headers=headers)

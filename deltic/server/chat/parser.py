@@ -1,0 +1,625 @@
+r"""Chat on the way out: a stream of text split into reasoning, content and tool calls.
+
+The result does not depend on how the text is cut, and reading takes time linear in its length. Nothing is lost: what
+looks like a call and turns out not to be one comes out as content (in a thought: as reasoning). White space next to the
+markers belongs to the format and is dropped. Forms understood: `<think>…</think>` first (or opened by the prompt); then,
+when the request has tools,
+
+    <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>    (Qwen3.5, Coder)
+    <tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>                                       (Hermes; Next)
+
+The first is streamed: its name when the first parameter shows that it is a call, string values as they come, others
+when complete, converted by the tool's JSON schema. What models get wrong is tolerated, as far as it is clear what was meant;
+tests/null/drift has the cases. Where it is not clear:
+
+- A value ends at a closing tag that the format goes on behind: `</parameter>` before other text is a part of the value.
+- In a thought that `</think>` ends, a call is a draft and stays reasoning, unless it is the thought's last word and
+  the answer's, too. In a thought that nothing ends, a call of a known tool ends it. Which it is shows at the end only.
+- A call of an unknown tool is passed on, for the client to refuse it, if `<tool_call>` opened it outside of a thought.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from deltic.server.chat import markup
+from deltic.server.chat.arguments import convert, read_calls, schema_of, to_json, value_types
+
+_MAX_AFTER_DRAFT = 400
+"""Characters that a thought may have behind a call, up to a line's end, before the call is a draft for certain."""
+_MAX_PUSH = 4096
+"""Characters that are read at once: each step copies what is left of them."""
+
+
+class CallDelta(msgspec.Struct):
+    """A piece of a tool call: id and name with its first piece, JSON text of the arguments in all."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class Delta(msgspec.Struct):
+    """What some text added to the message."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallDelta] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+    def add(self, other: Delta) -> None:
+        self.reasoning += other.reasoning
+        self.content += other.content
+        for call in other.calls:
+            if self.calls and self.calls[-1].index == call.index:
+                self.calls[-1].arguments += call.arguments
+            else:
+                self.calls.append(call)
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class OutputParser:
+    """The parser of one sequence's answer. `push` text, then `finish` once; each returns what became certain."""
+
+    def __init__(
+        self,
+        *,
+        thinking: bool,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        call_id: Callable[[], str] = new_call_id,
+        trial: bool = False,
+        fixed: bool = False,
+    ) -> None:
+        """thinking: the prompt opened `<think>`. tools: name to JSON schema of the arguments; None: no calls.
+
+        trial: the text is a call, or `rejected` says that it is none. fixed: a grammar made what is behind the thought, calls or
+        content; of the latter no character is a tag's.
+        """
+        self._tools = tools
+        self._call_id = call_id
+        self._is_trial = trial
+        self._is_fixed = fixed
+        self._text = ""
+        self._is_ended = self._final = False  # final: and there is no more text behind `_text`
+        self._truncated = False
+        self._advance: Callable[[], bool] = (
+            self._content
+            if trial
+            else self._reasoning_start
+            if thinking
+            else self._fixed
+            if fixed
+            else self._opening
+        )
+        self._delta = Delta()
+        self.in_reasoning = thinking
+        self.rejected = False
+        self.n_calls = 0
+        self.is_call_open = False
+        """Whether the answer was cut inside a call, which has arguments that are not complete."""
+        self._has_reasoned = thinking
+        self._has_thought = False  # reasoning is not empty
+        self._trial: OutputParser | None = None
+        self._unread: list[str] = []  # text behind `_text`, the next piece last
+        self._draft_text: list[str] = []  # what the trial got
+        self._draft_deltas: list[Delta] = []  # what it made of it
+        self._n_after_draft = 0  # characters of that which are no call
+        self._gap = ""  # what came before a candidate call and is dropped with it: white space, `<tool_call>`
+        self._is_tagged = False  # whether that has a `<tool_call>`
+        self._named: str | None = None  # the function whose arguments the JSON candidate is
+        self._scanned = 0  # part of a JSON candidate, or of a value, known not to end it
+        self._in_string = False  # what `_scanned` ends in
+        self._schema: Mapping[str, Any] = {}
+        self._n_arguments = 0
+        self._value_schema: Any = None
+        self._streams_value = False
+        self._is_json, self._n_quoted = (
+            False,
+            0,
+        )  # an object or array may be it; characters whose quotes were seen
+        self._value_begun = False
+        self._n_nested = 0  # `<parameter` tags in a value that nothing closed yet
+
+    def push(self, text: str) -> Delta:
+        self._read_on(text)
+        while self._unread:
+            self._text += self._unread.pop()
+            self._final = self._is_ended and not self._unread
+            while self._advance():
+                pass
+        delta, self._delta = self._delta, Delta()
+        return delta
+
+    def finish(self, truncated: bool = False) -> Delta:
+        """truncated: something else than the model ended the answer, so an open call stays open."""
+        self._is_ended = True
+        self._truncated = truncated
+        return self.push("")
+
+    def _read_on(self, text: str) -> None:
+        """Puts `text` before what is not read yet."""
+        starts = range(0, len(text) or 1, _MAX_PUSH)
+        self._unread += [text[at : at + _MAX_PUSH] for at in reversed(starts)]
+
+    # Each state consumes from `_text` and returns whether to go on (True: another state, or more of the same).
+
+    def _to(self, state: Callable[[], bool], consumed: int) -> bool:
+        self._text = self._text[consumed:]
+        self._advance = state
+        return True
+
+    # Thoughts.
+
+    def _opening(self) -> bool:
+        """Before any content: `<think>` opens a thought, or another one; a `</think>` more is dropped."""
+        self.in_reasoning = False
+        if self._is_fixed:
+            return self._to(self._gap_of_fixed, 0)
+        if self._has_reasoned:
+            self._text = self._text.lstrip("\n")
+        return self._before(self._content if self._tools is None else self._beginning)
+
+    def _gap_of_fixed(self) -> bool:
+        """Between a thought and what a grammar made."""
+        if self._text in ("", "\n") and not self._final:
+            return False
+        return self._to(self._fixed, len(self._text[:2]) - len(self._text[:2].lstrip("\n")))
+
+    def _fixed(self) -> bool:
+        """The beginning of what a grammar made: of calls, or of a text in which nothing means anything."""
+        begins = self._text.startswith(markup.TOOL_CALL)
+        if self._tools is not None and not begins:
+            if markup.TOOL_CALL.startswith(self._text) and not self._final:
+                return False
+            self._tools = None
+        return self._to(self._content, 0)
+
+    def _before(self, otherwise: Callable[[], bool]) -> bool:
+        """Drops a think tag here, and goes where it leads."""
+        text = self._text.lstrip()
+        n_space = len(self._text) - len(text)
+        for tag, state in (("<think>", self._reasoning_start), ("</think>", self._opening)):
+            if n_space > markup.MAX_SPACE:
+                break
+            if text.startswith(tag):
+                self._has_reasoned = True
+                return self._to(state, n_space + len(tag))
+            if not self._final and tag.startswith(text):
+                return False
+        return self._to(otherwise, 0)
+
+    def _reasoning_start(self) -> bool:
+        self.in_reasoning = True
+        self._text = self._text.lstrip("\n")
+        return self._before(self._next_thought)
+
+    def _next_thought(self) -> bool:
+        if self._text and self._has_thought:
+            self._delta.reasoning += "\n\n"
+        return self._to(self._reasoning, 0)
+
+    def _think(self, text: str) -> None:
+        self._delta.reasoning += text
+        self._has_thought = self._has_thought or bool(text)
+
+    def _reasoning(self) -> bool:
+        text = self._text
+        end = opener = None
+        n_held = 0
+        if "<" in text:
+            end = markup.THINK_END.search(text) or (
+                markup.CUT_THINK_END.search(text) if self._final else None
+            )
+            if self._tools is not None and not self._is_fixed:
+                opener = markup.CALL_OPENER.search(text, 0, end.start() if end else len(text))
+            if not end:
+                n_held = markup.n_held(text, markup.THOUGHT_TAGS) or markup.n_cut_think_end(text)
+        if opener:
+            n = markup.n_before_space(text, opener.start(), "\n")
+            self._think(text[:n])
+            self._gap = text[n : opener.start()]
+            self._trial = OutputParser(thinking=False, tools=self._tools, call_id=str, trial=True)
+            self._draft_text, self._draft_deltas, self._n_after_draft = [], [], 0
+            return self._to(self._draft, opener.start())
+        if end:
+            self._think(text[: markup.n_before_space(text, end.start(), "\n")])
+            return self._to(self._opening, end.end())
+        n = len(text) if self._final else markup.n_before_space(text, len(text) - n_held, "\n")
+        self._think(text[:n])
+        self._text = text[n:]
+        return False
+
+    def _draft(self) -> bool:
+        """In a thought, from a call's opener on: held until it shows what it is. A trial reads it, line by line, so
+        that where it is given up does not depend on the cuts."""
+        text, trial = self._text, self._trial
+        assert trial is not None
+        end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
+        n_held = (
+            0 if end or self._final else markup.n_held(text, ("</think>",)) or markup.n_cut_think_end(text)
+        )
+        stop = end.start() if end else len(text) - n_held
+        at = 0
+        while at < stop:
+            line = text[at : (text.find("\n", at, stop) + 1) or stop]
+            at += len(line)
+            self._draft_text.append(line)
+            self._add_draft(trial.push(line))
+            if trial.rejected or (line.endswith("\n") and self._n_after_draft > _MAX_AFTER_DRAFT):
+                return self._reject_draft(text[at:])
+        if end:
+            self._add_draft(trial.finish())
+            if trial.n_calls and not self._n_after_draft:
+                return self._to(self._after_draft, end.end())
+            self._keep_draft()
+            return self._to(self._opening, end.end())
+        self._text = text[at:]
+        if self._final:
+            self._add_draft(trial.finish(self._truncated))
+            if trial.rejected:
+                return self._reject_draft("")
+            if self._truncated and self._n_after_draft:
+                self._keep_draft(final=True)
+            else:
+                self._take_draft(trial)
+        return False
+
+    def _after_draft(self) -> bool:
+        """Behind a thought that a call ends: it was a draft if anything follows."""
+        assert self._trial is not None
+        if self._text.strip() or len(self._text) > markup.MAX_SPACE or (self._final and self._truncated):
+            self._keep_draft()
+            return self._to(self._opening, 0)
+        if self._final:
+            self._take_draft(self._trial)
+        return False
+
+    def _add_draft(self, delta: Delta) -> None:
+        self._draft_deltas.append(delta)
+        self._n_after_draft += sum(map(len, delta.content.split()))
+
+    def _reject_draft(self, rest: str) -> bool:
+        """What the trial read is thought, up to the next opener that may be in it. rest: what it did not read."""
+        text = "".join(self._draft_text)
+        opener = markup.CALL_OPENER.match(text)
+        assert self._trial and opener
+        n = max(opener.end(), len(self._trial._gap)) if self._trial.rejected else len(text)
+        n = len(text[:n].rstrip("\n"))
+        self._think(self._gap + text[:n])
+        self._text, self._advance = "", self._reasoning
+        self._read_on(text[n:] + rest)
+        return False
+
+    def _keep_draft(self, final: bool = False) -> None:
+        """The draft is a part of the thought."""
+        text = self._gap + "".join(self._draft_text)
+        self._think(text if final else text.rstrip("\n"))
+
+    def _take_draft(self, trial: OutputParser) -> None:
+        """The draft was no draft: it ends the thought, and the answer."""
+        self.in_reasoning = False
+        self.n_calls, self.is_call_open = trial.n_calls, trial.is_call_open
+        whole = Delta(calls=[])
+        for delta in self._draft_deltas:
+            whole.add(delta)
+        for call in whole.calls:
+            call.id = self._call_id()
+        self._delta.add(whole)
+        self._advance = self._content
+
+    # Content, and what calls look like.
+
+    def _beginning(self) -> bool:
+        """Before the first content: a call in JSON may do without `<tool_call>` here, if it is of a known tool."""
+        text = self._text.lstrip()
+        n_space = len(self._text) - len(text)
+        name = markup.BARE_NAME.match(text)
+        assert self._tools is not None
+        if n_space <= markup.MAX_SPACE and (name is None or name[1] in self._tools):
+            if markup.BARE_CALL.match(text):
+                self._gap = self._text[:n_space]
+                return self._to_json(n_space)
+            possible = markup.BARE.startswith(text) or text.startswith(markup.BARE)
+            if possible and not self._final and len(text) <= markup.MAX_TAG:
+                return False
+        return self._to(self._content, 0)
+
+    def _content(self) -> bool:
+        text = self._text
+        if self._tools is None:
+            self._delta.content += text
+            self._text = ""
+            return False
+        opener = markup.CALL_OPENER.search(text) if "<" in text else None
+        if opener:
+            n = markup.n_before_space(text, opener.start())
+            self._delta.content += text[:n]
+            self._gap = text[n : opener.start()]
+            self._is_tagged = False
+            return self._to(self._call, opener.start())
+        if self._final:
+            if text.strip() or not self.n_calls:
+                self._delta.content += text
+            self._text = ""
+            return False
+        n = markup.n_before_space(text, len(text) - markup.n_held(text, markup.CALL_OPENERS))
+        self._delta.content += text[:n]
+        self._text = text[n:]
+        return False
+
+    def _call(self) -> bool:
+        """`_text` starts with a call's opener, or `_gap` ends with one: decide which form it has, or that it is none."""
+        text = self._text.lstrip()
+        n_space = len(self._text) - len(text)
+        if n_space > markup.MAX_SPACE:
+            return self._reject()
+        if text.startswith(markup.TOOL_CALL):
+            self._gap += self._text[: n_space + len(markup.TOOL_CALL)]
+            self._is_tagged = True
+            return self._to(self._call, n_space + len(markup.TOOL_CALL))
+        if self._is_tagged and (start := markup.JSON_START.match(text)):
+            return self._to_json(n_space + start.end() - 1)
+        if not text.startswith(markup.FUNCTIONS):
+            possible = markup.starts_any(text, markup.CALL_OPENERS) or bool(markup.MAYBE_JSON.fullmatch(text))
+            return self._wait_or_reject(possible)
+        head = markup.FUNCTION.match(text)
+        if head is None:
+            return self._wait_or_reject(">" not in text and "\n" not in text)
+        name = head[1]
+        assert self._tools is not None
+        if name not in self._tools and (self._is_trial or not self._is_tagged):
+            return self._reject()
+        body = text[head.end() :].lstrip()
+        if len(text) - head.end() - len(body) > markup.MAX_SPACE:
+            return self._reject()
+        if body.startswith("{"):
+            self._named = name
+            return self._to_json(len(self._text) - len(body))
+        if body.startswith(markup.AFTER_NAME) or (
+            self._is_tagged and not body and self._final and not self._truncated
+        ):
+            self._open_call(name)
+            return self._to(self._function, len(self._text) - len(body))
+        return self._wait_or_reject(markup.starts_any(body, markup.AFTER_NAME))
+
+    def _wait_or_reject(self, possible: bool) -> bool:
+        return False if possible and not self._final and len(self._text) <= markup.MAX_TAG else self._reject()
+
+    def _reject(self) -> bool:
+        """Not a call: its opener is content, and what follows is looked at afresh."""
+        if self._is_trial and not self.n_calls:
+            self.rejected = True
+            self._advance = lambda: False
+            return False
+        n = 0 if self._is_tagged else 1
+        self._delta.content += self._gap + self._text[:n]
+        return self._to(self._content, n)
+
+    def _open_call(self, name: str, arguments: str = "") -> None:
+        assert self._tools is not None
+        self._schema = self._tools.get(name, {})
+        self._n_arguments = 0
+        self._delta.calls.append(CallDelta(self.n_calls, self._call_id(), name, arguments))
+        self.n_calls += 1
+
+    def _argue(self, text: str) -> None:
+        """Adds JSON text to the open call's arguments."""
+        calls = self._delta.calls
+        if calls and calls[-1].index == self.n_calls - 1:
+            calls[-1].arguments += text
+        elif text:
+            calls.append(CallDelta(self.n_calls - 1, arguments=text))
+
+    # The JSON form.
+
+    def _to_json(self, start: int) -> bool:
+        """start: where the candidate's first bracket is. What is before it is dropped with a call."""
+        self._gap += self._text[:start]
+        self._is_tagged = "<" in self._gap
+        self._scanned, self._in_string = 0, False
+        return self._to(self._json_call, start)
+
+    def _json_call(self) -> bool:
+        """Up to a tag outside of JSON's strings, or to what JSON does not have there.
+
+        Reads each character once for a candidate. Of two candidates one is inside a string where the other is not,
+        and what opens the next (`<`) rejects the latter: so all candidates together cost no more than the text is long.
+        """
+        text = self._text
+        while True:
+            scan = markup.IN_STRING if self._in_string else markup.OUTSIDE_STRING
+            found = scan.match(text, self._scanned)
+            assert found
+            at = self._scanned = found.end()
+            if not text.startswith('"', at):
+                break
+            self._in_string = not self._in_string
+            self._scanned += 1
+        rest = "" if self._in_string else text[at : at + len(markup.CALL_END)]
+        tag = next((tag for tag in markup.AFTER_JSON if rest.startswith(tag)), "")
+        is_cut = not tag and markup.starts_any(rest, markup.AFTER_JSON)  # it may still come
+        if is_cut and not self._final:
+            return False
+        named, self._named = self._named, None
+        complete = bool(tag) or not self._truncated
+        body = text[:at].rstrip().removesuffix("```" if "```" in self._gap else "")
+        calls = read_calls(body, named, complete) if tag or is_cut else None
+        known = self._tools or {}
+        if not calls or (self._is_trial and not self.n_calls and any(name not in known for name, _ in calls)):
+            return self._reject()
+        for name, arguments in calls:
+            self._open_call(name, arguments)
+        return self._to(
+            self._closing, len(text) if is_cut else at + (len(tag) if tag in markup.CLOSING else 0)
+        )
+
+    # The function form.
+
+    def _function(self) -> bool:
+        """Between the parameters of a call."""
+        text = self._text = self._text.lstrip()
+        tag = next((tag for tag in markup.IN_FUNCTION if text.startswith(tag)), None)
+        if tag in markup.PARAMETERS:
+            head = markup.PARAMETER.match(text)
+            key = markup.unquoted(head[1]) if head else ""
+            if head and key:
+                return self._open_value(key, head.end())
+            if not head and not markup.is_over(text) and not self._final:
+                return False
+            tag = None
+        if tag == "</parameter>":
+            return self._to(self._function, len(tag))
+        if tag is not None:
+            self._close_call()
+            return self._to(self._closing, len(tag) if tag in markup.CLOSING else 0)
+        if markup.starts_any(text, markup.IN_FUNCTION) or (
+            self._truncated and markup.CUT_PARAMETER.match(text)
+        ):
+            if self._final:
+                self._text = ""
+                self._end_call()
+            return False
+        self._delta.content += text[0]
+        return self._to(self._junk, 1)
+
+    def _junk(self) -> bool:
+        """Text inside a call that belongs to no parameter: content, up to the next tag."""
+        end = self._text.find("<")
+        junk = self._text if end < 0 else self._text[:end]
+        self._delta.content += junk
+        if end < 0 and not self._final:
+            self._text = ""
+            return False
+        return self._to(self._function, len(junk))
+
+    def _open_value(self, key: str, consumed: int) -> bool:
+        self._value_schema = schema_of(key, self._schema)
+        types = value_types(self._value_schema, self._schema)
+        self._streams_value, self._is_json = types == {"string"}, bool(types & {"object", "array"})
+        self._value_begun = False
+        self._scanned = self._n_nested = self._n_quoted = 0
+        self._in_string = False
+        prefix = ", " if self._n_arguments else "{"
+        self._argue(f"{prefix}{to_json(key)}: " + ('"' if self._streams_value else ""))
+        self._n_arguments += 1
+        return self._to(self._value, consumed)
+
+    def _value(self) -> bool:
+        text, at = self._text, self._scanned
+        while event := markup.VALUE_EVENT.search(text, at):
+            ends = not self._is_quoted(event) and self._ends_value(text, event)
+            if ends or (ends is None and self._final):
+                self._end_value(text[: event.start()], closed=True)
+                return self._to(self._function, event.start())
+            if ends is None:
+                break
+            at = event.end()
+            if "parameter" in event[0] and not self._in_string:
+                self._n_nested = max(0, self._n_nested + (-1 if "/" in event[0] else 1))
+        n_held = markup.n_held(text, markup.VALUE_TAGS, markup.LINE_TAGS)
+        n_sure = event.start() if event else max(at, len(text) - n_held)
+        if self._final:
+            self._end_value(text[:n_sure], closed=not self._truncated)
+            self._end_call()
+            self._advance, self._text = self._content, ""
+        elif self._streams_value:
+            self._argue(to_json(self._begin_value(text[:n_sure]))[1:-1])
+            self._text, self._scanned = text[n_sure:], 0
+        else:
+            self._scanned = n_sure
+        return False
+
+    def _is_quoted(self, event: re.Match[str]) -> bool:
+        """Whether the tag is in a string of an object or an array, which has no newline in it."""
+        if not self._is_json or not markup.JSON_VALUE.match(self._text):
+            return False
+        for mark in markup.QUOTE.finditer(self._text, self._n_quoted, event.start()):
+            self._in_string ^= mark[0] == '"'
+        self._n_quoted = event.start()
+        self._in_string &= not event[0].startswith("\n")
+        return self._in_string
+
+    def _ends_value(self, text: str, event: re.Match[str]) -> bool | None:
+        """Whether the tag at `event` ends the value, or is a part of it; None: what follows has to tell."""
+        if "/" not in event[0]:
+            if not event[0].startswith("\n"):
+                return False
+            start = event.start() + 1
+            head = markup.PARAMETER.match(text, start)
+            if head is None:
+                return False if markup.is_over(text[start : start + markup.MAX_TAG]) else None
+            properties = self._schema.get("properties")
+            return (
+                not properties
+                or not isinstance(properties, Mapping)
+                or markup.unquoted(head[1]) in properties
+            )
+        at, level, n_levels = event.start(), 0, 0
+        for _ in range(8):
+            closer = markup.CLOSER.match(text, at)
+            if closer is None:
+                break
+            this = markup.CLOSERS[closer[1]]
+            if this < level or (
+                this == level == 1 and (self._n_nested or markup.is_better(event[0], closer[0]))
+            ):
+                return False  # the later one ends the value, this one something in it
+            n_levels += this > level
+            level, at = this, closer.end()
+        rest = text[at : at + markup.MAX_SPACE + 20]
+        tag = rest.lstrip()
+        if len(rest) - len(tag) <= markup.MAX_SPACE:
+            if tag.startswith(markup.AFTER_VALUE):
+                return True
+            if markup.starts_any(tag, markup.IN_FUNCTION):
+                return None
+        return n_levels >= 2
+
+    def _end_value(self, text: str, closed: bool) -> None:
+        raw = self._begin_value(text)
+        if self._streams_value:
+            self._argue(to_json(raw)[1:-1] + ('"' if closed else ""))
+        else:
+            self._argue(to_json(convert(raw, self._value_schema, self._schema)) if closed else raw)
+
+    def _begin_value(self, text: str) -> str:
+        """Drops the one newline that the format has before a value."""
+        if text and not self._value_begun:
+            self._value_begun = True
+            return text.removeprefix("\n")
+        return text
+
+    def _close_call(self) -> None:
+        self._argue("}" if self._n_arguments else "{}")
+
+    def _end_call(self) -> None:
+        """The answer ends inside a call: by the model, who may leave out the end, or by something else."""
+        self.is_call_open = self._truncated
+        if not self._truncated:
+            self._close_call()
+
+    def _closing(self) -> bool:
+        """Behind a call: closing tags, however many, are the format's."""
+        text = self._text.lstrip()
+        n_space = len(self._text) - len(text)
+        tag = (
+            next((tag for tag in markup.CLOSING if text.startswith(tag)), "")
+            if n_space <= markup.MAX_SPACE
+            else ""
+        )
+        if tag:
+            return self._to(self._closing, n_space + len(tag))
+        if markup.starts_any(text, markup.CLOSING) and not self._final and n_space <= markup.MAX_SPACE:
+            return False
+        return self._to(self._content, 0)

@@ -1,0 +1,317 @@
+"""Chat on the way in: messages through the checkpoint's own template to token ids.
+
+The template is executed as shipped (Jinja in an immutable sandbox, with the few globals that templates of this family
+expect). Only special tokens written by the template itself become ids: their literals are marked in the template's
+source (see `text.TRUSTED`), so no content, tool name or argument can end a turn or start another, not even in pieces.
+The way out, reasoning and tool calls, is in `parser.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import msgspec
+
+from deltic.config import ConfigError
+from deltic.server.api import protocol
+from deltic.server.api.messages import AssistantMessage, template_messages
+from deltic.server.chat.constraint import NotInline, in_event_loop, tool_schemas
+from deltic.server.chat.grammar import CallForm
+from deltic.server.chat.metered import LARGEST_SOURCE, MeteredEnvironment, TooMuch
+from deltic.server.errors import ApiError, bad_request
+from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
+
+CUT = "\udcfe"
+"""Put at the end of a message that the answer continues; the rendered text is cut there. No user can write it."""
+
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
+_GLOBALS = frozenset({"raise_exception", "strftime_now"})
+_THINKING = frozenset({"enable_thinking", "preserve_thinking", "reasoning_effort"})
+"""Accepted for every template: one without the switch has one behaviour only."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A rendered chat: its ids, where messages end in them, and whether the answer begins inside a thinking block."""
+
+    ids: list[int]
+    boundaries: list[int]
+    thinking: bool
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class ChatTemplate:
+    """A checkpoint's chat template(s), compiled once."""
+
+    def __init__(
+        self, sources: Mapping[str, str], tokenizer: Tokenizer, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """sources: "default" and perhaps "tool_use"; variables: eos_token and the like. Raises TokenizerError."""
+        environment = MeteredEnvironment()
+        self._meter = environment.meter
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+        environment.finish()
+        self._tokenizer = tokenizer
+        text = "".join(sources.values())
+        self.call_form: CallForm | None = (
+            "xml" if "<function=" in text else "json" if "<tool_call>" in text else None
+        )
+        """How it shows the model to write a tool call."""
+        self._constants = {name: tokenizer.trust(text) for name, text in (variables or {}).items()}
+        self._compiled: dict[str, jinja2.Template] = {}
+        self.reads: set[str] = set()
+        """Names that the template reads."""
+        for name, source in sources.items():
+            if len(source) > LARGEST_SOURCE:
+                raise TokenizerError(f"the chat template has more than {LARGEST_SOURCE} characters")
+            try:
+                self._compiled[name] = environment.from_string(tokenizer.trust(source))
+                self.reads |= jinja2.meta.find_undeclared_variables(environment.parse(source))
+            except jinja2.TemplateSyntaxError as error:
+                raise TokenizerError(
+                    f"the chat template is not valid Jinja: line {error.lineno}: {error}"
+                ) from error
+            except (SyntaxError, RecursionError, MemoryError) as error:  # from Python, which it becomes
+                raise TokenizerError(f"the chat template is nested too deeply ({error})") from error
+        self.variables = self.reads - _OWN_VARIABLES - _GLOBALS - self._constants.keys()
+        """Of those, the ones that a request may set."""
+        self.defaults: dict[str, Any] = {}
+        """Settings for chats that do not say otherwise."""
+
+    def set_defaults(self, settings: Mapping[str, Any]) -> None:
+        """Settings for chats that do not say otherwise. Raises ConfigError for what the template does not have."""
+        for name, value in settings.items():
+            if error := self._unknown(name):
+                raise ConfigError(f"--default-chat-template-kwargs: {name}: {error}")
+            if name in protocol.SWITCHES and not isinstance(value, bool):
+                raise ConfigError(f"--default-chat-template-kwargs: {name}: expected true or false")
+        self.defaults = dict(settings)
+
+    def _unknown(self, name: str) -> str | None:
+        """What is wrong with the name of a setting."""
+        if name in self.variables or name in _THINKING:
+            return None
+        known = ", ".join(sorted(self.variables)) or "none"
+        return f"this model's chat template has no such setting; it has: {known}"
+
+    def replaced(self, source: str) -> ChatTemplate:
+        """A template that a request brings. Raises ApiError (400); NotInline where the event loop would compile it."""
+        if in_event_loop():
+            raise NotInline
+        try:
+            other = ChatTemplate({"default": source}, self._tokenizer)
+        except TokenizerError as error:
+            raise bad_request("chat_template", str(error)) from None
+        other._constants, other.defaults = self._constants, self.defaults
+        other.variables -= self._constants.keys()
+        return other
+
+    @classmethod
+    def load(cls, directory: Path, tokenizer: Tokenizer, override: Path | None = None) -> ChatTemplate | None:
+        """From `override`, `chat_template.jinja`, or tokenizer_config.json; None when there is none.
+
+        Raises TokenizerError for one that cannot be read, or that takes too much even for a chat of one word.
+        """
+        template = cls._read(directory, tokenizer, override)
+        if template is not None:
+            chat = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": True}
+            for compiled in template._compiled.values():
+                try:
+                    template._text(compiled, template._constants | chat, is_inline=False)
+                except ApiError as error:  # one that wants other messages is none the worse
+                    if isinstance(error.__cause__, TooMuch):
+                        said = (
+                            f"the chat template takes too much even for a chat of one word: {error.__cause__}"
+                        )
+                        raise TokenizerError(said) from error
+        return template
+
+    @classmethod
+    def _read(cls, directory: Path, tokenizer: Tokenizer, override: Path | None) -> ChatTemplate | None:
+        """Raises TokenizerError."""
+        settings = read_json(directory / "tokenizer_config.json")
+        variables = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = settings.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                variables[name] = token
+        path = override or directory / "chat_template.jinja"
+        if override or path.exists():
+            try:
+                return cls({"default": path.read_text(encoding="utf-8")}, tokenizer, variables)
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
+        shipped = settings.get("chat_template") or read_json(directory / "chat_template.json").get(
+            "chat_template"
+        )
+        if isinstance(shipped, str):
+            return cls({"default": shipped}, tokenizer, variables)
+        if isinstance(shipped, list):
+            try:
+                named = msgspec.convert(shipped, list[_NamedTemplate])
+            except msgspec.ValidationError as error:
+                raise TokenizerError(
+                    f"{directory / 'tokenizer_config.json'}: chat_template: {error}"
+                ) from error
+            if named:
+                return cls({entry.name: entry.template for entry in named}, tokenizer, variables)
+        return None
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+        kept: int | None = None,
+        shown: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; shown: those that every template may
+        be given; kept: only so many ids, from the end, are wanted.
+
+        Raises ApiError (400) when the template refuses the messages or does not know a setting, or (without `kept`) when the
+        rendered text is certain to have `limit` tokens or more, which is found out without encoding it.
+        """
+        settings = settings or {}
+        for name in settings:
+            if error := self._unknown(name):
+                raise bad_request(f"chat_template_kwargs.{name}", error)
+        if continue_final_message:
+            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CUT}]
+        compiled = self._compiled.get("tool_use") if tools else None
+        compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
+        variables = self._constants | self.defaults | dict(settings) | dict(shown or {})
+        own = list(messages)
+        variables |= {"messages": own, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            text = self._text(compiled, variables, is_inline=in_event_loop())
+        finally:
+            own.clear()  # a template with a macro and what it was given hold each other until the interpreter looks for such rings
+        if continue_final_message:
+            text, cut, _ = text.partition(CUT)
+            if not cut:
+                raise bad_request(
+                    "continue_final_message", "the chat template drops the end of the last message"
+                )
+        if kept is None and limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
+            raise protocol.prompt_too_long("messages", f"at least {n}", limit)
+        return self._prompt(text, kept)
+
+    def _text(self, compiled: jinja2.Template, variables: Mapping[str, Any], is_inline: bool) -> str:
+        """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up (is_inline)."""
+        self._meter.start(is_inline)
+        try:
+            return compiled.render(variables)
+        except TooMuch as error:
+            if is_inline:
+                raise NotInline from None
+            raise bad_request("messages", f"the chat template takes too much for them: {error}") from error
+        except jinja2.TemplateError as error:
+            raise bad_request("messages", f"the chat template refuses them: {error}") from error
+        except RecursionError as error:
+            raise bad_request("messages", "nested too deeply") from error
+        except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
+            raise bad_request("messages", f"the chat template cannot render them: {error}") from error
+
+    def _prompt(self, text: str, kept: int | None) -> Prompt:
+        if kept is None:
+            ids = first = self._tokenizer.encode(text, "trusted")
+        else:
+            first = next(self._tokenizer.encode_pieces(text, "trusted"), [])
+            ids = self._tokenizer.encode_end(text, kept, "trusted")
+        # A turn starts with the special token that the prompt starts with (<|im_start|>); where one starts, the
+        # message before it has ended. Such an offset is a token boundary by construction.
+        boundaries: list[int] = []
+        if first and first[0] in self._tokenizer.special_ids:
+            try:
+                while True:
+                    boundaries.append(ids.index(first[0], boundaries[-1] + 1 if boundaries else 1))
+            except ValueError:
+                pass
+        answer = text[text.rfind(TRUSTED) :] if TRUSTED in text else text
+        thinking = "<think>" in answer.rpartition("</think>")[2]
+        return Prompt(ids, boundaries, thinking)
+
+
+def render(
+    template: ChatTemplate | None,
+    chat: protocol.ChatRequest | protocol.TokenizeRequest,
+    limit: int | None = None,
+    kept: int | None = None,
+) -> tuple[Prompt, dict[str, dict[str, Any]] | None]:
+    """The chat's prompt, and the schemas of the tools that the answer may call (None: it may call none).
+
+    limit, kept: as in ChatTemplate.render. Raises ApiError (400).
+    """
+    if template is None:
+        raise no_template()
+    if own := getattr(chat, "chat_template", None):
+        template = template.replaced(own)
+    messages = chat.messages or []
+    tools = tool_schemas(chat.tools, chat.tool_choice)
+    continued = bool(chat.continue_final_message)
+    if continued and chat.add_generation_prompt:
+        raise bad_request(
+            "continue_final_message", "excludes add_generation_prompt: the last message goes on"
+        )
+    if continued and not isinstance(messages[-1], AssistantMessage):
+        raise bad_request("continue_final_message", "needs a last message of the assistant")
+    prompt = template.render(
+        template_messages(messages),
+        [_without_marks(tool) for tool in chat.tools or ()] if tools is not None else None,
+        add_generation_prompt=not continued and chat.add_generation_prompt is not False,
+        continue_final_message=continued,
+        settings=protocol.template_settings(chat),
+        shown=protocol.shown_by_template(chat, template.reads),
+        limit=limit,
+        kept=kept,
+    )
+    return prompt, tools
+
+
+def _without_marks(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool without `cache_control`."""
+    plain = {name: value for name, value in tool.items() if name != "cache_control"}
+    if "cache_control" in (function := tool.get("function", {})):
+        plain["function"] = {name: value for name, value in function.items() if name != "cache_control"}
+    return plain
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as the checkpoints were trained on: keys in their order, no escapes, `, ` and `: ` between."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def no_template() -> ApiError:
+    """The answer to a chat when the checkpoint has no template."""
+    return ApiError(
+        400,
+        "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+    )

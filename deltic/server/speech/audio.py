@@ -1,0 +1,302 @@
+"""Samples to files and back: formats, rates, tempo, and reference audio, which nobody vouches for.
+
+Audio of the engine is 16-bit little-endian mono at 24 kHz. Files are libsndfile's (soundfile), rates are soxr's; both are imported
+where they are used, since a server of text needs neither. Reference audio is decoded by a process of its own, this file run as a
+program: it has little memory and time, and what a broken file makes of it is an exit status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import soundfile
+
+RATE = 24_000
+MEDIA_TYPES = {
+    "wav": "audio/wav", "pcm": "audio/pcm", "flac": "audio/flac", "mp3": "audio/mpeg", "opus": "audio/ogg",
+}  # fmt: skip
+_FILES = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
+STREAMED_FILES = ("mp3", "opus")
+"""Those that are whole files at any length. FLAC tells its length at its beginning, and libsndfile cannot read one without."""
+OPUS_RATES = (8_000, 16_000, 24_000, 48_000)
+MP3_COMPRESSION = 0.5
+"""libsndfile's scale, 0 to 1, of the constant rates there are: about 80 kbit/s at 24 kHz."""
+SET_OGG_PAGE_LATENCY_MS = 0x1302
+"""Of libsndfile's sf_command: how much audio a page of Ogg gathers before it is written. A second, unless told."""
+
+MAX_REFERENCE_BYTES = 10_000_000
+MIN_REFERENCE_S, MAX_REFERENCE_S = 1.0, 30.0
+MAX_CHANNELS = 8
+RATES = range(8_000, 192_001)
+"""Of reference audio."""
+READABLE = ("WAV", "WAVEX", "FLAC", "MP3", "OGG", "AIFF")
+BLOCK_FRAMES = 65_536
+SILENT_BELOW = 1e-3
+"""Largest sample of what is taken for silence: -60 dB."""
+
+PROGRAM = (sys.executable, "-I", "-m", "deltic.server.speech.audio")
+DECODE_S = 15.0
+DECODE_MEMORY = 2 << 30
+"""Address space of the process that decodes; numpy maps most of it without using it."""
+
+
+class AudioError(ValueError):
+    """Reference audio that cannot be used; the message says why, for whoever sent it."""
+
+
+def wav_header(rate: int, n_bytes: int | None = None) -> bytes:
+    """44 bytes before 16-bit mono samples; n_bytes None: a stream, whose sizes nobody knows yet."""
+    size = 0xFFFFFFFF if n_bytes is None else n_bytes
+    whole = min(size + 36, 0xFFFFFFFF)
+    form = struct.pack("<IHHIIHH", 16, 1, 1, rate, 2 * rate, 2, 16)
+    return b"RIFF" + struct.pack("<I", whole) + b"WAVEfmt " + form + b"data" + struct.pack("<I", size)
+
+
+def encode(pcm: bytes, form: str, rate: int, speed: float = 1.0) -> bytes:
+    """A whole file of the engine's samples, in one of MEDIA_TYPES, at another tempo if asked for. Takes a while for long ones."""
+    if speed != 1.0:
+        pcm = _to_pcm(stretch(_from_pcm(pcm), speed))
+    if rate != RATE:
+        resampler = Resampler(rate)
+        pcm = resampler.push(pcm) + resampler.push(b"", last=True)
+    if form == "pcm":
+        return pcm
+    if form == "wav":
+        return wav_header(rate, len(pcm)) + pcm
+    import soundfile
+
+    container, subtype = _FILES[form]
+    file = io.BytesIO()
+    soundfile.write(file, np.frombuffer(pcm, "<i2"), rate, format=container, subtype=subtype)
+    return file.getvalue()
+
+
+class StreamedFile:
+    """A file in one of STREAMED_FILES that leaves while it is written: each byte is final as it is given out.
+
+    The table of contents that an mp3 has in its first frame stays empty, as in any stream of mp3. Takes 0.5 ms (mp3) to 1.5 ms
+    (opus) for each frame of 80 ms.
+    """
+
+    def __init__(self, form: str, rate: int) -> None:
+        import soundfile
+
+        container, subtype = _FILES[form]
+        self._written = _Appended()
+        settings: dict[str, Any] = {
+            "samplerate": rate,
+            "channels": 1,
+            "format": container,
+            "subtype": subtype,
+        }
+        if form == "mp3":
+            # At a constant rate, players tell the length and find a place without the table.
+            settings |= {"bitrate_mode": "CONSTANT", "compression_level": MP3_COMPRESSION}
+        self._file = soundfile.SoundFile(self._written, "w", **settings)
+        self._resampler = Resampler(rate) if rate != RATE else None
+        if form == "opus":
+            # The package has no method for this command. Without it a listener waits for a second of audio.
+            latency_ms = soundfile._ffi.new("double *", 80.0)
+            soundfile._snd.sf_command(self._file._file, SET_OGG_PAGE_LATENCY_MS, latency_ms, 8)
+
+    def push(self, pcm: bytes, last: bool = False) -> bytes:
+        """The engine's samples in; the bytes of the file that became final with them out."""
+        if self._resampler is not None:
+            pcm = self._resampler.push(pcm, last)
+        self._file.write(np.frombuffer(pcm, "<i2"))
+        if last:
+            self._file.close()
+        return self._written.taken()
+
+
+class _Appended:
+    """A file for libsndfile to write: keeps what is appended, and passes over what would change bytes written before."""
+
+    def __init__(self) -> None:
+        self._place = self._size = 0
+        self._new = bytearray()
+
+    def write(self, data: bytes) -> int:
+        if self._place == self._size:
+            self._new += data
+            self._size += len(data)
+        self._place += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._place = offset + (0, self._place, self._size)[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def taken(self) -> bytes:
+        data = bytes(self._new)
+        self._new.clear()
+        return data
+
+
+class Resampler:
+    """The engine's samples at another rate, piece by piece: the same samples however they are cut."""
+
+    def __init__(self, rate: int) -> None:
+        import soxr
+
+        self._stream = soxr.ResampleStream(RATE, rate, 1, dtype="float32", quality="HQ")
+
+    def push(self, pcm: bytes, last: bool = False) -> bytes:
+        # In float32: with 16 bits the library dithers, which depends on the cuts.
+        return _to_pcm(self._stream.resample_chunk(_from_pcm(pcm), last))
+
+
+def _from_pcm(pcm: bytes) -> NDArray[np.float32]:
+    return np.frombuffer(pcm, "<i2").astype(np.float32) / np.float32(32768)
+
+
+def _to_pcm(samples: NDArray[np.float32]) -> bytes:
+    """Within [-1, 1] -> 16 bits, rounded."""
+    return bytes(np.clip(np.rint(samples * 32768), -32768, 32767).astype("<i2").tobytes())
+
+
+WINDOW = 720
+"""Samples of a piece that is moved whole: 30 ms, two periods of a low voice."""
+SEARCH = 240
+"""A piece is taken from so many samples around its place, where it goes on best."""
+
+
+def stretch(samples: NDArray[np.float32], speed: float) -> NDArray[np.float32]:
+    """float32 [n] at `speed` times the tempo and the same pitch: [n / speed], rounded.
+
+    WSOLA (Verhelst and Roelands, 1993): windows that overlap by half are laid down at an even pace. Each is taken near its place,
+    where it is most like what would have followed the one before, so that periods go on where they were.
+    """
+    hop = WINDOW // 2
+    n_out = round(len(samples) / speed)
+    n_windows = -(-n_out // hop) + 1
+    window = np.hanning(WINDOW + 1)[:-1].astype(np.float32)  # shifted by half, it adds up to 1
+    padding = (hop + SEARCH, 2 * (WINDOW + SEARCH) + int(hop * speed))
+    source = np.pad(samples, padding)
+    out = np.zeros((n_windows + 1) * hop, np.float32)
+    at = SEARCH
+    for i in range(n_windows):
+        if i:
+            first = min(int(i * hop * speed), len(source) - WINDOW - 2 * SEARCH - 1)
+            follows = source[at + hop : at + hop + WINDOW]
+            near = source[first : first + 2 * SEARCH + WINDOW]
+            likeness = np.correlate(near, follows, "valid")
+            energy = np.cumsum(np.concatenate(([0.0], near.astype(np.float64) ** 2)))
+            at = first + int(np.argmax(likeness / np.sqrt(energy[WINDOW:] - energy[:-WINDOW] + 1e-6)))
+        out[i * hop : i * hop + WINDOW] += window * source[at : at + WINDOW]
+    return out[hop : hop + n_out]
+
+
+async def decode_reference(data: bytes) -> bytes:
+    """float32 mono samples at RATE, within [-1, 1], of a file in one of READABLE. Raises AudioError.
+
+    In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *PROGRAM,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        async with asyncio.timeout(DECODE_S):
+            samples, said = await process.communicate(data)
+    except TimeoutError:
+        raise AudioError(f"could not be decoded within {DECODE_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == REFUSED:
+        raise AudioError(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
+    if process.returncode:
+        raise AudioError(
+            f"cannot be decoded; send {', '.join(form.lower() for form in READABLE if form != 'WAVEX')}"
+        )
+    return samples
+
+
+REFUSED = 3
+"""The program's exit status for AudioError, whose message is in stderr then."""
+
+
+def main() -> int:
+    """Reference audio in stdin, samples out of stdout."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CPU, (int(DECODE_S), int(DECODE_S)))
+    resource.setrlimit(resource.RLIMIT_AS, (DECODE_MEMORY, DECODE_MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        samples = _decode(sys.stdin.buffer.read(MAX_REFERENCE_BYTES + 1))
+    except AudioError as error:
+        sys.stderr.write(str(error))
+        return REFUSED
+    sys.stdout.buffer.write(samples.tobytes())
+    return 0
+
+
+def _decode(data: bytes) -> NDArray[np.float32]:
+    """As decode_reference does. What the header says is looked at first; what it says of the length is not relied on."""
+    import soundfile
+    import soxr
+
+    if len(data) > MAX_REFERENCE_BYTES:
+        raise AudioError(f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
+    readable = ", ".join(form.lower() for form in READABLE if form != "WAVEX")
+    try:
+        file = soundfile.SoundFile(io.BytesIO(data))
+    except soundfile.LibsndfileError:
+        raise AudioError(f"is no audio file that can be read here; send {readable}") from None
+    with file:
+        if file.format not in READABLE:
+            raise AudioError(f"is {file.format.lower()}; send {readable}")
+        if file.samplerate not in RATES:
+            raise AudioError(
+                f"has {file.samplerate} samples a second; from {RATES.start} to {RATES.stop - 1} can be used"
+            )
+        if file.channels > MAX_CHANNELS:
+            raise AudioError(f"has {file.channels} channels; at most {MAX_CHANNELS} can be used")
+        mono = _mono(file)
+    if len(mono) < MIN_REFERENCE_S * file.samplerate:
+        raise AudioError(f"is shorter than {MIN_REFERENCE_S:g} s")
+    if not np.isfinite(mono).all():
+        raise AudioError("has samples that are not numbers")
+    if np.abs(mono).max() < SILENT_BELOW:
+        raise AudioError("is silent")
+    mono = np.clip(mono, -1.0, 1.0)
+    if file.samplerate != RATE:
+        mono = np.clip(soxr.resample(mono, file.samplerate, RATE, quality="HQ"), -1.0, 1.0)
+    return mono.astype("<f4")
+
+
+def _mono(file: soundfile.SoundFile) -> NDArray[np.float32]:
+    """The mean of the channels. Reads no more than MAX_REFERENCE_S of it, a block at a time. Raises AudioError."""
+    most = int(MAX_REFERENCE_S * file.samplerate)
+    parts: list[Any] = []
+    n_read = 0
+    while n_read <= most:
+        part = file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)
+        if not len(part):
+            return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        parts.append(part.mean(axis=1, dtype=np.float32))
+        n_read += len(part)
+    raise AudioError(f"is longer than {MAX_REFERENCE_S:g} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,422 @@
+"""The voices of a Base model: those that were uploaded, by name, and reference audio that comes with a request.
+
+The engine keeps what it makes of a voice under a key that is a digest of the audio. What is kept here is the audio itself, with its
+name, consent and transcript: one file a voice, beside the engine's. So what the engine has is a cache; where it lost a voice, or
+another model is served, the voice is encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import hashlib
+import http.client
+import logging
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from deltic.config import EngineConfig, ServerConfig
+from deltic.engine.messages import EncodeVoice, VoiceEncoded
+from deltic.host.client import EngineClient, EngineUnavailable
+from deltic.private import make_private
+from deltic.server.chat.generation import RETRY_LATER, unavailable
+from deltic.server.errors import ApiError, bad_request
+from deltic.server.limits import Account
+from deltic.server.speech.audio import MAX_REFERENCE_BYTES, AudioError, decode_reference
+
+log = logging.getLogger("deltic.server")
+
+MAX_STORED = 1000
+MAX_IN_MEMORY = 64
+"""Voices, where there is no directory to keep them in: of the longest audio, 190 MB."""
+MAX_WAITING = 32
+"""Requests that wait to have a voice made; each holds its audio."""
+FETCH_S = 15.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A voice that was uploaded. It is never changed."""
+
+    name: str
+    key: str
+    consent: str
+    ref_text: str
+    """Transcript of its audio; "": its speaker's vector is all that is used."""
+    created: int
+    """Seconds of the epoch."""
+    kind: Literal["audio", "embedding"]
+    """Of `data`: samples, float32 mono at 24 kHz, or a speaker's vector, float32."""
+    data: bytes | None
+    """None: in its file."""
+    owner: str = ""
+    """Name of the key that it came with."""
+
+    def card(self) -> dict[str, Any]:
+        told = {"name": self.name, "consent": self.consent, "created_at": self.created}
+        return told | {"ref_text": self.ref_text or None, "kind": self.kind}
+
+
+class _Head(msgspec.Struct):
+    """The first line of a stored voice's file, in JSON; the data follow."""
+
+    name: str
+    key: str
+    consent: str
+    ref_text: str
+    created: int
+    kind: Literal["audio", "embedding"]
+    n_bytes: int
+    digest: str
+    """SHA-256 of the data."""
+    owner: str = ""
+
+
+MAX_HEAD = 65_536
+
+
+def voices_directory(config: EngineConfig) -> Path | None:
+    """Where voices are kept; None: in memory."""
+    if config.voices_dir is None and config.cache_dir is not None:
+        return config.cache_dir / "voices"
+    return config.voices_dir
+
+
+def key_of(data: bytes, kind: str, needs_codes: bool) -> str:
+    """The same for the same audio, or vector, and use."""
+    digest = hashlib.sha256(f"{kind} {needs_codes} ".encode())
+    digest.update(data)
+    return digest.hexdigest()[:40]
+
+
+class VoiceStore:
+    """Uploaded voices by name, any case, and the way of any voice into the engine."""
+
+    def __init__(self, client: EngineClient, directory: Path | None, config: ServerConfig) -> None:
+        """Reads what there is in `directory`; files that cannot be read are passed over, and said in the log. Raises ConfigError
+        where they may be anybody's."""
+        self._client = client
+        self._config = config
+        self.directory = directory
+        self._files = directory / "names" if directory else None
+        self._stored: dict[str, Stored] = {}
+        self._encoding = asyncio.Semaphore(2)
+        """The engine makes one at a time; one more may be decoded meanwhile."""
+        self._n_waiting = 0
+        self._known: dict[str, tuple[int, VoiceEncoded]] = {}
+        if self._files is not None:
+            make_private("--voices-dir", self._files.parent)
+            make_private("--voices-dir", self._files)
+            for path in self._files.glob("*.part"):
+                path.unlink()
+            for path in sorted(self._files.glob("*.voice")):
+                try:
+                    voice = _read(path, with_data=False)
+                except (OSError, ValueError) as error:
+                    log.warning("the voice in %s cannot be used: %s", path, error)
+                    continue
+                self._stored[voice.name.lower()] = voice
+
+    def find(self, name: str) -> Stored | None:
+        return self._stored.get(name.lower())
+
+    def all(self) -> list[Stored]:
+        return sorted(self._stored.values(), key=lambda voice: voice.name)
+
+    async def add(
+        self,
+        name: str,
+        consent: str,
+        ref_text: str,
+        audio: bytes | None,
+        vector: list[float] | None,
+        owner: str = "",
+    ) -> Stored:
+        """Encodes and keeps a voice, of audio as it was uploaded or of a speaker's vector. name: as VoiceForm has it, so that it
+        can be a file's; owner: the name of the key that asks. Raises ApiError."""
+        self._check_name(name)
+        if (audio is None) == (vector is None):
+            raise bad_request("audio_sample", "give either audio_sample or speaker_embedding")
+        if vector is not None and ref_text:
+            raise bad_request("ref_text", "needs audio_sample, whose transcript it is")
+        kind: Literal["audio", "embedding"] = "audio" if vector is None else "embedding"
+
+        async def make() -> Stored:
+            if audio is None:
+                data = np.asarray(vector, "<f4").tobytes()
+            else:
+                data = await self._decode(audio, "audio_sample")
+            key = key_of(data, kind, bool(ref_text))
+            voice = Stored(name, key, consent, ref_text, int(time.time()), kind, data, owner)
+            await self._encode(voice, data)
+            try:
+                self._check_name(name)  # another upload may have been quicker
+                return await self._store(voice)
+            finally:
+                self._drop_unused(key)
+
+        return await self._in_turn(make)
+
+    async def _store(self, voice: Stored) -> Stored:
+        place = voice.name.lower()
+        self._stored[place] = voice
+        if self._files is not None:
+            try:
+                await asyncio.to_thread(_write, self._path(voice), voice)
+            except OSError as error:
+                self._stored.pop(place, None)
+                said = f"the voice could not be stored ({error.strerror}); it is not kept"
+                raise ApiError(500, said, code="voice_not_stored") from None
+            if self._stored.get(place) is not voice:  # it was deleted meanwhile
+                self._path(voice).unlink(missing_ok=True)
+            else:
+                self._stored[place] = dataclasses.replace(voice, data=None)
+        return voice
+
+    async def _in_turn(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `make`. Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
+        would be given ever more otherwise. Raises ApiError: what `make` does, and 429 when too many wait."""
+        if self._n_waiting >= MAX_WAITING:
+            said = f"{MAX_WAITING} requests wait for a voice to be encoded; try again in a few seconds"
+            raise ApiError(429, said, code="too_many_encodings", headers=RETRY_LATER)
+        self._n_waiting += 1
+        try:
+            await self._encoding.acquire()
+        finally:
+            self._n_waiting -= 1
+        making = asyncio.create_task(make())
+        making.add_done_callback(lambda _: self._encoding.release())
+        return await asyncio.shield(making)
+
+    def _check_name(self, name: str) -> None:
+        if self.find(name):
+            raise ApiError(
+                409, f"name: there is a voice {name!r}; delete it first", param="name", code="voice_exists"
+            )
+        most = MAX_STORED if self._files else MAX_IN_MEMORY
+        if len(self._stored) >= most:
+            said = f"{most} voices are stored, as many as may be" + (
+                "" if self._files else " in memory; start the server with --voices-dir"
+            )
+            raise ApiError(409, said, code="too_many_voices")
+
+    def remove(self, name: str, account: Account | None) -> None:
+        """account: of the key that asks; None where there are no keys. Raises ApiError (403, 404)."""
+        voice = self.find(name)
+        if voice is None:
+            raise ApiError(404, f"no stored voice {name!r}", param="name", code="voice_not_found")
+        if account is not None and not account.is_admin and account.name != voice.owner:
+            said = f"voice {name!r} came with another key; only that key's name or an administrator may delete it"
+            raise ApiError(403, said, param="name", code="not_your_voice")
+        del self._stored[name.lower()]
+        if self._files is not None:
+            self._path(voice).unlink(missing_ok=True)
+        self._drop_unused(voice.key)
+
+    def _drop_unused(self, key: str) -> bool:
+        """Has the engine forget a voice that has no name here (any more)."""
+        if any(voice.key == key for voice in self._stored.values()):
+            return False
+        self._known.pop(key, None)
+        self._client.drop_voice(key)
+        return True
+
+    async def ready(self, voice: Stored) -> VoiceEncoded:
+        """Has the engine know a stored voice. Raises ApiError."""
+        n_restarts, known = self._known.get(voice.key, (-1, None))
+        if known is not None and n_restarts == self._client.n_restarts:
+            return known
+        if (known := await self._ask_if_known(voice.key)) is None:
+            data = await asyncio.to_thread(self._data, voice) if voice.data is None else voice.data
+
+            async def make() -> VoiceEncoded:
+                known = await self._ask_if_known(voice.key) or await self._encode(voice, data)
+                if self._drop_unused(voice.key):
+                    # It was deleted meanwhile.
+                    raise bad_request("voice", f"no stored voice {voice.name!r}", "voice_not_found")
+                return known
+
+            known = await self._in_turn(make)
+        if self._files is not None:  # on disk it stays, so there is no need to ask again
+            self._known[voice.key] = self._client.n_restarts, known
+        return known
+
+    def doubt(self, key: str) -> None:
+        """A request with this voice failed: perhaps the engine lost it."""
+        self._known.pop(key, None)
+
+    def _data(self, voice: Stored) -> bytes:
+        try:
+            data = _read(self._path(voice)).data
+        except (OSError, ValueError) as error:
+            said = f"the voice {voice.name!r} cannot be read ({error}); delete it and upload it again"
+            raise ApiError(500, said, code="voice_not_readable") from None
+        assert data is not None
+        return data
+
+    async def _encode(self, voice: Stored, data: bytes) -> VoiceEncoded:
+        command = EncodeVoice(
+            key=voice.key, needs_codes=bool(voice.ref_text), is_kept=self._files is not None,
+            samples=data if voice.kind == "audio" else b"", speaker=b"" if voice.kind == "audio" else data,
+        )  # fmt: skip
+        return await self._ask(command, "audio_sample" if voice.kind == "audio" else "speaker_embedding")
+
+    async def ready_inline(self, ref_audio: str, needs_codes: bool) -> VoiceEncoded:
+        """Has the engine know the voice of a request's `ref_audio`. Raises ApiError."""
+        data = await self._reference_bytes(ref_audio)
+        key = await asyncio.to_thread(key_of, data, "file", needs_codes)
+        if (known := await self._ask_if_known(key)) is not None:
+            return known
+
+        async def make() -> VoiceEncoded:
+            if (known := await self._ask_if_known(key)) is not None:
+                return known
+            samples = await self._decode(data, "ref_audio")
+            return await self._ask(
+                EncodeVoice(key=key, samples=samples, needs_codes=needs_codes), "ref_audio"
+            )
+
+        return await self._in_turn(make)
+
+    async def ready_vector(self, vector: list[float]) -> VoiceEncoded:
+        """Has the engine know a request's `speaker_embedding`. Raises ApiError."""
+        data = np.asarray(vector, "<f4").tobytes()
+        command = EncodeVoice(key=key_of(data, "embedding", False), speaker=data)
+        return await self._ask(command, "speaker_embedding")
+
+    async def _ask_if_known(self, key: str) -> VoiceEncoded | None:
+        told = await self._send(EncodeVoice(key=key))
+        return None if told.error else told
+
+    async def _ask(self, command: EncodeVoice, param: str) -> VoiceEncoded:
+        told = await self._send(command)
+        if told.error is not None:
+            raise bad_request(param, told.error, "voice_not_encoded")
+        return told
+
+    async def _send(self, command: EncodeVoice) -> VoiceEncoded:
+        try:
+            return await self._client.encode_voice(command)
+        except EngineUnavailable as error:
+            raise unavailable(str(error)) from None
+
+    async def _decode(self, data: bytes, param: str) -> bytes:
+        try:
+            return await decode_reference(data)
+        except AudioError as error:
+            raise bad_request(param, str(error), "invalid_audio") from None
+
+    async def _reference_bytes(self, reference: str) -> bytes:
+        """What `ref_audio` names. Nothing but `data:` is looked at unless the settings name its host or its directory."""
+        scheme = reference[:8].partition(":")[0].lower()
+        config = self._config
+        if scheme == "data":
+            data = await asyncio.to_thread(_data_url, reference)
+        elif scheme in ("http", "https") and config.allow_audio_host:
+            data = await asyncio.to_thread(_fetch, reference, config.allow_audio_host)
+        elif scheme == "file" and config.allow_audio_dir is not None:
+            data = await asyncio.to_thread(_local, reference, config.allow_audio_dir)
+        else:
+            allowed = ["data: URLs"]
+            allowed += ["URLs of " + ", ".join(config.allow_audio_host)] if config.allow_audio_host else []
+            allowed += ["file: URLs of one directory"] if config.allow_audio_dir else []
+            raise bad_request("ref_audio", f"this server takes {' and '.join(allowed)} only")
+        if len(data) > MAX_REFERENCE_BYTES:
+            raise bad_request("ref_audio", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
+        return data
+
+    def _path(self, voice: Stored) -> Path:
+        assert self._files is not None
+        return self._files / f"{voice.name.lower()}.voice"
+
+
+def _data_url(reference: str) -> bytes:
+    head, comma, body = reference.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise bad_request("ref_audio", "expected data:audio/...;base64,...")
+    if len(body) > MAX_REFERENCE_BYTES * 4 // 3 + 4:
+        raise bad_request("ref_audio", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
+    try:
+        return base64.b64decode(body, validate=True)
+    except ValueError:  # binascii.Error, and another for what is not ASCII
+        raise bad_request("ref_audio", "is not valid base64") from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A host that is allowed could lead to one that is not."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _fetch(url: str, hosts: tuple[str, ...]) -> bytes:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+    try:
+        if (urllib.parse.urlsplit(url).hostname or "") not in map(str.lower, hosts):
+            raise ValueError(f"this server takes URLs of {', '.join(hosts)} only")
+        deadline_s = time.monotonic() + FETCH_S
+        with opener.open(url, timeout=FETCH_S) as answer:
+            data = bytearray()
+            while len(data) <= MAX_REFERENCE_BYTES and (part := answer.read1(65_536)):
+                data += part
+                if time.monotonic() > deadline_s:  # the timeout above is each wait's
+                    raise TimeoutError(f"it takes more than {FETCH_S:g} s")
+            return bytes(data)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise bad_request("ref_audio", f"could not be fetched ({error})") from None
+
+
+def _local(url: str, directory: Path) -> bytes:
+    try:
+        path = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
+        # Links are followed first, so that none leads out.
+        real = path.resolve(strict=True)
+        if not real.is_relative_to(directory.resolve()) or not real.is_file():
+            raise OSError
+        with real.open("rb") as file:
+            return file.read(MAX_REFERENCE_BYTES + 1)
+    except (OSError, ValueError):
+        raise bad_request("ref_audio", "no such file in the directory that this server reads") from None
+
+
+def _write(path: Path, voice: Stored) -> None:
+    """Whole or not at all."""
+    data = voice.data
+    assert data is not None
+    head = _Head(
+        voice.name, voice.key, voice.consent, voice.ref_text, voice.created, voice.kind,
+        len(data), hashlib.sha256(data).hexdigest(), voice.owner,
+    )  # fmt: skip
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(msgspec.json.encode(head) + b"\n")
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _read(path: Path, with_data: bool = True) -> Stored:
+    """Raises OSError, or ValueError for a file that is damaged; of the data's bits that shows only when they are read."""
+    with path.open("rb") as file:
+        line = file.readline(MAX_HEAD)
+        head = msgspec.json.decode(line, type=_Head)
+        if path.stat().st_size != len(line) + head.n_bytes:
+            raise ValueError("the file is cut off")
+        data = file.read() if with_data else None
+    if data is not None and hashlib.sha256(data).hexdigest() != head.digest:
+        raise ValueError("the file is damaged")
+    return Stored(head.name, head.key, head.consent, head.ref_text, head.created, head.kind, data, head.owner)
