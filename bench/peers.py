@@ -40,6 +40,7 @@ from deltic.bench.sweep import numbers
 from deltic.config import ConfigError, EngineConfig
 from deltic.machine import free_memory_bytes, n_usable_cpus
 from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.ops.cpu.program import cpu_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,6 +51,16 @@ PACKAGES = {
 
 BUILD_FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
 """Of llama.cpp: all instructions of this machine, no vision tools."""
+
+WITHOUT_AMX = "-DGGML_NATIVE=OFF " + " ".join(
+    f"-DGGML_{name}=ON"
+    for name in (
+        *("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"),
+        *("AVX_VNNI", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16"),
+    )
+)
+"""Where there is AMX: everything but it. Its kernels for Q8_0 end this version with a general protection fault (LOG.md)."""
+
 
 LEAST_COSINE = {16: 0.99, 8: 0.9, 4: 0.3}
 """By bits a weight: between the logits of an engine and those of transformers in bfloat16, for it to be the same model."""
@@ -108,6 +119,11 @@ class Worker:
         self._process.wait()
 
 
+def build_flags() -> str:
+    """What llama.cpp is built with on this machine."""
+    return f"{WITHOUT_AMX} -DLLAVA_BUILD=OFF" if "amx_int8" in cpu_flags() else BUILD_FLAGS
+
+
 def make_environment(directory: Path, n_jobs: int) -> tuple[Path, dict[str, str]]:
     """The Python of an environment that holds the packages (made, or completed, when it does not) and their versions."""
     python = directory / "bin" / "python"
@@ -117,7 +133,7 @@ def make_environment(directory: Path, n_jobs: int) -> tuple[Path, dict[str, str]
         (directory / ".gitignore").write_text("*\n")
     if installed(python) is None:
         print("installing " + ", ".join(f"{k} {v}" for k, v in PACKAGES.items()), flush=True)
-        flags = {"CMAKE_ARGS": BUILD_FLAGS, "CMAKE_BUILD_PARALLEL_LEVEL": str(n_jobs)}
+        flags = {"CMAKE_ARGS": build_flags(), "CMAKE_BUILD_PARALLEL_LEVEL": str(n_jobs)}
         wanted = [f"{name}=={version}" for name, version in PACKAGES.items()]
         command = [str(python), "-m", "pip", "install", "--no-binary", "llama-cpp-python", *wanted]
         subprocess.run(command, check=True, env=os.environ | flags)
@@ -493,7 +509,7 @@ def compare(arguments: argparse.Namespace) -> int:
     figures, roofs = comparison.figures, comparison.roofs
     result = {
         "bench": "peers", "shape": arguments.shape, "date": now().isoformat(), "machine": machine(), "code": code(),
-        "versions": versions, "llama_build": BUILD_FLAGS, "command": command(arguments),
+        "versions": versions, "llama_build": build_flags(), "command": command(arguments),
         "threads": arguments.threads, "rounds": len({figure["round"] for figure in figures}), "context": arguments.context, "steps": arguments.steps,
         "prefill_warm_up": PREFILL_WARM_UP,
         "engines": infos, "costs": {name: dataclasses.asdict(cost) for name, cost in costs.items()},
