@@ -49,7 +49,7 @@ from deltic.machine import free_memory_bytes
 from deltic.models.checkpoint import locate, model_name, text_directory
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.runtime.cpu.plan import CACHE_SHARE
+from deltic.runtime.plan import CACHE_SHARE
 from deltic.server.api import protocol
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage

@@ -26,7 +26,9 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.ops.cpu.program import Program
-from deltic.runtime.cpu.text import Runner, build_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 
 N_STEPS = 200
 
@@ -128,7 +130,7 @@ def main() -> None:
     )
     parser.add_argument("--out")
     arguments = parser.parse_args()
-    runner = build_runner(EngineConfig(max_num_seqs=64, max_model_len=1024), lambda stage, done: None)
+    runner = build_runner(EngineConfig(max_num_seqs=64, max_model_len=1024), lambda stage, done: None, Cpu())
     rows = []
     for n in (1, 16, 64):
         host, step = steps_us(runner, n, runner.program)

@@ -21,7 +21,8 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.models.qwen.weights import empty_weights
 from deltic.ops.cpu.program import instruction_set
-from deltic.runtime.cpu.text import build_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
 
 SPARE_TOKENS = 64
 """More than a sequence decodes while the others of its batch are still being prefilled."""
@@ -53,7 +54,7 @@ class Deltic:
             model=config["model"], threads=config["n_threads"], max_num_seqs=config["max_n"],
             max_model_len=longest, n_pages=max(n_pages, pages_for(longest)), **settings,
         )  # fmt: skip
-        self.runner = build_runner(engine_config, lambda stage, done: None)
+        self.runner = build_runner(engine_config, lambda stage, done: None, Cpu())
         self.engine = Engine(self.runner)
         plan = self.runner.plan
         embedding = empty_weights(plan.shape, plan.quantize, tied=False, device="meta").embed.n_bytes

@@ -27,7 +27,8 @@ from deltic.commands.endpoint import DONE, Endpoint, LocalServer
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
-from deltic.runtime.cpu.text import build_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
 
 PROMPT_TOKENS = 64
 MODEL = "dummy"
@@ -39,7 +40,7 @@ class Offline:
     """The engine without a server."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.engine = Engine(build_runner(config, lambda stage, done: None))
+        self.engine = Engine(build_runner(config, lambda stage, done: None, Cpu()))
         self.n_requests = 0
 
     def step_s(self, prompts: list[list[int]], n_steps: int) -> float:

@@ -48,12 +48,22 @@ def knob(
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
     several: bool = False,
+    device: str | None = None,
+    kind: str | None = None,
 ) -> Any:
     """A dataclass field that is a command-line flag: its default and its help text.
 
-    several: the flag may have several values behind it, beside being repeated.
+    several: the flag may have several values behind it, beside being repeated. device, kind: the only device (cpu, cuda) and the only
+    kind of model (text, speech) for which it means something; see `refuse_foreign`.
     """
-    metadata = {"help": text, "choices": choices, "metavar": metavar, "several": several}
+    metadata = {
+        "help": text,
+        "choices": choices,
+        "metavar": metavar,
+        "several": several,
+        "device": device,
+        "kind": kind,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -79,15 +89,19 @@ class EngineConfig:
     dummy: str | None = knob(None, "random weights at a published shape, e.g. qwen3.5-0.8b", metavar="SHAPE")
     quantize: str | None = knob(
         None, "round the weights at load, to 8.25 or 4.5 bits (default: as stored)", choices=("int8", "int4", "int4-symmetric"),
+        device="cpu",
     )  # fmt: skip
     weights_cache: Path | None = knob(
         None,
         "keep packed weights in this directory: later starts map them instead of loading; a checkpoint that changes leaves its old file there",
         metavar="DIR",
+        device="cpu",
     )
-    threads: int | None = knob(None, "CPU threads of the engine (default: the CPUs this process may use)")
+    threads: int | None = knob(
+        None, "CPU threads of the engine (default: the CPUs this process may use)", device="cpu"
+    )
     pin_threads: bool = knob(
-        False, "bind each engine thread to a CPU of its own, in the order of their numbers"
+        False, "bind each engine thread to a CPU of its own, in the order of their numbers", device="cpu"
     )
     memory_gb: float | None = knob(
         None,
@@ -115,7 +129,7 @@ class EngineConfig:
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(
         None, "state slots for checkpoints of the prefix cache, beside those of the sequences that run (default: what a "
-        "quarter of the pools holds)",
+        "quarter of the pools holds)", kind="text",
     )  # fmt: skip
     cache_host_gb: float | None = knob(
         None, "host memory for what is evicted from the pools, and for preempted sequences (default: for one of full length, "
@@ -129,11 +143,12 @@ class EngineConfig:
         16.0, "most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full", metavar="GB"
     )  # fmt: skip
     voices_dir: Path | None = knob(
-        None, "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)", metavar="DIR"
+        None, "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)", metavar="DIR",
+        kind="speech",
     )  # fmt: skip
     lever: tuple[str, ...] = knob(
         (), "set an optimisation of the GPU, to measure it, e.g. pdl=off (deltic bench ablate lists them); may be given several "
-        "times", metavar="NAME=VALUE",
+        "times", metavar="NAME=VALUE", device="cuda",
     )  # fmt: skip
     trace: Path | None = knob(
         None, "append what each step did to this file, as a Chrome trace, up to 256 MB (Perfetto opens it)", metavar="FILE"
@@ -500,6 +515,27 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
         raise ConfigError("--revision is of a name on the hub: give a model")
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)
+
+
+def refuse_foreign(config: EngineConfig, device: str, kind: str) -> None:
+    """Raises ConfigError for a setting that was given and means nothing on this device (cpu, cuda), or to this kind of model (text,
+    speech)."""
+    devices = {"cpu": "the CPU", "cuda": "a GPU"}
+    for field in dataclasses.fields(config):
+        value, holds = getattr(config, field.name), field.metadata
+        if value == field.default:
+            continue
+        shown = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
+        given = f"--{field.name.replace('_', '-')}{shown}"
+        if holds["device"] not in (None, device):
+            raise ConfigError(
+                f"{given} is for {devices[holds['device']]}, and this model runs on {devices[device]}; leave it out, or give "
+                f"--device {holds['device']}"
+            )
+        if holds["kind"] not in (None, kind):
+            raise ConfigError(
+                f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out"
+            )
 
 
 def pinned_cpus(n_threads: int) -> tuple[int, ...]:

@@ -83,11 +83,11 @@ class LLM:
         directory = tokenizer_directory(self.config)
         self.tokenizer = Tokenizer.load(directory)
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
-        from deltic.runtime.build import build_for_device  # imports torch: after what can fail at once
+        from deltic.runtime.build import build_runner  # imports torch: after what can fail at once
 
         trace = Trace(self.config.trace) if self.config.trace is not None else None
         self._engine = Engine(
-            build_for_device(self.config, lambda stage, done: None),  # nobody watches: no target
+            build_runner(self.config, lambda stage, done: None),  # nobody watches: no target
             tokenizer_file=lambda: directory / "tokenizer.json",
         )
         self._engine.trace = trace

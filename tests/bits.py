@@ -86,13 +86,14 @@ def mend_interpreter() -> None:
 
 
 def build_text(device: str, config: Any) -> Any:
+    from deltic.runtime.build import build_runner
+    from deltic.runtime.cpu.device import Cpu
+
     if device == "cpu":
-        from deltic.runtime.cpu.text import build_runner
+        return build_runner(config, lambda stage, done: None, Cpu())
+    from deltic.runtime.gpu.device import Gpu
 
-        return build_runner(config, lambda stage, done: None)
-    from deltic.runtime.gpu.build import build_gpu_runner
-
-    return build_gpu_runner(config, lambda stage, done: None)
+    return build_runner(config, lambda stage, done: None, Gpu())
 
 
 def answers(runner: Any, small: bool) -> dict[str, bytes]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,10 @@ from deltic.models.fields import CheckpointError
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.gpu.launch import Levers
-from deltic.runtime.cpu import plan, speech_plan
-from deltic.runtime.cpu.plan import make_plan
-from deltic.runtime.cpu.speech_plan import make_speech_plan
-from deltic.runtime.gpu import plan as gpu_plan
-from deltic.runtime.gpu import speech_plan as gpu_speech_plan
-from deltic.runtime.gpu.plan import make_gpu_plan
-from deltic.runtime.gpu.speech_plan import make_gpu_speech_plan
+from deltic.runtime import plan as planner
+from deltic.runtime.cpu import device as cpu
+from deltic.runtime.gpu import device as gpu
+from deltic.runtime.plan import Kind, make_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "plans.json"
 GB = 10**9
@@ -46,78 +42,51 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 FEW = ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-35b-a3b", "qwen3-tts-0.6b", "qwen3-tts-1.7b-base")
 
-Planner = Callable[[EngineConfig, str, int], Any]
-
-PLANNERS: dict[str, tuple[Planner, tuple[str, ...], tuple[str | None, ...]]] = {
-    "cpu text": (
-        lambda config, name, free: make_plan(config, PUBLISHED[name], PUBLISHED[name].vocab_size, free),
-        tuple(PUBLISHED), (None, "int8", "int4"),
-    ),
-    "gpu text": (
-        lambda config, name, free: make_gpu_plan(
-            config, PUBLISHED[name], PUBLISHED[name].vocab_size, free, Levers(), HOST_FREE_BYTES
-        ),
-        tuple(PUBLISHED), (None, "int8"),
-    ),
-    "cpu speech": (
-        lambda config, name, free: make_speech_plan(config, PUBLISHED_SPEECH[name], free),
-        tuple(PUBLISHED_SPEECH), (None, "int8", "int4"),
-    ),
-    "gpu speech": (
-        lambda config, name, free: make_gpu_speech_plan(config, PUBLISHED_SPEECH[name], free, Levers()),
-        tuple(PUBLISHED_SPEECH), (None, "int8"),
-    ),
-}  # fmt: skip
-"""By kind of model and device: the planner of a model in so many bytes, the models, the formats."""
+KINDS: dict[str, tuple[Kind[Any], dict[str, Any], tuple[str | None, ...]]] = {
+    "cpu text": (cpu.TEXT, PUBLISHED, (None, "int8", "int4")),
+    "gpu text": (gpu.text(Levers()), PUBLISHED, (None, "int8")),
+    "cpu speech": (cpu.SPEECH, PUBLISHED_SPEECH, (None, "int8", "int4")),
+    "gpu speech": (gpu.speech(Levers()), PUBLISHED_SPEECH, (None, "int8")),
+}
+"""The models and the formats of each kind."""
 
 FIELDS = ("n_pages", "n_checkpoints", "max_num_seqs", "max_model_len", "max_step_tokens", "host_bytes", "weight_bytes",
           "vocoder_bytes", "workspace_bytes", "total_bytes", "budget_bytes", "n_threads")  # fmt: skip
 
 
-def cases() -> Iterator[tuple[str, Planner, EngineConfig, str, int]]:
-    """Names of plans, and what makes them."""
-    for kind, (planner, names, formats) in PLANNERS.items():
-        for name in names:
+def cases() -> Iterator[tuple[str, Kind[Any], Any, EngineConfig, int]]:
+    """Names of plans, and what makes them: kind, shape, settings, bytes that are free."""
+    for named, (kind, shapes, formats) in KINDS.items():
+        for name, shape in shapes.items():
             if name.startswith("qwen3.6"):
                 continue  # another name of a 3.5
-            base = EngineConfig(dummy=name, threads=2)
+            base = EngineConfig(dummy=name, threads=None if kind.on_gpu else 2)
             for quantize in formats:
                 for budget in BUDGETS_GB:
                     config = replace(base, quantize=quantize)
-                    yield f"{kind} {name} {quantize or '16'} {budget} GB", planner, config, name, budget * GB
+                    yield f"{named} {name} {quantize or '16'} {budget} GB", kind, shape, config, budget * GB
             for settings in SETTINGS if name in FEW else ():
                 for budget in (14, 80):
                     said = " ".join(f"{key}={value}" for key, value in settings.items())
-                    yield (
-                        f"{kind} {name} {budget} GB {said}",
-                        planner,
-                        replace(base, **settings),
-                        name,
-                        budget * GB,
-                    )
+                    config = replace(base, **settings)
+                    yield f"{named} {name} {budget} GB {said}", kind, shape, config, budget * GB
 
 
-def plan_of(planner: Planner, config: EngineConfig, name: str, free_bytes: int) -> str:
+def plan_of(kind: Kind[Any], shape: Any, config: EngineConfig, free_bytes: int) -> str:
     """A plan in one line, or why there is none. The buffers of a step are in it by a hash of their names and sizes."""
+    n_real = shape.n_drawn if kind.name == "speech" else shape.vocab_size
     try:
-        made = planner(config, name, free_bytes)
+        made = make_plan(config, shape, kind, n_real, free_bytes, HOST_FREE_BYTES)
     except (ConfigError, CheckpointError) as error:
         return f"{type(error).__name__}: {error}"
     buffers = json.dumps(made.workspace, sort_keys=True).encode()
-    told = {field: getattr(made, field) for field in FIELDS if hasattr(made, field)}
-    return (
-        " ".join(f"{key}={value}" for key, value in told.items())
-        + f" buffers={hashlib.sha256(buffers).hexdigest()[:12]}"
-    )
+    told = " ".join(f"{field}={getattr(made, field)}" for field in FIELDS)
+    return f"{told} buffers={hashlib.sha256(buffers).hexdigest()[:12]}"
 
 
 def all_plans() -> dict[str, str]:
-    with ExitStack() as patches:
-        for module in (plan, gpu_plan, speech_plan, gpu_speech_plan):
-            said = {"free_memory_bytes": lambda: HOST_FREE_BYTES, "memory_bound": lambda: ""}
-            here = {name: value for name, value in said.items() if hasattr(module, name)}
-            patches.enter_context(mock.patch.multiple(module, **here))
-        return {case: plan_of(planner, config, name, free) for case, planner, config, name, free in cases()}
+    with mock.patch.object(planner, "memory_bound", lambda: ""):
+        return {case: plan_of(*made) for case, *made in cases()}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Constraint, Request, SamplingParams
 from deltic.models.checkpoint import text_directory
-from deltic.runtime.build import build_for_device
+from deltic.runtime.build import build_runner
 
 PLACE = {
     "type": "object", "additionalProperties": False, "required": ["path", "line", "text"],
@@ -61,7 +61,7 @@ def measure(row: Callable[..., None], arguments: argparse.Namespace) -> None:
     config = EngineConfig(
         dummy=arguments.dummy, max_num_seqs=max(sizes), memory_gb=arguments.memory_gb, prefix_cache=False, max_model_len=4096
     )  # fmt: skip
-    runner = build_for_device(config, lambda stage, done: None)
+    runner = build_runner(config, lambda stage, done: None)
     engine = Engine(runner, None, lambda: text_directory(config) / "tokenizer.json")
     engine.guides.prepare()
     grammar = GRAMMARS[arguments.grammar]()

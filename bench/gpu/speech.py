@@ -26,9 +26,9 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams, Speech
 from deltic.models.tts.shape import codec_side, row_id
 from deltic.models.vocoder.shape import FRAME_SAMPLES, SAMPLE_RATE
+from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.record import Recording
 from deltic.runtime.gpu.speech import GpuSpeechRunner
-from deltic.runtime.gpu.speech_build import build_gpu_speech_runner
 
 Row = Callable[..., None]
 
@@ -85,7 +85,9 @@ class Frames:
         config = EngineConfig(
             dummy=self._dummy, device="cuda", prefix_cache=False, max_num_seqs=max(64, *self.sizes)
         )
-        self.runner: GpuSpeechRunner = build_gpu_speech_runner(config, lambda stage, done: None)
+        runner = build_runner(config, lambda stage, done: None)
+        assert isinstance(runner, GpuSpeechRunner)
+        self.runner = runner
         self.engine, self._made = Engine(self.runner), True
         print(f"start {time.perf_counter() - begin:.1f} s: {self.runner.info.start_s}", flush=True)
 

@@ -21,7 +21,7 @@ from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.tts.shape import row_id
 from deltic.models.tts.weights import frame_bytes
 from deltic.roofs import read_bandwidth
-from deltic.runtime.build import build_for_device
+from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.speech import SpeechRunner
 
 POSITION, N_PROMPT = 100, 27
@@ -55,7 +55,7 @@ def main() -> None:
         dummy=given.model, quantize=given.quantize, device="cpu", threads=given.threads, max_model_len=1024,
         max_num_seqs=max(n_streams),
     )  # fmt: skip
-    runner = build_for_device(config, lambda stage, done: None)
+    runner = build_runner(config, lambda stage, done: None)
     assert isinstance(runner, SpeechRunner)
     n_bytes = sum(frame_bytes(runner.plan.shape, given.quantize))
     seconds: dict[int, list[float]] = {n: [] for n in n_streams}

@@ -32,10 +32,11 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.roofs import GpuRoofs
-from deltic.runtime.gpu.build import collect
+from deltic.runtime.gpu import device as gpu
+from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
-from deltic.runtime.gpu.plan import make_gpu_plan
 from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.plan import make_plan
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Model:
         torch.cuda.empty_cache()
         config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False)
         free = torch.cuda.mem_get_info()[0] + self.weights.n_bytes
-        plan = make_gpu_plan(config, self.shape, self.n_real, free, levers)
+        plan = make_plan(config, self.shape, gpu.text(levers), self.n_real, free)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
         return Engine(GpuRunner(plan, self.weights, levers))
 

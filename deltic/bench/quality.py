@@ -43,7 +43,9 @@ from deltic.models.qwen.weights import Weights
 from deltic.ops.cpu.program import instruction_set
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.matrix import Matrix
-from deltic.runtime.cpu.text import Runner, build_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 from deltic.text import Tokenizer
 
 TEXT = Path(__file__).with_name("quality.jsonl")
@@ -188,7 +190,8 @@ def _load(config: EngineConfig, formats: list[str], progress: Progress) -> dict[
     for name in (REFERENCE, *formats):
         bar = progress.add_task(f"loading {name}", total=1.0)
         one = dataclasses.replace(config, quantize=None if name == REFERENCE else name)
-        runner = build_runner(one, lambda stage, done, bar=bar: progress.update(bar, completed=done))  # type: ignore[misc]
+        runner = build_runner(one, lambda stage, done, bar=bar: progress.update(bar, completed=done), Cpu())  # type: ignore[misc]
+        assert isinstance(runner, Runner)
         progress.update(bar, completed=1.0)
         if (runner.plan.quantize or REFERENCE) != name:
             raise ConfigError(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
-from dataclasses import replace
 from io import StringIO
-from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,20 +11,19 @@ from rich.table import Table
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
-from deltic.machine import free_memory_bytes
-from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
-from deltic.models.fields import CheckpointError
-from deltic.models.packed import PACKED, resolve_quantize
+from deltic.models.checkpoint import model_name
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Moe, empty_weights
-from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.roofs import GpuRoofs, multiply_peak, read_bandwidth
-from deltic.runtime.build import is_for_gpu
-from deltic.runtime.cpu.plan import Plan, make_plan
-from deltic.runtime.cpu.speech_plan import SpeechPlan, make_speech_plan
+from deltic.runtime.build import gpu_device, is_for_gpu, plan_model
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.plan import Plan, TextPlan
+
+ROWS_PER_S = 12.5
+"""Frames of a speech model; a prompt is said to take 64 rows."""
 
 
 def report(config: EngineConfig) -> str:
@@ -36,236 +32,131 @@ def report(config: EngineConfig) -> str:
 
     Raises ConfigError or another ValueError when the model cannot be served with these settings.
     """
-    out = StringIO()
-    console = Console(file=out, width=100)
-    if speaks(config):
-        _report_speech(console, config)
-        return out.getvalue()
-    directory, shape = locate(config)
-    sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
-    console.print(
-        f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters{sparse}, {shape.n_gdn_layers} DeltaNet + "
-        f"{shape.n_attn_layers} attention layers"
-    )
-    if is_for_gpu(config):
-        _report_gpu(console, config, directory, shape)
-    else:
-        _report_cpu(console, config, directory, shape)
-    return out.getvalue()
-
-
-def _report_cpu(console: Console, config: EngineConfig, directory: Path, shape: ModelShape) -> None:
-    config = replace(config, quantize=resolve_quantize(config, directory))
-    free = free_memory_bytes()
-    wanted = int((config.memory_gb or 0) * 1e9)
-    plan = make_plan(config, shape, n_real_ids(config, directory, shape), max(free, wanted))
-    if wanted > free:
-        console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB are free[/]")
-    console.print(_memory_table(plan))
-    console.print("Python, torch and the HTTP process take about 0.6 GB more.")
-    _print_what_fits(console, config, plan)
-    console.print(
-        _speed_table(
-            plan, read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
-        )
-    )
-
-
-def _report_speech(console: Console, config: EngineConfig) -> None:
-    _, shape = locate_speech(config)
-    free, wanted = free_memory_bytes(), int((config.memory_gb or 0) * 1e9)
     on_gpu = is_for_gpu(config)
-    if on_gpu:
-        free, plan = _gpu_speech_plan(config, shape, wanted)
-    else:
-        plan = make_speech_plan(config, shape, max(free, wanted))
-    console.print(
-        f"{model_name(config)}: {shape.n_params / 1e9:.2f} B parameters, talker of {shape.talker.n_layers} layers and predictor of "
-        f"{shape.predictor.n_layers}, {N_CODES} codes a frame of 80 ms, {SAMPLE_RATE} Hz"
-    )
-    if wanted > free:
-        console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB are free[/]")
-    streams = plan.workspace["vocoder states"]
-    table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
-    for name, n_bytes, what in (
-        (
-            "weights",
-            plan.weight_bytes,
-            f"talker, predictor: {plan.quantize or 'bfloat16'} matrices, bfloat16 tables",
-        ),
-        ("vocoder", plan.vocoder_bytes, "float32"),
-        ("workspace", plan.workspace_bytes - streams, f"a step of up to {plan.n_rows} rows"),
-        ("streams", streams, f"states of {plan.n_streams} streams of audio"),
-        (
-            "pages",
-            plan.pages_bytes,
-            f"{plan.n_pages} of {PAGE_SIZE} rows or frames, {plan.page_bytes / 1e6:.2f} MB each",
-        ),
-        ("host tier", plan.host_bytes, "for preempted sequences"),
-        ("total", plan.total_bytes, f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less"),
-    ):
-        table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
-    console.print(table)
-    console.print("Python, torch and the HTTP process take about 0.6 GB more.")
-    console.print(_speech_fit_table(plan))
-    if not on_gpu:
-        console.print(_speech_speed_table(plan))
-
-
-def _gpu_speech_plan(config: EngineConfig, shape: SpeechShape, wanted: int) -> tuple[int, SpeechPlan]:
-    """What is free on the GPU, 0 where there is none, and the plan."""
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            "a plan for a GPU needs Triton, which comes with torch's CUDA build; or give --device cpu"
-        )
-    from deltic.ops.gpu.launch import parse_levers
-    from deltic.runtime.gpu.plan import RESERVE_BYTES
-    from deltic.runtime.gpu.speech_plan import make_gpu_speech_plan  # imports Triton
-
-    is_here = torch.cuda.is_available()
-    if not is_here and not wanted:
-        raise ConfigError(
-            "--device cuda: torch sees no GPU here; to plan for one elsewhere, say with --memory-gb how much of its memory may be used"
-        )
-    free = torch.cuda.mem_get_info()[0] if is_here else 0
-    most = max(free, wanted + RESERVE_BYTES // 2 if wanted else 0)
-    return free, make_gpu_speech_plan(config, shape, most, parse_levers(config.lever))
-
-
-def _speech_fit_table(plan: SpeechPlan) -> Table:
-    title = (
-        f"Utterances of a length that run at once (longest: {plan.max_model_len} rows of prompt and frames)"
-    )
-    table = Table("seconds of audio", "utterances", "limited by", title=title, title_justify="left")
-    for seconds in (10, 30, 120, 300):
-        n_rows = 64 + int(seconds * 12.5)
-        if n_rows <= plan.max_model_len:
-            by_pages = plan.n_pages // pages_for(n_rows)
-            limit = "--max-num-seqs" if by_pages >= plan.max_num_seqs else "pages"
-            table.add_row(f"{seconds}", f"{min(by_pages, plan.max_num_seqs)}", limit)
-    return table
-
-
-def _speech_speed_table(plan: SpeechPlan) -> Table:
-    """Roofs, not forecasts, without the vocoder: the larger of bytes over bandwidth and operations over the multiply rate."""
-    bandwidth = read_bandwidth(plan.n_threads)
-    peak = multiply_peak(plan.n_threads, plan.quantize or "bf16")
-    talker, predictor = frame_bytes(plan.shape, plan.quantize)
-    shape = plan.shape
-    n_heads = N_CODES * shape.n_codebook * shape.predictor.hidden_size
-    work = 2 * (shape.talker.layer_params + N_CODES * shape.predictor.layer_params + n_heads)
-    title = (
-        f"Codes of a frame (80 ms of audio): talker {talker / 1e9:.2f} GB, predictor {predictor / 1e9:.2f} GB, "
-        f"{work / 1e9:.1f} Gop; at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} Gop/s (measured now)"
-    )
-    table = Table("streams", "ms a frame at least", "bound by", title=title, title_justify="left")
-    for n in (n for n in (1, 2, 4, 8, 16) if n <= plan.max_num_seqs):
-        memory_s, compute_s = (talker + predictor) / bandwidth, n * work / peak
-        bound = "memory" if memory_s >= compute_s else "arithmetic"
-        table.add_row(f"{n}", f"{1000 * max(memory_s, compute_s):.0f}", bound)
-    return table
-
-
-def _report_gpu(console: Console, config: EngineConfig, directory: Path, shape: ModelShape) -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            "a plan for a GPU needs Triton, which comes with torch's CUDA build; or give --device cpu"
-        )
-    if config.dummy is None and (directory / PACKED).exists():
-        raise CheckpointError(
-            f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
-        )
-    from deltic.ops.gpu.launch import parse_levers
-    from deltic.runtime.gpu.plan import RESERVE_BYTES, make_gpu_plan  # imports Triton
-
-    is_here = torch.cuda.is_available()
+    device = gpu_device(config, is_here=False) if on_gpu else Cpu()
+    is_here = not on_gpu or torch.cuda.is_available()
     if not is_here and config.memory_gb is None:
         raise ConfigError(
             "--device cuda: torch sees no GPU here; to plan for one elsewhere, say with --memory-gb how much of its memory may be used"
         )
-    free = torch.cuda.mem_get_info()[0] if is_here else 0
-    wanted = int((config.memory_gb or 0) * 1e9)
-    plan = make_gpu_plan(
-        config, shape, n_real_ids(config, directory, shape), max(free, wanted + RESERVE_BYTES // 2 if wanted else 0),
-        parse_levers(config.lever),
-    )  # fmt: skip
+    beside = device.text.reserve_bytes // 2
+    free, wanted = device.free_bytes() if is_here else 0, int((config.memory_gb or 0) * 1e9)
+    config, _, plan = plan_model(config, device, max(free, wanted + beside if wanted else 0))
+    out = StringIO()
+    console = Console(file=out, width=100)
+    console.print(f"{model_name(config)}: {_parts(plan)}")
     if not is_here:
         console.print("[bold]for another machine: torch sees no GPU here[/]")
-    elif wanted > free - RESERVE_BYTES // 2:
-        console.print(f"[bold]for another machine: of this GPU's memory only {free / 1e9:.1f} GB are free[/]")
-    console.print(_memory_table(plan, on_gpu=True))
-    console.print(
-        f"The driver, the compiled kernels and the recorded steps take up to {RESERVE_BYTES / 1e9:.1f} GB of the device more, "
-        "Python, torch and the HTTP process a few GB of the host."
-    )
-    _print_what_fits(console, config, plan)
-    console.print(_gpu_speed_table(plan, is_here))
-
-
-def _print_what_fits(console: Console, config: EngineConfig, plan: Plan) -> None:
+    elif wanted > free - beside:
+        whose = " of the GPU's memory" if on_gpu else ""
+        console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB{whose} are free[/]")
+    console.print(_memory_table(plan, on_gpu))
+    if on_gpu:
+        console.print(
+            f"The driver, the compiled kernels and the recorded steps take up to {device.text.reserve_bytes / 1e9:.1f} GB of the "
+            "device more, Python, torch and the HTTP process a few GB of the host."
+        )
+    else:
+        console.print("Python, torch and the HTTP process take about 0.6 GB more.")
     console.print(_fit_table(plan))
-    if config.prefix_cache:
+    if config.prefix_cache and not plan.speaks:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
         console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
+    try:
+        console.print(_speed_table(plan, on_gpu, _roofs(plan, on_gpu) if is_here else None))
+    except torch.OutOfMemoryError:
+        console.print("The roofs were not measured: too little of the GPU's memory is free.")
+    return out.getvalue()
 
 
-def _memory_table(plan: Plan, on_gpu: bool = False) -> Table:
+def _parts(plan: Plan[Any]) -> str:
     shape = plan.shape
+    size = f"{shape.n_params / 1e9:.2f} B parameters"
+    if plan.speaks:
+        return (
+            f"{size}, talker of {shape.talker.n_layers} layers and predictor of {shape.predictor.n_layers}, {N_CODES} codes a frame of "
+            f"80 ms, {SAMPLE_RATE} Hz"
+        )
+    sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
+    return f"{size}{sparse}, {shape.n_gdn_layers} DeltaNet + {shape.n_attn_layers} attention layers"
+
+
+def _memory_table(plan: Plan[Any], on_gpu: bool) -> Table:
+    streams = plan.workspace.get("vocoder states", 0)
     largest = sorted(plan.workspace.items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {n_bytes / 1e6:.0f} MB" for name, n_bytes in largest)
-    page, state = f"{shape.page_bytes(PAGE_SIZE) / 1e3:.0f} kB", f"{plan.state_bytes / 1e6:.2f} MB"
+    stored, floats, unit = "matrices", "float32 norms and gates", "tokens"
     step = f"a step of up to {plan.n_batch_tokens} tokens"
-    total, where = plan.total_bytes, ""
+    host = "for preempted sequences; with --cache-host-gb for what is evicted as well"
+    if plan.speaks:
+        stored, floats, unit = "matrices of talker and predictor", "bfloat16 tables", "rows or frames"
+        step, host = f"a step of up to {plan.n_rows} rows", "for preempted sequences"
     if on_gpu:
-        step = f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} tokens"
-        total, where = plan.total_bytes - plan.host_bytes, "not on the device: "
+        step = (
+            f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} {unit.split()[0]}"
+        )
+        host = f"not on the device: {host}"
     table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
-    for name, n_bytes, what in (
-        ("weights", plan.weight_bytes, f"{plan.quantize or 'bfloat16'} matrices, float32 norms and gates"),
-        ("workspace", plan.workspace_bytes, f"{step}; largest: {most}"),
-        (
-            "state slots",
+    rows = {
+        "weights": (plan.weight_bytes, f"{plan.quantize or 'bfloat16'} {stored}, {floats}"),
+        "vocoder": (plan.vocoder_bytes, "float32"),
+        "workspace": (plan.workspace_bytes - streams, f"{step}; largest: {most}"),
+        "streams": (streams, f"states of {plan.n_streams} streams of audio"),
+        "state slots": (
             plan.slots_bytes,
-            f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {state}",
+            f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {plan.state_bytes / 1e6:.2f} MB",
         ),
-        ("pages", plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} tokens, {page} each"),
-        (
-            "host tier",
-            plan.host_bytes,
-            f"{where}for preempted sequences; with --cache-host-gb for what is evicted as well",
+        "pages": (
+            plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} {unit}, {plan.page_bytes / 1e3:.0f} kB each"
         ),
-        ("total", total, f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less"),
-    ):
-        table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
+        "host tier": (plan.host_bytes, host),
+        "total": (
+            plan.total_bytes - (plan.host_bytes if on_gpu else 0),
+            f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less",
+        ),
+    }  # fmt: skip
+    for name, (n_bytes, what) in rows.items():
+        if plan.speaks or name not in ("vocoder", "streams"):
+            table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table
 
 
-def _fit_table(plan: Plan) -> Table:
-    title = f"Sequences of a length that run at once (longest: {plan.max_model_len} tokens)"
-    table = Table("tokens", "sequences", "limited by", title=title, title_justify="left")
-    for length in _lengths(plan):
-        by_pages = plan.n_pages // pages_for(length)
-        by_slots = by_pages >= plan.max_num_seqs
-        table.add_row(f"{length}", f"{min(by_pages, plan.max_num_seqs)}", "slots" if by_slots else "pages")
+def _fit_table(plan: Plan[Any]) -> Table:
+    """How many sequences, or utterances, of a length run at once."""
+    lengths = {str(n): n for n in _lengths(plan)}
+    what, unit, longest = "sequences", "tokens", f"{plan.max_model_len} tokens"
+    if plan.speaks:
+        lengths = {str(s): PAGE_SIZE + int(s * ROWS_PER_S) for s in (10, 30, 120, 300)}
+        what, unit, longest = (
+            "utterances",
+            "seconds of audio",
+            f"{plan.max_model_len} rows of prompt and frames",
+        )
+    title = f"{what.capitalize()} of a length that run at once (longest: {longest})"
+    table = Table(unit, what, "limited by", title=title, title_justify="left")
+    for name, length in lengths.items():
+        if length <= plan.max_model_len:
+            by_pages = plan.n_pages // pages_for(length)
+            limit = "slots" if by_pages >= plan.max_num_seqs else "pages"
+            table.add_row(name, f"{min(by_pages, plan.max_num_seqs)}", limit)
     return table
 
 
-def _lengths(plan: Plan) -> list[int]:
+def _lengths(plan: Plan[Any]) -> list[int]:
     """Tokens of a sequence: a row of a table each."""
     return [n for n in (1024, 4096, 16384, 65536, 262144) if n < plan.max_model_len] + [plan.max_model_len]
 
 
-def _cache_table(plan: Plan, on_host: bool, disk_bytes: int | None) -> Table:
+def _cache_table(plan: TextPlan, on_host: bool, disk_bytes: int | None) -> Table:
     """How many conversations the prefix cache keeps, each with its pages and one checkpoint, by tier.
 
     While nothing runs the slots of sequences are checkpoints, too, but for the one that the next request takes.
     on_host: host memory was given for what is evicted. disk_bytes: size of the disk tier, None without one.
     """
-    shape = plan.shape
-    page, state = shape.page_bytes(PAGE_SIZE), plan.state_bytes
+    page, state = plan.page_bytes, plan.state_bytes
     title = (
         f"Conversations of a length that stay cached while nothing runs: {state / 1e6:.2f} MB a checkpoint, "
-        f"{1024 * shape.kv_bytes_per_token / 1e6:.2f} MB for 1024 tokens"
+        f"{1024 * plan.shape.kv_bytes_per_token / 1e6:.2f} MB for 1024 tokens"
     )
     table = Table("tokens", "in the pools", "limited by", title=title, title_justify="left")
     if on_host:
@@ -298,41 +189,48 @@ def decode_bytes(shape: ModelShape, quantize: str | None, n_seqs: int, context: 
     return n_bytes + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
 
 
-def _gpu_speed_table(plan: Plan, is_here: bool) -> Table | str:
-    """What `_speed_table` says, with the GPU's roofs measured now; without a GPU the bytes of a step."""
-    shape, context = plan.shape, min(1024, plan.max_model_len)
-    n_seqs = [n for n in (1, 4, 16, 64, 128) if n <= plan.max_num_seqs]
-    if is_here:
-        try:
-            roofs = GpuRoofs.measured()
-        except torch.OutOfMemoryError:
-            return "The roofs were not measured: too little of the GPU's memory is free."
-        return _speed_table(plan, roofs.read, roofs.multiply, n_seqs)
-    table = Table(
-        "step", "GB", title="What a step must move; a GPU's bandwidth bounds the speed", title_justify="left"
-    )
-    for n in n_seqs:
-        table.add_row(
-            f"decode, {n} at {context} tokens", f"{decode_bytes(shape, 'rows', n, context) / 1e9:.2f}"
-        )
-    return table
+def _roofs(plan: Plan[Any], on_gpu: bool) -> tuple[float, float]:
+    """Bytes read and operations multiplied per second, measured now. Raises torch.OutOfMemoryError."""
+    if on_gpu:
+        roofs = GpuRoofs.measured()
+        return roofs.read, roofs.multiply
+    return read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
 
 
-def _speed_table(
-    plan: Plan, bandwidth: float, peak: float, n_seqs_of: Sequence[int] = (1, 4, 16, 64)
-) -> Table:
-    """Roofs, not forecasts: the larger of bytes over bandwidth and operations over the multiply rate."""
+def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | None) -> Table:
+    """Roofs, not forecasts, and without a vocoder: the larger of bytes over bandwidth and operations over the multiply rate. Without
+    roofs, the bytes of a step."""
     shape, context = plan.shape, min(1024, plan.max_model_len)
-    head = 2 * shape.vocab_size * shape.hidden_size
-    body = 2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2)
-    title = f"Roofline at {bandwidth / 1e9:.1f} GB/s and {peak / 1e9:.0f} Gop/s (measured now)"
-    table = Table("step", "tokens/s at most", "bound by", title=title, title_justify="left")
-    for n_seqs in (n for n in n_seqs_of if n <= plan.max_num_seqs):
-        memory_s = decode_bytes(shape, plan.quantize, n_seqs, context) / bandwidth
-        compute_s = n_seqs * (body + head) / peak
-        bound = "memory" if memory_s >= compute_s else "arithmetic"
-        table.add_row(
-            f"decode, {n_seqs} at {context} tokens", f"{n_seqs / max(memory_s, compute_s):.1f}", bound
+    layout = "rows" if on_gpu else plan.quantize
+    if plan.speaks:
+        parts = frame_bytes(shape, layout)
+        heads = N_CODES * shape.n_codebook * shape.predictor.hidden_size
+        work = 2 * (shape.talker.layer_params + N_CODES * shape.predictor.layer_params + heads)
+        what, speed, sizes = "streams", "ms a frame at least", (1, 2, 4, 8, 16)
+        title = (
+            f"Codes of a frame (80 ms of audio): talker {parts[0] / 1e9:.2f} GB, predictor {parts[1] / 1e9:.2f} GB, "
+            f"{work / 1e9:.1f} Gop"
         )
-    table.add_row("prefill", f"{peak / body:.0f}", "arithmetic")
+    else:
+        head = 2 * shape.vocab_size * shape.hidden_size
+        body = 2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2)
+        work = body + head
+        what, speed, sizes = "step", "tokens/s at most", (1, 4, 16, 64, 128)
+        title = "Roofline" if roofs else "What a step must move; a GPU's bandwidth bounds the speed"
+    if roofs:
+        title += f" at {roofs[0] / 1e9:.1f} GB/s and {roofs[1] / 1e9:.0f} Gop/s (measured now)"
+    columns = (speed, "bound by") if roofs else ("GB",)
+    table = Table(what, *columns, title=title, title_justify="left")
+    for n in (n for n in sizes if n <= plan.max_num_seqs):
+        n_bytes = sum(parts) if plan.speaks else decode_bytes(shape, layout, n, context)
+        name = f"{n}" if plan.speaks else f"decode, {n} at {context} tokens"
+        if roofs is None:
+            table.add_row(name, f"{n_bytes / 1e9:.2f}")
+            continue
+        memory_s, compute_s = n_bytes / roofs[0], n * work / roofs[1]
+        least_s = max(memory_s, compute_s)
+        value = f"{1000 * least_s:.0f}" if plan.speaks else f"{n / least_s:.1f}"
+        table.add_row(name, value, "memory" if memory_s >= compute_s else "arithmetic")
+    if roofs and not plan.speaks:
+        table.add_row("prefill", f"{roofs[1] / body:.0f}", "arithmetic")
     return table

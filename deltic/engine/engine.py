@@ -52,7 +52,7 @@ Progress = Callable[[str, float], None]
 
 
 class StepRunner(Protocol):
-    """What the engine needs of a runner: `deltic.runtime.cpu.text.Runner`, or a fake in tests.
+    """What the engine needs of a runner: one of `deltic.runtime`, or a fake in tests.
 
     A chunk that starts at 0 starts from the zero state, whatever its slot held before.
 

@@ -263,10 +263,10 @@ class EngineProcess:
         start = time.perf_counter()
         if any(model.config.may_use_gpu for model in self.models):
             threading.Thread(target=_wake_gpu, daemon=True).start()
-        from deltic.runtime.build import build_for_device  # imports torch
+        from deltic.runtime.build import build_runner  # imports torch
 
         start_s["import"] = time.perf_counter() - start
-        return build_for_device
+        return build_runner
 
     def serve(self) -> int:
         """Runs until told to stop; the exit status."""

@@ -1,18 +1,35 @@
-"""Which runner an engine gets: the device's."""
+"""A runner from a configuration, for every device and kind of model: located, planned, loaded, recorded."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import StepRunner
-from deltic.models.checkpoint import model_name, speaks
+from deltic.engine.stopwatch import stopwatch
+from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.packed import PACKED
+from deltic.models.qwen.weights import dummy_weights, load_weights
+from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
+from deltic.models.vocoder.weights import dummy_codec, load_codec
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.fingerprint import fingerprint
+from deltic.runtime.plan import Plan, make_plan
+from deltic.runtime.voices import open_voices
+
+if TYPE_CHECKING:
+    from deltic.runtime.gpu.device import Gpu
+
+Progress = Callable[[str, float], None]
 
 
 def is_for_gpu(config: EngineConfig) -> bool:
@@ -23,38 +40,117 @@ def is_for_gpu(config: EngineConfig) -> bool:
     return has_gpu and not (Path(config.model) / PACKED).exists()
 
 
-def build_for_device(config: EngineConfig, progress: Callable[[str, float], None]) -> StepRunner:
-    """A runner for the device that was asked for, or else for a GPU if there is one.
+def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
+    """The GPU; is_here=False: also where there is none, to plan for one. Raises ConfigError."""
+    if is_here and not torch.cuda.is_available():
+        raise ConfigError("torch sees no GPU here; install a build of torch with CUDA, or leave --device out")
+    if find_spec("triton") is None:
+        raise ConfigError(
+            "a GPU needs Triton, which torch with CUDA brings; install it, or give --device cpu"
+        )
+    from deltic.runtime.gpu.device import Gpu  # imports Triton
+
+    return Gpu(config.lever)
+
+
+def plan_model(
+    config: EngineConfig, device: Cpu | Gpu, free_bytes: int
+) -> tuple[EngineConfig, Path, Plan[Any]]:
+    """The configuration with the format that the weights will have, the checkpoint's directory, and the plan in free_bytes of the
+    device's memory. Raises ValueError subclasses: a bad checkpoint, a plan that does not fit."""
+    if speaks(config):
+        directory, speech = locate_speech(config)
+        config = device.prepare(config, directory)
+        return config, directory, make_plan(config, speech, device.speech, speech.n_drawn, free_bytes)
+    directory, shape = locate(config)
+    config = device.prepare(config, directory)
+    n_real = n_real_ids(config, directory, shape)
+    return config, directory, make_plan(config, shape, device.text, n_real, free_bytes)
+
+
+def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None) -> StepRunner:
+    """A runner of the configured model. device: by default the one that was asked for, or else a GPU if there is one.
 
     Raises ValueError subclasses: a bad checkpoint, a plan that does not fit, no such device.
     """
-    if is_for_gpu(config):
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "--device cuda: torch sees no GPU here; install a build of torch with CUDA, or leave it out"
-            )
-        if find_spec("triton") is None:
-            raise ConfigError(
-                "--device cuda needs Triton, which torch with CUDA brings; install it, or leave it out"
-            )
-        if speaks(config):
-            from deltic.runtime.gpu.speech_build import build_gpu_speech_runner  # imports Triton
+    lap, spent = stopwatch()
+    if device is None:
+        device = gpu_device(config) if is_for_gpu(config) else Cpu()
+    progress("plan", 0.0)
+    free = device.free_bytes()
+    config, directory, plan = plan_model(config, device, free)
+    lap("plan")
+    compiling = device.begin_compiling(plan)  # beside reading the weights
+    load = partial(_load, config, directory, plan, progress, **device.layout(config, plan))
+    weights, notices = device.weights(config, directory, plan, load, progress)
+    codec = None
+    if plan.speaks:
+        vocoder = plan.shape.vocoder
+        codec = dummy_codec(vocoder, config.seed) if config.dummy else load_codec(directory, vocoder)
+    elif weights.n_bytes > plan.weight_bytes:  # a head beside an embedding that the configuration ties to it
+        untied = replace(plan.shape, tie_word_embeddings=False)
+        plan = make_plan(config, untied, device.text, plan.n_real, free)
+    lap("weights")
+    if compiling is not None:
+        compiling.wait(progress)
+        lap("compile")
+    runner: Any = device.runner(plan, weights, codec, progress)
+    lap(device.made)
+    if plan.speaks:
+        notices = notices + _open_voices(runner, config, directory, device.kernels(runner))
+    else:
+        notices = notices + _open_tiers(runner, config, directory, device.kernels(runner), progress)
+    lap("cache")
+    runner.info = msgspec.structs.replace(
+        runner.info, model_name=model_name(config), notices=notices, prefix_cache=config.prefix_cache, start_s=spent
+    )  # fmt: skip
+    built: StepRunner = runner
+    return built
 
-            return build_gpu_speech_runner(config, progress)
-        from deltic.runtime.gpu.build import build_gpu_runner
 
-        return build_gpu_runner(config, progress)
-    if config.lever:
-        raise ConfigError(
-            f"--lever {config.lever[0]}: levers are the GPU's, and this model runs on the CPU; leave it out"
+def _load(
+    config: EngineConfig, directory: Path, plan: Plan[Any], progress: Progress, **layout: Any
+) -> tuple[Any, list[str]]:
+    """Weights from the checkpoint, or random ones, and notices."""
+
+    def on_bytes(done: int, total: int) -> None:
+        progress("weights", done / max(1, total))
+
+    if config.dummy is not None:
+        dummy: Any = dummy_speech_weights if plan.speaks else dummy_weights
+        return dummy(plan.shape, config.seed, on_bytes, **layout), []
+    load: Any = load_speech_weights if plan.speaks else load_weights
+    weights, notices = load(directory, plan.shape, on_bytes, **layout)
+    return weights, notices
+
+
+def _open_tiers(
+    runner: Any, config: EngineConfig, directory: Path, kernels: Path | str, progress: Progress
+) -> list[str]:
+    """Starts the tiers of a language model's prefix cache; gives their notices."""
+    if config.prefix_cache and config.cache_dir is not None:
+        model = fingerprint(
+            config, directory, kernels, lambda done, total: progress("cache", done / max(1, total))
         )
-    if speaks(config):
-        from deltic.runtime.cpu.speech import build_speech_runner
+        runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), model)
+    elif runner.plan.n_host_units:
+        runner.open_tiers(None, 0, "")
+    if runner.tiers is None:
+        return []
+    # The default is meant for preempted sequences: on a CPU it is the same memory as the pools.
+    runner.tiers.takes_evicted = config.cache_host_gb is not None
+    notices: list[str] = runner.tiers.notices
+    return notices
 
-        return build_speech_runner(config, progress)
-    from deltic.runtime.cpu.text import build_runner
 
-    return build_runner(config, progress)
+def _open_voices(runner: Any, config: EngineConfig, directory: Path, kernels: Path | str) -> list[str]:
+    """Gives a model that clones voices the means to; notices of what a speech model has not."""
+    shape = runner.plan.shape
+    if shape.variant == "base":
+        runner.voices = open_voices(config, directory, shape.talker.hidden_size, runner, kernels)
+    if config.cache_dir is None or not config.prefix_cache:
+        return []
+    return ["--cache-dir keeps voices only: prefixes of a speech model stay in memory"]
 
 
 def warmup(config: EngineConfig) -> int:
@@ -62,17 +158,11 @@ def warmup(config: EngineConfig) -> int:
 
     Exit status 1: not all kernels could be compiled. Raises ConfigError without a GPU or Triton, and what planning raises.
     """
-    if find_spec("triton") is None:
-        raise ConfigError("warmup compiles kernels for a GPU with Triton, which is not installed here")
-    if not torch.cuda.is_available():
-        raise ConfigError("warmup compiles kernels for the GPU it runs on, and torch sees none here")
-    if speaks(config):
-        from deltic.runtime.gpu.speech_build import begin_warmup
-    else:
-        from deltic.runtime.gpu.build import begin_warmup
+    device = gpu_device(config)
     import triton
 
-    report = begin_warmup(config).wait(lambda stage, done: None)
+    _, _, plan = plan_model(config, device, device.free_bytes())
+    report = device.begin_compiling(plan, again=True).wait(lambda stage, done: None)
     if report is None:
         print("nothing was compiled", file=sys.stderr)
         return 1

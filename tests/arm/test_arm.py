@@ -25,8 +25,9 @@ from deltic.config import EngineConfig
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.ops.cpu import program as table
+from deltic.runtime.build import build_runner
 from deltic.runtime.cpu import text as runner_module
-from deltic.runtime.cpu.text import build_runner
+from deltic.runtime.cpu.device import Cpu
 from tests.arm.recording import Recording
 from tests.tiny import VOCAB_SIZE, tiny_checkpoint
 
@@ -128,7 +129,7 @@ def recorded(kind: str, quantize: str | None, directory: Path) -> tuple[Path, li
     """The recording, and the lengths in elements of its outputs: logits, tokens, log-probabilities."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner_module, "Program", Recording)
-        runner = build_runner(engine_config(kind, quantize), lambda stage, done: None)
+        runner = build_runner(engine_config(kind, quantize), lambda stage, done: None, Cpu())
     for step in steps():
         runner.step(step)
     sampler, program = runner.workspace.sampler, runner.program
@@ -236,7 +237,7 @@ def test_purity(directory: Path, library: str, kind: str, quantize: str | None) 
 def test_replay_is_the_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is replayed from a file is what the engine computes."""
     monkeypatch.setattr(runner_module, "Program", partial(table.Program, library="baseline"))
-    runner = build_runner(engine_config("moe", "int4"), lambda stage, done: None)
+    runner = build_runner(engine_config("moe", "int4"), lambda stage, done: None, Cpu())
     replayed = replay(directory, "moe", "int4", "x86/baseline")
     for i, step in enumerate(steps()):
         tokens = runner.step(step).token_ids

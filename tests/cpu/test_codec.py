@@ -39,8 +39,8 @@ from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.vocoder import Batch, ConvWeights, Rows, conv
 from deltic.reference import codec as oracle
 from deltic.reference.speech import Checkpoint
-from deltic.runtime.build import build_for_device
-from deltic.runtime.cpu.plan import Arena
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.buffers import Arena
 from tests.golden.make_speech import CODEC_STRIDE, DIRECTORY
 from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 
@@ -284,7 +284,7 @@ def test_audio_depends_on_the_request_alone() -> None:
     """Streamed or whole, alone or together, and whatever was vocoded with it."""
     directory = tiny_speech("custom_voice")
     config = EngineConfig(model=str(directory), device="cpu", threads=2, max_num_seqs=4, memory_gb=1)
-    engine = Engine(build_for_device(config, lambda stage, done: None))
+    engine = Engine(build_runner(config, lambda stage, done: None))
 
     def request(i: int, **speech: Any) -> Request:
         rows = [row_id(5 + i, codec_side(3)), row_id(7)] * 3

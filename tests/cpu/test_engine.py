@@ -24,8 +24,10 @@ from deltic.models.checkpoint import n_real_ids
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.reference.model import forward
-from deltic.runtime.cpu.plan import make_plan
-from deltic.runtime.cpu.text import Runner, build_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import TEXT, Cpu
+from deltic.runtime.cpu.text import Runner
+from deltic.runtime.plan import make_plan
 from tests.plain import plain
 from tests.tiny import N_EXPERTS, N_REAL_VOCAB, tiny_checkpoint
 
@@ -48,7 +50,7 @@ EXCHANGED = {"dense": 0.0, "moe": 0.12, "next": 0.12}
 
 def build(**settings: object) -> Runner:
     settings = {"max_num_seqs": 4, "max_model_len": 512, "max_step_tokens": 256, "threads": 2, **settings}
-    return build_runner(EngineConfig(**settings), lambda stage, done: None)
+    return build_runner(EngineConfig(**settings), lambda stage, done: None, Cpu())
 
 
 def finish(engine: Engine) -> dict[tuple[str, int], list[Output]]:
@@ -420,7 +422,8 @@ SHAPE = published_shape("qwen3.5-0.8b")
 
 
 def plan(shape: ModelShape = SHAPE, free: int = 20 * GB, **settings: object):  # type: ignore[no-untyped-def]
-    return make_plan(EngineConfig(dummy="qwen3.5-0.8b", threads=2, **settings), shape, shape.vocab_size, free)
+    config = EngineConfig(dummy="qwen3.5-0.8b", threads=2, **settings)
+    return make_plan(config, shape, TEXT, shape.vocab_size, free)
 
 
 def test_plan_holds_what_it_says() -> None:
@@ -474,19 +477,25 @@ def test_the_cache_takes_only_what_is_left(free: float, settings: dict) -> None:
     [
         ({}, 1 * GB, "the model does not fit"),
         ({"max_model_len": 300_000}, 20 * GB, "at most 262144"),
-        ({"max_num_seqs": 500}, 8 * GB, r"at most \d+ do"),
+        ({"max_num_seqs": 500}, 8 * GB, r"--max-num-seqs .* give at most \d+"),
         ({"max_model_len": 262_144, "memory_gb": 3}, 8 * GB, r"--max-model-len .* give at most \d+"),
         ({"memory_gb": 9}, 8 * GB, "only 8.0 GB are free"),
-        ({"n_pages": 10**7}, 8 * GB, r"at most \d+ do"),
+        ({"n_pages": 10**7}, 8 * GB, r"--n-pages .* give at most \d+"),
         ({"n_pages": 10, "max_model_len": 4096}, 8 * GB, "give at least 64"),
+        ({"max_num_seqs": 500, "max_model_len": 32768}, 3 * GB, r"--max-num-seqs .* give at most \d+"),
         (
-            {"max_num_seqs": 500, "max_model_len": 32768},
+            {"max_num_seqs": 500, "max_model_len": 262_144},
             3 * GB,
-            r"even with --max-num-seqs 1; give at most \d+",
+            r"500 and --max-model-len 262144 do not fit",
+        ),
+        (
+            {"n_checkpoints": 10**5, "cache_host_gb": 50.0},
+            8 * GB,
+            r"and --cache-host-gb 50.0 do not fit .* together",
         ),
         ({"max_step_tokens": 200_000}, 8 * GB, r"--max-step-tokens .* give at most \d+"),
-        ({"max_step_tokens": 10**12}, 8 * GB, "needs more workspace"),
-        ({"n_checkpoints": 10**5}, 8 * GB, r"--n-checkpoints .* at most \d+ do"),
+        ({"max_step_tokens": 10**12}, 8 * GB, r"--max-step-tokens .* give at most \d+"),
+        ({"n_checkpoints": 10**5}, 8 * GB, r"--n-checkpoints .* give at most \d+"),
         ({"cache_host_gb": 50.0}, 8 * GB, r"--cache-host-gb .* give at most \d+\.\d+"),
     ],
 )

@@ -23,8 +23,9 @@ from deltic.models.fields import CheckpointError
 from deltic.models.packed import PACKED, cache_file, map_packed, save_packed
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, load_weights
-from deltic.runtime.cpu import text as runner_module
-from deltic.runtime.cpu.text import Runner, build_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 from tests.tiny import tiny_checkpoint
 
 FORMATS = (None, "int8", "int4", "int4-symmetric")
@@ -200,7 +201,7 @@ def start(directory: Path, weights_cache: Path, quantize: str | None = "int4") -
         model=str(directory), quantize=quantize, weights_cache=weights_cache, max_num_seqs=1,
         max_model_len=64, threads=1,
     )  # fmt: skip
-    return build_runner(config, lambda stage, done: None)
+    return build_runner(config, lambda stage, done: None, Cpu())
 
 
 @pytest.fixture
@@ -212,7 +213,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         done.append(path)
         return load_weights(path, *arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner_module, "load_weights", load)
+    monkeypatch.setattr("deltic.runtime.build.load_weights", load)
     return done
 
 

@@ -33,7 +33,9 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.runtime.cpu.text import Runner, build_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 from tests.tiny import tiny_checkpoint
 
 MAX_PROMPT, MAX_TOKENS = 600, 100
@@ -74,7 +76,7 @@ class Setup:
             cache_dir=self.directory,
             cache_disk_gb=self.disk_mb / 1000,
         )
-        return build_runner(config, lambda stage, done: None)
+        return build_runner(config, lambda stage, done: None, Cpu())
 
 
 @dataclass
@@ -542,9 +544,7 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     """SIGKILL at any moment, of two processes that write to one directory: what is found afterwards is whole."""
     setup, r, model = Setup(directory=tmp_path, disk_mb=60), random.Random(0), str(tiny_checkpoint("dense"))
     fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(
-        ["deltic.runtime.cpu.text", "pytest", "tests.tiny"]
-    )  # else each takes seconds
+    fork.set_forkserver_preload(["deltic.runtime.build", "pytest", "tests.tiny"])  # else each takes seconds
     all_asked, n_hit = [], 0
     for seeds in ((0, 1), (2, 3), (4, 5), (6, 7)):
         children = []

@@ -20,8 +20,10 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.ops.cpu.program import Program, usable_instruction_sets
+from deltic.runtime.build import build_runner
 from deltic.runtime.cpu import text as runner_module
-from deltic.runtime.cpu.text import Runner, build_runner
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next")
@@ -41,7 +43,7 @@ def build(kind: str, quantize: str | None, threads: int = 2, weights_cache: Path
         max_step_tokens=320,
         threads=threads,
     )
-    return build_runner(config, lambda stage, done: None)
+    return build_runner(config, lambda stage, done: None, Cpu())
 
 
 @cache
@@ -234,7 +236,7 @@ def test_mapped_weights_are_the_loaded_ones(
 ) -> None:
     """A start from packed weights on disk gives the bits of the start that packed them."""
     build(kind, quantize, weights_cache=tmp_path)
-    monkeypatch.delattr(runner_module, "load_weights")
+    monkeypatch.delattr("deltic.runtime.build.load_weights")
     mapped, ids = build(kind, quantize, weights_cache=tmp_path), prompt(8, 130)
     assert_same_bits(run(runner(kind, quantize), ids), run(mapped, ids))
 

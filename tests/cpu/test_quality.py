@@ -17,7 +17,9 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import DEMO
-from deltic.runtime.cpu.text import Runner, build_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 from deltic.text import Tokenizer
 from tests.tiny import tiny_checkpoint
 from training import held_out
@@ -29,7 +31,7 @@ def runner(kind: str, quantize: str | None) -> Runner:
     config = EngineConfig(
         model=str(tiny_checkpoint(kind)), threads=1, max_num_seqs=1, max_step_tokens=64, max_model_len=256
     )
-    return build_runner(replace(config, quantize=quantize), lambda stage, done: None)
+    return build_runner(replace(config, quantize=quantize), lambda stage, done: None, Cpu())
 
 
 def served_logprobs(inner: Runner, ids: list[int]) -> list[float]:

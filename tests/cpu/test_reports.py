@@ -13,7 +13,8 @@ from deltic.commands import plan as fit
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.fields import CheckpointError
 from deltic.models.packed import PACKED
-from deltic.runtime.build import build_for_device, is_for_gpu
+from deltic.runtime import build
+from deltic.runtime.build import build_runner, is_for_gpu
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_plan_for_a_gpu_elsewhere(without_gpu: None) -> None:
     ("settings", "message"),
     [
         ({}, "say with --memory-gb how much"),
-        ({"memory_gb": 1.0}, "the model does not fit: weights 1.5 GB"),
+        ({"memory_gb": 1.0}, "the model does not fit: weights alone take 1.5 GB"),
         ({"memory_gb": 20.0, "quantize": "int8"}, "--quantize int8 is for the CPU"),
         ({"memory_gb": 20.0, "lever": ("pdl=maybe",)}, "must be one of pdl=on, pdl=off"),
     ],
@@ -56,22 +57,22 @@ def test_a_gpu_plan_needs_triton_and_rows(
 ) -> None:
     config = EngineConfig(dummy="qwen3.5-0.8b", device="cuda", memory_gb=20.0)
     with monkeypatch.context() as context:
-        context.setattr(fit.importlib.util, "find_spec", lambda name: None)
+        context.setattr(build, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="needs Triton"):
             fit.report(config)
     pytest.importorskip("triton")
     (tmp_path / PACKED).touch()
     with pytest.raises(CheckpointError, match="packed for the CPU"):
-        fit._report_gpu(None, EngineConfig(model=str(tmp_path)), tmp_path, None)  # type: ignore[arg-type]
+        build.gpu_device(config, is_here=False).prepare(EngineConfig(model=str(tmp_path)), tmp_path)
 
 
 def test_without_a_gpu_it_is_the_cpu(without_gpu: None) -> None:
     assert not is_for_gpu(EngineConfig()) and not is_for_gpu(EngineConfig(device="cpu"))
     assert is_for_gpu(EngineConfig(device="cuda"))
     with pytest.raises(ConfigError, match="no GPU here"):
-        build_for_device(EngineConfig(device="cuda"), lambda stage, done: None)
-    with pytest.raises(ConfigError, match="levers are the GPU's"):
-        build_for_device(EngineConfig(lever=("pdl=off",)), lambda stage, done: None)
+        build_runner(EngineConfig(device="cuda"), lambda stage, done: None)
+    with pytest.raises(ConfigError, match="--lever pdl=off is for a GPU"):
+        build_runner(EngineConfig(lever=("pdl=off",)), lambda stage, done: None)
 
 
 def test_with_a_gpu_it_is_the_gpu_but_for_what_only_a_cpu_has(

@@ -31,9 +31,10 @@ from deltic.models.tts.shape import (
 from deltic.models.tts.weights import empty_speech_weights, load_speech_weights, plan_of_tensors
 from deltic.reference import speech as oracle
 from deltic.reference.codec import decode
-from deltic.runtime.build import build_for_device
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import SPEECH
 from deltic.runtime.cpu.speech import SpeechRunner
-from deltic.runtime.cpu.speech_plan import make_speech_plan
+from deltic.runtime.plan import make_plan
 from tests.tiny_speech import tiny_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +63,7 @@ class Speaking:
             device="cpu",
             **{"threads": 2, "max_model_len": 512, "memory_gb": 1} | settings,
         )
-        runner = build_for_device(config, lambda stage, done: None)
+        runner = build_runner(config, lambda stage, done: None)
         assert isinstance(runner, SpeechRunner)
         self.runner, self.shape = runner, runner.plan.shape
         self.engine = Engine(runner)
@@ -513,7 +514,8 @@ def test_formats_are_near_the_oracle(quantize: str | None, least: float) -> None
 
 def plan_of(free_bytes: float, name: str = "qwen3-tts-0.6b", **settings: Any) -> Any:
     config = EngineConfig(dummy=name, device="cpu", **settings)
-    return make_speech_plan(config, PUBLISHED_SPEECH[name], int(free_bytes))
+    shape = PUBLISHED_SPEECH[name]
+    return make_plan(config, shape, SPEECH, shape.n_drawn, int(free_bytes))
 
 
 def test_memory_is_planned_and_refused() -> None:
@@ -524,10 +526,11 @@ def test_memory_is_planned_and_refused() -> None:
     assert plan_of(2.6e9, quantize="int8").max_num_seqs < 8  # made to fit
     with pytest.raises(ConfigError, match="does not fit"):
         plan_of(2e9)
-    with pytest.raises(ConfigError, match=r"--n-pages 4000 does not fit into .* at most"):
+    with pytest.raises(ConfigError, match=r"--n-pages 4000 does not fit into .* give at most"):
         plan_of(8e9, n_pages=4000)
     with pytest.raises(ConfigError, match="--n-pages 8 cannot hold one sequence"):
-        plan_of(32e9, n_pages=8)
+        plan_of(32e9, n_pages=8, max_model_len=1024)
+    assert plan_of(32e9, n_pages=8).max_model_len == 512  # as long as they allow
     with pytest.raises(ConfigError, match="made for 32768 positions"):
         plan_of(32e9, max_model_len=40000)
     with pytest.raises(ConfigError, match=r"--max-model-len 32768 does not fit .* give at most"):

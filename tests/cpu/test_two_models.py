@@ -9,7 +9,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.host.client import EngineClient
 from deltic.host.supervisor import EngineHost
-from deltic.runtime.build import build_for_device
+from deltic.runtime.build import build_runner
 from tests.cpu.test_engine import prompt
 from tests.cpu.test_speech_engine import Speaking, drawn
 from tests.tiny import tiny_checkpoint
@@ -74,7 +74,7 @@ def test_each_says_what_it_says_alone() -> None:
     for i, request in enumerate(utterances):
         request.id = str(i)  # both models have the same ids
     alone = [
-        said_alone(Engine(build_for_device(text, lambda stage, done: None)), chats),
+        said_alone(Engine(build_runner(text, lambda stage, done: None)), chats),
         said_alone(speaking.engine, utterances),
     ]
     assert asyncio.run(said_together([(text, chats), (speech, utterances)])) == alone

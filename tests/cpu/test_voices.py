@@ -23,7 +23,7 @@ from deltic.models.vocoder import encoder as voice_module
 from deltic.models.vocoder.encoder import AudioError, VoiceEncoder, mel_filters
 from deltic.reference.speech import Checkpoint, frame_rows
 from deltic.runtime import voices as voices_module
-from deltic.runtime.build import build_for_device
+from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.voices import PIECE_FRAMES, Voice, Voices, open_voices
 from tests.golden.make_speech import DIRECTORY, STRIDE, VOICES
@@ -356,7 +356,7 @@ def test_files_are_bound_to_the_content_of_the_checkpoint(tmp_path: Path) -> Non
 
 def test_the_engines_voice_is_the_oracles_and_its_vocoder_goes_on_from_it() -> None:
     path = tiny_speech("base", wide=True)
-    runner = build_for_device(
+    runner = build_runner(
         EngineConfig(
             model=str(path), device="cpu", threads=1, max_model_len=256, max_num_seqs=1, memory_gb=2
         ),

@@ -137,19 +137,16 @@ SIZES: dict[str, Any] = {
 
 def _plan(kind: str) -> Any:
     from deltic.config import EngineConfig
-    from deltic.models.checkpoint import locate, locate_speech
-    from deltic.ops.gpu.launch import Levers
-    from deltic.runtime.gpu.plan import make_gpu_plan
-    from deltic.runtime.gpu.speech_plan import make_gpu_speech_plan
+    from deltic.runtime.build import plan_model
+    from deltic.runtime.gpu.device import Gpu
     from tests.tiny import tiny_checkpoint
     from tests.tiny_speech import tiny_speech
 
     if kind == "speech":
         config = EngineConfig(model=str(tiny_speech("custom_voice", wide=True)), **SIZES)
-        return make_gpu_speech_plan(config, locate_speech(config)[1], FREE_BYTES, Levers())
-    config = EngineConfig(model=str(tiny_checkpoint(kind)), n_checkpoints=2, **SIZES)
-    _, shape = locate(config)
-    return make_gpu_plan(config, shape, shape.vocab_size, FREE_BYTES, Levers())
+    else:
+        config = EngineConfig(model=str(tiny_checkpoint(kind)), n_checkpoints=2, **SIZES)
+    return plan_model(config, Gpu(), FREE_BYTES)[2]
 
 
 def _collected() -> dict[str, Any]:
@@ -157,8 +154,7 @@ def _collected() -> dict[str, Any]:
     from deltic.models.tts.weights import dummy_speech_weights
     from deltic.models.vocoder.weights import dummy_codec
     from deltic.ops.gpu.launch import Levers
-    from deltic.runtime.gpu import build as gpu_build
-    from deltic.runtime.gpu import speech_build as gpu_speech_build
+    from deltic.runtime.gpu import collect as collecting
     from deltic.runtime.gpu.compile import Job, fix_keys
 
     def difference(a: Iterable[Job], b: Iterable[Job]) -> list[str]:
@@ -169,25 +165,25 @@ def _collected() -> dict[str, Any]:
     fix_keys()
     for kind in ("dense", "moe"):
         plan = _plan(kind)
-        jobs = gpu_build.collect(plan, levers)
-        few, gpu_build._different_layers = gpu_build._different_layers, lambda weights: weights.layers
-        of_all = gpu_build.collect(plan, levers)
-        gpu_build.empty_weights = lambda shape, *_: dummy_weights(shape, quantize="rows")
-        with_memory = gpu_build.collect(plan, levers)  # tensors in host memory; never started
-        gpu_build.empty_weights, gpu_build._different_layers = empty_weights, few
+        jobs = collecting.collect(plan, levers)
+        few, collecting._different_layers = collecting._different_layers, lambda weights: weights.layers
+        of_all = collecting.collect(plan, levers)
+        collecting.empty_weights = lambda shape, *_: dummy_weights(shape, quantize="rows")
+        with_memory = collecting.collect(plan, levers)  # tensors in host memory; never started
+        collecting.empty_weights, collecting._different_layers = empty_weights, few
         found[kind] = {
             "kernels": len(jobs), "with_memory": difference(jobs, with_memory), "of_all_layers": difference(jobs, of_all)
         }  # fmt: skip
     speech_plan = _plan("speech")
-    jobs = gpu_speech_build.collect(speech_plan, levers)
+    jobs = collecting.collect(speech_plan, levers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            gpu_speech_build,
+            collecting,
             "empty_speech_weights",
             lambda shape, *_: dummy_speech_weights(shape, quantize="rows"),
         )
-        patch.setattr(gpu_speech_build, "empty_codec", dummy_codec)
-        with_memory = gpu_speech_build.collect(speech_plan, levers)
+        patch.setattr(collecting, "empty_codec", dummy_codec)
+        with_memory = collecting.collect(speech_plan, levers)
     found["speech"] = {"kernels": len(jobs), "with_memory": difference(jobs, with_memory)}
     return found | {"warmups": _warmups(), "keys": _keys()}
 
@@ -232,7 +228,7 @@ def _compiled() -> dict[str, Any]:
 
     from deltic.ops.gpu.launch import Levers, launches
     from deltic.runtime.gpu import compile as gpu_compile
-    from deltic.runtime.gpu.build import collect
+    from deltic.runtime.gpu.collect import collect
 
     warnings: list[str] = []
     handler = logging.Handler()
@@ -315,15 +311,14 @@ def _recorded() -> dict[str, Any]:
     from deltic.models.tts.weights import dummy_speech_weights
     from deltic.models.vocoder.weights import dummy_codec
     from deltic.ops.gpu.launch import Levers
-    from deltic.runtime.gpu import build as gpu_build
-    from deltic.runtime.gpu import speech_build as gpu_speech_build
+    from deltic.runtime.gpu.collect import collect
     from deltic.runtime.gpu.compile import begin_compiling
     from deltic.runtime.gpu.speech import GpuSpeechRunner
     from deltic.runtime.gpu.text import GpuRunner
 
     misses: list[str] = []
     for kind in ("dense", "moe", "next", "speech"):
-        plan, collect = _plan(kind), (gpu_speech_build if kind == "speech" else gpu_build).collect
+        plan = _plan(kind)
         triton.knobs.compilation.listener = None
         report = begin_compiling(plan, Levers(), collect).wait(lambda stage, done: None)
         assert report is not None and report.n_failed == 0

@@ -31,7 +31,8 @@ from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
 pytest.importorskip("triton")
 from deltic.models.qwen.gpu import GpuMemory
-from deltic.runtime.gpu.build import build_gpu_runner
+from deltic.runtime.build import build_runner
+from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuRunner
 
 HAS_GPU = torch.cuda.is_available()
@@ -55,7 +56,7 @@ def runner(kind: str, levers: tuple[str, ...] = ()) -> GpuRunner:
         max_step_tokens=1024 if HAS_GPU else 128, n_pages=2048 if HAS_GPU else 24, n_checkpoints=8, lever=levers,
         cache_host_gb=0.2,
     )  # fmt: skip
-    return build_gpu_runner(config, lambda stage, done: None)
+    return build_runner(config, lambda stage, done: None, Gpu(levers))
 
 
 @contextlib.contextmanager
@@ -445,7 +446,7 @@ def test_real_widths() -> None:
     config = EngineConfig(
         dummy="qwen3.5-0.8b", max_num_seqs=64, max_model_len=8192, memory_gb=20.0, prefix_cache=False
     )
-    inner = build_gpu_runner(config, lambda stage, done: None)
+    inner = build_runner(config, lambda stage, done: None, Gpu())
 
     def run(ids: list[int], n_others: int = 0, step_tokens: int = 8192, n_tokens: int = 12) -> list[Entry]:
         engine = Engine(inner)

@@ -32,9 +32,9 @@ from deltic.models.vocoder.cpu import Vocoded
 from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
 from deltic.ops.gpu.launch import Levers
 from deltic.reference.sample import sample as oracle_sample
-from deltic.runtime.cpu.speech_plan import SpeechPlan
-from deltic.runtime.gpu.speech_build import build_gpu_speech_runner
-from deltic.runtime.gpu.speech_plan import make_gpu_speech_plan
+from deltic.runtime.build import build_runner
+from deltic.runtime.gpu import device as gpu
+from deltic.runtime.plan import SpeechPlan, make_plan
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
 from tests.gpu.test_gpu_codec import exact_products  # noqa: F401
 from tests.gpu.test_gpu_engine import without_syncs
@@ -66,7 +66,7 @@ class SpeakingGpu(Speaking):
         config = EngineConfig(
             model=str(self.path), **{"max_model_len": 256, "n_pages": 64, "cache_host_gb": 0.0} | small | settings
         )  # fmt: skip
-        runner = build_gpu_speech_runner(config, lambda stage, done: None)
+        runner = build_runner(config, lambda stage, done: None, gpu.Gpu())
         self.vocoder, runner.vocoder = runner.vocoder, Silent()
         self.runner, self.shape = runner, runner.plan.shape
         self.engine = Engine(runner)
@@ -269,14 +269,16 @@ def test_memory_is_planned_and_refused() -> None:
     shape = PUBLISHED_SPEECH["qwen3-tts-1.7b"]
 
     def plan(free_gb: float, **settings: Any) -> SpeechPlan:
-        return make_gpu_speech_plan(EngineConfig(model="", **settings), shape, int(free_gb * 1e9), Levers())
+        config, kind = EngineConfig(model="", **settings), gpu.speech(Levers())
+        return make_plan(config, shape, kind, shape.n_drawn, int(free_gb * 1e9))
 
     roomy = plan(140)
     assert roomy.max_num_seqs == 64 and roomy.n_pages >= 64 * 64
     assert roomy.total_bytes - roomy.host_bytes <= roomy.budget_bytes
     assert 1 <= plan(9).max_num_seqs < 64
     for free_gb, settings, message in (
-        (6, {}, "0 pages fit"), (140, {"n_pages": 10**6}, "1000000 are needed"), (140, {"n_pages": 3}, "at least 64"),
+        (3, {}, "the model does not fit"), (140, {"n_pages": 10**6}, r"--n-pages 1000000 .* give at most \d+"),
+        (140, {"n_pages": 3, "max_model_len": 4096}, "at least 64"), (140, {"memory_gb": 139.8}, "of the device are free"),
         (140, {"quantize": "int8"}, "--quantize"), (140, {"max_step_tokens": 100}, "multiple of 64"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):

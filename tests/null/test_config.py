@@ -19,6 +19,7 @@ from deltic.config import (
     add_flags,
     check_environment,
     pinned_cpus,
+    refuse_foreign,
     resolve,
 )
 from deltic.machine import MAX_THREADS, free_memory, n_oom_kills, n_usable_cpus
@@ -261,3 +262,34 @@ def test_a_download_of_the_whole_checkpoint_has_every_file_the_server_reads() ->
     assert "chat_template.json" in TEXT_FILES
     missing = [name for name in TEXT_FILES if not any(fnmatch(name, pattern) for pattern in ALL_FILES)]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "kind", "complaint"),
+    [
+        ({"weights_cache": Path("/here")}, "cuda", "text", "--weights-cache /here is for the CPU, and this model runs on a GPU; leave it out"),
+        ({"threads": 4}, "cuda", "speech", "--threads 4 is for the CPU"),
+        ({"pin_threads": True}, "cuda", "text", "--pin-threads is for the CPU"),
+        ({"quantize": "int8"}, "cuda", "text", "--quantize int8 is for the CPU, .* leave it out, or give --device cpu"),
+        ({"lever": ("pdl=off",)}, "cpu", "text", "--lever pdl=off is for a GPU, .* leave it out, or give --device cuda"),
+        ({"voices_dir": Path("/here")}, "cpu", "text", "--voices-dir /here is for a speech model, and this is a text model"),
+        ({"n_checkpoints": 4}, "cuda", "speech", "--n-checkpoints 4 is for a text model, and this is a speech model"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_means_nothing_here_is_refused(
+    settings: dict[str, object], device: str, kind: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        refuse_foreign(EngineConfig(**settings), device, kind)
+    other = ("cpu" if device == "cuda" else "cuda", "text" if kind == "speech" else "speech")
+    refuse_foreign(EngineConfig(**settings), *other)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["text", "speech"])
+def test_only_what_was_given_is_refused(device: str, kind: str) -> None:
+    refuse_foreign(resolve(EngineConfig, {"max_num_seqs": 4, "cache_dir": Path("/here")}, {}), device, kind)
+    refused = resolve(EngineConfig, {}, {"DELTIC_THREADS": "4"})  # a variable is given as much as a flag
+    if device == "cuda":
+        with pytest.raises(ConfigError, match="--threads 4"):
+            refuse_foreign(refused, device, kind)

@@ -45,9 +45,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def llm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    runner = types.ModuleType("deltic.runtime.cpu.text")
+    runner = types.ModuleType("deltic.runtime.build")
     runner.build_runner = fakes.build_runner  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "deltic.runtime.cpu.text", runner)
+    monkeypatch.setitem(sys.modules, "deltic.runtime.build", runner)
     return LLM(str(checkpoint), n_pages=24, max_num_seqs=4, max_model_len=256)
 
 

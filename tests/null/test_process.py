@@ -234,9 +234,7 @@ def test_only_the_model_whose_turn_it_is_says_how_far_it_is(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(ServedModel, "progress", lambda model, stage, done: said.append(model.name))
-    monkeypatch.setitem(
-        sys.modules, "deltic.runtime.build", SimpleNamespace(build_for_device=None)
-    )  # no torch
+    monkeypatch.setitem(sys.modules, "deltic.runtime.build", SimpleNamespace(build_runner=None))  # no torch
     launch = Launch(
         models=[
             ModelLaunch(name, EngineConfig(device="cpu"), f"ipc://{tmp_path}/{name}", f"ipc://{tmp_path}/{name}-events")

@@ -8,37 +8,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltic.config import EngineConfig
 from deltic.engine.cache.tiers import Bytes, Tiers
-from deltic.engine.messages import MAX_FIRST_FRAMES, EngineInfo, Request, SamplingParams, Speech
+from deltic.engine.messages import MAX_FIRST_FRAMES, Request, SamplingParams, Speech
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
-from deltic.engine.stopwatch import stopwatch
-from deltic.machine import free_memory_bytes
-from deltic.models.checkpoint import locate_speech, model_name
-from deltic.models.packed import map_parts, through_cache
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, codec_side
-from deltic.models.tts.weights import (
-    SpeechWeights,
-    dummy_speech_weights,
-    empty_speech_weights,
-    load_speech_weights,
-)
+from deltic.models.tts.weights import SpeechWeights
 from deltic.models.vocoder.cpu import SEEN_FRAMES, Vocoder
-from deltic.models.vocoder.weights import dummy_codec, load_codec
-from deltic.ops.cpu.program import Program, chosen, instruction_set, load_library
+from deltic.ops.cpu.program import Program, chosen, instruction_set
 from deltic.ops.cpu.vocoder import multiplies_half
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.runtime.cpu.plan import Arena
-from deltic.runtime.cpu.speech_plan import SpeechPlan, build_speech_workspace, make_speech_plan
-from deltic.runtime.voices import Voices, open_voices
+from deltic.runtime.cpu.buffers import Arena, build_speech_workspace
+from deltic.runtime.info import engine_info
+from deltic.runtime.plan import SpeechPlan
+from deltic.runtime.voices import Voices
 
 Progress = Callable[[str, float], None]
 
@@ -79,25 +68,9 @@ class SpeechRunner:
         self.model.record(self.program, batch.inputs, self.memory, batch.draws, activations)
         self.workspace.sampler.record(self.program, activations.logits)
         self._warm_up()
-        self.info = EngineInfo(
-            model_name="",
-            vocab_size=shape.n_drawn,
-            eos_token_ids=[shape.end_id],
-            max_model_len=plan.max_model_len,
-            max_num_seqs=plan.max_num_seqs,
-            max_step_tokens=plan.max_step_tokens,
-            n_pages=plan.n_pages,
-            n_slots=plan.max_num_seqs,
-            device="cpu",
-            canonical_decode=False,
-            page_bytes=plan.page_bytes,
-            state_bytes=shape.state_bytes,
-            even_context=d.layer_params / (2 * d.n_layers * d.q_rows),
-            operators=chosen()
-            | {"vocoder": f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"},
-            n_prompt_ids=shape.n_prompt_ids,
-            is_speech=True,
-            has_state=False,
+        vocoder = f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"
+        self.info = engine_info(
+            plan, "cpu", canonical_decode=False, operators=chosen() | {"vocoder": vocoder}
         )
 
     @property
@@ -213,49 +186,3 @@ class SpeechRunner:
         else:
             self.vocoder.vocode([(slot, frames)])
         return self.vocoder.state_of(slot)
-
-
-def build_speech_runner(config: EngineConfig, progress: Progress) -> SpeechRunner:
-    """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit)."""
-    lap, spent = stopwatch()
-
-    def on_bytes(done: int, total: int) -> None:
-        progress("weights", done / max(1, total))
-
-    progress("plan", 0.0)
-    directory, shape = locate_speech(config)
-    plan = make_speech_plan(config, shape, free_memory_bytes())
-    lap("plan")
-    is_dummy, n_threads = config.dummy is not None, plan.n_threads
-
-    def map_file(file: Path) -> tuple[SpeechWeights, list[str]]:
-        return map_parts(
-            file,
-            lambda quantize, _: empty_speech_weights(shape, quantize, device="meta"),
-            n_threads,
-            on_bytes,
-        )
-
-    def load() -> tuple[SpeechWeights, list[str]]:
-        if is_dummy:
-            weights = dummy_speech_weights(
-                shape, config.seed, on_bytes, quantize=config.quantize, n_threads=n_threads
-            )
-            return weights, []
-        return load_speech_weights(directory, shape, on_bytes, quantize=config.quantize, n_threads=n_threads)
-
-    weights, notices = through_cache(config, directory, map_file, load)
-    codec = dummy_codec(shape.vocoder, config.seed) if is_dummy else load_codec(directory, shape.vocoder)
-    lap("weights")
-    runner = SpeechRunner(plan, weights, codec, progress)
-    lap("memory")
-    if shape.variant == "base":
-        library = Path(load_library(runner.program.instruction_set)._name)
-        runner.voices = open_voices(config, directory, shape.talker.hidden_size, runner, library)
-    runner.info.model_name = model_name(config)
-    if config.cache_dir is not None and config.prefix_cache:
-        notices = [*notices, "--cache-dir keeps voices only: prefixes of a speech model stay in memory"]
-    runner.info.notices = notices
-    runner.info.prefix_cache = config.prefix_cache
-    runner.info.start_s = spent
-    return runner

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import torch
 import triton
@@ -39,8 +39,7 @@ from triton.runtime.jit import JITCallable
 from deltic.machine import n_usable_cpus
 from deltic.ops import gpu
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
-from deltic.runtime.cpu.plan import Plan
-from deltic.runtime.cpu.speech_plan import SpeechPlan
+from deltic.runtime.plan import Plan
 
 Progress = Callable[[str, float], None]
 
@@ -52,9 +51,7 @@ LIMIT_S = 300.0
 SOURCES = ("ops/gpu", "ops/geometry.py", "models", "runtime", "engine")
 """What decides, within the package, which kernels a step starts."""
 SIZES = ("shape", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens")
-"""What decides it, of a plan; a speech model's has no n_real."""
-
-P = TypeVar("P", Plan, SpeechPlan)
+"""What decides it, of a plan."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +99,14 @@ def collecting() -> Iterator[dict[Job, None]]:
         triton.knobs.runtime.jit_cache_hook = hook
 
 
-def _marker(plan: P, levers: Levers) -> Path:
+def _marker(plan: Plan[Any], levers: Levers) -> Path:
     """The file that says that all kernels of a plan are in the cache it lies in."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for name in SOURCES:
         for file in sorted((package / name).rglob("*.py")) if (package / name).is_dir() else [package / name]:
             digest.update(file.read_bytes())
-    sizes = [getattr(plan, name, None) for name in SIZES]
+    sizes = [getattr(plan, name) for name in SIZES]
     machine = (triton.runtime.driver.active.get_current_target(), torch.cuda.get_device_name())
     versions = (triton.__version__, torch.__version__, sys.version)
     digest.update(repr((sizes, levers, machine, versions)).encode())
@@ -240,7 +237,7 @@ class Kernels:
 
 
 def begin_compiling(
-    plan: P, levers: Levers, collect: Callable[[P, Levers], list[Job]], *, again: bool = False
+    plan: Plan[Any], levers: Levers, collect: Callable[[Plan[Any], Levers], list[Job]], *, again: bool = False
 ) -> Kernels:
     """Starts to compile the kernels of a plan, unless the cache is known to hold them (again: even then) or there is but one CPU.
     collect: walks the steps of such a plan.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.step import Sequence
-from deltic.runtime.gpu.plan import GpuWorkspace
+from deltic.runtime.gpu.buffers import GpuWorkspace
 
 Words = np.ndarray
 

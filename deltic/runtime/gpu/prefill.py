@@ -17,8 +17,8 @@ from deltic.engine.step import Chunk, Draw, Step
 from deltic.models.qwen.gpu import PrefillInputs
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import Blocks
+from deltic.runtime.gpu.buffers import MAX_SEGMENTS
 from deltic.runtime.gpu.places import Places, Ring
-from deltic.runtime.gpu.plan import MAX_SEGMENTS
 
 _ALIGNED = 4
 """Words to which each part of the buffer is aligned: 16 bytes."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
-from deltic.engine.messages import EngineInfo, Request
+from deltic.engine.messages import Request
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Sequence, Step, StepResult
 from deltic.models.tts.cpu import SpeechMemory
@@ -27,16 +27,16 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import sample, sample_decode
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.speech_batch import DEFAULT_SPEECH, PREDICTOR_KEY
-from deltic.runtime.cpu.speech_plan import SpeechPlan
 from deltic.runtime.gpu.ahead import Ahead, Pending
+from deltic.runtime.gpu.buffers import MAX_SEGMENTS, GpuSpeechWorkspace, GpuWorkspace, gpu_speech_workspace
 from deltic.runtime.gpu.copies import DeviceCopies
 from deltic.runtime.gpu.places import Places
-from deltic.runtime.gpu.plan import MAX_SEGMENTS, GpuWorkspace
 from deltic.runtime.gpu.prefill import PrefillBatch
 from deltic.runtime.gpu.record import Body, Recording, record_all
-from deltic.runtime.gpu.speech_plan import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.runtime.gpu.text import BLOCKS, LENGTHS, ROWS
 from deltic.runtime.gpu.vocoder import GpuVocoder
+from deltic.runtime.info import engine_info
+from deltic.runtime.plan import SpeechPlan
 
 Progress = Callable[[str, float], None]
 
@@ -127,28 +127,10 @@ class GpuSpeechRunner(SpeechRunner):
         self._ahead: dict[Sequence, Ahead] = {}
         self._voice_rows: dict[int, tuple[Any, Tensor, Tensor | None]] = {}
         self._record_all(progress)
-        self.info = EngineInfo(
-            model_name="",
-            vocab_size=shape.n_drawn,
-            eos_token_ids=[shape.end_id],
-            max_model_len=plan.max_model_len,
-            max_num_seqs=plan.max_num_seqs,
-            max_step_tokens=plan.max_step_tokens,
-            n_pages=plan.n_pages,
-            n_slots=plan.max_num_seqs,
-            device=torch.cuda.get_device_name() if self.is_gpu else "interpreted",
-            on_gpu=self.is_gpu,
-            canonical_decode=False,
-            n_lookahead=1,
-            block_size=PAGE_SIZE,
-            max_prefill_seqs=min(n_blocks, MAX_SEGMENTS),
-            page_bytes=plan.page_bytes,
-            state_bytes=shape.state_bytes,
-            even_context=d.layer_params / (2 * d.n_layers * d.q_rows),
-            n_prompt_ids=shape.n_prompt_ids,
-            is_speech=True,
-            has_state=False,
-        )
+        self.info = engine_info(
+            plan, torch.cuda.get_device_name() if self.is_gpu else "interpreted", on_gpu=self.is_gpu, canonical_decode=False,
+            n_lookahead=1, block_size=PAGE_SIZE, max_prefill_seqs=min(n_blocks, MAX_SEGMENTS),
+        )  # fmt: skip
         if plan.n_host_units:
             copies = DeviceCopies([self.memory.pages], [self.memory.past], self.stream)
             host = np.empty((plan.n_host_units, plan.page_bytes), np.uint8)

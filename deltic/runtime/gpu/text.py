@@ -29,21 +29,21 @@ import torch
 from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
-from deltic.engine.messages import MAX_LOGPROBS, EngineInfo, Request, SamplingParams, TokenLogprob
+from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Sequence, Step, StepResult
-from deltic.models.qwen.gpu import GpuMemory, QwenGpu
+from deltic.models.qwen.gpu import RING, GpuMemory, QwenGpu
 from deltic.models.qwen.weights import Weights
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import prompt_logprobs, sample, sample_decode
-from deltic.runtime.cpu.plan import Plan
-from deltic.runtime.cpu.text import even_context
 from deltic.runtime.gpu.ahead import Ahead, Pending, Undrawn
+from deltic.runtime.gpu.buffers import MAX_SEGMENTS, GpuWorkspace, gpu_workspace
 from deltic.runtime.gpu.copies import DeviceCopies
 from deltic.runtime.gpu.places import Places
-from deltic.runtime.gpu.plan import MAX_SEGMENTS, GpuWorkspace, gpu_workspace
 from deltic.runtime.gpu.prefill import PrefillBatch
 from deltic.runtime.gpu.record import Body, Recording, record_all
+from deltic.runtime.info import engine_info
+from deltic.runtime.plan import TextPlan
 
 Progress = Callable[[str, float], None]
 
@@ -64,7 +64,7 @@ class GpuRunner:
     """
 
     def __init__(
-        self, plan: Plan, weights: Weights, levers: Levers, progress: Progress = lambda stage, done: None
+        self, plan: TextPlan, weights: Weights, levers: Levers, progress: Progress = lambda stage, done: None
     ) -> None:
         shape, device = plan.shape, weights.norm.device
         self.plan, self.levers, self.device = plan, levers, device
@@ -86,7 +86,7 @@ class GpuRunner:
                 dtype=torch.float32, device=device,
             ),
             columns=torch.zeros(
-                (plan.n_slots, shape.n_gdn_layers, plan.n_columns, shape.conv_channels), dtype=torch.bfloat16, device=device
+                (plan.n_slots, shape.n_gdn_layers, RING, shape.conv_channels), dtype=torch.bfloat16, device=device
             ),
         )  # fmt: skip
         self.workspace: GpuWorkspace = gpu_workspace(plan, levers, allocate)
@@ -110,25 +110,10 @@ class GpuRunner:
         self._ahead: dict[Sequence, Ahead] = {}
         self._ran_ahead: torch.cuda.Event | None = None
         self._record_all(progress)
-        self.info = EngineInfo(
-            model_name="",
-            vocab_size=plan.n_real,
-            eos_token_ids=list(shape.eos_token_ids),
-            max_model_len=plan.max_model_len,
-            max_num_seqs=plan.max_num_seqs,
-            max_step_tokens=plan.max_step_tokens,
-            n_pages=plan.n_pages,
-            n_slots=plan.n_slots,
-            device=torch.cuda.get_device_name() if self.is_gpu else "interpreted",
-            on_gpu=self.is_gpu,
-            page_bytes=shape.page_bytes(PAGE_SIZE),
-            state_bytes=plan.state_bytes,
-            even_context=even_context(shape),
-            canonical_decode=False,
-            n_lookahead=1,
-            block_size=PAGE_SIZE,
-            max_prefill_seqs=min(n_blocks, MAX_SEGMENTS),
-        )
+        self.info = engine_info(
+            plan, torch.cuda.get_device_name() if self.is_gpu else "interpreted", on_gpu=self.is_gpu, canonical_decode=False,
+            n_lookahead=1, block_size=PAGE_SIZE, max_prefill_seqs=min(n_blocks, MAX_SEGMENTS),
+        )  # fmt: skip
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, model: str) -> None:
         """Starts the tiers below the pools, on disk too where there is a directory. Raises ConfigError if that cannot be
@@ -143,7 +128,6 @@ class GpuRunner:
         self.tiers = Tiers(
             copies.page, copies.state, host, copies.state_bytes, directory, disk_bytes, model, copies
         )
-        self.info.notices += self.tiers.notices
 
     def _pinned(self) -> tuple[Tensor, ...]:
         n, pin = self.plan.max_num_seqs, self.is_gpu

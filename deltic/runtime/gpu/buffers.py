@@ -1,0 +1,143 @@
+"""Every buffer of a step on a GPU: the same calls count it for the plan and allocate it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deltic.engine.cache.cache import pages_for
+from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS
+from deltic.models.qwen.gpu import DecodeBuffers, PlaceState, PrefillBuffers, decode_buffers, prefill_buffers
+from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
+from deltic.ops.geometry import PAGE_SIZE, Allocate
+from deltic.ops.gpu.frames import FrameParameters
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.sample import PlaceParameters, SampleScratch, sample_scratch
+from deltic.runtime.plan import SpeechPlan, TextPlan
+
+MAX_SEGMENTS = 32
+"""Prompts of one prefill."""
+
+
+@dataclass(frozen=True)
+class GpuWorkspace:
+    """Every buffer of a step but the two memories."""
+
+    table: Tensor
+    """int32, flat: everything by place, so that the host changes it with one list of (offset, value)."""
+    offsets: dict[str, tuple[int, int]]
+    """Where the rows of each part of the table begin, and the words of one row."""
+    places: PlaceState
+    parameters: PlaceParameters
+    decode: DecodeBuffers
+    prefill: PrefillBuffers
+    sample: SampleScratch
+    out: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
+    """Of a decode and of a prefill: tokens int32 [P], log-probabilities float32 [P], ids and log-probabilities of the likeliest
+    [P, MAX_LOGPROBS]."""
+
+
+def place_table(
+    n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None
+) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
+    """The table of n places, where each part begins and the words of its rows, and the parts by name. more: words of further parts,
+    those aligned to 8 bytes first."""
+    parts = {
+        "seed": 2, **(more or {}),
+        **dict.fromkeys(("last_token", "position", "slot", "done", "top_k", "n_prompt", "uses_history"), 1),
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), 1),
+        **dict.fromkeys(("n_bias", "n_banned", "banned_until", "n_stop", "max_position", "n_logprobs", "mask_row"), 1),
+        **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
+        "page_table": pages_for(max_model_len) + 1, "history": max_model_len + 1, "rows_place": 1,
+    }  # fmt: skip
+    n_words = sum(width * n for width in parts.values())
+    table = allocate("places", (n_words,), torch.int32)
+    offsets, views, at = {}, {}, 0
+    for name, width in parts.items():
+        offsets[name] = (at, width)
+        view = table[at : at + width * n]
+        views[name] = view.view(n, width) if width > 2 else view
+        at += width * n
+    views["seed"] = views["seed"].view(torch.int64)
+    for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence", "bias"):
+        views[name] = views[name].view(torch.float32)
+    return table, offsets, views
+
+
+def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWorkspace:
+    """Allocates the buffers of a step; used to count them as well as to have them."""
+    n, i32, f32 = plan.max_num_seqs, torch.int32, torch.float32
+    shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
+    table, offsets, views = place_table(n, plan.max_model_len, allocate)
+    state = {name: views[name] for name in ("last_token", "position", "done")}
+    decode = decode_buffers(shape, levers, n, plan.max_model_len, allocate)
+    return GpuWorkspace(
+        table=table,
+        offsets=offsets,
+        places=PlaceState(slot=views["slot"], page_table=views["page_table"], **state),
+        parameters=PlaceParameters(
+            **{k: v for k, v in views.items() if k not in ("slot", "page_table", "rows_place")},
+            masks=allocate("masks", (n, -(-plan.n_real // 32)), i32),
+        ),
+        decode=replace(decode, rows_place=views["rows_place"]),
+        prefill=prefill_buffers(shape, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
+        sample=sample_scratch(n, shape.vocab_size, allocate),
+        out={
+            kind: (
+                allocate(f"{kind} tokens", (n,), i32), allocate(f"{kind} log-probabilities", (n,), f32),
+                allocate(f"{kind} top ids", (n, MAX_LOGPROBS), i32), allocate(f"{kind} top", (n, MAX_LOGPROBS), f32),
+            )
+            for kind in ("decode", "prefill")
+        },
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GpuSpeechWorkspace:
+    """Every buffer of a step but pages and slots. table to parameters: as in GpuWorkspace."""
+
+    table: Tensor
+    offsets: dict[str, tuple[int, int]]
+    places: PlaceState
+    parameters: PlaceParameters
+    frames: FrameParameters
+    rows_place: Tensor
+    decode: FrameBuffers
+    prefill: PromptBuffers
+    sample: SampleScratch
+    out: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
+    """Of a decode and of a prefill: tokens int32 [P]; the rest is written where log-probabilities are asked for: never."""
+
+
+def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -> GpuSpeechWorkspace:
+    """Allocates the buffers of a step; used to count them as well as to have them."""
+    n, shape, n_blocks = plan.max_num_seqs, plan.shape, plan.max_step_tokens // PAGE_SIZE
+    i32, f32 = torch.int32, torch.float32
+    more = {"code_seed": 2, "code_temperature": 1, "code_top_p": 1, "code_top_k": 1, "n_trailing": 1}
+    table, offsets, views = place_table(
+        n, plan.max_model_len, allocate, {**more, "trailing": plan.max_model_len}
+    )
+    frames = FrameParameters(
+        temperature=views["code_temperature"].view(f32), top_p=views["code_top_p"].view(f32), top_k=views["code_top_k"],
+        seed=views["code_seed"].view(torch.int64), n_prompt=views["n_prompt"], n_trailing=views["n_trailing"],
+        trailing=views["trailing"],
+    )  # fmt: skip
+    parameters = {name: views[name] for name in PlaceParameters.__dataclass_fields__ if name in views}
+    return GpuSpeechWorkspace(
+        table=table, offsets=offsets,
+        places=PlaceState(**{name: views[name] for name in PlaceState.__dataclass_fields__}),
+        parameters=PlaceParameters(**parameters, masks=allocate("masks", (n, -(-shape.n_drawn // 32)), i32)),
+        frames=frames, rows_place=views["rows_place"],
+        decode=frame_buffers(shape, levers, n, plan.max_model_len, allocate),
+        prefill=prompt_buffers(shape, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
+        sample=sample_scratch(n, shape.n_drawn, allocate),
+        out={
+            kind: (
+                allocate(f"{kind} tokens", (n,), i32), allocate(f"{kind} log-probabilities", (n,), f32),
+                allocate(f"{kind} top ids", (n, 1), i32), allocate(f"{kind} top", (n, 1), f32),
+            )
+            for kind in ("decode", "prefill")
+        },
+    )  # fmt: skip

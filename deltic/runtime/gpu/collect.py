@@ -1,0 +1,61 @@
+"""Which kernels the steps of a plan start: they are walked, and `compile.collecting` notes what Triton would compile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deltic.engine.messages import MAX_LOGPROBS
+from deltic.models.qwen.weights import Weights, empty_weights
+from deltic.models.tts.weights import empty_speech_weights
+from deltic.models.vocoder.weights import empty_codec
+from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.sample import prompt_logprobs
+from deltic.runtime.gpu.compile import Job, collecting
+from deltic.runtime.gpu.speech import GpuSpeechRunner
+from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
+
+
+def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
+    """Every kernel that the steps of this plan start, and the chunks of a speech model's vocoder."""
+    plan = replace(plan, host_bytes=0)
+    runner = _speech_runner(plan, levers) if plan.speaks else _text_runner(plan, levers)
+    with collecting() as jobs:
+        for recording in runner.recordings():
+            recording.run()
+        if isinstance(runner, GpuRunner):
+            _score_prompts(runner)
+    return list(jobs)
+
+
+def _text_runner(plan: TextPlan, levers: Levers) -> GpuRunner:
+    weights = empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta")
+    return GpuRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
+
+
+def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
+    shape = plan.shape  # two layers: the others start the same kernels
+    talker, predictor = replace(shape.talker, n_layers=2), replace(shape.predictor, n_layers=2)
+    shape = replace(shape, talker=talker, predictor=predictor)
+    weights, codec = empty_speech_weights(shape, "rows", "meta"), empty_codec(shape.vocoder)
+    return GpuSpeechRunner(replace(plan, shape=shape), weights, codec, levers)
+
+
+def _score_prompts(runner: GpuRunner) -> None:
+    """Log-probabilities of prompts, which are not recorded (GpuRunner._prompt_logprobs), for every number of rows."""
+    buffers, plan = runner.workspace.prefill, runner.plan
+    for n in range(1, len(buffers.final) + 1):
+        rows, one = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (n, 1))
+        logits = runner.model.logits_of(rows, plan.max_step_tokens // PAGE_SIZE, buffers)
+        top = torch.zeros((n, MAX_LOGPROBS), device=runner.device)
+        prompt_logprobs(logits, plan.n_real, rows, rows, rows, one, top[:, 0].contiguous(), top.int(), top)
+
+
+def _different_layers(weights: Weights) -> list[Any]:
+    """The first layers, until each kind was there and has had a follower: the others start the same kernels."""
+    first = {(type(layer), type(layer.mlp)): i for i, layer in reversed([*enumerate(weights.layers)])}
+    return weights.layers[: max(first.values()) + 2]

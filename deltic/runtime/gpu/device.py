@@ -1,0 +1,205 @@
+"""A GPU as a device: how its models are planned, loaded and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+
+from deltic.config import EngineConfig
+from deltic.engine.cache.cache import pages_for
+from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.packed import PACKED
+from deltic.models.qwen.gpu import RING
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import weight_bytes
+from deltic.models.tts.gpu import check_speech_gpu
+from deltic.models.tts.shape import SpeechShape
+from deltic.models.tts.weights import speech_weight_bytes
+from deltic.models.vocoder.gpu import check_codec, state_words
+from deltic.ops.contract import KernelError
+from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
+from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
+from deltic.runtime.gpu.buffers import gpu_speech_workspace, gpu_workspace
+from deltic.runtime.gpu.collect import collect
+from deltic.runtime.gpu.compile import Kernels, begin_compiling
+from deltic.runtime.gpu.speech import GpuSpeechRunner
+from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.gpu.vocoder import vocoder_bytes
+from deltic.runtime.plan import Kind, Plan, SpeechPlan, TextPlan
+
+Progress = Callable[[str, float], None]
+
+INTERPRETED_BYTES = 2 << 30
+"""What a plan may count on where kernels are interpreted."""
+RESERVE_BYTES = 1 << 30
+"""For the driver, compiled kernels, the recorded steps themselves, and the library's workspace."""
+MAX_SEQS = 256
+SPEECH_PAGES_BYTES = 8_000_000_000
+"""A speech model's cache is small: 112 KiB a frame."""
+
+
+def _counted(build: Callable[[Allocate], object]) -> dict[str, int]:
+    """Bytes by name of what `build` allocates."""
+    sizes: dict[str, int] = {}
+
+    def allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(size, dtype=dtype, device="meta")
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+        return tensor
+
+    build(allocate)
+    return sizes
+
+
+def _check_text(shape: ModelShape) -> None:
+    """Raises UnsupportedModelError for a geometry that the GPU's kernels cannot run."""
+    group = shape.n_q_heads // max(1, shape.n_kv_heads)
+    limits = (
+        ("hidden_size", shape.hidden_size, shape.hidden_size % 64 == 0, "a multiple of 64"),
+        ("head_dim", shape.head_dim, shape.head_dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
+        ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
+        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
+        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
+        ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 16 == 0, "a multiple of 16"),
+        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 32 == 0, "a multiple of 32"),
+        ("moe_intermediate_size", shape.moe_intermediate_size, shape.moe_intermediate_size % 32 == 0, "a multiple of 32"),
+        ("shared_expert_intermediate_size", shape.shared_intermediate_size, shape.shared_intermediate_size % 32 == 0, "a multiple of 32"),
+        ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
+    )  # fmt: skip
+    for field, found, holds, supported in limits:
+        if not holds:
+            raise UnsupportedModelError(field, found, supported)
+
+
+def text(levers: Levers) -> Kind[ModelShape]:
+    """Language models on a GPU."""
+
+    def measure(plan: TextPlan) -> dict[str, int]:
+        sizes = _counted(lambda allocate: gpu_workspace(plan, levers, allocate))
+        return sizes | {"rotary tables": 2 * plan.max_model_len * (plan.shape.rotary_dim // 2) * 4}
+
+    return Kind(
+        device="cuda",
+        name="text",
+        check=_check_text,
+        weight_bytes=lambda shape, _: weight_bytes(shape, "rows"),
+        state_bytes=lambda shape: shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING,
+        measure=measure,
+        useful_pages=lambda plan, _: plan.left_bytes // plan.page_bytes,
+        model_len=32768,
+        num_seqs=128,
+        step_tokens=lambda length: 8192,
+        shrink=(("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096)),
+        max_checkpoints=1024,
+        max_num_seqs=MAX_SEQS,
+        step_multiple=PAGE_SIZE,
+        free_share=0.95,
+        reserve_bytes=RESERVE_BYTES,
+    )
+
+
+def _check_speech(shape: SpeechShape) -> None:
+    check_speech_gpu(shape)
+    check_codec(shape.vocoder)
+
+
+def _speech_weight_bytes(shape: SpeechShape) -> int:
+    """In device memory: texts are projected, and the table that they come from is dropped."""
+    stored = shape.text_vocab_size * shape.text_hidden_size * 2
+    texts = shape.text_vocab_size * shape.talker.hidden_size * 4
+    codes = N_CODES * shape.n_codebook * shape.predictor.hidden_size * 4 if shape.has_projection else 0
+    return speech_weight_bytes(shape, "rows") - stored + texts + codes
+
+
+def speech(levers: Levers) -> Kind[SpeechShape]:
+    """Speech models on a GPU."""
+
+    def measure(plan: SpeechPlan) -> dict[str, int]:
+        sizes = _counted(lambda allocate: gpu_speech_workspace(plan, levers, allocate))
+        sizes["vocoder states"] = 4 * (plan.n_streams + 1) * state_words(plan.shape.vocoder)
+        return sizes | {"rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
+
+    return Kind(
+        device="cuda",
+        name="speech",
+        check=_check_speech,
+        weight_bytes=lambda shape, _: _speech_weight_bytes(shape),
+        state_bytes=lambda shape: shape.state_bytes,
+        measure=measure,
+        useful_pages=lambda plan, _: max(
+            SPEECH_PAGES_BYTES // plan.page_bytes, plan.max_num_seqs * pages_for(plan.max_model_len)
+        ),
+        model_len=4096,
+        num_seqs=64,
+        step_tokens=lambda length: min(2048, pages_for(length) * PAGE_SIZE),
+        shrink=(("max_num_seqs", 1),),
+        vocoder_bytes=lambda shape: vocoder_bytes(shape.vocoder),
+        max_num_seqs=MAX_SEQS,
+        step_multiple=PAGE_SIZE,
+        free_share=0.95,
+        reserve_bytes=RESERVE_BYTES,
+    )
+
+
+class Gpu:
+    """The device of `build.build_runner` for models on the current GPU; in Triton's interpreter, for tests, where that is set."""
+
+    name = "cuda"
+    made = "record"
+    """What making a runner mostly is, among the stages of a start."""
+
+    def __init__(self, levers: tuple[str, ...] = ()) -> None:
+        """levers: of the configuration. Raises ConfigError for one that there is not."""
+        self.levers = parse_levers(levers)
+        self.text, self.speech = text(self.levers), speech(self.levers)
+
+    def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
+        """The configuration as it is. Raises CheckpointError for weights that only the CPU reads."""
+        if config.dummy is None and (directory / PACKED).exists():
+            raise CheckpointError(
+                f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
+            )
+        return config
+
+    def free_bytes(self) -> int:
+        return INTERPRETED_BYTES if INTERPRETED else torch.cuda.mem_get_info()[0]
+
+    def begin_compiling(self, plan: Plan[Any], again: bool = False) -> Kernels:
+        """See `compile.begin_compiling`."""
+        return begin_compiling(plan, self.levers, collect, again=again)
+
+    def layout(self, config: EngineConfig, plan: Plan[Any]) -> dict[str, Any]:
+        """How weights are loaded, as arguments of `load_weights`."""
+        return {"quantize": "rows", "device": "cpu" if INTERPRETED else "cuda"}
+
+    def weights(
+        self,
+        config: EngineConfig,
+        directory: Path,
+        plan: Plan[Any],
+        load: Callable[[], Any],
+        progress: Progress,
+    ) -> Any:
+        """Weights and notices, as `load` gives them."""
+        return load()
+
+    def runner(
+        self, plan: Plan[Any], weights: Any, codec: Any, progress: Progress
+    ) -> GpuRunner | GpuSpeechRunner:
+        """codec: of a speech model. Raises KernelError."""
+        try:
+            if plan.speaks:
+                return GpuSpeechRunner(plan, weights, codec, self.levers, progress)
+            return GpuRunner(plan, weights, self.levers, progress)
+        except TritonError as error:
+            raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
+
+    def kernels(self, runner: Any) -> str:
+        """What a fingerprint must know of the kernels, beside their sources."""
+        return f"{runner.info.device} torch {torch.__version__} triton {triton.__version__} {self.levers}"

@@ -1,0 +1,44 @@
+"""What an engine says of itself: the EngineInfo that follows from a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deltic.engine.messages import EngineInfo
+from deltic.models.qwen.shape import ModelShape
+from deltic.runtime.plan import Plan
+
+
+def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
+    """Everything but the model's name, the notices, whether there is a prefix cache, and how long the start took: these are
+    `build.build_runner`'s to say. of_device: fields that follow from the device."""
+    shape = plan.shape
+    of_kind: dict[str, Any] = {
+        "eos_token_ids": [shape.end_id],
+        "even_context": shape.talker.layer_params / (2 * shape.talker.n_layers * shape.talker.q_rows),
+        "n_prompt_ids": shape.n_prompt_ids,
+        "is_speech": True,
+        "has_state": False,
+    } if plan.speaks else {"eos_token_ids": list(shape.eos_token_ids), "even_context": even_context(shape)}  # fmt: skip
+    return EngineInfo(
+        model_name="",
+        vocab_size=plan.n_real,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        max_step_tokens=plan.max_step_tokens,
+        n_pages=plan.n_pages,
+        n_slots=plan.n_slots,
+        page_bytes=plan.page_bytes,
+        state_bytes=plan.state_bytes,
+        device=device,
+        **of_kind,
+        **of_device,
+    )
+
+
+def even_context(shape: ModelShape) -> float:
+    """Tokens of context at which attention multiplies as much for a token as everything else."""
+    n_heads = 1 if shape.tie_word_embeddings else 2
+    weights = shape.n_active_params - n_heads * shape.vocab_size * shape.hidden_size
+    state = 3.5 * shape.n_gdn_layers * shape.gdn_n_v_heads * shape.gdn_k_dim * shape.gdn_v_dim
+    return (weights + state) / (2 * shape.n_attn_layers * shape.n_q_heads * shape.head_dim)

@@ -1,0 +1,410 @@
+"""The memory plan: what is allocated before the first request, and what that lets run. One planner for every model and device.
+
+Weights, workspace (buffers of a step), state slots, pages and the host tier of the prefix cache are all there is; after ready
+nothing grows with load. A setting that cannot fit is refused with the largest that would. What differs between a language model and
+a speech model, on a CPU and on a GPU, is a `Kind`, which the device's own files make: this one knows no device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from deltic.config import ConfigError, EngineConfig, pinned_cpus, refuse_foreign
+from deltic.engine.cache.cache import pages_for
+from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.tts.shape import SpeechShape
+from deltic.ops.geometry import PAGE_SIZE
+
+CACHE_SHARE = 4
+"""One part in so many of what the pools hold beside running sequences is for checkpoints, and of the memory for the host
+tier, unless told otherwise."""
+TOO_MUCH = 1 << 60
+"""Bytes that a workspace is said to take where there are not even addresses for it."""
+
+
+class Shape(Protocol):
+    """What planning must know of a model's shape."""
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    def page_bytes(self, page_size: int = ..., /) -> int: ...
+
+
+S = TypeVar("S", bound=Shape)
+
+
+@dataclass(frozen=True)
+class Plan(Generic[S]):
+    """Sizes of everything, in bytes and in counts."""
+
+    shape: S
+    quantize: str | None
+    weight_bytes: int
+    vocoder_bytes: int
+    """Weights of a speech model's vocoder, on a GPU its activations, too; 0 for other models."""
+    n_real: int
+    """Ids that can be drawn."""
+    max_model_len: int
+    max_num_seqs: int
+    n_checkpoints: int
+    """State slots beside those of the sequences that run; a speech model has none."""
+    max_step_tokens: int
+    n_pages: int
+    host_bytes: int
+    """Host memory for pages and states that leave the pools: whole pages."""
+    page_bytes: int
+    state_bytes: int
+    """Of one state slot."""
+    n_threads: int
+    budget_bytes: int
+    """What everything together may take; on a GPU without the host tier."""
+    workspace: dict[str, int]
+    """Bytes of each buffer of a step, and of a vocoder's streams."""
+    cpus: tuple[int, ...] = ()
+    """The CPU of each thread; none: wherever the system puts them."""
+
+    @property
+    def speaks(self) -> bool:
+        return isinstance(self.shape, SpeechShape)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(self.workspace.values())
+
+    @property
+    def n_batch_tokens(self) -> int:
+        """Longest batch of a language model on a CPU: decodes may fill the budget and a prefill still gets one page's worth."""
+        return max(self.max_step_tokens, self.max_num_seqs + PAGE_SIZE)
+
+    @property
+    def n_rows(self) -> int:
+        """Longest step of a speech model on a CPU: decodes, and beside them prefill."""
+        return self.max_num_seqs + max(self.max_step_tokens, PAGE_SIZE)
+
+    @property
+    def n_streams(self) -> int:
+        """Streams of a vocoder: a sequence may have ended before its audio is out."""
+        return 2 * self.max_num_seqs
+
+    @property
+    def max_logit_rows(self) -> int:
+        return self.max_num_seqs + PAGE_SIZE
+
+    @property
+    def pages_bytes(self) -> int:
+        return self.n_pages * self.page_bytes
+
+    @property
+    def n_slots(self) -> int:
+        return self.max_num_seqs + self.n_checkpoints
+
+    @property
+    def slots_bytes(self) -> int:
+        return self.n_slots * self.state_bytes
+
+    @property
+    def n_host_units(self) -> int:
+        return self.host_bytes // self.page_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        fixed = self.weight_bytes + self.vocoder_bytes + self.workspace_bytes + self.slots_bytes
+        return fixed + self.pages_bytes + self.host_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """For pages, once everything else is placed."""
+        return self.budget_bytes - (self.total_bytes - self.pages_bytes)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of the pages of one sequence of full length: the least that is of use."""
+        return pages_for(self.max_model_len) * self.page_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Left once there are the pages that there must be: those that were asked for, else one sequence's. Negative when there
+        are not even those."""
+        return self.left_bytes - (self.pages_bytes or self.sequence_bytes)
+
+    @property
+    def host_sequence_bytes(self) -> int:
+        """Host memory that one sequence of full length and its state take: the tier's default."""
+        return self.sequence_bytes + self.whole_pages(self.state_bytes + self.page_bytes - 1)
+
+    def whole_pages(self, n_bytes: float) -> int:
+        """Bytes of as many pages as n_bytes hold."""
+        return int(n_bytes) // self.page_bytes * self.page_bytes
+
+
+TextPlan = Plan[ModelShape]
+SpeechPlan = Plan[SpeechShape]
+
+
+def _no_vocoder(shape: Shape) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Kind(Generic[S]):
+    """A kind of model on a kind of device: what the planner must be told."""
+
+    device: str
+    """As --device says it: cpu or cuda."""
+    name: str
+    """text or speech."""
+    check: Callable[[S], None]
+    """Raises UnsupportedModelError for a geometry that the device's kernels cannot run."""
+    weight_bytes: Callable[[S, str | None], int]
+    """In the format of --quantize."""
+    state_bytes: Callable[[S], int]
+    measure: Callable[[Plan[S]], dict[str, int]]
+    """Bytes of every buffer of a step by its name. Raises MemoryError where there are not even addresses for them."""
+    useful_pages: Callable[[Plan[S], EngineConfig], int]
+    """The most pages that are taken where --n-pages does not say."""
+    model_len: int
+    """The default of --max-model-len, where the model has so many positions."""
+    num_seqs: int
+    """The default of --max-num-seqs."""
+    step_tokens: Callable[[int], int]
+    """The default of --max-step-tokens, by --max-model-len."""
+    shrink: tuple[tuple[str, int], ...]
+    """Settings that are halved where the defaults do not fit, and the least that each may become; the first that can be, first."""
+    vocoder_bytes: Callable[[S], int] = _no_vocoder
+    settle: Callable[[Plan[S], EngineConfig], Plan[S]] | None = None
+    """Decides budget and host tier before the pools are divided; None: the budget is all that may be used, and the host tier gets
+    of what is left."""
+    max_checkpoints: int = 0
+    """Most by default; 0: this kind keeps none."""
+    max_num_seqs: float = math.inf
+    step_multiple: int = 1
+    """What --max-step-tokens must be a multiple of."""
+    free_share: float = 0.8
+    """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
+    reserve_bytes: int = 0
+    """Memory that is taken beside the plan."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
+def make_plan(
+    config: EngineConfig,
+    shape: S,
+    kind: Kind[S],
+    n_real: int,
+    free_bytes: int,
+    host_free_bytes: int | None = None,
+) -> Plan[S]:
+    """Sizes for this model in free_bytes of the device's memory.
+
+    host_free_bytes: of a GPU's host (default: what is free now). Raises ConfigError when the model or a setting does not fit, naming
+    the largest value that would, or when a setting means nothing here; UnsupportedModelError for a geometry that the kernels
+    cannot run.
+    """
+    kind.check(shape)
+    refuse_foreign(config, kind.device, kind.name)
+    asked = _asked(config, shape, kind, n_real, free_bytes)
+    plan = _shrunk(asked, kind, config)
+    if plan.spare_bytes < 0:
+        raise _refusal(asked, plan, kind, config)
+    if kind.settle is not None:
+        plan = kind.settle(plan, config)
+    plan = _with_checkpoints(plan, kind, config)
+    if config.n_pages is None:
+        n_pages = min(kind.useful_pages(plan, config), plan.left_bytes // plan.page_bytes)
+        plan = replace(plan, n_pages=n_pages)
+    if kind.on_gpu:
+        free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
+        return replace(plan, host_bytes=_on_host(plan, config, free))
+    if kind.settle is None and config.cache_host_gb is None and plan.spare_bytes >= plan.host_sequence_bytes:
+        plan = replace(plan, host_bytes=plan.host_sequence_bytes)
+    return plan
+
+
+def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int) -> Plan[S]:
+    """What the settings and the defaults say, with the workspace that it needs. Raises ConfigError for what no memory would mend."""
+    longest = shape.max_position_embeddings
+    length = config.max_model_len or min(longest, kind.model_len)
+    if config.n_pages is not None and config.max_model_len is None:
+        length = min(length, config.n_pages * PAGE_SIZE)
+    if length > longest:
+        raise ConfigError(
+            f"--max-model-len {length}: the model was made for {longest} positions; give at most {longest}"
+        )
+    if config.n_pages is not None and config.n_pages < pages_for(length):
+        raise ConfigError(
+            f"--n-pages {config.n_pages} cannot hold one sequence; give at least {pages_for(length)}, or less --max-model-len"
+        )
+    step_tokens = config.max_step_tokens or kind.step_tokens(length)
+    if step_tokens % kind.step_multiple:
+        raise ConfigError(
+            f"--max-step-tokens {step_tokens}: on a GPU it must be a multiple of {kind.step_multiple}"
+        )
+    if (config.max_num_seqs or 1) > kind.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows"
+        )
+    n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
+    plan = Plan(
+        shape=shape,
+        quantize=config.quantize,
+        weight_bytes=kind.weight_bytes(shape, config.quantize),
+        vocoder_bytes=kind.vocoder_bytes(shape),
+        n_real=n_real,
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs or kind.num_seqs,
+        n_checkpoints=(config.n_checkpoints or 0) if config.prefix_cache else 0,
+        max_step_tokens=step_tokens,
+        n_pages=config.n_pages or 0,
+        host_bytes=0,
+        page_bytes=shape.page_bytes(PAGE_SIZE),
+        state_bytes=kind.state_bytes(shape),
+        n_threads=n_threads,
+        budget_bytes=_budget(config, kind, free_bytes),
+        workspace={},
+        cpus=pinned_cpus(n_threads) if config.pin_threads else (),
+    )
+    if not kind.on_gpu:
+        plan = replace(plan, host_bytes=plan.whole_pages((config.cache_host_gb or 0.0) * 1e9))
+    return _sized(plan, kind)
+
+
+def _budget(config: EngineConfig, kind: Kind[S], free_bytes: int) -> int:
+    """Bytes that may be used. Raises ConfigError for more than are free."""
+    if config.memory_gb is None:
+        return int(free_bytes * kind.free_share) - kind.reserve_bytes
+    wanted, most = int(config.memory_gb * 1e9), free_bytes - kind.reserve_bytes // 2
+    if wanted > most:
+        where = " of the device" if kind.on_gpu else ""
+        beside = f", and it needs {kind.reserve_bytes / 2e9:.1f} GB beside" if kind.reserve_bytes else ""
+        raise ConfigError(
+            f"--memory-gb {config.memory_gb}: only {free_bytes / 1e9:.1f} GB{where} are free"
+            f"{'' if kind.on_gpu else memory_bound()}{beside}; give at most {max(0, most) // 10**8 / 10}"
+        )
+    return wanted
+
+
+def _sized(plan: Plan[S], kind: Kind[S], **changes: int) -> Plan[S]:
+    """The plan with changes and the workspace they need."""
+    plan = replace(plan, **changes)  # type: ignore[arg-type]
+    try:
+        return replace(plan, workspace=kind.measure(plan))
+    except MemoryError:
+        return replace(plan, workspace={"more than this machine has addresses for": TOO_MUCH})
+
+
+def _shrunk(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
+    """Where the defaults do not fit: less of them, in the kind's order."""
+    while plan.left_bytes < plan.sequence_bytes:
+        for field, least in kind.shrink:
+            value = getattr(plan, field)
+            if getattr(config, field) is None and value > least:
+                plan = _sized(plan, kind, **{field: max(least, value // 2)})
+                break
+        else:
+            break
+    return plan
+
+
+def _with_checkpoints(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
+    """Decides the number of checkpoint slots where it is not given."""
+    if config.n_checkpoints is not None or not config.prefix_cache or not kind.max_checkpoints:
+        return plan
+    share = plan.spare_bytes // CACHE_SHARE
+    if config.n_pages is not None and not kind.on_gpu:
+        # No more beside them than a plan of that size would have; a GPU's memory is for nobody else.
+        share = min(share, plan.pages_bytes // (CACHE_SHARE - 1))
+    n_checkpoints = min(kind.max_checkpoints, share // plan.state_bytes)
+    if n_checkpoints < 1 <= plan.spare_bytes // plan.state_bytes:
+        n_checkpoints = 1  # without any there are no hits
+    return replace(plan, n_checkpoints=n_checkpoints)
+
+
+def _on_host(plan: Plan[S], config: EngineConfig, free_bytes: int) -> int:
+    """Bytes of the host's memory for what leaves a GPU: what is asked for, else one sequence of full length where that is free."""
+    given = config.cache_host_gb
+    wanted = plan.host_sequence_bytes if given is None else int(given * 1e9)
+    if wanted <= free_bytes // 2:
+        return plan.whole_pages(wanted)
+    if given is None:
+        return 0
+    raise ConfigError(f"--cache-host-gb {given}: at most half of the {free_bytes / 1e9:.1f} GB that are free")
+
+
+# What does not fit, and what would.
+
+
+def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig) -> ConfigError:
+    """asked: before the defaults were shrunk. plan: as far as they could be, and still too large."""
+    bare = _shrunk(replace(asked, n_checkpoints=0, host_bytes=0), kind, config)
+    if bare.spare_bytes >= 0:  # so the cache's settings are too large, and need not shorten what runs
+        plan = replace(bare, n_checkpoints=asked.n_checkpoints, host_bytes=asked.host_bytes)
+    have = f"{max(0, plan.budget_bytes) / 1e9:.1f} GB{' of device memory' if kind.on_gpu else ''}"
+    lowered, given = plan, []
+    for field, least, unit in (
+        ("n_checkpoints", 0, 1), ("host_bytes", 0, 10**7), ("n_pages", pages_for(plan.max_model_len), 1), ("max_num_seqs", 1, 1),
+        ("max_model_len", PAGE_SIZE, PAGE_SIZE), ("max_step_tokens", PAGE_SIZE, PAGE_SIZE),
+    ):  # fmt: skip
+        value = getattr(plan, field)
+        if value <= least:
+            continue
+        name = f"--{field.replace('_', '-')} {value}"
+        if field == "host_bytes":
+            name = f"--cache-host-gb {config.cache_host_gb}"
+        most = _largest(plan, kind, field, least, unit)
+        if most is not None:
+            return ConfigError(
+                f"{name} does not fit into {have} beside {plan.weight_bytes / 1e9:.1f} GB of weights; "
+                f"give at most {most / 1e9 if field == 'host_bytes' else most}"
+            )
+        given.append(name)
+        lowered = _sized(lowered, kind, **{field: least})
+    if given and lowered.spare_bytes >= 0:
+        return ConfigError(f"{' and '.join(given)} do not fit into {have} together; give less of each")
+    return _does_not_fit(lowered, kind, have)
+
+
+def _largest(plan: Plan[S], kind: Kind[S], field: str, least: int, unit: int) -> int | None:
+    """The largest value of a field, of least, least + unit, ..., with which the plan fits; None: not even the least does.
+
+    It is looked for from below, so that no workspace is measured that is much larger than one that fits.
+    """
+
+    def fits(n: int) -> bool:
+        return _sized(plan, kind, **{field: least + n * unit}).spare_bytes >= 0
+
+    if not fits(0):
+        return None
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return least + low * unit
+
+
+def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
+    """For a model that no lower setting would make fit."""
+    sizes = f"weights {plan.weight_bytes / 1e9:.1f} GB"
+    if plan.vocoder_bytes:
+        sizes += f", vocoder {plan.vocoder_bytes / 1e9:.1f} GB"
+    sizes += f" and workspace {plan.workspace_bytes / 1e9:.2f} GB"
+    needed = plan.total_bytes - plan.pages_bytes + plan.sequence_bytes
+    if plan.weight_bytes > plan.budget_bytes:  # its workspace may be more than can be counted
+        sizes = f"weights alone take {plan.weight_bytes / 1e9:.1f} GB"
+        needed = plan.weight_bytes + plan.vocoder_bytes + plan.state_bytes + plan.page_bytes
+    n_gb = math.ceil((needed + kind.reserve_bytes) / kind.free_share / 1e9)
+    smaller = {None: "--quantize int8, ", "int8": "--quantize int4, "}.get(plan.quantize, "")
+    first, where = ("--device cpu, ", "GPU") if kind.on_gpu else (smaller, "machine")
+    return ConfigError(
+        f"the model does not fit: {sizes}, and {have} may be used{'' if kind.on_gpu else memory_bound()}; take {first}a smaller "
+        f"model, or a {where} with at least {n_gb} GB free"
+    )
