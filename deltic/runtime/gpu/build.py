@@ -1,4 +1,4 @@
-"""A GpuRunner from a configuration: located, planned, compiled beside loading, recorded."""
+"""A GpuTextRunner from a configuration: located, planned, compiled beside loading, recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deltic.runtime.cpu.plan import Plan
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.gpu.compile import Job, Kernels, begin_compiling, collecting
 from deltic.runtime.gpu.plan import make_gpu_plan
-from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.gpu.text import GpuTextRunner
 
 Progress = Callable[[str, float], None]
 
@@ -37,7 +37,7 @@ def free_device_bytes() -> int:
     return INTERPRETED_BYTES if INTERPRETED else torch.cuda.mem_get_info()[0]
 
 
-def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
+def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuTextRunner:
     """Locates, plans, loads and records. Raises ValueError subclasses (bad checkpoint, plan that does not fit, no GPU)."""
     lap, spent = stopwatch()
     levers = parse_levers(config.lever)
@@ -70,7 +70,7 @@ def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
     compiling.wait(progress)
     lap("compile")
     try:
-        runner = GpuRunner(plan, weights, levers, progress)
+        runner = GpuTextRunner(plan, weights, levers, progress)
     except TritonError as error:
         raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
     lap("record")
@@ -104,7 +104,7 @@ def begin_warmup(config: EngineConfig) -> Kernels:
 def collect(plan: Plan, levers: Levers) -> list[Job]:
     """Every kernel that the steps of this plan start, as `collecting` finds them."""
     weights = empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta")
-    runner = GpuRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
+    runner = GpuTextRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
     with collecting() as jobs:
         for recording in runner.recordings():
             recording.run()
@@ -112,8 +112,8 @@ def collect(plan: Plan, levers: Levers) -> list[Job]:
     return list(jobs)
 
 
-def _score_prompts(runner: GpuRunner) -> None:
-    """Log-probabilities of prompts, which are not recorded (GpuRunner._prompt_logprobs), for every number of rows."""
+def _score_prompts(runner: GpuTextRunner) -> None:
+    """Log-probabilities of prompts, which are not recorded (GpuTextRunner._prompt_logprobs), for every number of rows."""
     buffers, plan = runner.workspace.prefill, runner.plan
     for n in range(1, len(buffers.final) + 1):
         rows, one = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (n, 1))
