@@ -297,7 +297,7 @@ def test_texts_of_a_place_are_sent_once_and_become_more() -> None:
     workspace = SimpleNamespace(table=table, offsets=offsets, parameters=parameters)
     places = SpeechPlaces(workspace, 99, 100, 64)  # type: ignore[arg-type]
 
-    def sequence(texts: list[int]) -> Sequence:
+    def sequence(*texts: int) -> Sequence:
         speech = Speech(trailing_ids=texts, temperature=0.5)
         request = Request(id="", prompt_ids=[], params=SamplingParams(repetition_penalty=1.5), speech=speech)
         return Sequence(request, 0, 5, array("i", [300, 400, 8]), 2, place=1)
@@ -306,18 +306,18 @@ def test_texts_of_a_place_are_sent_once_and_become_more() -> None:
         places.flush()
         return views["trailing"][1, : int(views["n_trailing"][1])].tolist()
 
-    one = sequence([4, 5, 6])
+    one = sequence(4, 5, 6)
     places.refresh(one)
     assert texts() == [4, 5, 6] and views["code_temperature"].view(torch.float32)[1] == 0.5
     assert views["history"][1, :3].tolist() == [-1, -1, 8]
     places.refresh(one)
     assert not places._keys
-    one.request.speech.trailing_ids.append(7)  # type: ignore[union-attr]
+    one.request.speech = msgspec.structs.replace(one.request.speech, trailing_ids=(4, 5, 6, 7))
     places.refresh(one)
     assert texts() == [4, 5, 6, 7]
-    places.refresh(sequence([1]))
+    places.refresh(sequence(1))
     assert texts() == [1]
-    places.refresh(sequence([]))
+    places.refresh(sequence())
     assert texts() == []
 
 
