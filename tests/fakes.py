@@ -156,6 +156,9 @@ class FakeRunner:
         self._n_pages_known = [0] * max_num_seqs
         self._truth: dict[Sequence, list[int]] = {}
 
+    def is_busy(self) -> bool:
+        return False
+
     def step(self, step: Step) -> StepResult:
         """Runs the chunks, the copies, the draws. Raises AssertionError for a step that breaks a promise."""
         self.n_steps += 1

@@ -35,7 +35,7 @@ from deltic.roofs import GpuRoofs
 from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
-from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import make_plan
 
 
@@ -65,7 +65,7 @@ class Model:
         free = torch.cuda.mem_get_info()[0] + self.weights.n_bytes
         plan = make_plan(config, self.shape, gpu.text(levers), self.n_real, free)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
-        return Engine(GpuRunner(plan, self.weights, levers))
+        return Engine(GpuTextRunner(plan, self.weights, levers))
 
 
 def decode(
@@ -95,7 +95,7 @@ def decode(
 def replayed_ms(engine: Engine, n: int, n_keys: int) -> float:
     """Milliseconds of one recorded decode of n rows, replayed alone: median of 5 times 50."""
     runner = engine.runner
-    assert isinstance(runner, GpuRunner)
+    assert isinstance(runner, GpuTextRunner)
     return runner.replay_ms(n, n_keys)
 
 
@@ -130,7 +130,7 @@ def decode_row(
     times = sorted(second for found in rounds for second in found)
     ms, n_bytes = statistics.median(times) * 1000, decode_bytes(shape, "rows", n, context)
     runner = engine.runner
-    assert isinstance(runner, GpuRunner)
+    assert isinstance(runner, GpuTextRunner)
     return {
         "n": n, "step_ms": round(ms, 4), "round_ms": [round(statistics.median(found) * 1000, 4) for found in rounds],
         "alone_ms": round(replayed_ms(engine, n, context), 4), "p90_ms": round(times[len(times) * 9 // 10] * 1000, 4),
@@ -218,15 +218,10 @@ def prefill_operations(shape: ModelShape, n_tokens: int) -> float:
 
 
 def variants() -> list[tuple[str, Levers]]:
-    """The base, and one lever changed at a time. One that another needs is compared with what it needs (see its text)."""
+    """The base, and one lever switched off at a time."""
     base = Levers()
-    found = [("all on", base)]
-    for field in dataclasses.fields(Levers):
-        for value in [c for c in field.metadata.get("choices", (False,)) if c != field.default]:
-            found.append(
-                (f"{field.name}={'off' if value is False else value}", replace(base, **{field.name: value}))
-            )
-    return found
+    names = [field.name for field in dataclasses.fields(Levers)]
+    return [("all on", base), *((f"{name}=off", replace(base, **{name: False})) for name in names)]
 
 
 def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
@@ -260,7 +255,7 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
                 cells.append(f"{ms:.3f}, {ms / base[n][0]:.3f}")
                 row[f"ms_{n}"] = round(ms, 4)
             runner = engine.runner
-            assert isinstance(runner, GpuRunner)
+            assert isinstance(runner, GpuTextRunner)
             field = Levers.__dataclass_fields__.get(name.partition("=")[0])
             says = "" if field is None else "exact" if field.metadata["exact"] else "other bits"
             text = "" if field is None else field.metadata["text"]

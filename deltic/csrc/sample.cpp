@@ -231,8 +231,8 @@ int32_t draw(const Row& r, float* values, int64_t n, float top, Candidate* c) {
 }  // namespace
 
 // logits f32 [R, V], V, n_real (ids from there on are padding), D draws (counted), then per draw: row i32 [D] (of logits),
-// slot i32 [D], position i32 [D], n_history i32 [D] (0: no penalties), n_prompt i32 [D] (history entries of the prompt);
-// per slot: temperature, top_k, top_p, min_p, repetition, frequency, presence, seed u64, history i32 [slots, stride], stride;
+// place i32 [D], position i32 [D], n_history i32 [D] (0: no penalties), n_prompt i32 [D] (history entries of the prompt);
+// per place: temperature, top_k, top_p, min_p, repetition, frequency, presence, seed u64, history i32 [places, stride], stride;
 // bias_begin i32 [D + 1], bias_ids, bias, banned_begin i32 [D + 1], banned, masked i32 [D] (0: no mask), masks u32 [D, W], W;
 // scratch: values f32 [n, V], counts i32 [n, V] (zeros), candidates [n, V], n (a row for each thread or for each draw);
 // out token_ids i32 [D], -1 where a logit is not finite or no id may be drawn
@@ -241,7 +241,7 @@ KERNEL(deltic_sample) {
     auto logits = a.pointer<const float>();
     int64_t n_vocab = a.integer(), n_real = a.integer(), n_draws = a.count();
     auto row = a.pointer<const int32_t>();
-    auto slots = a.pointer<const int32_t>();
+    auto places = a.pointer<const int32_t>();
     auto position = a.pointer<const int32_t>();
     auto n_history = a.pointer<const int32_t>();
     auto n_prompt = a.pointer<const int32_t>();
@@ -269,10 +269,10 @@ KERNEL(deltic_sample) {
     int64_t n_scratch = a.integer();
     auto out = a.pointer<int32_t>();
     parallel_for(n_draws, [&](int64_t d, int i_thread) {
-        int64_t slot = slots[d];
-        const int32_t* history = histories + slot * history_stride;
-        Row r{temperature[slot], top_k[slot], top_p[slot], min_p[slot], repetition[slot], frequency[slot],
-              presence[slot], seed[slot], (uint32_t)position[d], history, history + n_history[d],
+        int64_t place = places[d];
+        const int32_t* history = histories + place * history_stride;
+        Row r{temperature[place], top_k[place], top_p[place], min_p[place], repetition[place], frequency[place],
+              presence[place], seed[place], (uint32_t)position[d], history, history + n_history[d],
               history + n_prompt[d], bias_ids + bias_begin[d], bias_ids + bias_begin[d + 1],
               bias + bias_begin[d], banned + banned_begin[d], banned + banned_begin[d + 1]};
         const float* raw = logits + row[d] * n_vocab;

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 from deltic import logs
 from deltic.config import EngineConfig
@@ -32,8 +32,8 @@ from deltic.engine.messages import (
     VoiceEncoded,
 )
 from deltic.engine.scheduler import RequestError, Scheduler
-from deltic.engine.stage import FRAME_S, SpeechStage
-from deltic.engine.step import Step, StepResult
+from deltic.engine.stage import FRAME_S, SpeechStage, StreamVocoder
+from deltic.engine.step import Step, StepResult, Voice
 from deltic.engine.trace import Trace
 
 log = logging.getLogger("deltic.engine")
@@ -81,21 +81,42 @@ class StepRunner(Protocol):
 
     def step(self, step: Step) -> StepResult: ...
 
+    def is_busy(self) -> bool: ...
 
-@runtime_checkable
+
+class ClonedVoices(Protocol):
+    """What the engine needs of encoded voices: `runtime.voices.Voices`, which says more."""
+
+    @property
+    def is_waiting(self) -> bool: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def encode(self, command: EncodeVoice) -> None: ...
+
+    def drop(self, key: str) -> None: ...
+
+    def poll(self) -> list[VoiceEncoded]: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
 class SpeechStepRunner(StepRunner, Protocol):
-    """A runner of a speech model: its steps bring codes, and a vocoder makes audio of them."""
+    """A runner whose `info.is_speech`: its steps bring codes, and a vocoder makes audio of them."""
 
-    vocoder: Any
-    """A `speech.StreamVocoder`."""
-    voices: Any
-    """A `voices.Voices`; None where the model has its own voices."""
+    @property
+    def vocoder(self) -> StreamVocoder: ...
+
+    @property
+    def voices(self) -> ClonedVoices | None:
+        """None where the model has its own voices."""
 
     @property
     def n_streams(self) -> int:
         """Slots of the vocoder, from 0 on, that are the stage's."""
 
-    def check_speech(self, request: Request) -> Any:
+    def check_speech(self, request: Request) -> Voice | None:
         """The encoded voice that the request names, None without one. Raises RequestError for what the model cannot speak."""
 
     def check_texts(self, text_ids: Iterable[int]) -> None:
@@ -163,8 +184,7 @@ class Engine:
         """tokenizer_file: says where the tokenizer.json is, for grammars; asked when the first one comes."""
         self.runner = runner
         self.info = info = runner.info
-        is_busy: Callable[[], bool] | None = getattr(runner, "is_busy", None)
-        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file, is_busy)
+        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file, runner.is_busy)
         self.cache = Cache(
             info.n_pages,
             info.n_slots,
@@ -189,7 +209,7 @@ class Engine:
             max_prefill_seqs=info.max_prefill_seqs,
             guides=self.guides,
         )
-        self._speaker = speaker = runner if isinstance(runner, SpeechStepRunner) else None
+        self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None
         self.voices = speaker.voices if speaker else None
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
         self.n_steps = 0

@@ -36,7 +36,6 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
 
 import msgspec
 
@@ -45,7 +44,7 @@ from deltic.engine.cache.tree import DEVICE
 from deltic.engine.cost import Load, StepCost
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, FinishReason, Output, Request
-from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, mixed_seed
+from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, Voice, mixed_seed
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -158,7 +157,7 @@ class Scheduler:
 
     # Requests come and go.
 
-    def add(self, request: Request, voice: Any = None) -> None:
+    def add(self, request: Request, voice: Voice | None = None) -> None:
         """Queues the request's n sequences, which keep `voice`. `max_tokens` is clipped to what max_model_len leaves.
 
         Raises RequestError when it could not run even alone, or its id is in use.

@@ -225,7 +225,8 @@ class SpeechStage:
 
     def _open(self, sequence: Sequence, now: float) -> Stream:
         speech, key = sequence.request.speech, (sequence.request.id, sequence.index)
-        state = sequence.voice.state if speech is not None and speech.is_primed else None
+        is_primed = speech is not None and speech.is_primed
+        state = sequence.voice.state if is_primed and sequence.voice is not None else None
         self._streams[key] = stream = Stream(
             *key,
             is_streamed=speech is None or speech.is_streamed,

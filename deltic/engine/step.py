@@ -7,9 +7,33 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deltic.engine.messages import FinishReason, PromptLogprobs, Request, TokenLogprob
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+class Voice(Protocol):
+    """An encoded voice (runtime/voices.py). The engine only carries it: to the rows of a prompt, and `state` to the vocoder."""
+
+    @property
+    def speaker(self) -> Tensor:
+        """float32 [h]."""
+
+    @property
+    def codes(self) -> Tensor | None: ...
+
+    @property
+    def frames(self) -> Tensor | None:
+        """float32 [R, h]: of the reference frames."""
+
+    @property
+    def state(self) -> Tensor | None:
+        """The vocoder's, behind the reference frames."""
 
 
 def mixed_seed(seed: int, index: int) -> int:
@@ -66,10 +90,10 @@ class Sequence:
     """Prompt tokens that it found there."""
     waits_for: tuple[Sequence, int] | None = None
     """Another, whose prefill is to reach that many tokens before this one is admitted: they begin with the same."""
-    voice: Any = None
-    """What the prompt's rows of a voice are (voices.Voice), kept as long as the sequence; None: it has none."""
+    voice: Voice | None = None
+    """What the prompt's rows of a voice are, kept as long as the sequence; None: it has none."""
     guide: Any = None
-    """What says which ids its next token may be (constraint.Guide); None: all."""
+    """What says which ids its next token may be (guides.Guide); None: all."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -172,5 +196,5 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    codes: Any = None
-    """Of a speech model: int32 [n_decodes, 16], the frame of chunk i, a decode, in row i (decodes come first)."""
+    codes: NDArray[np.int32] | None = None
+    """Of a speech model: [n_decodes, 16], the frame of chunk i, a decode, in row i (decodes come first)."""

@@ -19,7 +19,7 @@ from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import MoeScratch, moe
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.cpu.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
+from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
 from deltic.ops.geometry import AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
 from deltic.reference import layers as oracle
@@ -490,7 +490,7 @@ class Draws:
             return torch.tensor([getattr(p, name) for p in params], dtype=F32)
 
         histories = [prompt + output for _, _, prompt, output in draws]
-        slots = SlotParameters(
+        places = PlaceParameters(
             temperature=f32("temperature"), top_k=f32("top_k").to(I32), top_p=f32("top_p"), min_p=f32("min_p"),
             repetition=f32("repetition_penalty"), frequency=f32("frequency_penalty"), presence=f32("presence_penalty"),
             seed=torch.tensor([p.seed for p in params]),
@@ -498,7 +498,7 @@ class Draws:
         )  # fmt: skip
         bias = [list(p.logit_bias.items()) for p in params]
         inputs = DrawInputs(
-            n_draws=count(n), row=i32(*range(n)), slot=i32(*range(n)), position=i32(*(d[1] for d in draws)),
+            n_draws=count(n), row=i32(*range(n)), place=i32(*range(n)), position=i32(*(d[1] for d in draws)),
             n_history=i32(*(len(h) for h in histories)), n_prompt=i32(*(len(d[2]) for d in draws)),
             bias_begin=torch.tensor([0, *(len(b) for b in bias)]).cumsum(0).to(I32),
             bias_ids=i32(*(id for b in bias for id, _ in b), 0), bias=torch.tensor([*(x for b in bias for _, x in b), 0.0]),
@@ -511,7 +511,7 @@ class Draws:
             poison(2, n_vocab), torch.zeros(2, n_vocab, dtype=I32), torch.zeros(2, n_vocab, dtype=torch.int64)
         )
         self.tokens = torch.full((n,), -1, dtype=I32)
-        sample(program, logits, n_real, slots, inputs, scratch, self.tokens)
+        sample(program, logits, n_real, places, inputs, scratch, self.tokens)
         program.run()
         assert not scratch.counts.any()
 

@@ -100,6 +100,9 @@ class Watched:
         self.fails_next = False
         self.spoilt: defaultdict[str, set[int]] = defaultdict(set)
 
+    def is_busy(self) -> bool:
+        return self.inner.is_busy()
+
     def step(self, step: Step) -> StepResult:
         self._spoil_what_was_freed()
         result = self.inner.step(step)

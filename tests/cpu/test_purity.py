@@ -64,6 +64,9 @@ class Recorder:
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
         self.rows: list[torch.Tensor] = []
 
+    def is_busy(self) -> bool:
+        return self.inner.is_busy()
+
     def step(self, step):  # type: ignore[no-untyped-def]
         result = self.inner.step(step)
         row = 0

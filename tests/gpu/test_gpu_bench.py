@@ -15,13 +15,13 @@ from bench import tables
 from deltic.bench import gpu
 from deltic.config import EngineConfig
 from deltic.models.qwen.shape import published_shape
-from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.gpu.text import GpuTextRunner
 
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = GpuRunner.__new__(GpuRunner)
-    monkeypatch.setattr(GpuRunner, "n_launches", lambda self, n: 454, raising=False)
-    monkeypatch.setattr(GpuRunner, "replay_ms", lambda self, n, n_keys: 1.0, raising=False)
+    runner = GpuTextRunner.__new__(GpuTextRunner)
+    monkeypatch.setattr(GpuTextRunner, "n_launches", lambda self, n: 454, raising=False)
+    monkeypatch.setattr(GpuTextRunner, "replay_ms", lambda self, n, n_keys: 1.0, raising=False)
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
     model = SimpleNamespace(shape=published_shape("qwen3.5-27b"), engine=lambda levers, n: engine)
     order: list[tuple[str, int]] = []

@@ -294,9 +294,9 @@ def _keys() -> dict[str, str]:
 
 def _walk(plan: Any, levers: Any) -> Any:
     from deltic.models.qwen.weights import empty_weights
-    from deltic.runtime.gpu.text import GpuRunner
+    from deltic.runtime.gpu.text import GpuTextRunner
 
-    runner = GpuRunner(
+    runner = GpuTextRunner(
         plan, empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta"), levers
     )
     for recording in runner.recordings():
@@ -314,7 +314,7 @@ def _recorded() -> dict[str, Any]:
     from deltic.runtime.gpu.collect import collect
     from deltic.runtime.gpu.compile import begin_compiling
     from deltic.runtime.gpu.speech import GpuSpeechRunner
-    from deltic.runtime.gpu.text import GpuRunner
+    from deltic.runtime.gpu.text import GpuTextRunner
 
     misses: list[str] = []
     for kind in ("dense", "moe", "next", "speech"):
@@ -329,7 +329,7 @@ def _recorded() -> dict[str, Any]:
             weights = dummy_speech_weights(plan.shape, quantize="rows", device="cuda")
             GpuSpeechRunner(plan, weights, dummy_codec(plan.shape.vocoder), Levers())
         else:
-            GpuRunner(plan, dummy_weights(plan.shape, quantize="rows", device="cuda"), Levers())
+            GpuTextRunner(plan, dummy_weights(plan.shape, quantize="rows", device="cuda"), Levers())
     return {"misses": misses}
 
 

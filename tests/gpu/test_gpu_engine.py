@@ -33,7 +33,7 @@ pytest.importorskip("triton")
 from deltic.models.qwen.gpu import GpuMemory
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
-from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.gpu.text import GpuTextRunner
 
 HAS_GPU = torch.cuda.is_available()
 KINDS = ("dense", "moe", "next")
@@ -50,7 +50,7 @@ Entry = tuple[int, float, tuple[tuple[int, float], ...]]
 
 
 @cache
-def runner(kind: str, levers: tuple[str, ...] = ()) -> GpuRunner:
+def runner(kind: str, levers: tuple[str, ...] = ()) -> GpuTextRunner:
     config = EngineConfig(
         model=str(tiny_checkpoint(kind)), max_num_seqs=128 if HAS_GPU else 4, max_model_len=1024 if HAS_GPU else 256,
         max_step_tokens=1024 if HAS_GPU else 128, n_pages=2048 if HAS_GPU else 24, n_checkpoints=8, lever=levers,
@@ -299,13 +299,13 @@ def follows(entries: list[Entry]) -> bool:
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of the forwards that are started from now on."""
     n_rows: list[int] = []
-    forward = GpuRunner._forward
+    forward = GpuTextRunner._forward
 
-    def counting(self: GpuRunner, sequences: list[Sequence], n_keys: int) -> None:
+    def counting(self: GpuTextRunner, sequences: list[Sequence], n_keys: int) -> None:
         n_rows.append(len(sequences))
         forward(self, sequences, n_keys)
 
-    monkeypatch.setattr(GpuRunner, "_forward", counting)
+    monkeypatch.setattr(GpuTextRunner, "_forward", counting)
     return n_rows
 
 
@@ -415,7 +415,7 @@ def test_constrained_and_preempted() -> None:
 @needs_gpu
 @pytest.mark.parametrize(
     "lever",
-    ("run_ahead=off", "silu_epilogue=off", "pdl=off", "graphs=off", "in_proj=two", "in_proj=two streams"),
+    ("run_ahead=off", "silu_epilogue=off", "pdl=off", "graphs=off"),
 )
 def test_levers_that_say_exact_are(lever: str) -> None:
     """Every lever that says it leaves the bits as they are does so."""

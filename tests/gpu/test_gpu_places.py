@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,17 +31,8 @@ class Table:
             self.offsets[name] = at, width
             at += width * N_PLACES
         self.words = torch.zeros(at, dtype=torch.int32)
-        slot, self.masks = torch.zeros(N_PLACES), torch.zeros(N_PLACES, 10, dtype=torch.int32)
-        self.places = Places(
-            SimpleNamespace(
-                table=self.words,
-                offsets=self.offsets,
-                places=SimpleNamespace(slot=slot),
-                parameters=SimpleNamespace(masks=self.masks),
-            ),
-            (2,),
-            300,
-        )  # type: ignore[arg-type]
+        self.masks = torch.zeros(N_PLACES, 10, dtype=torch.int32)
+        self.places = Places(self.words, self.offsets, self.masks, (2,), 300)
 
     def row(self, name: str, place: int, kind: torch.dtype = torch.int32) -> Any:
         self.places.flush()
@@ -51,20 +41,17 @@ class Table:
         return row if width > 1 else row[0]
 
 
-def sequence(tokens: list[int], n_prompt: int, **params: Any) -> Sequence:
-    return Sequence(
-        Request(id="", prompt_ids=[], params=SamplingParams(**params)),
-        0,
-        2**63 + 5,
-        array("i", tokens),
-        n_prompt,
-    )
+def sequence(place: int, tokens: list[int], n_prompt: int, **params: Any) -> Sequence:
+    request = Request(id="", prompt_ids=[], params=SamplingParams(**params))
+    return Sequence(request, 0, 2**63 + 5, array("i", tokens), n_prompt, place=place, slot=place + 10)
 
 
 def test_whole_numbers_are_floats() -> None:
     """As whoever writes Python gives them: temperature=1 is not the smallest float above 0."""
     table = Table()
-    table.places.take(1, sequence([1], 1, temperature=1, top_p=1, repetition_penalty=2, presence_penalty=1))
+    table.places.refresh(
+        sequence(1, [1], 1, temperature=1, top_p=1, repetition_penalty=2, presence_penalty=1)
+    )
     assert [
         table.row(name, 1, torch.float32) for name in ("temperature", "top_p", "repetition", "presence")
     ] == [1, 1, 2, 1]
@@ -74,6 +61,7 @@ def test_whole_numbers_are_floats() -> None:
 def test_bans_stops_and_history() -> None:
     table = Table()
     one = sequence(
+        2,
         [7, 8, 9],
         2,
         min_tokens=3,
@@ -82,39 +70,38 @@ def test_bans_stops_and_history() -> None:
         logit_bias={4: 1},
         max_tokens=5,
     )
-    table.places.take(2, one)
+    table.places.refresh(one)
     assert table.row("stop_ids", 2)[:2] == table.row("banned", 2)[:2] == [2, 11]
     assert (table.row("banned_until", 2), table.row("max_position", 2)) == (5, 5)
     assert table.row("history", 2)[:4] == [7, 8, 9, 0]
-    table.places.remember(2, one, 42, 3)  # drawn by a decode that ran ahead
+    table.places.decode(one, 42, 3)  # drawn by a decode that ran ahead
     assert table.row("history", 2)[:4] == [7, 8, 9, 42]
     assert table.row("bias", 2, torch.float32)[0] == 1
-    table.places.take(0, sequence([7], 1, min_tokens=1 << 40))
+    table.places.refresh(sequence(0, [7], 1, min_tokens=1 << 40))
     assert table.row("banned_until", 0) == 1 << 30
-    other = sequence([5], 1)
-    table.places.remember(1, other, 42, 3)
+    table.places.decode(sequence(1, [5], 1), 42, 3)
     assert table.row("history", 1) == [0] * 16 and table.row("uses_history", 2) == 1
 
 
 def test_pages_are_sent_once_and_again_when_they_change() -> None:
-    table, one = Table(), sequence([1], 1)
+    table, one = Table(), sequence(0, [1], 1)
     one.pages = [3, 4]
-    table.places.put_pages(0, one)
+    table.places.refresh(one)
     assert table.row("page_table", 0) == [3, 4, 0, 0]
-    table.places.put_pages(0, one)
+    table.places.refresh(one)
     assert not table.places._keys
     one.pages = [3, 9, 5]
     one.pages_version += 1
-    table.places.put_pages(0, one)
+    table.places.refresh(one)
     assert table.row("page_table", 0) == [3, 9, 5, 0]
 
 
 def test_guides_become_masks_and_bans() -> None:
     """A thought bans the ends, and its own end is one on the device; masks are packed into the first rows; another owner has none."""
     table, grammar = Table(), Constraint(grammar="x", think_end_id=40)
-    first, second = (sequence([1], 1, constraint=grammar) for _ in range(2))
-    for place, one in enumerate((first, second)):
-        one.place, one.guide = place, Guide(one, grammar, 300)
+    first, second = (sequence(place, [1], 1, constraint=grammar) for place in range(2))
+    for one in (first, second):
+        one.guide = Guide(one, grammar, 300)
     table.places.put_guides([first, second])
     assert table.row("stop_ids", 0)[:2] == [2, 40] and table.row("banned", 0)[0] == 2
     assert table.row("banned_until", 0) > 1 << 29 and [table.row("mask_row", i) for i in range(3)] == [-1] * 3
@@ -123,16 +110,20 @@ def test_guides_become_masks_and_bans() -> None:
     table.places.put_guides([first, second])
     assert [table.row("mask_row", i) for i in range(3)] == [-1, 0, -1] and table.row("banned_until", 1) == 1
     assert table.masks[0].tolist() == list(range(10))
-    table.places.take(1, sequence([5], 1))
+    table.places.refresh(sequence(1, [5], 1))
     assert table.row("mask_row", 1) == -1
 
 
 def test_the_last_change_wins() -> None:
-    table = Table()
+    table, one = Table(), sequence(0, [1], 1)
     for token in (5, 6, 7):
-        table.places.feed(0, token, 10, 1)
+        table.places.decode(one, token, 10)
     assert (table.row("last_token", 0), table.row("position", 0), table.row("done", 0)) == (7, 10, 0)
-    table.places.feed(0, 8, 11, 1, done=True)
+    table.places.decode(one, 8, 11, done=True)
     assert (table.row("last_token", 0), table.row("position", 0), table.row("done", 0)) == (8, 11, 1)
+    one.slot = 5
+    table.places.move_in(one)  # its token and position are the sampler's to leave
+    assert (table.row("last_token", 0), table.row("position", 0), table.row("done", 0)) == (8, 11, 0)
+    assert table.row("slot", 0) == 5
     table.places.rows([2, 0], 3)
     assert [table.row("rows_place", i) for i in range(3)] == [2, 0, -1]

@@ -10,6 +10,7 @@ import os
 from array import array
 from collections.abc import Sequence as Items
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,11 +23,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.messages import AddText, Request, SamplingParams
+from deltic.engine.messages import AddText, Request, SamplingParams, Speech
 from deltic.engine.stage import SpeechStage, to_pcm
 from deltic.engine.step import Chunk, Sequence, Step, StepResult
 from deltic.models.tts import gpu as tts_gpu
-from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
+from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShape
 from deltic.models.tts.weights import load_speech_weights
 from deltic.models.vocoder.cpu import Vocoded
 from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
@@ -34,7 +35,10 @@ from deltic.ops.gpu.launch import Levers
 from deltic.reference.sample import sample as oracle_sample
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu import device as gpu
+from deltic.runtime.gpu.buffers import place_table
+from deltic.runtime.gpu.speech import GpuSpeechRunner, SpeechPlaces
 from deltic.runtime.plan import SpeechPlan, make_plan
+from deltic.runtime.voices import Voice
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
 from tests.gpu.test_gpu_codec import exact_products  # noqa: F401
 from tests.gpu.test_gpu_engine import without_syncs
@@ -263,6 +267,58 @@ def check_audio(n_frames: int, n_primed: int) -> None:
     rest = vocoder.vocode([(1, voice[n_primed:].numpy())])[0]
     vocoder.open(1)
     assert np.array_equal(rest, vocoder.vocode([(1, voice.numpy())])[0][-len(rest) :])
+
+
+def test_rows_of_a_voice_are_its_frames() -> None:
+    """Whatever runs they make: alone, in order, again, backwards, with gaps in the prompt and in the voice."""
+    voice = Voice(torch.full((2,), 9.0), frames=torch.arange(12.0).view(6, 2))
+    runner = GpuSpeechRunner.__new__(GpuSpeechRunner)
+    runner.device, runner._voice_rows = torch.device("cpu"), {}
+    runner.plan = SimpleNamespace(max_num_seqs=2)  # type: ignore[assignment]
+    order = [None, None, 1, 2, None, 3, 4, 4, 0, -1, 5, None]
+    sides = [SPEAKER if i == -1 else 7 if i is None else FRAME + i for i in order]
+    for tokens in (sides, sides[:2]):
+        rows = torch.zeros(20, 2)
+        runner.workspace = SimpleNamespace(prefill=SimpleNamespace(voice=rows))  # type: ignore[assignment]
+        request = Request(id="", prompt_ids=[], params=SamplingParams())
+        sequence = Sequence(request, 0, 0, array("i", tokens), len(tokens), voice=voice)
+        runner._fill_voice(sequence, 1, len(tokens) - 1, 3)
+        assert voice.frames is not None
+        for i, row in zip(order[1:], rows[3 : 3 + len(tokens) - 1], strict=False):
+            assert row.tolist() == ([0, 0] if i is None else [9, 9] if i == -1 else voice.frames[i].tolist())
+
+
+def test_texts_of_a_place_are_sent_once_and_become_more() -> None:
+    more = {"code_seed": 2, "code_temperature": 1, "code_top_p": 1, "code_top_k": 1, "n_trailing": 1}
+    table, offsets, views = place_table(
+        2, 64, lambda _, size, dtype: torch.full(size, -1, dtype=dtype), {**more, "trailing": 64}
+    )
+    parameters = SimpleNamespace(masks=torch.zeros((2, 4), dtype=torch.int32))
+    workspace = SimpleNamespace(table=table, offsets=offsets, parameters=parameters)
+    places = SpeechPlaces(workspace, 99, 100, 64)  # type: ignore[arg-type]
+
+    def sequence(*texts: int) -> Sequence:
+        speech = Speech(trailing_ids=texts, temperature=0.5)
+        request = Request(id="", prompt_ids=[], params=SamplingParams(repetition_penalty=1.5), speech=speech)
+        return Sequence(request, 0, 5, array("i", [300, 400, 8]), 2, place=1)
+
+    def texts() -> list[int]:
+        places.flush()
+        return views["trailing"][1, : int(views["n_trailing"][1])].tolist()
+
+    one = sequence(4, 5, 6)
+    places.refresh(one)
+    assert texts() == [4, 5, 6] and views["code_temperature"].view(torch.float32)[1] == 0.5
+    assert views["history"][1, :3].tolist() == [-1, -1, 8]
+    places.refresh(one)
+    assert not places._keys
+    one.request.speech = msgspec.structs.replace(one.request.speech, trailing_ids=(4, 5, 6, 7))
+    places.refresh(one)
+    assert texts() == [4, 5, 6, 7]
+    places.refresh(sequence(1))
+    assert texts() == [1]
+    places.refresh(sequence())
+    assert texts() == []
 
 
 def test_memory_is_planned_and_refused() -> None:

@@ -205,7 +205,6 @@ class QwenGpu:
         )
         self.cos = (angles.cos() * shape.rope_attention_factor).to(device)
         self.sin = (angles.sin() * shape.rope_attention_factor).to(device)
-        self._second: torch.cuda.Stream | None = None
 
     # A decode.
 
@@ -225,7 +224,7 @@ class QwenGpu:
         for i, layer in enumerate(w.layers):
             add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
             if isinstance(layer, GdnLayer):
-                proj = self._project(normed, layer.in_proj.rows, b, split_at=self._gate_rows)
+                proj = self._project(normed, layer.in_proj.rows, b)
                 mixed = _front(b.mixed, n, shape.gdn_value_size)
                 gdn_decode(
                     proj, self.gdn_heads, self.gdn_weights[i], eps, columns=memory.columns[:, i_gdn],
@@ -264,30 +263,11 @@ class QwenGpu:
         narrow_linear(normed, w.lm_head.rows, logits, levers=levers)
         return logits[0]
 
-    @property
-    def _gate_rows(self) -> int:
-        """Row of in_proj at which the two gates begin."""
-        return self.shape.gdn_in_proj_rows - 2 * self.shape.gdn_n_v_heads
-
-    def _project(self, x: Tensor, w: Tensor, b: DecodeBuffers, split_at: int = 0) -> Tensor:
-        """Partial sums of a projection, float32 [S, n, rows]. in_proj in two parts is there to be measured."""
+    def _project(self, x: Tensor, w: Tensor, b: DecodeBuffers) -> Tensor:
+        """Partial sums of a projection, float32 [S, n, rows]."""
         m, k = w.shape
         proj = _front(b.proj, k_splits(m, k, self.levers), x.shape[0], m)
-        form = self.levers.in_proj
-        if not split_at or form == "one":
-            narrow_linear(x, w, proj, levers=self.levers)
-            return proj
-        if form == "two streams" and proj.is_cuda:
-            main = torch.cuda.current_stream()
-            self._second = self._second or torch.cuda.Stream()
-            self._second.wait_stream(main)
-            with torch.cuda.stream(self._second):
-                narrow_linear(x, w[split_at:], proj[:, :, split_at:], levers=self.levers)
-            narrow_linear(x, w[:split_at], proj[:, :, :split_at], levers=self.levers)
-            main.wait_stream(self._second)
-        else:
-            narrow_linear(x, w[:split_at], proj[:, :, :split_at], levers=self.levers)
-            narrow_linear(x, w[split_at:], proj[:, :, split_at:], levers=self.levers)
+        narrow_linear(x, w, proj, levers=self.levers)
         return proj
 
     def _partial(self, x: Tensor, w: Tensor, b: DecodeBuffers, n: int) -> Tensor:

@@ -21,7 +21,7 @@ from deltic.models.tts.weights import Decoder, Projection, SpeechWeights
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import linear, rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import DrawInputs, DrawScratch, SlotParameters, sample
+from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, sample
 from deltic.ops.cpu.speech import add_bias, code_rows, gather, keep_rows, talker_rows
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate, AttentionHeads
 
@@ -64,7 +64,7 @@ class SpeechInputs:
 class PredictorDraws:
     """Draws of codes 1 to 15. Parameters by place; `draws[i]` and `codes[i]` are of code i + 1."""
 
-    slots: SlotParameters
+    places: PlaceParameters
     draws: list[DrawInputs]
     scratch: DrawScratch
     codes: Tensor  # int32 [15, D]
@@ -275,7 +275,7 @@ class Tts:
             rms_norm(program, a.residual, w.predictor.norm, eps, act.code_final, n_frames, rows=last)
             linear(program, act.code_final, w.code_heads[i], act.code_logits, a.packed, n_frames)
             sample(
-                program, act.code_logits, self.shape.n_codebook, draws.slots, draws.draws[i], draws.scratch, draws.codes[i]
+                program, act.code_logits, self.shape.n_codebook, draws.places, draws.draws[i], draws.scratch, draws.codes[i]
             )  # fmt: skip
         code_rows(program, draws.codes[-1], w.code_tables[-1], sums, n_frames)
 

@@ -11,10 +11,10 @@ from deltic.ops.cpu.program import Program
 
 
 @dataclass(frozen=True)
-class SlotParameters:
+class PlaceParameters:
     """Sampling parameters by place: they are written when a sequence takes the place, not every step.
 
-    float32 [slots] each; top_k int32; seed int64 holding the bits of an unsigned one; history int32 [slots, max_len],
+    float32 [places] each; top_k int32; seed int64 holding the bits of an unsigned one; history int32 [places, max_len],
     the sequence's tokens, kept only where penalties need them.
     """
 
@@ -31,7 +31,7 @@ class SlotParameters:
 
 @dataclass(frozen=True)
 class DrawInputs:
-    """What changes from step to step, int32 [D]: the logits row, slot and position of each draw, the lengths of its
+    """What changes from step to step, int32 [D]: the logits row, place and position of each draw, the lengths of its
     history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and masks.
 
     masked: 0 where any id may be drawn. masks [D, ceil(n_real / 32)]: bit id % 32 of word id // 32 says whether id may.
@@ -39,7 +39,7 @@ class DrawInputs:
 
     n_draws: Tensor
     row: Tensor
-    slot: Tensor
+    place: Tensor
     position: Tensor
     n_history: Tensor
     n_prompt: Tensor
@@ -66,7 +66,7 @@ def sample(
     program: Program,
     logits: Tensor,
     n_real: int,
-    slots: SlotParameters,
+    places: PlaceParameters,
     draws: DrawInputs,
     scratch: DrawScratch,
     out: Tensor,
@@ -83,11 +83,11 @@ def sample(
     check(
         "sample", n_scratch >= min(program.n_threads, draws.row.shape[0]), "scratch for every thread or draw"
     )
-    s, d = slots, draws
+    p, d = places, draws
     program.call(
-        "deltic_sample", logits, n_vocab, n_real, d.n_draws, d.row, d.slot, d.position, d.n_history, d.n_prompt,
-        s.temperature, s.top_k, s.top_p, s.min_p, s.repetition, s.frequency, s.presence, s.seed,
-        s.history, s.history.stride(0), d.bias_begin, d.bias_ids, d.bias, d.banned_begin, d.banned,
+        "deltic_sample", logits, n_vocab, n_real, d.n_draws, d.row, d.place, d.position, d.n_history, d.n_prompt,
+        p.temperature, p.top_k, p.top_p, p.min_p, p.repetition, p.frequency, p.presence, p.seed,
+        p.history, p.history.stride(0), d.bias_begin, d.bias_ids, d.bias, d.banned_begin, d.banned,
         d.masked, d.masks, d.masks.stride(0),
         scratch.values, scratch.counts, scratch.candidates, n_scratch, out,
     )  # fmt: skip

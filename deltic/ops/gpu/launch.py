@@ -50,28 +50,19 @@ class Levers:
     silu_epilogue: bool = dataclasses.field(
         default=True, metadata={"text": "SwiGLU gate inside gate_up", "exact": True}
     )
-    in_proj: str = dataclasses.field(
-        default="one",
-        metadata={
-            "text": "DeltaNet projections as one matrix",
-            "exact": True,
-            "choices": ("one", "two", "two streams"),
-        },
-    )
 
 
 def parse_levers(settings: tuple[str, ...]) -> Levers:
-    """Levers with these changes, each NAME=VALUE: on, off, or one of the lever's choices. Raises ValueError."""
-    fields = {field.name: field for field in dataclasses.fields(Levers)}
-    values: dict[str, Any] = {}
+    """Levers with these changes, each NAME=on or NAME=off. Raises ValueError."""
+    names = [field.name for field in dataclasses.fields(Levers)]
+    values: dict[str, bool] = {}
     for setting in settings:
         name, _, value = setting.partition("=")
-        if name not in fields:
-            raise ValueError(f"--lever {setting}: no such lever; there are {', '.join(fields)}")
-        choices = fields[name].metadata.get("choices", ("on", "off"))
-        if value not in choices:
-            raise ValueError(f"--lever {setting}: must be one of {', '.join(f'{name}={c}' for c in choices)}")
-        values[name] = value if "choices" in fields[name].metadata else value == "on"
+        if name not in names:
+            raise ValueError(f"--lever {setting}: no such lever; there are {', '.join(names)}")
+        if value not in ("on", "off"):
+            raise ValueError(f"--lever {setting}: must be one of {name}=on, {name}=off")
+        values[name] = value == "on"
     return Levers(**values)
 
 

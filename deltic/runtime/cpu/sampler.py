@@ -14,7 +14,7 @@ import torch
 from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, SamplingParams, TokenLogprob
 from deltic.engine.step import Sequence, Step, StepResult
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import DrawInputs, DrawScratch, SlotParameters, logprobs, sample
+from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
 from deltic.ops.geometry import Allocate
 
 
@@ -30,7 +30,7 @@ class Sampler:
         self.n_real = n_real
         self.eos_token_ids = eos_token_ids
         self.penalises_prompt = penalises_prompt
-        self.slots = SlotParameters(
+        self.places = PlaceParameters(
             **{name: allocate(name, (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
             **{name: allocate(name, (n_places,), f32) for name in ("repetition", "frequency", "presence")},
             top_k=allocate("top_k", (n_places,), i32),
@@ -38,9 +38,10 @@ class Sampler:
             history=allocate("history", (n_places, max_model_len), i32),
         )
         self._n_draws = allocate("n draws", (), i32)
-        per_draw = ("row", "slot", "position", "n_history", "n_prompt")
+        per_draw = ("row", "position", "n_history", "n_prompt")
         self.draws = DrawInputs(
             n_draws=self._n_draws,
+            place=allocate("draw slot", (n_places,), i32),
             **{name: allocate(f"draw {name}", (n_places,), i32) for name in per_draw},
             bias_begin=allocate("bias begin", (n_places + 1,), i32),
             bias_ids=allocate("bias ids", (n_places * MAX_BIASES,), i32),
@@ -66,7 +67,7 @@ class Sampler:
         self._top_logprobs = allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32)
         self._owner: list[Sequence | None] = [None] * n_places
         self._n_history = [0] * n_places
-        self._arrays = {name: getattr(self.slots, name).numpy() for name in self.slots.__dataclass_fields__}
+        self._arrays = {name: getattr(self.places, name).numpy() for name in self.places.__dataclass_fields__}
         self._draw_arrays = {
             name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__
         }
@@ -74,7 +75,7 @@ class Sampler:
 
     def record(self, program: Program, logits: torch.Tensor) -> None:
         """Appends the draws and the log-probabilities to the step's program."""
-        sample(program, logits, self.n_real, self.slots, self.draws, self.scratch, self._target)
+        sample(program, logits, self.n_real, self.places, self.draws, self.scratch, self._target)
         logprobs(
             program, logits, self.n_real, self._n_entries, self._row, self._target, self._n_top,
             self._logprob, self._top_ids, self._top_logprobs,
@@ -103,7 +104,7 @@ class Sampler:
         n = len(rows)
         d = self._draw_arrays
         d["row"][:n] = rows
-        d["slot"][:n] = places
+        d["place"][:n] = places
         d["position"][:n] = positions
         d["n_history"][:n] = n_history
         d["n_prompt"][:n] = [draw.sequence.n_prompt if self.penalises_prompt else 0 for draw in step.draws]

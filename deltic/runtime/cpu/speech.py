@@ -7,32 +7,29 @@ what is made of the codes, and when, is `speech.py`'s to say.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from deltic.engine.cache.tiers import Bytes, Tiers
-from deltic.engine.messages import MAX_FIRST_FRAMES, Request, SamplingParams, Speech
-from deltic.engine.scheduler import RequestError
+from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
-from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, codec_side
 from deltic.models.tts.weights import SpeechWeights
-from deltic.models.vocoder.cpu import SEEN_FRAMES, Vocoder
+from deltic.models.vocoder.cpu import Vocoder
 from deltic.ops.cpu.program import Program, chosen, instruction_set
 from deltic.ops.cpu.vocoder import multiplies_half
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_speech_workspace
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import SpeechPlan
-from deltic.runtime.voices import Voices
+from deltic.runtime.speaking import Speaker
 
 Progress = Callable[[str, float], None]
 
 
-class SpeechRunner:
+class SpeechRunner(Speaker):
     """Talker, predictor and vocoder on the CPU, with their memory. Not thread-safe: one engine loop owns it."""
 
     def __init__(
@@ -40,11 +37,10 @@ class SpeechRunner:
         progress: Progress = lambda stage, done: None,
     ) -> None:  # fmt: skip
         """codec: of load_codec; it is used up."""
+        self.shape, self.n_streams = plan.shape, plan.n_streams
         shape = plan.shape
         self.plan = plan
         self.max_logit_rows = plan.max_num_seqs + PAGE_SIZE
-        self.voices: Voices | None = None
-        """Of a Base model, once they are opened."""
         arena = Arena()
         d = shape.talker
         self.memory = SpeechMemory(
@@ -55,7 +51,7 @@ class SpeechRunner:
         )
         host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), torch.uint8)
         self.workspace = build_speech_workspace(plan, arena)
-        self.vocoder = Vocoder(
+        self.vocoder: Vocoder = Vocoder(
             shape.vocoder, codec, n_streams=plan.n_streams + 1, n_threads=plan.n_threads, cpus=plan.cpus,
             allocate=arena.allocate, half=self.has_half_vocoder,
         )  # fmt: skip
@@ -77,11 +73,6 @@ class SpeechRunner:
     def has_half_vocoder(self) -> bool:
         """Whoever quantises the talker takes bfloat16 in the vocoder's decoder, too, where that is faster."""
         return self.plan.quantize is not None and multiplies_half(instruction_set())
-
-    @property
-    def n_streams(self) -> int:
-        """Streams that the vocoder has slots for; the one behind them is `prime`'s."""
-        return self.plan.n_streams
 
     def _open_tiers(self, host: Bytes) -> Tiers:
         """Host memory, for preempted sequences alone."""
@@ -111,48 +102,6 @@ class SpeechRunner:
         for start in (0, 1):
             self.step(Step(chunks=[Chunk(sequence, start, 1)], draws=[Draw(0, sequence)]))
 
-    def check_speech(self, request: Request) -> Any:
-        """The encoded voice that the request names, None without one. Raises RequestError for what this model cannot speak."""
-        shape, params, speech = self.plan.shape, request.params, request.speech or Speech()
-        for name, given in (
-            ("a constraint", params.constraint), ("prompt_logprobs", params.prompt_logprobs is not None),
-            ("ignore_eos", params.ignore_eos),
-        ):  # fmt: skip
-            if given:
-                raise RequestError(f"{name} means nothing to a speech model; leave it out")
-        for field, value, least, most in (
-            ("temperature", speech.temperature, 0.0, 1e6), ("top_k", speech.top_k, 0, 2**31 - 1), ("top_p", speech.top_p, 0.0, 1.0),
-            ("first_chunk_frames", speech.first_chunk_frames, 0, MAX_FIRST_FRAMES),
-        ):  # fmt: skip
-            if not least <= value <= most:  # false for NaN too
-                raise RequestError(f"speech.{field} = {value}: must be from {least} to {most}")
-        self.check_texts(speech.trailing_ids)
-        sides = {row % N_SIDE for row in request.prompt_ids}
-        voice = None
-        if speech.voice:
-            voice = self.voices.get(speech.voice) if self.voices is not None else None
-            if voice is None:
-                raise RequestError(f"voice {speech.voice!r} is not encoded here (any more); encode it again")
-        n_frames = 0 if voice is None or voice.frames is None else len(voice.frames)
-        for side in sides:
-            if side < codec_side(shape.talker.vocab_size):
-                continue
-            if side < SPEAKER:
-                raise RequestError(f"prompt has a row with a codec side {side} that does not exist")
-            if voice is None or side - FRAME >= n_frames:
-                raise RequestError(
-                    "prompt has a row of a voice, or of a reference frame, that the request does not name"
-                )
-        if speech.is_primed and (voice is None or voice.codes is None):
-            raise RequestError("speech.is_primed needs a voice with reference codes")
-        return voice
-
-    def check_texts(self, text_ids: Iterable[int]) -> None:
-        """Raises RequestError for an id that is none of a text."""
-        n = self.plan.shape.text_vocab_size
-        if not all(0 <= i < n for i in text_ids):
-            raise RequestError(f"speech.trailing_ids has an id outside the text vocabulary (0 to {n - 1})")
-
     def step(self, step: Step) -> StepResult:
         """Runs one forward and the draws. Row i of the logits is chunk i's; each chunk leaves the talker's last output in its slot."""
         batch, sampler = self.workspace.batch, self.workspace.sampler
@@ -168,6 +117,10 @@ class SpeechRunner:
         result.codes = batch.read_codes(step)
         return result
 
+    def is_busy(self) -> bool:
+        """No: a step is over when `step` returns."""
+        return False
+
     def logits(self, n_rows: int) -> Tensor:
         """float32 [n_rows, n_drawn]: the logits of the last step, one row a chunk. For tests and benches."""
         return self.workspace.activations.logits[:n_rows]
@@ -176,13 +129,3 @@ class SpeechRunner:
         """float32 [R, h]: what the prompt's rows of reference frames are, of their codes [R, 16]."""
         return self.model.frame_embeddings(codes)
 
-    def prime(self, codes: Tensor, state: Tensor | None, n_after: int = 0) -> Tensor:
-        """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin. n_after: frames that it will be primed
-        with behind these; where there are enough, most of the work is left out."""
-        slot, frames = self.n_streams, codes.to(torch.int32).numpy()
-        self.vocoder.open(slot, state)
-        if n_after >= SEEN_FRAMES:
-            self.vocoder.skim(slot, frames)
-        else:
-            self.vocoder.vocode([(slot, frames)])
-        return self.vocoder.state_of(slot)

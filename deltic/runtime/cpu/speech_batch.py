@@ -9,18 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltic.engine.messages import Speech
 from deltic.engine.step import Sequence, Step
 from deltic.models.tts.cpu import PAD_ROW, PredictorDraws, RowInputs, SpeechInputs
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, SpeechShape
-from deltic.ops.cpu.sample import DrawInputs, DrawScratch, SlotParameters
+from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters
 from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_VOICE
 from deltic.ops.geometry import N_CODES, Allocate
-
-PREDICTOR_KEY = 0x9E3779B97F4A7C15
-"""The predictor's draws are keyed by the sequence's seed xor this: they share no number with those of code 0."""
-
-DEFAULT_SPEECH = Speech()
+from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY
 
 Ints = NDArray[np.int32]
 
@@ -71,9 +66,9 @@ class SpeechBatch:
         self._slot, self._last_row = i.slot.numpy(), i.last_row.numpy()
         self._owner: list[Sequence | None] = [None] * n_places
         self.draws = _predictor_draws(shape, n_places, n_threads, r.place, i.n_frames, allocate)
-        slots = self.draws.slots
-        self._temperature, self._top_k = slots.temperature.numpy(), slots.top_k.numpy()
-        self._top_p, self._seed = slots.top_p.numpy(), slots.seed.numpy()
+        places = self.draws.places
+        self._temperature, self._top_k = places.temperature.numpy(), places.top_k.numpy()
+        self._top_p, self._seed = places.top_p.numpy(), places.seed.numpy()
         self._draw_positions = [draw.position.numpy() for draw in self.draws.draws]
         self._codes = self.draws.codes.numpy()
 
@@ -122,7 +117,11 @@ class SpeechBatch:
         self._side[at:end] = sides - 1  # NO_SIDE becomes SIDE_NONE
         for i in np.flatnonzero(sides >= SPEAKER).tolist():
             voice, side = sequence.voice, int(sides[i])
-            self._voice_rows[at + i] = voice.speaker if side == SPEAKER else voice.frames[side - FRAME]
+            assert voice is not None
+            if side == SPEAKER:
+                self._voice_rows[at + i] = voice.speaker
+            elif voice.frames is not None:
+                self._voice_rows[at + i] = voice.frames[side - FRAME]
             self._side[at + i] = SIDE_VOICE - (at + i)
 
     def _text(self, text_id: int) -> int:
@@ -157,7 +156,7 @@ def _predictor_draws(
     i32, f32, n = torch.int32, torch.float32, shape.n_codebook
     zeros = allocate("predictor zeros", (n_places + 1,), i32)
     none = zeros[:0]
-    slots = SlotParameters(
+    places = PlaceParameters(
         **{
             name: allocate(f"predictor {name}", (n_places,), f32)
             for name in ("temperature", "top_p", "min_p")
@@ -170,7 +169,7 @@ def _predictor_draws(
 
     def draws(i: int) -> DrawInputs:
         return DrawInputs(
-            n_draws=n_frames, row=rows, slot=place, position=allocate(f"predictor position {i}", (n_places,), i32),
+            n_draws=n_frames, row=rows, place=place, position=allocate(f"predictor position {i}", (n_places,), i32),
             n_history=zeros, n_prompt=zeros, bias_begin=zeros, bias_ids=none, bias=none.view(f32), banned_begin=zeros, banned=none,
             masked=zeros, masks=masks,
         )  # fmt: skip
@@ -179,7 +178,7 @@ def _predictor_draws(
     masks = allocate("predictor masks", (1, -(-n // 32)), i32)
     n_scratch = min(n_threads, n_places)
     return PredictorDraws(
-        slots=slots,
+        places=places,
         draws=[draws(i) for i in range(1, N_CODES)],
         scratch=DrawScratch(
             values=allocate("predictor values", (n_scratch, n), f32),

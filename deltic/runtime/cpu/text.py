@@ -98,6 +98,10 @@ class Runner:
             memory.pages[target].copy_(memory.pages[source])
         return sampler.read(step)
 
+    def is_busy(self) -> bool:
+        """No: a step is over when `step` returns."""
+        return False
+
     def logits(self, n_rows: int) -> torch.Tensor:
         """float32 [n_rows, V]: the logits of the last step, in the order of its rows. For tests and benches."""
         return self.workspace.activations.logits[:n_rows]

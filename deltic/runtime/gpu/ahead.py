@@ -3,11 +3,12 @@ logits that wait to be drawn from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from deltic.engine.messages import TokenLogprob
 from deltic.engine.step import Sequence
 from deltic.runtime.gpu.places import Ring
 
@@ -18,9 +19,13 @@ class Pending:
 
     rows: dict[Sequence, int]
     tokens: Tensor  # int32, pinned
-    logprobs: tuple[Tensor, Tensor, Tensor] | None  # pinned: where somebody asked for them
-    event: torch.cuda.Event | None
-    codes: Tensor | None = None  # int32 [n, 16], pinned: of the frames that a speech model's tokens follow
+    event: torch.cuda.Event | None = None
+    logprobs: tuple[Tensor, ...] | None = None
+    """Pinned, where somebody asked for them: of the tokens, and ids and values of the likeliest."""
+    codes: Tensor | None = None
+    """int32 [n, 16], pinned: of the frames that a speech model's tokens follow."""
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    """Of a prefill, by chunk."""
     is_own: bool = False
     """Whether the memory is its own, not pinned buffers that are soon used again."""
 
@@ -34,13 +39,10 @@ class Pending:
             return self
         self.wait()
         row = slice(self.rows[sequence], self.rows[sequence] + 1)
-        logprobs = (
-            None
-            if self.logprobs is None
-            else (self.logprobs[0][row].clone(), self.logprobs[1][row].clone(), self.logprobs[2][row].clone())
-        )
+        logprobs = None if self.logprobs is None else tuple(part[row].clone() for part in self.logprobs)
         codes = None if self.codes is None else self.codes[row].clone()
-        return Pending({sequence: 0}, self.tokens[row].clone(), logprobs, None, codes, is_own=True)
+        tokens = self.tokens[row].clone()
+        return Pending({sequence: 0}, tokens, logprobs=logprobs, codes=codes, is_own=True)
 
 
 @dataclass(frozen=True)

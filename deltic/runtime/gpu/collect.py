@@ -16,7 +16,7 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import prompt_logprobs
 from deltic.runtime.gpu.compile import Job, collecting
 from deltic.runtime.gpu.speech import GpuSpeechRunner
-from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
 
@@ -27,14 +27,14 @@ def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
     with collecting() as jobs:
         for recording in runner.recordings():
             recording.run()
-        if isinstance(runner, GpuRunner):
+        if isinstance(runner, GpuTextRunner):
             _score_prompts(runner)
     return list(jobs)
 
 
-def _text_runner(plan: TextPlan, levers: Levers) -> GpuRunner:
+def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
     weights = empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta")
-    return GpuRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
+    return GpuTextRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
 
 
 def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
@@ -45,8 +45,8 @@ def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
     return GpuSpeechRunner(replace(plan, shape=shape), weights, codec, levers)
 
 
-def _score_prompts(runner: GpuRunner) -> None:
-    """Log-probabilities of prompts, which are not recorded (GpuRunner._prompt_logprobs), for every number of rows."""
+def _score_prompts(runner: GpuTextRunner) -> None:
+    """Log-probabilities of prompts, which are not recorded (GpuTextRunner._prompt_logprobs), for every number of rows."""
     buffers, plan = runner.workspace.prefill, runner.plan
     for n in range(1, len(buffers.final) + 1):
         rows, one = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (n, 1))

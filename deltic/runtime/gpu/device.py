@@ -29,7 +29,7 @@ from deltic.runtime.gpu.buffers import gpu_speech_workspace, gpu_workspace
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import Kernels, begin_compiling
 from deltic.runtime.gpu.speech import GpuSpeechRunner
-from deltic.runtime.gpu.text import GpuRunner
+from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.gpu.vocoder import vocoder_bytes
 from deltic.runtime.plan import Kind, Plan, SpeechPlan, TextPlan
 
@@ -191,12 +191,12 @@ class Gpu:
 
     def runner(
         self, plan: Plan[Any], weights: Any, codec: Any, progress: Progress
-    ) -> GpuRunner | GpuSpeechRunner:
+    ) -> GpuTextRunner | GpuSpeechRunner:
         """codec: of a speech model. Raises KernelError."""
         try:
             if plan.speaks:
                 return GpuSpeechRunner(plan, weights, codec, self.levers, progress)
-            return GpuRunner(plan, weights, self.levers, progress)
+            return GpuTextRunner(plan, weights, self.levers, progress)
         except TritonError as error:
             raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
 

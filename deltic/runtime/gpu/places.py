@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from deltic.engine.step import Sequence
-from deltic.runtime.gpu.buffers import GpuWorkspace
 
 Words = np.ndarray
 
@@ -70,12 +69,21 @@ class SideStream:
 
 
 class Places:
-    """The table of places, from the host's side."""
+    """The table of places, from the host's side. Each change is of one sequence, and brings up to date whatever the device reads of it;
+    `flush` sends them."""
 
-    def __init__(self, workspace: GpuWorkspace, eos_token_ids: tuple[int, ...], n_real: int) -> None:
-        self._table, self._offsets = workspace.table, workspace.offsets
-        self._eos, self._n_real = eos_token_ids, n_real
-        n_places = len(workspace.places.slot)
+    def __init__(
+        self,
+        table: Tensor,
+        offsets: dict[str, tuple[int, int]],
+        masks: Tensor,
+        eos_token_ids: tuple[int, ...],
+        n_real: int,
+    ) -> None:
+        """table, offsets: of `place_table`. masks: int32 [places, words], of the draws. n_real: ids that can be drawn."""
+        self._table, self._offsets, self._masks = table, offsets, masks
+        self._eos, self.n_real = eos_token_ids, n_real
+        n_places = len(masks)
         self._owner: list[Sequence | None] = [None] * n_places
         self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_places
         self._rows: list[int] = []
@@ -84,13 +92,41 @@ class Places:
         device = self._table.device
         self._ring = Ring(3 * MAX_CHANGES, 4, device)  # an offset is 64 bits
         self._arrived = torch.empty(3 * MAX_CHANGES, dtype=torch.int32, device=device)
-        self._masks = workspace.parameters.masks
         self._mask_ring = Ring(self._masks.numel(), 3, device)
         self.beside = SideStream(device)
         self._mask_rows, self._banned_until = [-1] * n_places, [0] * n_places
         self._table.zero_()
         self._write("mask_row", 0, self._mask_rows, contiguous=True)
         self._write("rows_place", 0, [-1] * n_places, contiguous=True)
+
+    def refresh(self, sequence: Sequence) -> int:
+        """Makes its place the sequence's, and brings its row of the page table up to date; gives the place."""
+        place = sequence.place
+        assert place is not None
+        self._take(place, sequence)
+        self._put_pages(place, sequence)
+        return place
+
+    def move_in(self, sequence: Sequence) -> None:
+        """Prepares the place of a sequence that is about to draw: the sampler leaves the token and its position where a decode reads
+        them."""
+        place, slot = self.refresh(sequence), sequence.slot
+        assert slot is not None
+        self._write("slot", place, slot)
+        self._write("done", place, 0)
+
+    def decode(self, sequence: Sequence, token: int, position: int, done: bool = False) -> None:
+        """Has the sequence's next decode read this token, at this position; what a decode that ran ahead left is overwritten.
+        done: the next one leaves the sequence out."""
+        place, slot = self.refresh(sequence), sequence.slot
+        assert slot is not None and sequence.start_slot is None
+        for part, word in (
+            ("last_token", token), ("position", position), ("slot", slot), ("done", int(done)),
+        ):  # fmt: skip
+            self._write(part, place, word)
+        if _counts_history(sequence) and token >= 0:
+            # Where what was lost comes back, a decode without its mask has left another token there.
+            self._write("history", place, token, position)
 
     def _write(self, part: str, place: int, values: object, first: int = 0, contiguous: bool = False) -> None:
         """Sets words of a place's row of a part from word `first` on; contiguous: of the rows that follow, too."""
@@ -104,7 +140,7 @@ class Places:
         self._keys.append(np.arange(at, at + len(words), dtype=np.int64))
         self._values.append(words)
 
-    def take(self, place: int, sequence: Sequence) -> None:
+    def _take(self, place: int, sequence: Sequence) -> None:
         """Makes a place the sequence's: its sampling parameters, and its tokens where penalties count them."""
         if self._owner[place] is sequence:
             return
@@ -114,7 +150,7 @@ class Places:
         self._banned_until[place] = banned_until = _bans_end_until(sequence)
         ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
         banned = (
-            [token for token in ends if token < self._n_real]
+            [token for token in ends if token < self.n_real]
             if p.min_tokens or p.constraint is not None
             else []
         )
@@ -138,7 +174,7 @@ class Places:
         if uses_history:
             self._write("history", place, np.array(sequence.tokens, np.int32))
 
-    def put_pages(self, place: int, sequence: Sequence) -> None:
+    def _put_pages(self, place: int, sequence: Sequence) -> None:
         """Brings the place's row of the page table up to date."""
         held, n_pages = self._pages[place], len(sequence.pages)
         same = held is not None and held[0] is sequence and held[1] == sequence.pages_version
@@ -153,7 +189,7 @@ class Places:
         for sequence in sequences:
             place, guide, row = sequence.place, sequence.guide, -1
             assert place is not None
-            self.take(place, sequence)
+            self._take(place, sequence)
             until = _bans_end_until(sequence)
             if self._banned_until[place] != until:
                 self._write("banned_until", place, until)
@@ -173,23 +209,6 @@ class Places:
         if self._mask_rows[place] != row:
             self._write("mask_row", place, row)
             self._mask_rows[place] = row
-
-    def feed(self, place: int, token: int, position: int, slot: int, done: bool = False) -> None:
-        """Says what the place's next decode reads; what a decode that ran ahead left is overwritten. done: it takes no part."""
-        self._write("last_token", place, token)
-        self._write("position", place, position)
-        self._write("slot", place, slot)
-        self._write("done", place, int(done))
-
-    def remember(self, place: int, sequence: Sequence, token: int, position: int) -> None:
-        """Says which token is at this position of the history that its penalties count."""
-        if _counts_history(sequence) and token >= 0:
-            self._write("history", place, token, position)
-
-    def begin(self, place: int, slot: int) -> None:
-        """A sequence is about to draw its first token: the sampler leaves it and its position where a decode reads them."""
-        self._write("slot", place, slot)
-        self._write("done", place, 0)
 
     def rows(self, places: list[int], n: int) -> None:
         """Says which places the n rows of the next decode are."""

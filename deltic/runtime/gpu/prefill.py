@@ -104,12 +104,9 @@ class PrefillBatch:
         at["draw_place"][: buffer.n_draws] = -1
         for d, draw in enumerate(draws):
             sequence = draw.sequence
-            place, slot = sequence.place, sequence.slot
-            assert place is not None and slot is not None
-            self._places.take(place, sequence)
-            self._places.begin(place, slot)
+            self._places.move_in(sequence)
             at["draw_row"][d] = chunks.index(draw.chunk)
-            at["draw_place"][d], at["draw_position"][d] = place, len(sequence.tokens)
+            at["draw_place"][d], at["draw_position"][d] = sequence.place, len(sequence.tokens)
         return n_blocks, draws
 
     def send(self, n_blocks: int) -> None:
@@ -133,10 +130,8 @@ class PrefillBatch:
         b = 0
         for g, chunk in enumerate(chunks):
             sequence, start, length = chunk.sequence, chunk.start, chunk.length
-            place, slot = sequence.place, sequence.slot
-            assert place is not None and slot is not None and start % PAGE_SIZE == 0
-            self._places.take(place, sequence)
-            self._places.put_pages(place, sequence)
+            place, slot = self._places.refresh(sequence), sequence.slot
+            assert slot is not None and start % PAGE_SIZE == 0
             end = b - -length // PAGE_SIZE
             at["token_ids"][b * PAGE_SIZE : b * PAGE_SIZE + length] = sequence.tokens[start : start + length]
             at["n"][b:end] = PAGE_SIZE

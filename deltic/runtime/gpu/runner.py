@@ -1,0 +1,354 @@
+"""What the runners of text and speech share on a GPU: recorded steps, and decodes that run ahead.
+
+Built once: weights, memory and every buffer are allocated, and the steps are recorded as CUDA graphs: a decode for each number of
+rows, a prefill for each number of blocks. A step is then: send what changed, replay, copy the drawn tokens to pinned memory, and
+wait for an event.
+
+**Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host. It is started for
+all sequences that drew a token before that token was read; the host works on one step while the device runs the next. Its
+tokens are kept by sequence until the scheduler asks for just that one (sequence, position), whatever else that step holds. A
+sequence that ended on the device takes no part; one that was ended by the host has run for nothing: what it wrote was its own,
+and comes before whatever its memory is given to, since all of it is one stream. A preempted one leaves with its state one token
+further than the scheduler knows; that token waits here until it is back.
+
+Prefills and decodes of one step are different recordings, so a long prompt beside them does not touch the decodes' bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltic.engine.cache.tiers import Tiers
+from deltic.engine.messages import EngineInfo
+from deltic.engine.step import Sequence, Step, StepResult
+from deltic.models.qwen.gpu import PrefillInputs
+from deltic.ops.geometry import PAGE_SIZE, Allocate
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.sample import sample
+from deltic.runtime.gpu.ahead import Ahead, Pending
+from deltic.runtime.gpu.buffers import MAX_SEGMENTS, GpuSpeechWorkspace, GpuWorkspace
+from deltic.runtime.gpu.copies import DeviceCopies
+from deltic.runtime.gpu.places import Places
+from deltic.runtime.gpu.prefill import PrefillBatch
+from deltic.runtime.gpu.record import Body, Recording, record_all
+from deltic.runtime.info import engine_info
+from deltic.runtime.plan import Plan
+
+Progress = Callable[[str, float], None]
+Job = tuple[dict[Any, Recording], object, Body]
+"""What is to be recorded: where the recording goes, under which key, and what it starts."""
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Rows of the recorded decodes."""
+BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Blocks of the recorded prefills."""
+LENGTHS = (512, 4096)
+"""Keys up to which decodes have recordings of their own: with fewer splits of attention to skip."""
+N_PENDING = 8
+"""Results on their way to the host, at most: of this step's two kinds of draws, its prefill, and the decode that runs ahead, twice."""
+
+
+class GpuRunner(ABC):
+    """A model on a GPU, with its memory. Not thread-safe: one engine loop owns it.
+
+    Without a GPU it runs in Triton's interpreter, unrecorded: for tests. A kind of model (text.py, speech.py) allocates memory and
+    buffers, says what a decode and a prefill start, and calls `_record_all` when it is complete.
+    """
+
+    info: EngineInfo
+
+    def __init__(
+        self,
+        plan: Plan[Any],
+        levers: Levers,
+        workspace: GpuWorkspace | GpuSpeechWorkspace,
+        places: Places,
+        pages: list[Tensor],
+        states: list[Tensor],
+    ) -> None:
+        """pages, states: what makes up a page and a state, with the page or the slot as first dimension."""
+        self.plan, self.levers, self.workspace, self.places = plan, levers, workspace, places
+        self.device = pages[0].device
+        self.is_gpu = self.device.type == "cuda"
+        self.max_logit_rows = plan.max_num_seqs + PAGE_SIZE
+        self.tiers: Tiers | None = None  # until open_tiers
+        self.stream = torch.cuda.Stream() if self.is_gpu else None
+        self._pages, self._states = pages, states
+        self._row_sizes = _up_to(plan.max_num_seqs, ROWS)
+        self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
+        self._lengths = _up_to(plan.max_model_len, LENGTHS)
+        self._prefill_batch = PrefillBatch(
+            places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device
+        )
+        self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
+        self._prefills: dict[int, Recording] = {}
+        self._tokens = [self._pinned(plan.max_num_seqs) for _ in range(N_PENDING)]
+        self._turn = 0
+        self._ahead: dict[Sequence, Ahead] = {}
+
+    def _pinned(self, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Memory of the host for results."""
+        return torch.empty(size, dtype=dtype, pin_memory=self.is_gpu)
+
+    def _make_info(self) -> EngineInfo:
+        return engine_info(
+            self.plan,
+            torch.cuda.get_device_name() if self.is_gpu else "interpreted",
+            on_gpu=self.is_gpu,
+            canonical_decode=False,
+            n_lookahead=1,
+            block_size=PAGE_SIZE,
+            max_prefill_seqs=min(self._block_sizes[-1], MAX_SEGMENTS),
+        )
+
+    def open_tiers(self, directory: Path | None, disk_bytes: int, model: str) -> Tiers:
+        """Starts the tiers below the pools, on disk too where there is a directory. Raises ConfigError if that cannot be
+        used."""
+        copies = DeviceCopies(self._pages, self._states, self.stream)
+        n_units = self.plan.n_host_units
+        host = np.empty((n_units, self.info.page_bytes), np.uint8) if n_units else None
+        self.tiers = Tiers(
+            copies.page, copies.state, host, copies.state_bytes, directory, disk_bytes, model, copies
+        )
+        return self.tiers
+
+    # Recording.
+
+    def _record_all(self, progress: Progress) -> None:
+        """Every decode and every prefill, the largest first."""
+        jobs: list[Job] = [
+            (self._forwards, (n, length), self._forward_body(n, length))
+            for length in reversed(self._lengths)
+            for n in reversed(self._row_sizes)
+        ]
+        jobs += self._draw_jobs()
+        jobs += [(self._prefills, n, self._prefill_body(n)) for n in reversed(self._block_sizes)]
+        self.places.flush()  # no row is in use
+        bodies = [body for _, _, body in jobs]
+        recorded = record_all(bodies, self.stream, self.levers, lambda done: progress("record", done))
+        for (where, key, _), recording in zip(jobs, recorded, strict=True):
+            where[key] = recording
+
+    @abstractmethod
+    def _forward_body(self, n: int, max_len: int) -> Body:
+        """Of a decode of n rows, none with more than max_len keys; with its draws, unless `_draw_jobs` has them."""
+
+    def _draw_jobs(self) -> list[Job]:
+        """Draws of decodes that are recorded apart from their forwards."""
+        return []
+
+    def _prefill_body(self, n_blocks: int) -> Body:
+        """Of a prefill of n_blocks blocks and the draws behind it."""
+        batch = self._prefill_batch.of(n_blocks)
+
+        def body() -> None:
+            logits = self._prefill_logits(n_blocks, batch.inputs)
+            draws = {
+                "draw_row": batch.draw_row,
+                "draw_place": batch.draw_place,
+                "draw_position": batch.draw_position,
+            }
+            sample(logits, self.places.n_real, **draws, **self._draw_arguments("prefill"))
+
+        return body
+
+    @abstractmethod
+    def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
+        """Starts a prefill; gives the logits of the rows asked for, float32 [G, V]."""
+
+    def _draw_arguments(self, kind: str) -> dict[str, Any]:
+        """What all draws of a decode, or of a prefill, read and write."""
+        w = self.workspace
+        out = dict(zip(("out_token", "out_logprob", "top_ids", "top_logprobs"), w.out[kind], strict=True))
+        return {"places": w.parameters, "scratch": w.sample, **out, "levers": self.levers}
+
+    def recordings(self) -> list[Recording]:
+        """All of them: what serving will replay."""
+        return [*self._forwards.values(), *self._prefills.values()]
+
+    # A step.
+
+    def step(self, step: Step) -> StepResult:
+        """Runs one step, and starts the decode that follows it.
+
+        A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero state, and leaves its
+        final state in `slot` and those of its snapshots where they say.
+        """
+        with torch.cuda.stream(self.stream):
+            return self._step(step)
+
+    def _step(self, step: Step) -> StepResult:
+        following, n_keys = self._following(step)  # now: the device need not wait for it between two replays
+        ran: list[Sequence] = []
+        fresh: list[Sequence] = []
+        prefills: list[int] = []
+        for i, chunk in enumerate(step.chunks):
+            sequence, ahead = chunk.sequence, self._ahead.get(chunk.sequence)
+            if chunk.is_decode and ahead is not None and ahead.position == chunk.start:
+                ran.append(sequence)
+                continue
+            self._drop(sequence)
+            if chunk.is_decode:
+                self.places.decode(sequence, sequence.tokens[chunk.start], chunk.start)
+                fresh.append(sequence)
+            else:
+                prefills.append(i)
+        results = self._take_over(ran)
+        if fresh:
+            results |= dict.fromkeys(fresh, self._decode(fresh, max(s.n_computed for s in fresh) + 1))
+        prefilled = self._prefill(step, prefills) if prefills else None
+        if prefilled is not None:
+            results |= dict.fromkeys(prefilled.rows, prefilled)
+        self._copy(step)
+        self._run_ahead(following, n_keys)
+        if prefilled is not None:
+            prefilled.wait()  # also where nothing was drawn: a step takes as long as what it runs
+        result = self._read(step, results)
+        if prefilled is not None:
+            result.prompt_logprobs = prefilled.prompt_logprobs
+        return result
+
+    def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
+        """What was drawn ahead of these. One that was preempted since then is elsewhere now, and goes on there."""
+        results: dict[Sequence, Pending] = {}
+        for sequence in sequences:
+            ahead = self._ahead.pop(sequence)
+            assert ahead.pending is not None
+            results[sequence] = ahead.pending
+            if ahead.n_preempted != sequence.n_preempted:
+                results[sequence] = own = ahead.pending.only(sequence)
+                token = int(own.tokens[0])
+                is_left_out = token < 0 or ends_thought(sequence, token)
+                self.places.decode(sequence, token, ahead.position + 1, is_left_out)
+        return results
+
+    def _size(self, n: int) -> int:
+        """Rows of the smallest recordings for n of them."""
+        return next(size for size in self._row_sizes if size >= n)
+
+    def decode_of(self, n_rows: int, n_keys: int) -> Recording:
+        """The smallest recorded forward of so many rows, none with more than n_keys keys."""
+        length = next(length for length in self._lengths if length >= n_keys)
+        return self._forwards[self._size(n_rows), length]
+
+    def _forward(self, sequences: list[Sequence], n_keys: int) -> None:
+        """Starts the forward of these sequences, none of which has more than n_keys keys in it."""
+        places = [s.place for s in sequences if s.place is not None]
+        self.places.rows(places, self._size(len(sequences)))
+        self.places.flush()
+        self.decode_of(len(sequences), n_keys).run()
+
+    def _decode(self, sequences: list[Sequence], n_keys: int) -> Pending:
+        """A forward, and the draws behind it."""
+        self._forward(sequences, n_keys)
+        return self._send(sequences, "decode")
+
+    def _prefill(self, step: Step, prefills: list[int]) -> Pending:
+        """Starts a prefill of these chunks and the draws behind them."""
+        n_blocks, draws = self._prefill_batch.fill(step, prefills)
+        self.places.flush()
+        self._prefill_batch.send(n_blocks)
+        self._prefills[n_blocks].run()
+        return self._send([draw.sequence for draw in draws], "prefill")
+
+    def _send(self, sequences: list[Sequence], kind: str) -> Pending:
+        """Starts the way of what these have drawn to the host. The buffers are used in turn."""
+        turn, n = self._turn, len(sequences)
+        self._turn = (turn + 1) % N_PENDING
+        pending = Pending({s: i for i, s in enumerate(sequences)}, self._tokens[turn])
+        pending.tokens[:n].copy_(self.workspace.out[kind][0][:n], non_blocking=True)
+        self._send_more(pending, kind, turn)
+        if self.is_gpu:
+            pending.event = torch.cuda.Event()
+            pending.event.record()
+        return pending
+
+    @abstractmethod
+    def _send_more(self, pending: Pending, kind: str, turn: int) -> None:
+        """Starts the way of what comes with the tokens, in this turn's buffers."""
+
+    def _copy(self, step: Step) -> None:
+        """States and pages of sequences that fork off a finished prompt."""
+        for source, target in step.slot_copies:
+            for states in self._states:
+                states[target].copy_(states[source])
+        for source, target in step.page_copies:
+            for pages in self._pages:
+                pages[target].copy_(pages[source])
+
+    # Running ahead.
+
+    def _following(self, step: Step) -> tuple[list[Sequence], int]:
+        """Those that draw in this step and whose next decode can be started: they have a page for one token more and, if they speak, a
+        text for it. And the most keys of one of them."""
+        sequences, n_keys = [], 0
+        for draw in step.draws if self.levers.run_ahead else []:
+            sequence, request = draw.sequence, draw.sequence.request
+            position = len(sequence.tokens)
+            is_last = sequence.n_generated + 1 >= request.params.max_tokens
+            lacks_text = request.speech is not None and not request.speech.knows_text(sequence.n_generated)
+            if is_last or lacks_text or position >= len(sequence.pages) * PAGE_SIZE:
+                continue
+            self.places.refresh(sequence)
+            sequences.append(sequence)
+            n_keys = max(n_keys, position + 1)
+        return sequences, n_keys
+
+    def _run_ahead(self, sequences: list[Sequence], n_keys: int) -> None:
+        """Starts their next decode."""
+        # What nobody asked for is of sequences that have ended, or that have no chunk in this step: preempted ones, mostly.
+        for sequence in [s for s in self._ahead if s.finish_reason is not None]:
+            self._drop(sequence)
+        self._ahead = {s: ahead.only(s) for s, ahead in self._ahead.items()}
+        if sequences:
+            self._start_ahead(sequences, n_keys)
+
+    def _start_ahead(self, sequences: list[Sequence], n_keys: int) -> None:
+        self._put_ahead(sequences, self._decode(sequences, n_keys))
+
+    def _put_ahead(self, sequences: list[Sequence], pending: Pending | None) -> None:
+        """Notes that a decode of these runs ahead; pending: None where nothing is drawn from it yet."""
+        self._ahead |= {s: Ahead(len(s.tokens), pending, s.n_preempted) for s in sequences}
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forgets what ran ahead of it."""
+        self._ahead.pop(sequence, None)
+
+    def is_busy(self) -> bool:
+        """Whether a forward whose draws wait for masks is still running. Here nothing waits for masks."""
+        return False
+
+    # Reading.
+
+    def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
+        """Waits for the tokens of this step; the decode that runs ahead goes on."""
+        for pending in {id(p): p for p in results.values()}.values():
+            pending.wait()
+        arrays = {id(p): p.tokens.numpy() for p in results.values()}
+        drawn = [(results[draw.sequence], draw.sequence) for draw in step.draws]
+        tokens = [int(arrays[id(pending)][pending.rows[sequence]]) for pending, sequence in drawn]
+        return StepResult(tokens, [None] * len(tokens), {})
+
+
+def ends_thought(sequence: Sequence, token: int) -> bool:
+    """Whether the token is one behind which nothing runs ahead, though the answer goes on."""
+    constraint = sequence.request.params.constraint
+    return constraint is not None and token == constraint.think_end_id
+
+
+def allocate_on(device: torch.device) -> Allocate:
+    """Allocates what a plan has counted, filled with zeros."""
+    return lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=device)
+
+
+def _up_to(most: int, sizes: Items[int]) -> list[int]:
+    """Those below the most, and the most."""
+    return [n for n in sizes if n < most] + [most]

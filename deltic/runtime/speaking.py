@@ -1,0 +1,103 @@
+"""What a runner of a speech model does on every device: it checks requests, and primes voices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltic.engine.messages import MAX_FIRST_FRAMES, Request, Speech
+from deltic.engine.scheduler import RequestError
+from deltic.engine.stage import StreamVocoder
+from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, SpeechShape, codec_side
+from deltic.models.vocoder.cpu import SEEN_FRAMES
+from deltic.runtime.voices import Voice, Voices
+
+PREDICTOR_KEY = 0x9E3779B97F4A7C15
+"""The predictor's draws are keyed by the sequence's seed xor this: they share no number with those of code 0."""
+
+DEFAULT_SPEECH = Speech()
+
+
+class PrimableVocoder(StreamVocoder, Protocol):
+    """A vocoder that can be taken through frames nobody wants to hear."""
+
+    def skim(self, slot: int, codes: NDArray[np.int32]) -> None: ...
+
+    def vocode(self, chunks: list[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]: ...
+
+    def state_of(self, slot: int) -> Tensor: ...
+
+
+class Speaker:
+    """The part of a speech model's runner that no device changes. The runner sets the fields."""
+
+    shape: SpeechShape
+    vocoder: PrimableVocoder
+    n_streams: int
+    """Streams that the vocoder has slots for; the one behind them is `prime`'s."""
+    voices: Voices | None = None
+    """Of a Base model, once they are opened."""
+    gives_logprobs = True
+
+    def check_speech(self, request: Request) -> Voice | None:
+        """The encoded voice that the request names, None without one. Raises RequestError for what this model cannot speak."""
+        params, speech = request.params, request.speech or DEFAULT_SPEECH
+        if params.logprobs is not None and not self.gives_logprobs:
+            raise RequestError("logprobs are not there for a speech model on a GPU; leave them out")
+        for name, given in (
+            ("a constraint", params.constraint), ("prompt_logprobs", params.prompt_logprobs is not None),
+            ("ignore_eos", params.ignore_eos),
+        ):  # fmt: skip
+            if given:
+                raise RequestError(f"{name} means nothing to a speech model; leave it out")
+        for field, value, least, most in (
+            ("temperature", speech.temperature, 0.0, 1e6), ("top_k", speech.top_k, 0, 2**31 - 1), ("top_p", speech.top_p, 0.0, 1.0),
+            ("first_chunk_frames", speech.first_chunk_frames, 0, MAX_FIRST_FRAMES),
+        ):  # fmt: skip
+            if not least <= value <= most:  # false for NaN too
+                raise RequestError(f"speech.{field} = {value}: must be from {least} to {most}")
+        self.check_texts(speech.trailing_ids)
+        voice = None
+        if speech.voice:
+            voice = self.voices.get(speech.voice) if self.voices is not None else None
+            if voice is None:
+                raise RequestError(f"voice {speech.voice!r} is not encoded here (any more); encode it again")
+        self._check_rows(request.prompt_ids, voice)
+        if speech.is_primed and (voice is None or voice.codes is None):
+            raise RequestError("speech.is_primed needs a voice with reference codes")
+        return voice
+
+    def _check_rows(self, prompt_ids: list[int], voice: Voice | None) -> None:
+        """Raises RequestError for a row whose codec side does not exist, or is of a voice that was not named."""
+        n_frames = 0 if voice is None or voice.frames is None else len(voice.frames)
+        for side in {row % N_SIDE for row in prompt_ids}:
+            if side < codec_side(self.shape.talker.vocab_size):
+                continue
+            if side < SPEAKER:
+                raise RequestError(f"prompt has a row with a codec side {side} that does not exist")
+            if voice is None or side - FRAME >= n_frames:
+                raise RequestError(
+                    "prompt has a row of a voice, or of a reference frame, that the request does not name"
+                )
+
+    def check_texts(self, text_ids: Iterable[int]) -> None:
+        """Raises RequestError for an id that is none of a text."""
+        n = self.shape.text_vocab_size
+        if not all(0 <= i < n for i in text_ids):
+            raise RequestError(f"speech.trailing_ids has an id outside the text vocabulary (0 to {n - 1})")
+
+    def prime(self, codes: Tensor, state: Tensor | None, n_after: int = 0) -> Tensor:
+        """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin. n_after: frames that it will be primed
+        with behind these; where there are enough, most of the work is left out."""
+        slot, frames = self.n_streams, codes.to(torch.int32).numpy()
+        self.vocoder.open(slot, state)
+        if n_after >= SEEN_FRAMES:
+            self.vocoder.skim(slot, frames)
+        else:
+            self.vocoder.vocode([(slot, frames)])
+        return self.vocoder.state_of(slot)
