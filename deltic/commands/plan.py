@@ -24,6 +24,7 @@ from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
+from deltic.ops.matrix import Layout
 from deltic.roofs import GpuRoofs, multiply_peak, read_bandwidth
 from deltic.runtime.build import is_for_gpu
 from deltic.runtime.cpu.plan import Plan, make_plan
@@ -284,10 +285,12 @@ def _cache_table(plan: Plan, on_host: bool, disk_bytes: int | None) -> Table:
     return table
 
 
-def decode_bytes(shape: ModelShape, quantize: str | None, n_seqs: int, context: int) -> float:
+def decode_bytes(
+    shape: ModelShape, quantize: str | None, n_seqs: int, context: int, layout: Layout = "strips"
+) -> float:
     """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that uniform
     routing touches), each state read and written, each context's keys and values read."""
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device="meta")
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, "meta", layout)
     n_bytes: float = weights.n_bytes
     if weights.lm_head is not weights.embed:
         n_bytes -= weights.embed.n_bytes  # a lookup
@@ -313,7 +316,8 @@ def _gpu_speed_table(plan: Plan, is_here: bool) -> Table | str:
     )
     for n in n_seqs:
         table.add_row(
-            f"decode, {n} at {context} tokens", f"{decode_bytes(shape, 'rows', n, context) / 1e9:.2f}"
+            f"decode, {n} at {context} tokens",
+            f"{decode_bytes(shape, None, n, context, 'rows') / 1e9:.2f}",
         )
     return table
 

@@ -15,16 +15,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deltic.models.fields import CheckpointError, read_json
-from deltic.ops.matrix import FORMATS, ROWS, Matrix, MatrixFormat
+from deltic.ops.contract import check
+from deltic.ops.matrix import FORMATS, ROWS, Layout, Matrix, MatrixFormat
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+Role = Literal["plain", "sensitive", "kept"]
+"""How much a matrix may lose when weights are quantised. A plain one takes the precision that is asked for. A sensitive one keeps 8
+bits of int4: the head and the last layer's `down`, whose errors nothing evens out any more, and the embedding, which is often the
+head. One that is kept stays as stored: a router, whose near-ties decide which experts run, and what is read for few rows."""
 
 
 _INDEX = "model.safetensors.index.json"
@@ -186,14 +193,15 @@ def tile(flat: Tensor, block: Tensor, offset: int) -> None:
         rest.copy_(block[: rest.numel()])
 
 
-def format_of(name: str, quantize: str | None) -> MatrixFormat:
-    """Of the matrix in a field of this name. A router's near-ties decide which experts run, so it stays as it is; the head, whose errors nothing evens out any
-    more, and the embedding, which is often the same matrix, keep 8 bits of int4."""
-    if quantize == "rows":
+def format_of(role: Role, quantize: str | None, layout: Layout = "strips") -> MatrixFormat:
+    """The format of a matrix of this role. quantize: the precision asked for, None: as stored. Raises KernelError for a precision
+    that the layout does not have."""
+    if layout == "rows":
+        check("weights", quantize is None, f"bfloat16: there are no rows in {quantize}")
         return ROWS
-    if quantize is None or name == "router":
+    if quantize is None or role == "kept":
         return FORMATS["bf16"]
-    return FORMATS["int8" if name in ("embed", "lm_head", "last down") else quantize]
+    return FORMATS["int8" if role == "sensitive" else quantize]
 
 
 def in_order(*sizes: int) -> list[tuple[int, int]]:

@@ -172,7 +172,7 @@ def _collected() -> dict[str, Any]:
         jobs = gpu_build.collect(plan, levers)
         few, gpu_build._different_layers = gpu_build._different_layers, lambda weights: weights.layers
         of_all = gpu_build.collect(plan, levers)
-        gpu_build.empty_weights = lambda shape, *_: dummy_weights(shape, quantize="rows")
+        gpu_build.empty_weights = lambda shape, *_: dummy_weights(shape, layout="rows")
         with_memory = gpu_build.collect(plan, levers)  # tensors in host memory; never started
         gpu_build.empty_weights, gpu_build._different_layers = empty_weights, few
         found[kind] = {
@@ -184,7 +184,7 @@ def _collected() -> dict[str, Any]:
         patch.setattr(
             gpu_speech_build,
             "empty_speech_weights",
-            lambda shape, *_: dummy_speech_weights(shape, quantize="rows"),
+            lambda shape, *_: dummy_speech_weights(shape, layout="rows"),
         )
         patch.setattr(gpu_speech_build, "empty_codec", dummy_codec)
         with_memory = gpu_speech_build.collect(speech_plan, levers)
@@ -301,7 +301,7 @@ def _walk(plan: Any, levers: Any) -> Any:
     from deltic.runtime.gpu.text import GpuRunner
 
     runner = GpuRunner(
-        plan, empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta"), levers
+        plan, empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, "meta", "rows"), levers
     )
     for recording in runner.recordings():
         recording.run()
@@ -331,10 +331,10 @@ def _recorded() -> dict[str, Any]:
             cache_hit or misses.append(src.name)
         )
         if kind == "speech":
-            weights = dummy_speech_weights(plan.shape, quantize="rows", device="cuda")
+            weights = dummy_speech_weights(plan.shape, layout="rows", device="cuda")
             GpuSpeechRunner(plan, weights, dummy_codec(plan.shape.vocoder), Levers())
         else:
-            GpuRunner(plan, dummy_weights(plan.shape, quantize="rows", device="cuda"), Levers())
+            GpuRunner(plan, dummy_weights(plan.shape, layout="rows", device="cuda"), Levers())
     return {"misses": misses}
 
 

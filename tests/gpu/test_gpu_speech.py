@@ -289,7 +289,7 @@ def test_texts_are_projected_and_their_table_is_given_back(
     """The plan does not count the table; the rows are those of one product."""
     directory = tiny_speech("custom_voice", wide=True)
     shape = SpeechShape.from_directory(directory)
-    weights, _ = load_speech_weights(directory, shape, quantize="rows", device=device)
+    weights, _ = load_speech_weights(directory, shape, layout="rows", device=device)
     whole = tts_gpu.project_texts(weights)
     monkeypatch.setattr(tts_gpu, "TEXTS_AT_ONCE", shape.text_vocab_size // 2 - 1)
     model = tts_gpu.TtsGpu(shape, weights, 64, Levers())

@@ -23,6 +23,7 @@ from deltic.models.loading import (
     Files,
     Mlp,
     Progress,
+    Role,
     Stored,
     check_plan,
     copy_parts,
@@ -35,7 +36,7 @@ from deltic.models.loading import (
     tile,
 )
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
-from deltic.ops.matrix import Matrix
+from deltic.ops.matrix import Layout, Matrix
 
 _WRAPPED_PREFIX = "model.language_model."
 _FLAT_PREFIX = "model."
@@ -119,9 +120,9 @@ class Weights:
         return sum(t.nbytes for _, t in self.named_tensors())
 
 
-def weight_bytes(shape: ModelShape, quantize: str | None) -> int:
+def weight_bytes(shape: ModelShape, quantize: str | None, layout: Layout = "strips") -> int:
     """Bytes of the loaded weights of a shape, known without loading anything."""
-    return empty_weights(shape, quantize, shape.tie_word_embeddings, device="meta").n_bytes
+    return empty_weights(shape, quantize, shape.tie_word_embeddings, "meta", layout).n_bytes
 
 
 def load_weights(
@@ -132,20 +133,21 @@ def load_weights(
     quantize: str | None = None,
     n_threads: int = 1,
     device: str | None = None,
+    layout: Layout = "strips",
 ) -> tuple[Weights, list[str]]:
     """Load a checkpoint directory, or one safetensors file, into the internal layout.
 
-    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4", or "rows", as a GPU
-    reads them); norms and gates become float32. All of it on `device`, by default the CPU. The second result holds notices for the user: what was skipped or converted. Raises
-    CheckpointError, naming the tensor, what was expected, what was found and the file, for a missing, unexpected,
-    misshapen or quantised tensor and for a damaged or missing file.
+    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4"), in the layout that the
+    device's kernels read; norms and gates become float32. All of it on `device`, by default the CPU. The second result holds
+    notices for the user: what was skipped or converted. Raises CheckpointError, naming the tensor, what was expected, what was
+    found and the file, for a missing, unexpected, misshapen or quantised tensor and for a damaged or missing file.
     """
     path = Path(path)
     refuse_quantised(path if path.is_dir() else path.parent)
     headers = read_headers(path)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in headers) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in headers
-    weights = empty_weights(shape, quantize, tied, device)
+    weights = empty_weights(shape, quantize, tied, device, layout)
     plan = list(_plan(weights, shape, prefix, headers))
     notices = check_plan(plan, headers, path)
     copy_parts(plan, Files(headers), progress, n_threads)
@@ -165,6 +167,7 @@ def dummy_weights(
     quantize: str | None = None,
     n_threads: int = 1,
     device: str | None = None,
+    layout: Layout = "strips",
 ) -> Weights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter.
 
@@ -174,7 +177,7 @@ def dummy_weights(
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(DUMMY_BLOCK, generator=generator)
     scaled: dict[float, Tensor] = {}
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device)
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device, layout)
     total, done, offset = weights.n_bytes, 0, 0
     for name, part in weights.named_parts():
         if isinstance(part, Tensor):
@@ -210,28 +213,34 @@ def _fill_dummy_vector(field: str, tensor: Tensor, in_layer: bool, generator: to
         tensor.normal_(1.0 if plain else 0.0, 0.1, generator=generator)
 
 
-def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: str | None = None) -> Weights:
+def empty_weights(
+    shape: ModelShape,
+    quantize: str | None,
+    tied: bool,
+    device: str | None = None,
+    layout: Layout = "strips",
+) -> Weights:
     """Uninitialised weights of the right sizes and formats."""
     h = shape.hidden_size
 
-    def matrix(name: str, n: int, k: int, n_matrices: int = 1) -> Matrix:
-        return Matrix.empty(n, k, format_of(name, quantize), n_matrices, device)
+    def matrix(n: int, k: int, role: Role = "plain", n_matrices: int = 1) -> Matrix:
+        return Matrix.empty(n, k, format_of(role, quantize, layout), n_matrices, device)
 
     def vector(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=device)
 
     def feed_forward(is_last: bool) -> Mlp | Moe:
-        down = "last down" if is_last else "down"
+        down: Role = "sensitive" if is_last else "plain"
         f, e = shape.intermediate_size, shape.n_experts
         m, ms = shape.moe_intermediate_size, shape.shared_intermediate_size
         if not shape.is_moe:
-            return Mlp(gate_up=matrix("gate_up", 2 * f, h), down=matrix(down, h, f))
+            return Mlp(gate_up=matrix(2 * f, h), down=matrix(h, f, down))
         return Moe(
-            router=matrix("router", e + 1, h),
-            gate_up=matrix("gate_up", 2 * m, h, e),
-            down=matrix(down, h, m, e),
-            shared_gate_up=matrix("gate_up", 2 * ms, h),
-            shared_down=matrix(down, h, ms),
+            router=matrix(e + 1, h, "kept"),
+            gate_up=matrix(2 * m, h, n_matrices=e),
+            down=matrix(h, m, down, e),
+            shared_gate_up=matrix(2 * ms, h),
+            shared_down=matrix(h, ms, down),
         )
 
     def layer(i: int, kind: str) -> GdnLayer | AttnLayer:
@@ -239,27 +248,27 @@ def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: s
         if kind == LINEAR_ATTENTION:
             return GdnLayer(
                 input_norm=vector(h),
-                in_proj=matrix("in_proj", shape.gdn_in_proj_rows, h),
+                in_proj=matrix(shape.gdn_in_proj_rows, h),
                 conv=vector(shape.conv_channels, shape.conv_width),
                 a_log=vector(shape.gdn_n_v_heads),
                 dt_bias=vector(shape.gdn_n_v_heads),
                 norm=vector(shape.gdn_v_dim),
-                out_proj=matrix("out_proj", h, shape.gdn_value_size),
+                out_proj=matrix(h, shape.gdn_value_size),
                 post_norm=vector(h),
                 mlp=mlp,
             )
         return AttnLayer(
             input_norm=vector(h),
-            qkv=matrix("qkv", shape.attn_qkv_rows, h),
+            qkv=matrix(shape.attn_qkv_rows, h),
             q_norm=vector(shape.head_dim),
             k_norm=vector(shape.head_dim),
-            o_proj=matrix("o_proj", h, shape.n_q_heads * shape.head_dim),
+            o_proj=matrix(h, shape.n_q_heads * shape.head_dim),
             post_norm=vector(h),
             mlp=mlp,
         )
 
-    embed = matrix("embed", shape.vocab_size, h)
-    head = embed if tied else matrix("lm_head", shape.vocab_size, h)
+    embed = matrix(shape.vocab_size, h, "sensitive")
+    head = embed if tied else matrix(shape.vocab_size, h, "sensitive")
     return Weights(
         embed=embed,
         norm=vector(h),

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from deltic.models.loading import (
     Files,
     Mlp,
     Progress,
+    Role,
     Stored,
     check_plan,
     copy_parts,
@@ -34,7 +35,7 @@ from deltic.models.loading import (
 )
 from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.ops.geometry import N_CODES
-from deltic.ops.matrix import Matrix
+from deltic.ops.matrix import Layout, Matrix
 
 _SPEAKER_ENCODER = (
     "speaker_encoder."  # read by models/vocoder/encoder.py; what was trained from Base may still have it
@@ -113,9 +114,9 @@ def _parts(path: str, owner: Any) -> Iterator[tuple[str, Tensor | Matrix]]:
             yield from _parts(f"{path}.{field.name}".lstrip("."), getattr(owner, field.name))
 
 
-def speech_weight_bytes(shape: SpeechShape, quantize: str | None) -> int:
+def speech_weight_bytes(shape: SpeechShape, quantize: str | None, layout: Layout = "strips") -> int:
     """Bytes of the loaded weights of a shape, known without loading anything."""
-    return empty_speech_weights(shape, quantize, device="meta").n_bytes
+    return empty_speech_weights(shape, quantize, "meta", layout).n_bytes
 
 
 def frame_bytes(shape: SpeechShape, quantize: str | None) -> tuple[int, int]:
@@ -131,15 +132,15 @@ def frame_bytes(shape: SpeechShape, quantize: str | None) -> tuple[int, int]:
 
 
 def empty_speech_weights(
-    shape: SpeechShape, quantize: str | None, device: str | None = None
+    shape: SpeechShape, quantize: str | None, device: str | None = None, layout: Layout = "strips"
 ) -> SpeechWeights:
     """Uninitialised weights of the right sizes and formats. The text side stays bfloat16: it is read for few rows."""
     h, p, th, n = (
         shape.talker.hidden_size, shape.predictor.hidden_size, shape.text_hidden_size, shape.n_codebook,
     )  # fmt: skip
 
-    def matrix(name: str, n: int, k: int) -> Matrix:
-        return Matrix.empty(n, k, format_of(name, quantize), device=device)
+    def matrix(n: int, k: int, role: Role = "plain") -> Matrix:
+        return Matrix.empty(n, k, format_of(role, quantize, layout), device=device)
 
     def vector(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=device)
@@ -147,8 +148,8 @@ def empty_speech_weights(
     def table(rows: int, width: int) -> Tensor:
         return torch.empty(rows, width, dtype=torch.bfloat16, device=device)
 
-    def projection(out: int, width: int, name: str = "projection") -> Projection:
-        return Projection(matrix(name, out, width), vector(out))
+    def projection(out: int, width: int, role: Role = "plain") -> Projection:
+        return Projection(matrix(out, width, role), vector(out))
 
     def decoder(d: DecoderShape) -> Decoder:
         return Decoder(
@@ -156,33 +157,36 @@ def empty_speech_weights(
             vector(d.hidden_size),
         )
 
-    text = "router"  # kept as stored
     return SpeechWeights(
         text_table=table(shape.text_vocab_size, th),
-        text_fc1=projection(th, th, text),
-        text_fc2=projection(h, th, text),
+        text_fc1=projection(th, th, "kept"),
+        text_fc2=projection(h, th, "kept"),
         codec_table=table(shape.talker.vocab_size, h),
         code_tables=[table(n, h) for _ in range(N_CODES - 1)],
         talker=decoder(shape.talker),
-        head=matrix("lm_head", n + 1, h),
+        head=matrix(n + 1, h, "sensitive"),
         predictor=decoder(shape.predictor),
-        code_heads=[matrix("lm_head", n, p) for _ in range(N_CODES - 1)],
+        code_heads=[matrix(n, p, "sensitive") for _ in range(N_CODES - 1)],
         projection=projection(p, h) if shape.has_projection else None,
     )
 
 
+class _EmptyMatrix(Protocol):
+    def __call__(self, n: int, k: int, role: Role = "plain") -> Matrix: ...
+
+
 def _empty_layer(
-    d: DecoderShape, is_last: bool, matrix: Callable[[str, int, int], Matrix], vector: Callable[[int], Tensor]
+    d: DecoderShape, is_last: bool, matrix: _EmptyMatrix, vector: Callable[[int], Tensor]
 ) -> DecoderLayer:
     h, f = d.hidden_size, d.intermediate_size
     return DecoderLayer(
         input_norm=vector(h),
-        qkv=matrix("qkv", d.qkv_rows, h),
+        qkv=matrix(d.qkv_rows, h),
         q_norm=vector(d.head_dim),
         k_norm=vector(d.head_dim),
-        o_proj=matrix("o_proj", h, d.q_rows),
+        o_proj=matrix(h, d.q_rows),
         post_norm=vector(h),
-        mlp=Mlp(matrix("gate_up", 2 * f, h), matrix("last down" if is_last else "down", h, f)),
+        mlp=Mlp(matrix(2 * f, h), matrix(h, f, "sensitive" if is_last else "plain")),
     )
 
 
@@ -194,6 +198,7 @@ def load_speech_weights(
     quantize: str | None = None,
     n_threads: int = 1,
     device: str | None = None,
+    layout: Layout = "strips",
 ) -> tuple[SpeechWeights, list[str]]:
     """Load talker and predictor of a checkpoint directory; the second result holds notices for the user. As `load_weights`.
 
@@ -206,7 +211,7 @@ def load_speech_weights(
         for name, header in read_headers(directory).items()
         if not name.startswith(_SPEAKER_ENCODER)
     }
-    weights = empty_speech_weights(shape, quantize, device)
+    weights = empty_speech_weights(shape, quantize, device, layout)
     plan = list(plan_of_tensors(weights, shape))
     notices = check_plan(plan, headers, directory)
     copy_parts(plan, Files(headers), progress, n_threads)
@@ -268,11 +273,12 @@ def dummy_speech_weights(
     quantize: str | None = None,
     n_threads: int = 1,
     device: str | None = None,
+    layout: Layout = "strips",
 ) -> SpeechWeights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(DUMMY_BLOCK, generator=generator)
-    weights = empty_speech_weights(shape, quantize, device)
+    weights = empty_speech_weights(shape, quantize, device, layout)
     scaled: dict[float, Tensor] = {}
     total, done, offset = weights.n_bytes, 0, 0
     for _, part in weights.named_parts():

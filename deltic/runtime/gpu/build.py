@@ -59,9 +59,9 @@ def build_gpu_runner(config: EngineConfig, progress: Progress) -> GpuRunner:
 
     notices: list[str] = []
     if config.dummy is not None:
-        weights = dummy_weights(shape, config.seed, on_bytes, quantize="rows", device=device)
+        weights = dummy_weights(shape, config.seed, on_bytes, layout="rows", device=device)
     else:
-        weights, notices = load_weights(directory, shape, on_bytes, quantize="rows", device=device)
+        weights, notices = load_weights(directory, shape, on_bytes, layout="rows", device=device)
     if (
         weights.n_bytes > plan.weight_bytes
     ):  # a head that the configuration ties to the embedding, and is stored all the same
@@ -103,7 +103,7 @@ def begin_warmup(config: EngineConfig) -> Kernels:
 
 def collect(plan: Plan, levers: Levers) -> list[Job]:
     """Every kernel that the steps of this plan start, as `collecting` finds them."""
-    weights = empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta")
+    weights = empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, "meta", "rows")
     runner = GpuRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
     with collecting() as jobs:
         for recording in runner.recordings():

@@ -173,7 +173,7 @@ def make_gpu_plan(
             f"{RESERVE_BYTES / 2e9:.1f} GB beside; give at most {(free_bytes - RESERVE_BYTES // 2) / 1e9:.1f}"
         )
     plan = Plan(
-        shape=shape, quantize=None, weight_bytes=weight_bytes(shape, "rows"), n_real=n_real, max_model_len=length,
+        shape=shape, quantize=None, weight_bytes=weight_bytes(shape, None, "rows"), n_real=n_real, max_model_len=length,
         max_num_seqs=config.max_num_seqs or DEFAULT_SEQS, n_checkpoints=config.n_checkpoints or 0,
         max_step_tokens=step_tokens, n_pages=0, host_bytes=0, n_threads=1, workspace={}, budget_bytes=most, n_columns=RING,
     )  # fmt: skip

@@ -42,10 +42,10 @@ def build_gpu_speech_runner(config: EngineConfig, progress: Progress) -> GpuSpee
     compiling = begin_compiling(plan, levers, collect)  # beside reading the weights
     notices: list[str] = []
     if config.dummy is not None:
-        weights = dummy_speech_weights(shape, config.seed, on_bytes, quantize="rows", device=device)
+        weights = dummy_speech_weights(shape, config.seed, on_bytes, layout="rows", device=device)
         codec = dummy_codec(shape.vocoder, config.seed)
     else:
-        weights, notices = load_speech_weights(directory, shape, on_bytes, quantize="rows", device=device)
+        weights, notices = load_speech_weights(directory, shape, on_bytes, layout="rows", device=device)
         codec = load_codec(directory, shape.vocoder)
     lap("weights")
     compiling.wait(progress)
@@ -78,7 +78,7 @@ def collect(plan: SpeechPlan, levers: Levers) -> list[Job]:
     shape = plan.shape  # two layers: the others start the same kernels
     talker, predictor = replace(shape.talker, n_layers=2), replace(shape.predictor, n_layers=2)
     shape = replace(shape, talker=talker, predictor=predictor)
-    weights, codec = empty_speech_weights(shape, "rows", "meta"), empty_codec(shape.vocoder)
+    weights, codec = empty_speech_weights(shape, None, "meta", "rows"), empty_codec(shape.vocoder)
     runner = GpuSpeechRunner(replace(plan, shape=shape, host_bytes=0), weights, codec, levers)
     with collecting() as jobs:
         for recording in runner.recordings():

@@ -144,7 +144,7 @@ def _weight_bytes(shape: SpeechShape) -> int:
     stored = shape.text_vocab_size * shape.text_hidden_size * 2
     texts = shape.text_vocab_size * shape.talker.hidden_size * 4
     codes = N_CODES * shape.n_codebook * shape.predictor.hidden_size * 4 if shape.has_projection else 0
-    return speech_weight_bytes(shape, "rows") - stored + texts + codes
+    return speech_weight_bytes(shape, None, "rows") - stored + texts + codes
 
 
 def _count(plan: SpeechPlan, levers: Levers) -> dict[str, int]:
