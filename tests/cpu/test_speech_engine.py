@@ -30,7 +30,7 @@ from deltic.models.tts.shape import (
 )
 from deltic.models.tts.weights import empty_speech_weights, load_speech_weights, plan_of_tensors
 from deltic.reference import speech as oracle
-from deltic.reference.codec import decode
+from deltic.reference.vocoder import decode
 from deltic.runtime.build import build_for_device
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.speech_plan import make_speech_plan

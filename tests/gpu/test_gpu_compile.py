@@ -155,7 +155,7 @@ def _plan(kind: str) -> Any:
 def _collected() -> dict[str, Any]:
     from deltic.models.qwen.weights import dummy_weights, empty_weights
     from deltic.models.tts.weights import dummy_speech_weights
-    from deltic.models.vocoder.weights import dummy_codec
+    from deltic.models.vocoder.weights import dummy_vocoder
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu import build as gpu_build
     from deltic.runtime.gpu import speech_build as gpu_speech_build
@@ -186,7 +186,7 @@ def _collected() -> dict[str, Any]:
             "empty_speech_weights",
             lambda shape, *_: dummy_speech_weights(shape, layout="rows"),
         )
-        patch.setattr(gpu_speech_build, "empty_codec", dummy_codec)
+        patch.setattr(gpu_speech_build, "empty_vocoder", dummy_vocoder)
         with_memory = gpu_speech_build.collect(speech_plan, levers)
     found["speech"] = {"kernels": len(jobs), "with_memory": difference(jobs, with_memory)}
     return found | {"warmups": _warmups(), "keys": _keys()}
@@ -313,7 +313,7 @@ def _recorded() -> dict[str, Any]:
 
     from deltic.models.qwen.weights import dummy_weights
     from deltic.models.tts.weights import dummy_speech_weights
-    from deltic.models.vocoder.weights import dummy_codec
+    from deltic.models.vocoder.weights import dummy_vocoder
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu import build as gpu_build
     from deltic.runtime.gpu import speech_build as gpu_speech_build
@@ -332,7 +332,7 @@ def _recorded() -> dict[str, Any]:
         )
         if kind == "speech":
             weights = dummy_speech_weights(plan.shape, layout="rows", device="cuda")
-            GpuSpeechRunner(plan, weights, dummy_codec(plan.shape.vocoder), Levers())
+            GpuSpeechRunner(plan, weights, dummy_vocoder(plan.shape.vocoder), Levers())
         else:
             GpuRunner(plan, dummy_weights(plan.shape, layout="rows", device="cuda"), Levers())
     return {"misses": misses}

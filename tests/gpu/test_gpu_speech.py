@@ -1,7 +1,7 @@
 """A speech model on a GPU, or on its kernels interpreted: the oracle's codes, and the same bits in any company.
 
 What is said and how it is compared is `tests/cpu/test_speech_engine.py`'s. Interpreted, products are computed in float64 and the
-vocoder is silent (`test_gpu_codec.py` has that).
+vocoder is silent (`test_gpu_vocoder.py` has that).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from deltic.engine.step import Chunk, Sequence, Step, StepResult
 from deltic.models.tts import gpu as tts_gpu
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
 from deltic.models.tts.weights import load_speech_weights
-from deltic.models.vocoder.cpu import Vocoded
 from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
 from deltic.ops.gpu.launch import Levers
 from deltic.reference.sample import sample as oracle_sample
 from deltic.runtime.cpu.speech_plan import SpeechPlan
+from deltic.runtime.cpu.vocoder import Vocoded
 from deltic.runtime.gpu.speech_build import build_gpu_speech_runner
 from deltic.runtime.gpu.speech_plan import make_gpu_speech_plan
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
-from tests.gpu.test_gpu_codec import exact_products  # noqa: F401
 from tests.gpu.test_gpu_engine import without_syncs
+from tests.gpu.test_gpu_vocoder import exact_products  # noqa: F401
 from tests.tiny_speech import N_CODES, tiny_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -31,13 +31,14 @@ from deltic.models.tts.weights import (
     empty_speech_weights,
     load_speech_weights,
 )
-from deltic.models.vocoder.cpu import SEEN_FRAMES, Vocoder
-from deltic.models.vocoder.weights import dummy_codec, load_codec
+from deltic.models.vocoder.cpu import SEEN_FRAMES
+from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
 from deltic.ops.cpu.program import Program, chosen, instruction_set, load_library
 from deltic.ops.cpu.vocoder import multiplies_half
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.plan import Arena
 from deltic.runtime.cpu.speech_plan import SpeechPlan, build_speech_workspace, make_speech_plan
+from deltic.runtime.cpu.vocoder import VocoderStreams
 from deltic.runtime.voices import Voices, open_voices
 
 Progress = Callable[[str, float], None]
@@ -47,10 +48,10 @@ class SpeechRunner:
     """Talker, predictor and vocoder on the CPU, with their memory. Not thread-safe: one engine loop owns it."""
 
     def __init__(
-        self, plan: SpeechPlan, weights: SpeechWeights, codec: dict[str, Tensor],
+        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Tensor],
         progress: Progress = lambda stage, done: None,
     ) -> None:  # fmt: skip
-        """codec: of load_codec; it is used up."""
+        """vocoder: of load_vocoder; it is used up."""
         shape = plan.shape
         self.plan = plan
         self.max_logit_rows = plan.max_num_seqs + PAGE_SIZE
@@ -66,8 +67,8 @@ class SpeechRunner:
         )
         host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), torch.uint8)
         self.workspace = build_speech_workspace(plan, arena)
-        self.vocoder = Vocoder(
-            shape.vocoder, codec, n_streams=plan.n_streams + 1, n_threads=plan.n_threads, cpus=plan.cpus,
+        self.vocoder = VocoderStreams(
+            shape.vocoder, vocoder, n_streams=plan.n_streams + 1, n_threads=plan.n_threads, cpus=plan.cpus,
             allocate=arena.allocate, half=self.has_half_vocoder,
         )  # fmt: skip
         arena.touch(lambda done: progress("memory", done))
@@ -245,9 +246,11 @@ def build_speech_runner(config: EngineConfig, progress: Progress) -> SpeechRunne
         return load_speech_weights(directory, shape, on_bytes, quantize=config.quantize, n_threads=n_threads)
 
     weights, notices = through_cache(config, directory, map_file, load)
-    codec = dummy_codec(shape.vocoder, config.seed) if is_dummy else load_codec(directory, shape.vocoder)
+    vocoder = (
+        dummy_vocoder(shape.vocoder, config.seed) if is_dummy else load_vocoder(directory, shape.vocoder)
+    )
     lap("weights")
-    runner = SpeechRunner(plan, weights, codec, progress)
+    runner = SpeechRunner(plan, weights, vocoder, progress)
     lap("memory")
     if shape.variant == "base":
         library = Path(load_library(runner.program.instruction_set)._name)

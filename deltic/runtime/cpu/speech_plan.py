@@ -16,7 +16,7 @@ from deltic.models.tts.cpu import SpeechActivations, allocate_speech, check_spee
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import speech_weight_bytes
 from deltic.models.vocoder.cpu import allocate_vocoder, check_vocoder
-from deltic.models.vocoder.weights import codec_weight_bytes
+from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.plan import DEFAULT_POOL_BYTES, DEFAULT_STEP_TOKENS, FREE_SHARE, Arena
 from deltic.runtime.cpu.sampler import Sampler
@@ -134,7 +134,7 @@ def make_speech_plan(config: EngineConfig, shape: SpeechShape, free_bytes: int |
         shape=shape,
         quantize=config.quantize,
         weight_bytes=speech_weight_bytes(shape, config.quantize),
-        vocoder_bytes=codec_weight_bytes(shape.vocoder),
+        vocoder_bytes=vocoder_weight_bytes(shape.vocoder),
         max_model_len=length,
         max_num_seqs=config.max_num_seqs or DEFAULT_SEQS,
         max_step_tokens=config.max_step_tokens or DEFAULT_STEP_TOKENS,

@@ -36,7 +36,7 @@ from deltic.runtime.gpu.prefill import PrefillBatch
 from deltic.runtime.gpu.record import Body, Recording, record_all
 from deltic.runtime.gpu.speech_plan import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.runtime.gpu.text import BLOCKS, LENGTHS, ROWS
-from deltic.runtime.gpu.vocoder import GpuVocoder
+from deltic.runtime.gpu.vocoder import GpuVocoderStreams
 
 Progress = Callable[[str, float], None]
 
@@ -86,7 +86,7 @@ class GpuSpeechRunner(SpeechRunner):
     """
 
     def __init__(
-        self, plan: SpeechPlan, weights: SpeechWeights, codec: dict[str, Tensor], levers: Levers,
+        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Tensor], levers: Levers,
         progress: Progress = lambda stage, done: None,
     ) -> None:  # fmt: skip
         shape, d, device = plan.shape, plan.shape.talker, weights.codec_table.device
@@ -109,8 +109,8 @@ class GpuSpeechRunner(SpeechRunner):
         self.buffers = gpu_speech_workspace(plan, levers, allocate)
         self.buffers.decode.numbers.copy_(torch.arange(2 * plan.max_num_seqs, dtype=torch.int32))
         self.tts = TtsGpu(shape, weights, plan.max_model_len, levers)
-        self.vocoder: Any = GpuVocoder(
-            shape.vocoder, codec, n_streams=plan.n_streams + 1, levers=levers, device=device, progress=progress
+        self.vocoder: Any = GpuVocoderStreams(
+            shape.vocoder, vocoder, n_streams=plan.n_streams + 1, levers=levers, device=device, progress=progress
         )  # fmt: skip
         self.places = SpeechPlaces(self.buffers, shape.end_id, shape.n_drawn, plan.max_model_len)
         n_blocks = plan.max_step_tokens // PAGE_SIZE

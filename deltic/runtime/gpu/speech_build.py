@@ -13,7 +13,7 @@ from deltic.config import EngineConfig
 from deltic.engine.stopwatch import stopwatch
 from deltic.models.checkpoint import locate_speech, model_name
 from deltic.models.tts.weights import dummy_speech_weights, empty_speech_weights, load_speech_weights
-from deltic.models.vocoder.weights import dummy_codec, empty_codec, load_codec
+from deltic.models.vocoder.weights import dummy_vocoder, empty_vocoder, load_vocoder
 from deltic.ops.contract import KernelError
 from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
 from deltic.runtime.cpu.speech_plan import SpeechPlan
@@ -43,15 +43,15 @@ def build_gpu_speech_runner(config: EngineConfig, progress: Progress) -> GpuSpee
     notices: list[str] = []
     if config.dummy is not None:
         weights = dummy_speech_weights(shape, config.seed, on_bytes, layout="rows", device=device)
-        codec = dummy_codec(shape.vocoder, config.seed)
+        vocoder = dummy_vocoder(shape.vocoder, config.seed)
     else:
         weights, notices = load_speech_weights(directory, shape, on_bytes, layout="rows", device=device)
-        codec = load_codec(directory, shape.vocoder)
+        vocoder = load_vocoder(directory, shape.vocoder)
     lap("weights")
     compiling.wait(progress)
     lap("compile")
     try:
-        runner = GpuSpeechRunner(plan, weights, codec, levers, progress)
+        runner = GpuSpeechRunner(plan, weights, vocoder, levers, progress)
     except TritonError as error:
         raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
     lap("record")
@@ -78,8 +78,8 @@ def collect(plan: SpeechPlan, levers: Levers) -> list[Job]:
     shape = plan.shape  # two layers: the others start the same kernels
     talker, predictor = replace(shape.talker, n_layers=2), replace(shape.predictor, n_layers=2)
     shape = replace(shape, talker=talker, predictor=predictor)
-    weights, codec = empty_speech_weights(shape, None, "meta", "rows"), empty_codec(shape.vocoder)
-    runner = GpuSpeechRunner(replace(plan, shape=shape, host_bytes=0), weights, codec, levers)
+    weights, vocoder = empty_speech_weights(shape, None, "meta", "rows"), empty_vocoder(shape.vocoder)
+    runner = GpuSpeechRunner(replace(plan, shape=shape, host_bytes=0), weights, vocoder, levers)
     with collecting() as jobs:
         for recording in runner.recordings():
             recording.run()

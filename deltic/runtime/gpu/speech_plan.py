@@ -21,7 +21,7 @@ from deltic.models.tts.gpu import (
 )
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import speech_weight_bytes
-from deltic.models.vocoder.gpu import check_codec, state_words
+from deltic.models.vocoder.gpu import check_vocoder_gpu, state_words
 from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.gpu.frames import FrameParameters
 from deltic.ops.gpu.launch import Levers
@@ -91,7 +91,7 @@ def make_gpu_speech_plan(
     """Sizes for this model in free_bytes of device memory. Raises ConfigError for what does not fit, or means nothing here;
     UnsupportedModelError for a geometry that the kernels cannot run."""
     check_speech_gpu(shape)
-    check_codec(shape.vocoder)
+    check_vocoder_gpu(shape.vocoder)
     _refuse_foreign(config)
     if config.quantize:
         raise ConfigError(f"--quantize {config.quantize} is for the CPU; leave it out, or give --device cpu")
