@@ -160,7 +160,7 @@ class Vocoder:
         self._cos, self._sin = angles.cos(), angles.sin()
 
     def record(self, front: Program, rest: Program) -> None:
-        """front: all that the streams' states need of the pre-transformer; rest: the samples."""
+        """A pass is front, then rest; front alone moves the streams on without samples."""
         a, b, x = self.buffers.rows
         self._record_front(front, a, b, x)
         a, b = self._record_upsampling(rest, a, b, x)
