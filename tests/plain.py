@@ -15,10 +15,10 @@ from deltic.ops.matrix import Matrix
 
 def rows(matrix: Matrix) -> Tensor:
     """[n, k], or [E, n, k] of experts; bfloat16 where that is what is stored."""
-    if matrix.format.name == "rows":
+    if matrix.format.layout == "rows":
         return matrix.rows.cpu()
     values = matrix.unpack()
-    if matrix.format.name == "bf16":
+    if matrix.format.precision == "bf16":
         values = values.to(torch.bfloat16)
     return values[0] if len(values) == 1 else values
 

@@ -52,9 +52,9 @@ class Model:
     def load(cls, config: EngineConfig) -> Model:
         directory, shape = locate(config)
         if config.dummy:
-            weights = dummy_weights(shape, config.seed, quantize="rows", device="cuda")
+            weights = dummy_weights(shape, config.seed, layout="rows", device="cuda")
         else:
-            weights, _ = load_weights(directory, shape, quantize="rows", device="cuda")
+            weights, _ = load_weights(directory, shape, layout="rows", device="cuda")
         return cls(config, shape, n_real_ids(config, directory, shape), weights)
 
     def engine(self, levers: Levers, n_rows: int) -> Engine:
@@ -128,7 +128,7 @@ def decode_row(
 ) -> dict[str, Any]:
     """What the rounds (seconds of each step) of n sequences come to. context: the mean of their steps."""
     times = sorted(second for found in rounds for second in found)
-    ms, n_bytes = statistics.median(times) * 1000, decode_bytes(shape, "rows", n, context)
+    ms, n_bytes = statistics.median(times) * 1000, decode_bytes(shape, None, n, context, "rows")
     runner = engine.runner
     assert isinstance(runner, GpuTextRunner)
     return {

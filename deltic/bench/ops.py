@@ -31,7 +31,7 @@ from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.checkpoint import locate, model_name
-from deltic.models.loading import format_of
+from deltic.models.loading import Role, format_of
 from deltic.models.qwen.cpu import Activations, allocate_activations
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.qwen.weights import weight_bytes
@@ -81,7 +81,11 @@ class Roofs:
     @classmethod
     def measured(cls, n_threads: int, quantize: str | None) -> Roofs:
         """In bfloat16, and in what a model so quantised has besides."""
-        formats = ["bf16", *(format_of(name, quantize).name for name in ("gate_up", "lm_head"))]
+        formats = [
+            "bf16",
+            format_of("plain", quantize).precision,
+            format_of("sensitive", quantize).precision,
+        ]
         read = read_bandwidth(n_threads)
         return cls(read, {name: multiply_peak(n_threads, name) for name in dict.fromkeys(formats)})
 
@@ -143,9 +147,9 @@ class Workload:
         record(program)
         return Case(name, size, n_per_step, program, 1, n_bytes, n_operations, decodes_only)
 
-    def linear_case(self, what: str, n_out: int, n_in: int, n_per_step: int, field: str = "linear") -> Case:
-        """A linear over copies of its weight, each used once a run. field: of the weights, which decides the format."""
-        format = format_of(field, self.quantize)
+    def linear_case(self, what: str, n_out: int, n_in: int, n_per_step: int, role: Role = "plain") -> Case:
+        """A linear over copies of its weight, each used once a run. role: of the weight, which decides the format."""
+        format = format_of(role, self.quantize)
         weight = Matrix.n_bytes_of(n_out, n_in, format)
         n_copies = max(1, min(MAX_COPIES, min(CACHE_BYTES, self.weight_bytes) // weight))
         program = Program(self.n_threads)
@@ -164,7 +168,7 @@ class Workload:
             n_copies,
             lambda m: weight + m * (2 * n_in + 4 * n_out),
             lambda m: 2.0 * m * n_in * n_out,
-            format=format.name,
+            format=format.precision,
         )
 
     def cases(self) -> Iterator[Case]:
@@ -182,15 +186,15 @@ class Workload:
         yield self.linear_case("gate, up", 2 * inner, h, layers)
         yield self.linear_case("down", h, inner, layers)
         if shape.is_moe:
-            yield self.linear_case("router", shape.n_experts + 1, h, layers, "router")
+            yield self.linear_case("router", shape.n_experts + 1, h, layers, "kept")
             yield self._moe_case()
-        yield self.linear_case("head", v, h, 1, "lm_head")
+        yield self.linear_case("head", v, h, 1, "sensitive")
         yield from self._sample_cases()
 
     def _row_cases(self) -> Iterator[Case]:
         shape, act, inputs = self.shape, self.activations, self.batch.inputs
         h, v, layers = shape.hidden_size, shape.vocab_size, shape.n_layers
-        table = _packed(v, h, format_of("embed", self.quantize))
+        table = _packed(v, h, format_of("sensitive", self.quantize))
         a_row = table.n_bytes / v
         yield self.case(
             "embed", f"{v} x {h}", 1,
@@ -285,7 +289,7 @@ class Workload:
             shape.n_experts_per_tok,
             shape.moe_intermediate_size,
         )
-        format = format_of("gate_up", self.quantize)
+        format = format_of("plain", self.quantize)
         gate_up, down = _packed(2 * inner, h, format, e), _packed(h, inner, format, e)
         an_expert = (gate_up.n_bytes + down.n_bytes) / e
 
@@ -303,7 +307,7 @@ class Workload:
         program = Program(self.n_threads)
         record(program)
         return Case(
-            "moe", size, shape.n_layers, program, 1, n_bytes, lambda m: 6.0 * m * k * inner * h, format=format.name
+            "moe", size, shape.n_layers, program, 1, n_bytes, lambda m: 6.0 * m * k * inner * h, format=format.precision
         )  # fmt: skip
 
     def _sample_cases(self) -> Iterator[Case]:

@@ -17,6 +17,7 @@ from deltic.models.qwen.weights import Moe, empty_weights
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
+from deltic.ops.matrix import Layout
 from deltic.roofs import GpuRoofs, multiply_peak, read_bandwidth
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_model
 from deltic.runtime.cpu.device import Cpu
@@ -175,10 +176,12 @@ def _cache_table(plan: TextPlan, on_host: bool, disk_bytes: int | None) -> Table
     return table
 
 
-def decode_bytes(shape: ModelShape, quantize: str | None, n_seqs: int, context: int) -> float:
+def decode_bytes(
+    shape: ModelShape, quantize: str | None, n_seqs: int, context: int, layout: Layout = "strips"
+) -> float:
     """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that uniform
     routing touches), each state read and written, each context's keys and values read."""
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device="meta")
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, "meta", layout)
     n_bytes: float = weights.n_bytes
     if weights.lm_head is not weights.embed:
         n_bytes -= weights.embed.n_bytes  # a lookup
@@ -201,9 +204,9 @@ def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | Non
     """Roofs, not forecasts, and without a vocoder: the larger of bytes over bandwidth and operations over the multiply rate. Without
     roofs, the bytes of a step."""
     shape, context = plan.shape, min(1024, plan.max_model_len)
-    layout = "rows" if on_gpu else plan.quantize
+    layout: Layout = "rows" if on_gpu else "strips"
     if plan.speaks:
-        parts = frame_bytes(shape, layout)
+        parts = frame_bytes(shape, plan.quantize)
         heads = N_CODES * shape.n_codebook * shape.predictor.hidden_size
         work = 2 * (shape.talker.layer_params + N_CODES * shape.predictor.layer_params + heads)
         what, speed, sizes = "streams", "ms a frame at least", (1, 2, 4, 8, 16)
@@ -222,7 +225,7 @@ def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | Non
     columns = (speed, "bound by") if roofs else ("GB",)
     table = Table(what, *columns, title=title, title_justify="left")
     for n in (n for n in sizes if n <= plan.max_num_seqs):
-        n_bytes = sum(parts) if plan.speaks else decode_bytes(shape, layout, n, context)
+        n_bytes = sum(parts) if plan.speaks else decode_bytes(shape, plan.quantize, n, context, layout)
         name = f"{n}" if plan.speaks else f"decode, {n} at {context} tokens"
         if roofs is None:
             table.add_row(name, f"{n_bytes / 1e9:.2f}")

@@ -72,7 +72,7 @@ class Pending(Protocol):
 
 
 class StreamVocoder(Protocol):
-    """What the stage needs of a vocoder: `models.codec.Vocoder`, its sister on a GPU, or a fake in tests."""
+    """What the stage needs of a vocoder: `runtime.cpu.vocoder.VocoderStreams`, its sister on a GPU, or a fake in tests."""
 
     def open(self, slot: int, state: Any = None) -> None: ...
 

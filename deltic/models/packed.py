@@ -17,9 +17,9 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +29,7 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import Progress, checkpoint_files
+from deltic.models.loading import Parts, Progress, checkpoint_files
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, empty_weights, load_weights, weight_bytes
 from deltic.ops.cpu.program import Program
@@ -45,14 +45,6 @@ _PAGE = 4096
 _ADVICE = "it must be packed again"
 _ABANDONED_S = 3600.0
 """A part file that nobody has written to for this long was left by a writer that was killed."""
-
-
-class Parts(Protocol):
-    """Weights of any model."""
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def replace(self, memory: dict[str, Tensor]) -> None: ...
 
 
 P = TypeVar("P", bound=Parts)

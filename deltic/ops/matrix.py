@@ -1,6 +1,6 @@
-"""Packed matrices: the one layout in which the linears, the experts and the embedding read their weights.
+"""Packed matrices: what the linears, the experts and the embedding read as their weights.
 
-A matrix [N, K] is stored in strips of 16 rows (csrc/matrix.h says how):
+A format is a precision in a layout. The CPU's kernels read strips of 16 rows (csrc/matrix.h says how):
 
     bf16   as stored in the checkpoint
     int8   8.25 bits a weight: groups of 128 along K with a float32 scale, symmetric
@@ -10,13 +10,14 @@ A matrix [N, K] is stored in strips of 16 rows (csrc/matrix.h says how):
 Rows multiplied with a quantised matrix are themselves rounded to int8, with a scale per row and group; the sums within
 a group are exact integers. The layout does not depend on the machine, so a packed file can be kept and moved.
 
-The GPU's kernels read `rows`: bfloat16, row after row, as stored in the checkpoint.
+The GPU's kernels read rows, one after another as stored in the checkpoint, so far in bf16 only.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,30 +28,39 @@ from deltic.ops.cpu.program import Program
 STRIP = 16
 
 
+Layout = Literal["strips", "rows"]
+"""The order of a matrix in memory: as the CPU's kernels read it, or as the GPU's do."""
+
+
 @dataclass(frozen=True)
 class MatrixFormat:
-    """code: its number in csrc/matrix.h (-1: the CPU's kernels do not read it); group: weights along K that share a scale; bits: of one weight, scales left out."""
+    """A precision in a layout.
 
-    name: str
-    code: int
-    group: int
+    bits: of one weight, scales left out; group: weights along K that share a scale; code: the precision's number in
+    csrc/matrix.h, -1 where the CPU's kernels do not read the layout.
+    """
+
+    layout: Layout
+    precision: str
     bits: int
+    group: int
+    code: int = -1
     symmetric: bool = True
 
 
 FORMATS = {
-    f.name: f
+    f.precision: f
     for f in (
-        MatrixFormat("bf16", 0, 32, 16),
-        MatrixFormat("int8", 1, 128, 8),
-        MatrixFormat("int4", 2, 64, 4, symmetric=False),
-        MatrixFormat("int4-symmetric", 2, 64, 4),
+        MatrixFormat("strips", "bf16", 16, 32, 0),
+        MatrixFormat("strips", "int8", 8, 128, 1),
+        MatrixFormat("strips", "int4", 4, 64, 2, symmetric=False),
+        MatrixFormat("strips", "int4-symmetric", 4, 64, 2),
     )
 }
-"""Those that the CPU's kernels read."""
+"""Strips, by precision."""
 
-ROWS = MatrixFormat("rows", -1, 1, 16)
-"""What the GPU's read."""
+ROWS = MatrixFormat("rows", "bf16", 16, 1)
+"""Rows, in the one precision that they have."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,8 @@ class Matrix:
 
     @staticmethod
     def n_bytes_of(n: int, k: int, format: MatrixFormat) -> int:
-        if format == ROWS:
-            return n * k * 2
+        if format.layout == "rows":
+            return n * k * format.bits // 8
         scales = 0 if format.bits == 16 else math.ceil(k / format.group) * 4
         return math.ceil(n / STRIP) * STRIP * (k * format.bits // 8 + scales)
 
@@ -90,8 +100,8 @@ class Matrix:
 
     @property
     def rows(self) -> Tensor:
-        """bfloat16 [n, k], of several matrices [n_matrices, n, k]: the matrix itself, in the format rows."""
-        check("matrix", self.format == ROWS, "a matrix in rows")
+        """bfloat16 [n, k], of several matrices [n_matrices, n, k]: the matrix itself, in the format ROWS."""
+        check("matrix", self.format == ROWS, "a matrix in rows of bfloat16")
         n_matrices = self.data.shape[0]
         size = (self.n, self.k) if n_matrices == 1 else (n_matrices, self.n, self.k)
         return self.data.view(torch.bfloat16).view(size)

@@ -20,7 +20,7 @@ from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_i
 from deltic.models.packed import PACKED
 from deltic.models.qwen.weights import dummy_weights, load_weights
 from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
-from deltic.models.vocoder.weights import dummy_codec, load_codec
+from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.plan import Plan, make_plan
@@ -83,10 +83,10 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     compiling = device.begin_compiling(plan)  # beside reading the weights
     load = partial(_load, config, directory, plan, progress, **device.layout(config, plan))
     weights, notices = device.weights(config, directory, plan, load, progress)
-    codec = None
+    vocoder = None
     if plan.speaks:
-        vocoder = plan.shape.vocoder
-        codec = dummy_codec(vocoder, config.seed) if config.dummy else load_codec(directory, vocoder)
+        shape = plan.shape.vocoder
+        vocoder = dummy_vocoder(shape, config.seed) if config.dummy else load_vocoder(directory, shape)
     elif weights.n_bytes > plan.weight_bytes:  # a head beside an embedding that the configuration ties to it
         untied = replace(plan.shape, tie_word_embeddings=False)
         plan = make_plan(config, untied, device.text, plan.n_real, free)
@@ -94,7 +94,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     if compiling is not None:
         compiling.wait(progress)
         lap("compile")
-    runner: Any = device.runner(plan, weights, codec, progress)
+    runner: Any = device.runner(plan, weights, vocoder, progress)
     lap(device.made)
     if plan.speaks:
         notices = notices + _open_voices(runner, config, directory, device.kernels(runner))

@@ -35,7 +35,7 @@ def device_of(name: str) -> Any:
         def open_tiers(self, *given: Any) -> None:
             self.opened, self.tiers = given, Tiers()
 
-    def runner(plan: Plan[Any], weights: Any, codec: Any, progress: Any) -> Any:
+    def runner(plan: Plan[Any], weights: Any, vocoder: Any, progress: Any) -> Any:
         program = SimpleNamespace(instruction_set=instruction_set())
         return Made(plan=plan, info=engine_info(plan, "here"), tiers=None, program=program)
 

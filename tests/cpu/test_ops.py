@@ -106,7 +106,7 @@ def test_packed_bytes_are_the_same_on_every_machine(format: str, monkeypatch: py
 def product(x: Tensor, w: Matrix) -> Tensor:
     """x W^T in float64, with x rounded to int8 by groups as a quantised product does."""
     x = x.float()
-    if w.format.name != "bf16":
+    if w.format.precision != "bf16":
         pieces = []
         for part in x.split(w.format.group, 1):
             most = part.abs().amax(1, keepdim=True)

@@ -20,6 +20,7 @@ from deltic.engine.messages import Output, Request, SamplingParams, Speech
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
 from deltic.models.fields import CheckpointError
+from deltic.models.loading import Declaration
 from deltic.models.tts.shape import (
     FRAME,
     PUBLISHED_SPEECH,
@@ -28,9 +29,9 @@ from deltic.models.tts.shape import (
     codec_side,
     row_id,
 )
-from deltic.models.tts.weights import empty_speech_weights, load_speech_weights, plan_of_tensors
+from deltic.models.tts.weights import declare_speech, load_speech_weights
 from deltic.reference import speech as oracle
-from deltic.reference.codec import decode
+from deltic.reference.vocoder import decode
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import SPEECH
 from deltic.runtime.cpu.speech import SpeechRunner
@@ -455,9 +456,9 @@ def test_what_cannot_be_spoken_is_refused() -> None:
 def test_published_checkpoints_are_read_whole(name: str, n_tensors: int, n_params: int) -> None:
     """As many tensors and parameters as the published files have."""
     shape = PUBLISHED_SPEECH[name]
-    stored = {
-        s.name: s.shape for s in plan_of_tensors(empty_speech_weights(shape, None, device="meta"), shape)
-    }
+    parts = Declaration(None, device="meta")
+    declare_speech(parts, shape)
+    stored = {one.name: one.shape for part in parts.plan for one in part.stored}
     assert len(stored) == n_tensors and sum(map(math.prod, stored.values())) == n_params
 
 

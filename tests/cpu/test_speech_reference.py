@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deltic.reference import codec, speech
-from tests.golden.make_speech import CODEC_STRIDE, COLUMNS, DIRECTORY, STRIDE
+from deltic.reference import speech
+from deltic.reference.vocoder import State, decode
+from tests.golden.make_speech import COLUMNS, DIRECTORY, STRIDE, VOCODER_STRIDE
 from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,11 +74,11 @@ def test_rows_codes_and_waveform_equal_the_published_package(i: int) -> None:
     assert codes.tolist() == case["codes"]
     assert len(codes) <= KEPT["max_new_tokens"] - 1
 
-    state: codec.State = {}
+    state: State = {}
     vocoder = checkpoint(path / "speech_tokenizer")
     if reference is not None:
-        codec.decode(vocoder, reference.codes, state)
-    wave = codec.decode(vocoder, codes, state)
+        decode(vocoder, reference.codes, state)
+    wave = decode(vocoder, codes, state)
     torch.testing.assert_close(wave[::STRIDE], golden(f"{i}.wave"), atol=1e-4, rtol=0)
 
 
@@ -92,13 +93,13 @@ def test_the_cases_cover_what_a_prompt_depends_on() -> None:
 
 
 def test_a_pass_longer_than_the_window_whole_and_in_pieces() -> None:
-    vocoder, codes = checkpoint(tiny_speech("base") / "speech_tokenizer"), golden("codec.codes")
-    whole = codec.decode(vocoder, codes)
+    vocoder, codes = checkpoint(tiny_speech("base") / "speech_tokenizer"), golden("vocoder.codes")
+    whole = decode(vocoder, codes)
     assert len(whole) == len(codes) * FRAME_SAMPLES
-    torch.testing.assert_close(whole[::CODEC_STRIDE], golden("codec.wave"), atol=1e-4, rtol=0)
+    torch.testing.assert_close(whole[::VOCODER_STRIDE], golden("vocoder.wave"), atol=1e-4, rtol=0)
     for cuts in ([1, 4, 25, 1, 7, 2], [39, 1]):
-        state: codec.State = {}
-        pieces = torch.cat([codec.decode(vocoder, piece, state) for piece in codes.split(cuts)])
+        state: State = {}
+        pieces = torch.cat([decode(vocoder, piece, state) for piece in codes.split(cuts)])
         torch.testing.assert_close(pieces, whole, atol=1e-4, rtol=0)
 
 

@@ -24,10 +24,12 @@ from deltic.models.qwen.weights import (
     Moe,
     Weights,
     dummy_weights,
+    empty_weights,
     load_weights,
     weight_bytes,
 )
-from deltic.ops.matrix import Matrix
+from deltic.ops.contract import KernelError
+from deltic.ops.matrix import ROWS, Matrix
 from tests.plain import rows
 from tests.tiny import tiny_checkpoint
 
@@ -126,7 +128,7 @@ def test_vision_and_mtp_are_skipped_with_a_notice() -> None:
 def test_float_checkpoints_are_converted_with_a_notice() -> None:
     for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16")):
         weights, notices, _ = load(tiny_checkpoint("dense", dtype=dtype))
-        assert weights.embed.format.name == "bf16"
+        assert weights.embed.format.precision == "bf16"
         assert len(notices) == 1 and f"from {name} to BF16" in notices[0]
 
 
@@ -298,6 +300,21 @@ def test_dummy_weights_are_the_right_size_repeatable_and_sane() -> None:
             scale = 0.1 if name == "embed" else tensor.shape[-1] ** -0.5
             assert tensor.float().std().item() == pytest.approx(scale, rel=0.05), name
             assert len(tensor.flatten(0, -2).unique(dim=0)) == tensor.flatten(0, -2).shape[0], name
+
+
+def test_the_precision_of_a_matrix_is_that_of_its_role() -> None:
+    shape = ModelShape.from_directory(tiny_checkpoint("moe"))
+    sensitive = {"embed", "lm_head", "layers.3.mlp.down", "layers.3.mlp.shared_down"}
+    for quantize in (None, "int8", "int4", "int4-symmetric"):
+        for name, part in empty_weights(shape, quantize, tied=False, device="meta").named_parts():
+            if isinstance(part, Matrix):
+                is_kept = quantize is None or name.endswith("router")
+                precision = "bf16" if is_kept else "int8" if name in sensitive else quantize
+                assert (part.format.layout, part.format.precision) == ("strips", precision), name
+    rows_of = empty_weights(shape, None, tied=False, device="meta", layout="rows")
+    assert {part.format for _, part in rows_of.named_parts() if isinstance(part, Matrix)} == {ROWS}
+    with pytest.raises(KernelError, match="no rows in int8"):
+        empty_weights(shape, "int8", tied=False, device="meta", layout="rows")
 
 
 def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ tensors.safetensors
   CASE.rows       the first COLUMNS columns of the prompt rows, float32 [P, COLUMNS]; CASE.trailing: of the text still to come
   CASE.wave       every STRIDE-th sample of the answer, int16
   VOICE.speaker   speaker vector, float32 [h]; VOICE.codes: reference codes, int16 [R, 16], for each voice that a case names
-  codec.codes, codec.wave   one whole pass of the vocoder, longer than its window
+  vocoder.codes, vocoder.wave   one whole pass of the vocoder, longer than its window
 
 Needs torch, and of this repository tests/tiny_speech.py only; nothing of deltic runs here.
 """
@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.tiny_speech import N_CODEBOOKS, N_CODES, tiny_audio, tiny_speech
 
 DIRECTORY = Path(__file__).with_name("speech")
-COLUMNS, STRIDE, CODEC_STRIDE = 8, 13, 5
+COLUMNS, STRIDE, VOCODER_STRIDE = 8, 13, 5
 MAX_NEW_TOKENS = 13
-CODEC_FRAMES = 40
+VOCODER_FRAMES = 40
 
 VOICES = {"short": (5000, 1), "long": (52000, 2)}
 """Samples and seed of `tiny_audio`: 3 frames, fewer than the text has ids, and 28, more; neither is a whole number of frames."""
@@ -143,10 +143,10 @@ def main() -> None:
         cases.append(request | {"wide": wide, "is_streaming": is_streaming} | kept)
         print(len(cases) - 1, request, wide, is_streaming, len(kept["codes"]))
     generator = torch.Generator().manual_seed(3)
-    tensors["codec.codes"] = torch.randint(0, N_CODES, (CODEC_FRAMES, N_CODEBOOKS), generator=generator)
-    waves, _ = model.model.speech_tokenizer.decode([{"audio_codes": tensors["codec.codes"]}])
-    tensors["codec.wave"] = to_int16(torch.from_numpy(waves[0])[::CODEC_STRIDE])
-    tensors["codec.codes"] = tensors["codec.codes"].to(torch.int16)
+    tensors["vocoder.codes"] = torch.randint(0, N_CODES, (VOCODER_FRAMES, N_CODEBOOKS), generator=generator)
+    waves, _ = model.model.speech_tokenizer.decode([{"audio_codes": tensors["vocoder.codes"]}])
+    tensors["vocoder.wave"] = to_int16(torch.from_numpy(waves[0])[::VOCODER_STRIDE])
+    tensors["vocoder.codes"] = tensors["vocoder.codes"].to(torch.int16)
     DIRECTORY.mkdir(exist_ok=True)
     save_file(
         {name: value.contiguous() for name, value in tensors.items()}, DIRECTORY / "tensors.safetensors"

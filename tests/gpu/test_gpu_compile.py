@@ -152,7 +152,7 @@ def _plan(kind: str) -> Any:
 def _collected() -> dict[str, Any]:
     from deltic.models.qwen.weights import dummy_weights, empty_weights
     from deltic.models.tts.weights import dummy_speech_weights
-    from deltic.models.vocoder.weights import dummy_codec
+    from deltic.models.vocoder.weights import dummy_vocoder
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu import collect as collecting
     from deltic.runtime.gpu.compile import Job, fix_keys
@@ -168,7 +168,7 @@ def _collected() -> dict[str, Any]:
         jobs = collecting.collect(plan, levers)
         few, collecting._different_layers = collecting._different_layers, lambda weights: weights.layers
         of_all = collecting.collect(plan, levers)
-        collecting.empty_weights = lambda shape, *_: dummy_weights(shape, quantize="rows")
+        collecting.empty_weights = lambda shape, *_: dummy_weights(shape, layout="rows")
         with_memory = collecting.collect(plan, levers)  # tensors in host memory; never started
         collecting.empty_weights, collecting._different_layers = empty_weights, few
         found[kind] = {
@@ -180,9 +180,9 @@ def _collected() -> dict[str, Any]:
         patch.setattr(
             collecting,
             "empty_speech_weights",
-            lambda shape, *_: dummy_speech_weights(shape, quantize="rows"),
+            lambda shape, *_: dummy_speech_weights(shape, layout="rows"),
         )
-        patch.setattr(collecting, "empty_codec", dummy_codec)
+        patch.setattr(collecting, "empty_vocoder", dummy_vocoder)
         with_memory = collecting.collect(speech_plan, levers)
     found["speech"] = {"kernels": len(jobs), "with_memory": difference(jobs, with_memory)}
     return found | {"warmups": _warmups(), "keys": _keys()}
@@ -297,7 +297,7 @@ def _walk(plan: Any, levers: Any) -> Any:
     from deltic.runtime.gpu.text import GpuTextRunner
 
     runner = GpuTextRunner(
-        plan, empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta"), levers
+        plan, empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, "meta", "rows"), levers
     )
     for recording in runner.recordings():
         recording.run()
@@ -309,7 +309,7 @@ def _recorded() -> dict[str, Any]:
 
     from deltic.models.qwen.weights import dummy_weights
     from deltic.models.tts.weights import dummy_speech_weights
-    from deltic.models.vocoder.weights import dummy_codec
+    from deltic.models.vocoder.weights import dummy_vocoder
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu.collect import collect
     from deltic.runtime.gpu.compile import begin_compiling
@@ -326,10 +326,10 @@ def _recorded() -> dict[str, Any]:
             cache_hit or misses.append(src.name)
         )
         if kind == "speech":
-            weights = dummy_speech_weights(plan.shape, quantize="rows", device="cuda")
-            GpuSpeechRunner(plan, weights, dummy_codec(plan.shape.vocoder), Levers())
+            weights = dummy_speech_weights(plan.shape, layout="rows", device="cuda")
+            GpuSpeechRunner(plan, weights, dummy_vocoder(plan.shape.vocoder), Levers())
         else:
-            GpuTextRunner(plan, dummy_weights(plan.shape, quantize="rows", device="cuda"), Levers())
+            GpuTextRunner(plan, dummy_weights(plan.shape, layout="rows", device="cuda"), Levers())
     return {"misses": misses}
 
 

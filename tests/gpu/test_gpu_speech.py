@@ -1,7 +1,7 @@
 """A speech model on a GPU, or on its kernels interpreted: the oracle's codes, and the same bits in any company.
 
 What is said and how it is compared is `tests/cpu/test_speech_engine.py`'s. Interpreted, products are computed in float64 and the
-vocoder is silent (`test_gpu_codec.py` has that).
+vocoder is silent (`test_gpu_vocoder.py` has that).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from deltic.engine.step import Chunk, Sequence, Step, StepResult
 from deltic.models.tts import gpu as tts_gpu
 from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShape
 from deltic.models.tts.weights import load_speech_weights
-from deltic.models.vocoder.cpu import Vocoded
 from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
 from deltic.ops.gpu.launch import Levers
 from deltic.reference.sample import sample as oracle_sample
 from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.vocoder import Vocoded
 from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.buffers import place_table
 from deltic.runtime.gpu.speech import GpuSpeechRunner, SpeechPlaces
 from deltic.runtime.plan import SpeechPlan, make_plan
 from deltic.runtime.voices import Voice
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
-from tests.gpu.test_gpu_codec import exact_products  # noqa: F401
 from tests.gpu.test_gpu_engine import without_syncs
+from tests.gpu.test_gpu_vocoder import exact_products  # noqa: F401
 from tests.tiny_speech import N_CODES, tiny_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -347,7 +347,7 @@ def test_texts_are_projected_and_their_table_is_given_back(
     """The plan does not count the table; the rows are those of one product."""
     directory = tiny_speech("custom_voice", wide=True)
     shape = SpeechShape.from_directory(directory)
-    weights, _ = load_speech_weights(directory, shape, quantize="rows", device=device)
+    weights, _ = load_speech_weights(directory, shape, layout="rows", device=device)
     whole = tts_gpu.project_texts(weights)
     monkeypatch.setattr(tts_gpu, "TEXTS_AT_ONCE", shape.text_vocab_size // 2 - 1)
     model = tts_gpu.TtsGpu(shape, weights, 64, Levers())

@@ -9,9 +9,8 @@ Left out: checkpoints that are quantised already, the vision tower and the MTP h
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,23 +18,21 @@ import torch
 from torch import Tensor
 
 from deltic.models.loading import (
-    DUMMY_BLOCK,
+    Declaration,
     Files,
     Mlp,
+    Parts,
     Progress,
+    Role,
     Stored,
     check_plan,
     copy_parts,
-    format_of,
-    in_order,
-    plan_swiglu,
+    fill_dummy,
     read_headers,
     refuse_quantised,
-    replace_parts,
-    tile,
 )
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
-from deltic.ops.matrix import Matrix
+from deltic.ops.matrix import Layout, Matrix
 
 _WRAPPED_PREFIX = "model.language_model."
 _FLAT_PREFIX = "model."
@@ -81,7 +78,7 @@ class AttnLayer:
 
 
 @dataclass
-class Weights:
+class Weights(Parts):
     """The text stack in the internal layout: packed matrices and float32 vectors. Tied: `lm_head is embed`."""
 
     embed: Matrix  # [V, H]
@@ -89,39 +86,17 @@ class Weights:
     lm_head: Matrix  # [V, H]
     layers: list[GdnLayer | AttnLayer]
 
-    def named_parts(self) -> Iterator[tuple[str, Tensor | Matrix]]:
-        """Everything with its path, such as `layers.3.mlp.gate_up`; a tied head is not repeated."""
-        yield "embed", self.embed
-        yield "norm", self.norm
-        if self.lm_head is not self.embed:
-            yield "lm_head", self.lm_head
-        for i, layer in enumerate(self.layers):
-            for owner, prefix in ((layer, f"layers.{i}."), (layer.mlp, f"layers.{i}.mlp.")):
-                for f in dataclasses.fields(owner):
-                    value = getattr(owner, f.name)
-                    if isinstance(value, Tensor | Matrix):
-                        yield prefix + f.name, value
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The memory of every part: float32 vectors, and the packed bytes of every matrix."""
-        for name, part in self.named_parts():
-            yield name, part.data if isinstance(part, Matrix) else part
-
     def replace(self, memory: dict[str, Tensor]) -> None:
-        """Puts other memory, as bytes by the names of `named_tensors`, in the place of every part's."""
+        """As of every model's; a tied head stays tied."""
         tied = self.lm_head is self.embed
-        replace_parts(self, dict(self.named_parts()), memory)
+        super().replace(memory)
         if tied:
             self.lm_head = self.embed
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(t.nbytes for _, t in self.named_tensors())
 
-
-def weight_bytes(shape: ModelShape, quantize: str | None) -> int:
+def weight_bytes(shape: ModelShape, quantize: str | None, layout: Layout = "strips") -> int:
     """Bytes of the loaded weights of a shape, known without loading anything."""
-    return empty_weights(shape, quantize, shape.tie_word_embeddings, device="meta").n_bytes
+    return empty_weights(shape, quantize, shape.tie_word_embeddings, "meta", layout).n_bytes
 
 
 def load_weights(
@@ -132,23 +107,24 @@ def load_weights(
     quantize: str | None = None,
     n_threads: int = 1,
     device: str | None = None,
+    layout: Layout = "strips",
 ) -> tuple[Weights, list[str]]:
     """Load a checkpoint directory, or one safetensors file, into the internal layout.
 
-    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4", or "rows", as a GPU
-    reads them); norms and gates become float32. All of it on `device`, by default the CPU. The second result holds notices for the user: what was skipped or converted. Raises
-    CheckpointError, naming the tensor, what was expected, what was found and the file, for a missing, unexpected,
-    misshapen or quantised tensor and for a damaged or missing file.
+    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4"), in the layout that the
+    device's kernels read; norms and gates become float32. All of it on `device`, by default the CPU. The second result holds
+    notices for the user: what was skipped or converted. Raises CheckpointError, naming the tensor, what was expected, what was
+    found and the file, for a missing, unexpected, misshapen or quantised tensor and for a damaged or missing file.
     """
     path = Path(path)
     refuse_quantised(path if path.is_dir() else path.parent)
     headers = read_headers(path)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in headers) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in headers
-    weights = empty_weights(shape, quantize, tied, device)
-    plan = list(_plan(weights, shape, prefix, headers))
-    notices = check_plan(plan, headers, path)
-    copy_parts(plan, Files(headers), progress, n_threads)
+    parts = Declaration(quantize, device, layout)
+    weights = _declare(parts, shape, tied, prefix, headers)
+    notices = check_plan(parts.plan, headers, path)
+    copy_parts(parts.plan, Files(headers), progress, n_threads)
     if shape.tie_word_embeddings and not tied:
         if torch.equal(weights.embed.data, weights.lm_head.data):
             weights.lm_head = weights.embed
@@ -165,174 +141,129 @@ def dummy_weights(
     quantize: str | None = None,
     n_threads: int = 1,
     device: str | None = None,
+    layout: Layout = "strips",
 ) -> Weights:
-    """Random weights of a shape, the same for the same seed: for benches, where only sizes matter.
-
-    Matrices have unit fan-in, so activations keep their magnitude, and are tiled from one block of a few
-    million normals, since drawing each would take minutes at the large sizes.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(DUMMY_BLOCK, generator=generator)
-    scaled: dict[float, Tensor] = {}
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device)
-    total, done, offset = weights.n_bytes, 0, 0
-    for name, part in weights.named_parts():
-        if isinstance(part, Tensor):
-            values = torch.empty(part.shape)  # drawn on the CPU, so that every device gets the same
-            _fill_dummy_vector(name.rpartition(".")[2], values, "layers" in name, generator)
-            part.copy_(values)
-            done += part.nbytes
-        else:
-            scale = 0.1 if name == "embed" else part.k**-0.5
-            if scale not in scaled:
-                scaled[scale] = (block * scale).to(device or "cpu", torch.bfloat16)
-            offset = (offset + 7919 * 131) % DUMMY_BLOCK
-            rows = torch.empty(part.data.shape[0] * part.n, part.k, dtype=torch.bfloat16, device=device)
-            tile(rows.view(-1), scaled[scale], offset)
-            part.pack(rows, n_threads)
-            done += part.n_bytes
-        if progress is not None:
-            progress(done, total)
+    """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device, layout)
+    fill_dummy(weights, seed, _fill_dummy_vector, progress, n_threads)
     return weights
 
 
-def _fill_dummy_vector(field: str, tensor: Tensor, in_layer: bool, generator: torch.Generator) -> None:
+def _fill_dummy_vector(name: str, values: Tensor, generator: torch.Generator) -> None:
     """Values as trained models have them: decays from a few tokens to thousands, norms near their rest."""
+    field = name.rpartition(".")[2]
     if field == "a_log":
-        tensor.uniform_(0.5, 4.0, generator=generator).log_()
+        values.uniform_(0.5, 4.0, generator=generator).log_()
     elif field == "dt_bias":  # inverse softplus of a log-uniform step
-        tensor.uniform_(math.log(1e-3), math.log(0.3), generator=generator).exp_()
-        tensor.add_(torch.log(-torch.expm1(-tensor)))
+        values.uniform_(math.log(1e-3), math.log(0.3), generator=generator).exp_()
+        values.add_(torch.log(-torch.expm1(-values)))
     elif field == "conv":
-        tensor.normal_(0.0, 0.5, generator=generator)
+        values.normal_(0.0, 0.5, generator=generator)
     else:
-        plain = field == "norm" and in_layer  # the gated norm; every other one is zero-centred
-        tensor.normal_(1.0 if plain else 0.0, 0.1, generator=generator)
+        plain = field == "norm" and "layers" in name  # the gated norm; every other one is zero-centred
+        values.normal_(1.0 if plain else 0.0, 0.1, generator=generator)
 
 
-def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, device: str | None = None) -> Weights:
+def empty_weights(
+    shape: ModelShape,
+    quantize: str | None,
+    tied: bool,
+    device: str | None = None,
+    layout: Layout = "strips",
+) -> Weights:
     """Uninitialised weights of the right sizes and formats."""
-    h = shape.hidden_size
+    return _declare(Declaration(quantize, device, layout), shape, tied)
 
-    def matrix(name: str, n: int, k: int, n_matrices: int = 1) -> Matrix:
-        return Matrix.empty(n, k, format_of(name, quantize), n_matrices, device)
 
-    def vector(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float32, device=device)
-
-    def feed_forward(is_last: bool) -> Mlp | Moe:
-        down = "last down" if is_last else "down"
-        f, e = shape.intermediate_size, shape.n_experts
-        m, ms = shape.moe_intermediate_size, shape.shared_intermediate_size
-        if not shape.is_moe:
-            return Mlp(gate_up=matrix("gate_up", 2 * f, h), down=matrix(down, h, f))
-        return Moe(
-            router=matrix("router", e + 1, h),
-            gate_up=matrix("gate_up", 2 * m, h, e),
-            down=matrix(down, h, m, e),
-            shared_gate_up=matrix("gate_up", 2 * ms, h),
-            shared_down=matrix(down, h, ms),
-        )
-
-    def layer(i: int, kind: str) -> GdnLayer | AttnLayer:
-        mlp = feed_forward(i == shape.n_layers - 1)
+def _declare(
+    d: Declaration,
+    shape: ModelShape,
+    tied: bool,
+    prefix: str = _FLAT_PREFIX,
+    names: Collection[str] = (),
+) -> Weights:
+    """The weights. names: of the stored tensors, which decide between the layouts that exporters use."""
+    h, v, last = shape.hidden_size, shape.vocab_size, shape.n_layers - 1
+    embed = d.matrix(h, Stored(f"{prefix}embed_tokens.weight", (v,)), role="sensitive")
+    norm = d.vector(f"{prefix}norm.weight", h)
+    lm_head = embed if tied else d.matrix(h, Stored("lm_head.weight", (v,)), role="sensitive")
+    layers: list[GdnLayer | AttnLayer] = []
+    for i, kind in enumerate(shape.layer_types):
+        p = f"{prefix}layers.{i}."
+        down: Role = "sensitive" if i == last else "plain"
         if kind == LINEAR_ATTENTION:
-            return GdnLayer(
-                input_norm=vector(h),
-                in_proj=matrix("in_proj", shape.gdn_in_proj_rows, h),
-                conv=vector(shape.conv_channels, shape.conv_width),
-                a_log=vector(shape.gdn_n_v_heads),
-                dt_bias=vector(shape.gdn_n_v_heads),
-                norm=vector(shape.gdn_v_dim),
-                out_proj=matrix("out_proj", h, shape.gdn_value_size),
-                post_norm=vector(h),
-                mlp=mlp,
-            )
-        return AttnLayer(
-            input_norm=vector(h),
-            qkv=matrix("qkv", shape.attn_qkv_rows, h),
-            q_norm=vector(shape.head_dim),
-            k_norm=vector(shape.head_dim),
-            o_proj=matrix("o_proj", h, shape.n_q_heads * shape.head_dim),
-            post_norm=vector(h),
-            mlp=mlp,
-        )
+            layers.append(_declare_gdn(d, shape, p, down, names))
+        else:
+            layers.append(_declare_attention(d, shape, p, down, names))
+    return Weights(embed=embed, norm=norm, lm_head=lm_head, layers=layers)
 
-    embed = matrix("embed", shape.vocab_size, h)
-    head = embed if tied else matrix("lm_head", shape.vocab_size, h)
-    return Weights(
-        embed=embed,
-        norm=vector(h),
-        lm_head=head,
-        layers=[layer(i, kind) for i, kind in enumerate(shape.layer_types)],
+
+def _declare_gdn(d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]) -> GdnLayer:
+    h, c, hv, m = shape.hidden_size, shape.conv_channels, shape.gdn_n_v_heads, f"{p}linear_attn."
+    kd, vd = shape.gdn_key_size, shape.gdn_value_size
+    if shape.family == "qwen3_next":
+        projections = [
+            Stored(f"{m}in_proj_qkvz.weight", (kd, kd, vd, vd), n_groups=shape.gdn_n_k_heads),
+            Stored(f"{m}in_proj_ba.weight", (hv, hv), n_groups=shape.gdn_n_k_heads),
+        ]
+    else:
+        sizes = {"qkv": c, "z": vd, "b": hv, "a": hv}
+        projections = [Stored(f"{m}in_proj_{name}.weight", (n,)) for name, n in sizes.items()]
+    return GdnLayer(
+        input_norm=d.vector(f"{p}input_layernorm.weight", h),
+        post_norm=d.vector(f"{p}post_attention_layernorm.weight", h),
+        in_proj=d.matrix(h, *projections),
+        conv=d.vector(f"{m}conv1d.weight", c, shape.conv_width, shape=(c, 1, shape.conv_width)),
+        a_log=d.vector(f"{m}A_log", hv),
+        dt_bias=d.vector(f"{m}dt_bias", hv),
+        norm=d.vector(f"{m}norm.weight", shape.gdn_v_dim),
+        out_proj=d.matrix(vd, Stored(f"{m}out_proj.weight", (h,))),
+        mlp=_declare_feed_forward(d, shape, f"{p}mlp.", down, names),
     )
 
 
-def _plan(weights: Weights, shape: ModelShape, prefix: str, names: Collection[str]) -> Iterator[Stored]:
-    """Every tensor the checkpoint must hold, those of one part together. `names` decides between the layouts that
-    exporters use."""
-
-    h, v = shape.hidden_size, shape.vocab_size
-    yield Stored(f"{prefix}embed_tokens.weight", (v, h), weights.embed)
-    yield Stored(f"{prefix}norm.weight", (h,), weights.norm)
-    if weights.lm_head is not weights.embed:
-        yield Stored("lm_head.weight", (v, h), weights.lm_head)
-    for i, layer in enumerate(weights.layers):
-        p = f"{prefix}layers.{i}."
-        yield Stored(f"{p}input_layernorm.weight", (h,), layer.input_norm)
-        yield Stored(f"{p}post_attention_layernorm.weight", (h,), layer.post_norm)
-        if isinstance(layer, GdnLayer):
-            yield from _plan_gdn(layer, shape, f"{p}linear_attn.")
-        else:
-            yield from _plan_attention(layer, shape, f"{p}self_attn.")
-        if isinstance(layer.mlp, Moe):
-            yield from _plan_moe(layer.mlp, shape, f"{p}mlp.", names)
-        else:
-            yield from plan_swiglu(layer.mlp.gate_up, layer.mlp.down, f"{p}mlp.")
+def _declare_attention(
+    d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]
+) -> AttnLayer:
+    h, m, dim = shape.hidden_size, f"{p}self_attn.", shape.head_dim
+    q, kv = shape.n_q_heads * dim, shape.n_kv_heads * dim
+    return AttnLayer(
+        input_norm=d.vector(f"{p}input_layernorm.weight", h),
+        post_norm=d.vector(f"{p}post_attention_layernorm.weight", h),
+        qkv=d.matrix(
+            h,
+            Stored(f"{m}q_proj.weight", (q, q), n_groups=shape.n_q_heads),
+            Stored(f"{m}k_proj.weight", (kv,)),
+            Stored(f"{m}v_proj.weight", (kv,)),
+        ),
+        q_norm=d.vector(f"{m}q_norm.weight", dim),
+        k_norm=d.vector(f"{m}k_norm.weight", dim),
+        o_proj=d.matrix(q, Stored(f"{m}o_proj.weight", (h,))),
+        mlp=_declare_feed_forward(d, shape, f"{p}mlp.", down, names),
+    )
 
 
-def _plan_gdn(layer: GdnLayer, shape: ModelShape, p: str) -> Iterator[Stored]:
-    h, hk, hv = shape.hidden_size, shape.gdn_n_k_heads, shape.gdn_n_v_heads
-    kd, vd, c, w = shape.gdn_key_size, shape.gdn_value_size, shape.conv_channels, layer.in_proj
-    q, k, v, z, b, a = in_order(kd, kd, vd, vd, hv, hv)
-    if shape.family == "qwen3_next":
-        yield Stored(f"{p}in_proj_qkvz.weight", (c + vd, h), w, (q, k, v, z), n_groups=hk)
-        yield Stored(f"{p}in_proj_ba.weight", (2 * hv, h), w, (b, a), n_groups=hk)
-    else:
-        yield Stored(f"{p}in_proj_qkv.weight", (c, h), w, ((0, c),))
-        yield Stored(f"{p}in_proj_z.weight", (vd, h), w, (z,))
-        yield Stored(f"{p}in_proj_b.weight", (hv, h), w, (b,))
-        yield Stored(f"{p}in_proj_a.weight", (hv, h), w, (a,))
-    yield Stored(f"{p}conv1d.weight", (c, 1, shape.conv_width), layer.conv)
-    yield Stored(f"{p}A_log", (hv,), layer.a_log)
-    yield Stored(f"{p}dt_bias", (hv,), layer.dt_bias)
-    yield Stored(f"{p}norm.weight", (shape.gdn_v_dim,), layer.norm)
-    yield Stored(f"{p}out_proj.weight", (h, vd), layer.out_proj)
-
-
-def _plan_attention(layer: AttnLayer, shape: ModelShape, p: str) -> Iterator[Stored]:
-    h, d, w = shape.hidden_size, shape.head_dim, layer.qkv
-    q_rows, kv_rows = shape.n_q_heads * d, shape.n_kv_heads * d
-    q, gate, k, v = in_order(q_rows, q_rows, kv_rows, kv_rows)
-    yield Stored(f"{p}q_proj.weight", (2 * q_rows, h), w, (q, gate), n_groups=shape.n_q_heads)
-    yield Stored(f"{p}k_proj.weight", (kv_rows, h), w, (k,))
-    yield Stored(f"{p}v_proj.weight", (kv_rows, h), w, (v,))
-    yield Stored(f"{p}q_norm.weight", (d,), layer.q_norm)
-    yield Stored(f"{p}k_norm.weight", (d,), layer.k_norm)
-    yield Stored(f"{p}o_proj.weight", (h, q_rows), layer.o_proj)
-
-
-def _plan_moe(moe: Moe, shape: ModelShape, p: str, names: Collection[str]) -> Iterator[Stored]:
+def _declare_feed_forward(
+    d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]
+) -> Mlp | Moe:
     h, e, m = shape.hidden_size, shape.n_experts, shape.moe_intermediate_size
-    yield Stored(f"{p}gate.weight", (e, h), moe.router, ((0, e),))
-    yield Stored(f"{p}shared_expert_gate.weight", (1, h), moe.router, ((e, 1),))
-    yield from plan_swiglu(moe.shared_gate_up, moe.shared_down, f"{p}shared_expert.")
+    if not shape.is_moe:
+        return d.mlp(p, shape.intermediate_size, h, down)
+    router = d.matrix(
+        h, Stored(f"{p}gate.weight", (e,)), Stored(f"{p}shared_expert_gate.weight", (1,)), role="kept"
+    )
+    shared = d.mlp(f"{p}shared_expert.", shape.shared_intermediate_size, h, down)
     if f"{p}experts.0.gate_proj.weight" in names:
-        for i in range(e):
-            for name, first in (("gate", 2 * i * m), ("up", (2 * i + 1) * m)):
-                yield Stored(f"{p}experts.{i}.{name}_proj.weight", (m, h), moe.gate_up, ((first, m),))
-        for i in range(e):
-            yield Stored(f"{p}experts.{i}.down_proj.weight", (h, m), moe.down, ((i * h, h),))
+        experts = [f"{p}experts.{i}." for i in range(e)]
+        gate_up = [Stored(f"{x}{name}_proj.weight", (m,)) for x in experts for name in ("gate", "up")]
+        downs = [Stored(f"{x}down_proj.weight", (h,)) for x in experts]
     else:
-        yield Stored(f"{p}experts.gate_up_proj", (e, 2 * m, h), moe.gate_up)
-        yield Stored(f"{p}experts.down_proj", (e, h, m), moe.down)
+        gate_up = [Stored(f"{p}experts.gate_up_proj", (e * 2 * m,), shape=(e, 2 * m, h))]
+        downs = [Stored(f"{p}experts.down_proj", (e * h,), shape=(e, h, m))]
+    return Moe(
+        router=router,
+        gate_up=d.matrix(h, *gate_up, n_matrices=e),
+        down=d.matrix(m, *downs, role=down, n_matrices=e),
+        shared_gate_up=shared.gate_up,
+        shared_down=shared.down,
+    )

@@ -7,34 +7,29 @@ every bfloat16 |w| from 2^-16 on.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltic.models.loading import (
-    DUMMY_BLOCK,
+    Declaration,
     Files,
     Mlp,
+    Parts,
     Progress,
+    Role,
     Stored,
     check_plan,
     copy_parts,
-    format_of,
-    in_order,
-    plan_swiglu,
+    fill_dummy,
     read_headers,
     refuse_quantised,
-    replace_parts,
-    tile,
 )
 from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.ops.geometry import N_CODES
-from deltic.ops.matrix import Matrix
+from deltic.ops.matrix import Layout, Matrix
 
 _SPEAKER_ENCODER = (
     "speaker_encoder."  # read by models/vocoder/encoder.py; what was trained from Base may still have it
@@ -56,7 +51,7 @@ class DecoderLayer:
 
 
 @dataclass
-class Decoder:
+class Decoder(Parts):
     layers: list[DecoderLayer]
     norm: Tensor  # [H] f32, zero-centred
 
@@ -70,7 +65,7 @@ class Projection:
 
 
 @dataclass
-class SpeechWeights:
+class SpeechWeights(Parts):
     """h: the talker's width, p: the predictor's, th: the text table's; C codes of a codebook."""
 
     text_table: Tensor  # bf16 [text vocabulary, th]
@@ -84,45 +79,17 @@ class SpeechWeights:
     code_heads: list[Matrix]  # 15 of [C, p]: of codes 1 to 15
     projection: Projection | None  # [p, h], where h is not p
 
-    def named_parts(self) -> Iterator[tuple[str, Tensor | Matrix]]:
-        """Everything with its path, such as `talker.layers.3.mlp.gate_up`."""
-        return _parts("", self)
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The memory of every part."""
-        for name, part in self.named_parts():
-            yield name, part.data if isinstance(part, Matrix) else part
-
-    def replace(self, memory: dict[str, Tensor]) -> None:
-        """Puts other memory, as bytes by the names of `named_tensors`, in the place of every part's."""
-        replace_parts(self, dict(self.named_parts()), memory)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self.named_tensors())
-
-
-def _parts(path: str, owner: Any) -> Iterator[tuple[str, Tensor | Matrix]]:
-    if isinstance(owner, Tensor | Matrix):
-        yield path, owner
-    elif isinstance(owner, list):
-        for i, item in enumerate(owner):
-            yield from _parts(f"{path}.{i}", item)
-    elif owner is not None:
-        for field in dataclasses.fields(owner):
-            yield from _parts(f"{path}.{field.name}".lstrip("."), getattr(owner, field.name))
-
-
-def speech_weight_bytes(shape: SpeechShape, quantize: str | None) -> int:
+def speech_weight_bytes(shape: SpeechShape, quantize: str | None, layout: Layout = "strips") -> int:
     """Bytes of the loaded weights of a shape, known without loading anything."""
-    return empty_speech_weights(shape, quantize, device="meta").n_bytes
+    return empty_speech_weights(shape, quantize, "meta", layout).n_bytes
 
 
 def frame_bytes(shape: SpeechShape, quantize: str | None) -> tuple[int, int]:
     """Bytes of matrices that a frame's codes read, for any number of frames at once: by the talker, and by the predictor."""
     weights = empty_speech_weights(shape, quantize, device="meta")
     talker, predictor = (
-        sum(part.n_bytes for _, part in _parts("", decoder) if isinstance(part, Matrix))
+        sum(part.n_bytes for _, part in decoder.named_parts() if isinstance(part, Matrix))
         for decoder in (weights.talker, weights.predictor)
     )
     once = sum(head.n_bytes for head in weights.code_heads)
@@ -131,59 +98,82 @@ def frame_bytes(shape: SpeechShape, quantize: str | None) -> tuple[int, int]:
 
 
 def empty_speech_weights(
-    shape: SpeechShape, quantize: str | None, device: str | None = None
+    shape: SpeechShape, quantize: str | None, device: str | None = None, layout: Layout = "strips"
 ) -> SpeechWeights:
     """Uninitialised weights of the right sizes and formats. The text side stays bfloat16: it is read for few rows."""
+    return declare_speech(Declaration(quantize, device, layout), shape)
+
+
+def declare_speech(d: Declaration, shape: SpeechShape) -> SpeechWeights:
+    """The weights, and in d.plan every tensor that the checkpoint must hold."""
     h, p, th, n = (
-        shape.talker.hidden_size, shape.predictor.hidden_size, shape.text_hidden_size, shape.n_codebook,
-    )  # fmt: skip
-
-    def matrix(name: str, n: int, k: int) -> Matrix:
-        return Matrix.empty(n, k, format_of(name, quantize), device=device)
-
-    def vector(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float32, device=device)
-
-    def table(rows: int, width: int) -> Tensor:
-        return torch.empty(rows, width, dtype=torch.bfloat16, device=device)
-
-    def projection(out: int, width: int, name: str = "projection") -> Projection:
-        return Projection(matrix(name, out, width), vector(out))
-
-    def decoder(d: DecoderShape) -> Decoder:
-        return Decoder(
-            [_empty_layer(d, i == d.n_layers - 1, matrix, vector) for i in range(d.n_layers)],
-            vector(d.hidden_size),
-        )
-
-    text = "router"  # kept as stored
+        shape.talker.hidden_size,
+        shape.predictor.hidden_size,
+        shape.text_hidden_size,
+        shape.n_codebook,
+    )
+    stored, head = (shape.talker.vocab_size, h), "talker.codec_head.weight"
     return SpeechWeights(
-        text_table=table(shape.text_vocab_size, th),
-        text_fc1=projection(th, th, text),
-        text_fc2=projection(h, th, text),
-        codec_table=table(shape.talker.vocab_size, h),
-        code_tables=[table(n, h) for _ in range(N_CODES - 1)],
-        talker=decoder(shape.talker),
-        head=matrix("lm_head", n + 1, h),
-        predictor=decoder(shape.predictor),
-        code_heads=[matrix("lm_head", n, p) for _ in range(N_CODES - 1)],
-        projection=projection(p, h) if shape.has_projection else None,
+        text_table=d.table("talker.model.text_embedding.weight", shape.text_vocab_size, th),
+        text_fc1=_declare_projection(d, "talker.text_projection.linear_fc1.", th, th, "kept"),
+        text_fc2=_declare_projection(d, "talker.text_projection.linear_fc2.", h, th, "kept"),
+        codec_table=d.table("talker.model.codec_embedding.weight", *stored),
+        head=d.matrix(
+            h,
+            Stored(head, (n,), shape=stored),
+            Stored(head, (1,), first=shape.ids.codec_eos, shape=stored),
+            role="sensitive",
+        ),
+        talker=_declare_decoder(d, "talker.model.", shape.talker),
+        predictor=_declare_decoder(d, f"{_PREDICTOR}model.", shape.predictor),
+        code_tables=[
+            d.table(f"{_PREDICTOR}model.codec_embedding.{i}.weight", n, h) for i in range(N_CODES - 1)
+        ],
+        code_heads=[
+            d.matrix(p, Stored(f"{_PREDICTOR}lm_head.{i}.weight", (n,)), role="sensitive")
+            for i in range(N_CODES - 1)
+        ],
+        projection=_declare_projection(d, f"{_PREDICTOR}small_to_mtp_projection.", p, h, "plain")
+        if shape.has_projection
+        else None,
     )
 
 
-def _empty_layer(
-    d: DecoderShape, is_last: bool, matrix: Callable[[str, int, int], Matrix], vector: Callable[[int], Tensor]
-) -> DecoderLayer:
-    h, f = d.hidden_size, d.intermediate_size
+def _declare_projection(d: Declaration, p: str, n: int, k: int, role: Role) -> Projection:
+    return Projection(weight=d.matrix(k, Stored(f"{p}weight", (n,)), role=role), bias=d.vector(f"{p}bias", n))
+
+
+def _declare_decoder(d: Declaration, p: str, shape: DecoderShape) -> Decoder:
+    last = shape.n_layers - 1
+    return Decoder(
+        norm=_declare_norm(d, f"{p}norm.weight", shape.hidden_size),
+        layers=[
+            _declare_layer(d, f"{p}layers.{i}.", shape, "sensitive" if i == last else "plain")
+            for i in range(shape.n_layers)
+        ],
+    )
+
+
+def _declare_layer(d: Declaration, p: str, shape: DecoderShape, down: Role) -> DecoderLayer:
+    h, q, kv, m = shape.hidden_size, shape.q_rows, shape.n_kv_heads * shape.head_dim, f"{p}self_attn."
     return DecoderLayer(
-        input_norm=vector(h),
-        qkv=matrix("qkv", d.qkv_rows, h),
-        q_norm=vector(d.head_dim),
-        k_norm=vector(d.head_dim),
-        o_proj=matrix("o_proj", h, d.q_rows),
-        post_norm=vector(h),
-        mlp=Mlp(matrix("gate_up", 2 * f, h), matrix("last down" if is_last else "down", h, f)),
+        input_norm=_declare_norm(d, f"{p}input_layernorm.weight", h),
+        post_norm=_declare_norm(d, f"{p}post_attention_layernorm.weight", h),
+        qkv=d.matrix(
+            h,
+            Stored(f"{m}q_proj.weight", (q,)),
+            Stored(f"{m}k_proj.weight", (kv,)),
+            Stored(f"{m}v_proj.weight", (kv,)),
+        ),
+        q_norm=_declare_norm(d, f"{m}q_norm.weight", shape.head_dim),
+        k_norm=_declare_norm(d, f"{m}k_norm.weight", shape.head_dim),
+        o_proj=d.matrix(q, Stored(f"{m}o_proj.weight", (h,))),
+        mlp=d.mlp(f"{p}mlp.", shape.intermediate_size, h, down),
     )
+
+
+def _declare_norm(d: Declaration, name: str, size: int) -> Tensor:
+    return d.vector(name, size, minus=1.0)
 
 
 def load_speech_weights(
@@ -194,6 +184,7 @@ def load_speech_weights(
     quantize: str | None = None,
     n_threads: int = 1,
     device: str | None = None,
+    layout: Layout = "strips",
 ) -> tuple[SpeechWeights, list[str]]:
     """Load talker and predictor of a checkpoint directory; the second result holds notices for the user. As `load_weights`.
 
@@ -206,58 +197,11 @@ def load_speech_weights(
         for name, header in read_headers(directory).items()
         if not name.startswith(_SPEAKER_ENCODER)
     }
-    weights = empty_speech_weights(shape, quantize, device)
-    plan = list(plan_of_tensors(weights, shape))
-    notices = check_plan(plan, headers, directory)
-    copy_parts(plan, Files(headers), progress, n_threads)
-    for name, part in weights.named_parts():
-        if isinstance(part, Tensor) and name.endswith("norm"):
-            part -= 1
+    parts = Declaration(quantize, device, layout)
+    weights = declare_speech(parts, shape)
+    notices = check_plan(parts.plan, headers, directory)
+    copy_parts(parts.plan, Files(headers), progress, n_threads)
     return weights, notices
-
-
-def plan_of_tensors(weights: SpeechWeights, shape: SpeechShape) -> Iterator[Stored]:
-    """Every tensor the checkpoint must hold, those of one part together."""
-    h, p, th, n = (
-        shape.talker.hidden_size, shape.predictor.hidden_size, shape.text_hidden_size, shape.n_codebook,
-    )  # fmt: skip
-    vocab = shape.talker.vocab_size
-    yield Stored("talker.model.text_embedding.weight", (shape.text_vocab_size, th), weights.text_table)
-    yield from _plan_projection("talker.text_projection.linear_fc1.", weights.text_fc1)
-    yield from _plan_projection("talker.text_projection.linear_fc2.", weights.text_fc2)
-    yield Stored("talker.model.codec_embedding.weight", (vocab, h), weights.codec_table)
-    head = "talker.codec_head.weight"
-    yield Stored(head, (vocab, h), weights.head, ((0, n),))
-    yield Stored(head, (vocab, h), weights.head, ((n, 1),), first=shape.ids.codec_eos)
-    yield from _plan_decoder("talker.model.", weights.talker, shape.talker)
-    yield from _plan_decoder(f"{_PREDICTOR}model.", weights.predictor, shape.predictor)
-    for i, table in enumerate(weights.code_tables):
-        yield Stored(f"{_PREDICTOR}model.codec_embedding.{i}.weight", (n, h), table)
-    for i, matrix in enumerate(weights.code_heads):
-        yield Stored(f"{_PREDICTOR}lm_head.{i}.weight", (n, p), matrix)
-    if weights.projection is not None:
-        yield from _plan_projection(f"{_PREDICTOR}small_to_mtp_projection.", weights.projection)
-
-
-def _plan_projection(p: str, part: Projection) -> Iterator[Stored]:
-    yield Stored(f"{p}weight", (part.weight.n, part.weight.k), part.weight)
-    yield Stored(f"{p}bias", (part.weight.n,), part.bias)
-
-
-def _plan_decoder(prefix: str, decoder: Decoder, d: DecoderShape) -> Iterator[Stored]:
-    h, kv = d.hidden_size, d.n_kv_heads * d.head_dim
-    q_rows, k_rows, v_rows = in_order(d.q_rows, kv, kv)
-    yield Stored(f"{prefix}norm.weight", (h,), decoder.norm)
-    for i, layer in enumerate(decoder.layers):
-        p = f"{prefix}layers.{i}."
-        yield Stored(f"{p}input_layernorm.weight", (h,), layer.input_norm)
-        yield Stored(f"{p}post_attention_layernorm.weight", (h,), layer.post_norm)
-        for name, rows in (("q", q_rows), ("k", k_rows), ("v", v_rows)):
-            yield Stored(f"{p}self_attn.{name}_proj.weight", (rows[1], h), layer.qkv, (rows,))
-        yield Stored(f"{p}self_attn.q_norm.weight", (d.head_dim,), layer.q_norm)
-        yield Stored(f"{p}self_attn.k_norm.weight", (d.head_dim,), layer.k_norm)
-        yield Stored(f"{p}self_attn.o_proj.weight", (h, d.q_rows), layer.o_proj)
-        yield from plan_swiglu(layer.mlp.gate_up, layer.mlp.down, f"{p}mlp.")
 
 
 def dummy_speech_weights(
@@ -268,29 +212,13 @@ def dummy_speech_weights(
     quantize: str | None = None,
     n_threads: int = 1,
     device: str | None = None,
+    layout: Layout = "strips",
 ) -> SpeechWeights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
-    generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(DUMMY_BLOCK, generator=generator)
-    weights = empty_speech_weights(shape, quantize, device)
-    scaled: dict[float, Tensor] = {}
-    total, done, offset = weights.n_bytes, 0, 0
-    for _, part in weights.named_parts():
-        if isinstance(part, Tensor) and part.dim() == 1:  # norms and biases
-            part.copy_(torch.randn(part.shape, generator=generator) * 0.1)
-        else:
-            scale = 0.1 if isinstance(part, Tensor) else part.k**-0.5
-            if scale not in scaled:
-                scaled[scale] = (block * scale).to(device or "cpu", torch.bfloat16)
-            offset = (offset + 7919 * 131) % DUMMY_BLOCK
-            size = part.shape if isinstance(part, Tensor) else (part.n, part.k)
-            rows = torch.empty(size, dtype=torch.bfloat16, device=device)
-            tile(rows.view(-1), scaled[scale], offset)
-            if isinstance(part, Tensor):
-                part.copy_(rows)
-            else:
-                part.pack(rows, n_threads)
-        done += part.nbytes if isinstance(part, Tensor) else part.n_bytes
-        if progress is not None:
-            progress(done, total)
+    weights = empty_speech_weights(shape, quantize, device, layout)
+    fill_dummy(weights, seed, _fill_dummy_vector, progress, n_threads)
     return weights
+
+
+def _fill_dummy_vector(name: str, values: Tensor, generator: torch.Generator) -> None:
+    values.copy_(torch.randn(values.shape, generator=generator)).mul_(0.1)

@@ -1,4 +1,4 @@
-"""The vocoder on the CPU: codes to waveform, several streams as one batch, each continued where it was left.
+"""The vocoder on the CPU: codes to waveform, several streams as one batch, each behind its own state.
 
     codes -> codebooks -> pre_conv -> pre-transformer -> 2 x (transposed conv, ConvNeXt) -> conv -> 4 x (snake, transposed conv,
     3 x (x + conv(snake(conv(snake(x)))))) -> snake, conv, clamp
@@ -16,12 +16,10 @@ cores' caches, and the weights, which a pass reads once, are shared by enough fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.models.fields import UnsupportedModelError
@@ -34,12 +32,12 @@ from deltic.ops.cpu.vocoder import (
     Batch,
     ConvWeights,
     Rows,
-    codec_attention,
-    codec_rms_norm,
     conv,
     depthwise_norm,
     embed_codes,
     interleaved,
+    vocoder_attention,
+    vocoder_rms_norm,
 )
 from deltic.ops.geometry import N_CODES, Allocate
 
@@ -135,10 +133,6 @@ def allocate_vocoder(
     )
 
 
-def _zeros(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(size, dtype=dtype)
-
-
 def _transposed(w: Tensor, stride: int) -> Tensor:
     """A transposed convolution [in, out, m * stride] as one of m taps: [stride * out, in, m]. Its last m - 1 strides are cut."""
     n_in, n_out, taps = w.shape
@@ -146,181 +140,35 @@ def _transposed(w: Tensor, stride: int) -> Tensor:
     return parts.permute(3, 1, 0, 2).reshape(stride * n_out, n_in, taps // stride)
 
 
-@dataclass(frozen=True)
-class Vocoded:
-    """Chunks that were begun: here they are done."""
-
-    waveforms: list[NDArray[np.float32]]
-
-    def is_done(self) -> bool:
-        return True
-
-    def samples(self) -> list[NDArray[np.float32]]:
-        """Waits for them, elsewhere."""
-        return self.waveforms
-
-    def seconds(self) -> float | None:
-        """Whoever called `begin` knows."""
-        return None
-
-
 class Vocoder:
-    """Weights, the streams' states and the recorded pass. Not thread-safe: one engine loop owns it."""
+    """The forward, recorded over buffers. Two programs: codes to the pre-transformer's output, and from there to samples."""
 
     def __init__(
-        self,
-        shape: VocoderShape,
-        tensors: dict[str, Tensor],
-        *,
-        n_streams: int,
-        n_threads: int = 1,
-        cpus: tuple[int, ...] = (),
-        n_frames: int = PASS_FRAMES,
-        allocate: Allocate = _zeros,
-        library: str | None = None,
-        half: bool = False,
+        self, shape: VocoderShape, tensors: dict[str, Tensor], buffers: VocoderBuffers, half: bool = False
     ) -> None:
-        """tensors: of load_codec; they are taken out of it. half: of use where ops.codec.multiplies_half says so. Raises
-        UnsupportedModelError."""
+        """tensors: of load_vocoder; recording takes them out of it. half: of use where ops.cpu.vocoder.multiplies_half says so.
+        Raises UnsupportedModelError."""
         check_vocoder(shape)
-        self.shape = shape
-        self.n_streams, self.n_frames = n_streams, n_frames
-        self.buffers = b = allocate_vocoder(shape, n_streams, allocate, n_frames)
-        self.begins, self.state_size = state_layout(shape)
+        self.shape, self.buffers = shape, buffers
+        self.begins, _ = state_layout(shape)
         self._tensors = tensors
         self._dtype = torch.bfloat16 if half else torch.float32
-        self._batch = Batch(b.start, b.slot, b.n, b.states)
+        self._batch = Batch(buffers.start, buffers.slot, buffers.n, buffers.states)
         pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32)
         inv_freq = shape.rope_theta ** (-2.0 * pairs / shape.head_dim)
         angles = torch.arange(MAX_POSITIONS, dtype=torch.float32)[:, None] * inv_freq
         self._cos, self._sin = angles.cos(), angles.sin()
-        self._front, self._rest = Program(n_threads, library, cpus), Program(n_threads, library, cpus)
-        self._record()
-        self._states = b.states.numpy()
-        self._codes, self._start, self._slot = b.codes.numpy(), b.start.numpy(), b.slot.numpy()
-        self._audio = b.audio.numpy()
 
-    def open(self, slot: int, state: Tensor | None = None) -> None:
-        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32 [state_size], of `state_of`, in
-        this process or another). Raises ValueError for a state of another model's size."""
-        if state is None:
-            self._states[slot] = 0.0
-            return
-        if state.dtype != torch.float32 or state.shape != (self.state_size,):
-            found = f"{state.dtype} {list(state.shape)}"
-            raise ValueError(f"a vocoder state of this model is float32 [{self.state_size}], not {found}")
-        self.buffers.states[slot] = state
-
-    def state_of(self, slot: int) -> Tensor:
-        """A copy of a stream's state."""
-        return self.buffers.states[slot].clone()
-
-    def position(self, slot: int) -> int:
-        """Frames of the stream in a slot so far."""
-        return int(self._states[slot, 0])
-
-    def begin(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> Vocoded:
-        """As `vocode`; what computes elsewhere need not be done when this returns."""
-        return Vocoded(self.vocode(chunks))
-
-    def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
-        """A stream goes on behind codes whose samples nobody wants, for a tenth of the work: samples are right again, to the bit,
-        SEEN_FRAMES after them. Raises as `vocode`."""
-        self._check([(slot, codes)])
-        for begin in range(0, len(codes), self.n_frames):
-            self._pass([(slot, codes)], [(0, begin, min(begin + self.n_frames, len(codes)))], None)
-
-    def vocode(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]:
-        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within [-1, 1], at 24 kHz.
-
-        Raises ValueError, before anything is changed, for codes outside the codebooks, a slot given twice, and a stream longer
-        than MAX_POSITIONS.
-        """
-        self._check(chunks)
-        out = [np.empty(len(codes) * FRAME_SAMPLES, np.float32) for _, codes in chunks]
-        part: list[tuple[int, int, int]] = []
-        room = self.n_frames
-        for i, (_, codes) in enumerate(chunks):
-            done = 0
-            while done < len(codes):
-                n = min(room, len(codes) - done)
-                part.append((i, done, done + n))
-                done, room = done + n, room - n
-                if not room:
-                    self._pass(chunks, part, out)
-                    part, room = [], self.n_frames
-        self._pass(chunks, part, out)
-        return out
-
-    def _check(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
-        for slot, codes in chunks:
-            if codes.ndim != 2 or codes.shape[1] != N_CODES:
-                raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
-            if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
-                raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
-            if self.position(slot) + len(codes) > MAX_POSITIONS:
-                raise ValueError(f"a stream has at most {MAX_POSITIONS} frames")
-        if len({slot for slot, _ in chunks}) < len(chunks):
-            raise ValueError("two chunks of one stream; join them")
-
-    def _pass(
-        self,
-        chunks: Sequence[tuple[int, NDArray[np.int32]]],
-        part: list[tuple[int, int, int]],
-        out: list[NDArray[np.float32]] | None,
-    ) -> None:
-        """part: (chunk, from, to) of each stream; out: where the samples go, None: the pre-transformer only."""
-        at = 0
-        for s, (i, begin, end) in enumerate(part):
-            slot, codes = chunks[i]
-            self._slot[s], self._start[s] = slot, at
-            self._codes[at : at + end - begin] = codes[begin:end]
-            at += end - begin
-            self._start[s + 1] = at
-        if not at:
-            return
-        self.buffers.n.fill_(len(part))
-        self._front.run()
-        if out is not None:
-            self._rest.run()
-        for s, (i, begin, end) in enumerate(part):
-            self._states[self._slot[s], 0] += end - begin
-            if out is None:
-                continue
-            first = self._start[s] * FRAME_SAMPLES
-            samples = self._audio[first : first + (end - begin) * FRAME_SAMPLES]
-            out[i][begin * FRAME_SAMPLES : end * FRAME_SAMPLES] = samples
-
-    # The recording.
-
-    def _take(self, name: str) -> Tensor:
-        return self._tensors.pop(name)
-
-    def _conv_weights(self, name: str, dilation: int = 1, dtype: torch.dtype = torch.float32) -> ConvWeights:
-        w = self._take(f"{name}.weight")
-        w = w if w.ndim == 3 else w[..., None]
-        return ConvWeights.pack(w, self._take(f"{name}.bias"), dilation, dtype)
-
-    def _upsampling(self, name: str, stride: int, dtype: torch.dtype = torch.float32) -> ConvWeights:
-        w, bias = self._take(f"{name}.weight"), self._take(f"{name}.bias")
-        return ConvWeights.pack(_transposed(w, stride), bias.repeat(stride), dtype=dtype)
-
-    def _linear(self, *names: str) -> ConvWeights:
-        """Of several, one below the other."""
-        return ConvWeights.pack(torch.cat([self._take(f"{name}.weight") for name in names])[..., None])
-
-    def _snake(self, name: str, phases: int = 1) -> tuple[Tensor, Tensor]:
-        return self._take(f"{name}.alpha").repeat(phases), self._take(f"{name}.beta").repeat(phases)
-
-    def _record(self) -> None:
+    def record(self, front: Program, rest: Program) -> None:
+        """A pass is front, then rest; front alone moves the streams on without samples."""
         a, b, x = self.buffers.rows
-        self._record_front(a, b, x)
-        a, b = self._record_upsampling(a, b, x)
-        self._record_decoder(a, b, x)
+        self._record_front(front, a, b, x)
+        a, b = self._record_upsampling(rest, a, b, x)
+        self._record_decoder(rest, a, b, x)
 
-    def _record_front(self, a: Tensor, b: Tensor, x: Tensor) -> None:
+    def _record_front(self, program: Program, a: Tensor, b: Tensor, x: Tensor) -> None:
         """Codes to the pre-transformer's output, in `a`: one row a frame."""
-        program, batch, shape = self._front, self._batch, self.shape
+        batch, shape = self._batch, self.shape
         latent, hidden, heads = shape.latent_dim, shape.hidden_size, shape.n_heads * shape.head_dim
         tables = self._take("tables").contiguous()
         entries = Rows(a, shape.codebook_dim, 1)
@@ -336,9 +184,9 @@ class Vocoder:
         for i in range(shape.n_layers):
             p = f"pre_transformer.layers.{i}"
             norm = self._take(f"{p}.input_layernorm.weight")
-            codec_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
+            vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
             conv(program, batch, normed, self._linear(*(f"{p}.self_attn.{n}_proj" for n in "qkv")), out=qkv)
-            codec_attention(
+            vocoder_attention(
                 program, batch, qkv, shape.n_heads, shape.sliding_window, self._cos, self._sin, mixed,
                 offset=self.begins[f"layers.{i}"],
             )  # fmt: skip
@@ -346,19 +194,19 @@ class Vocoder:
             o_proj = self._linear(f"{p}.self_attn.o_proj")
             conv(program, batch, mixed, o_proj, scale=scale, residual=stream, out=stream)
             norm = self._take(f"{p}.post_attention_layernorm.weight")
-            codec_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
+            vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
             gate, up = (self._take(f"{p}.mlp.{name}_proj.weight") for name in ("gate", "up"))
             gate_up = ConvWeights.pack(interleaved(gate, up)[..., None])
             conv(program, batch, normed, gate_up, activation="swiglu", out=inner)
             scale, down = self._take(f"{p}.mlp_layer_scale.scale"), self._linear(f"{p}.mlp.down_proj")
             conv(program, batch, inner, down, scale=scale, residual=stream, out=stream)
         norm, result = self._take("pre_transformer.norm.weight"), Rows(b, hidden, 1)
-        codec_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, result)
+        vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, result)
         conv(program, batch, result, self._conv_weights("pre_transformer.output_proj"), out=wide)
 
-    def _record_upsampling(self, a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _record_upsampling(self, program: Program, a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """From `a` to the input of the decoder, four rows a frame, behind its head. Gives its buffer and a free one."""
-        program, batch, latent = self._rest, self._batch, self.shape.latent_dim
+        batch, latent = self._batch, self.shape.latent_dim
         rate = 1
         for i, ratio in enumerate(self.shape.upsampling_ratios):
             p = f"upsample.{i}"
@@ -380,10 +228,10 @@ class Vocoder:
             conv(program, batch, inner, pwconv2, scale=gamma, residual=stretched, out=out)
         return a, b
 
-    def _record_decoder(self, here: Tensor, there: Tensor, x: Tensor) -> None:
+    def _record_decoder(self, program: Program, here: Tensor, there: Tensor, x: Tensor) -> None:
         """From the input of the decoder, in `here`, to samples. Inputs of convolutions are written by those before them, as
         snake leaves them; x has the residual stream."""
-        program, batch, shape, dtype = self._rest, self._batch, self.shape, self._dtype
+        batch, shape, dtype = self._batch, self.shape, self._dtype
         here, there = here.view(dtype), there.view(dtype)
         source, first = (
             Rows(here, shape.latent_dim, 4, head=6),
@@ -420,3 +268,22 @@ class Vocoder:
         last = self._conv_weights(f"decoder.{len(shape.upsample_rates) + 2}.conv", 1, dtype)
         audio = Rows(self.buffers.audio, 1, FRAME_SAMPLES)
         conv(program, batch, target, last, offset=self.begins["last"], activation="clamp", out=audio)
+
+    def _take(self, name: str) -> Tensor:
+        return self._tensors.pop(name)
+
+    def _conv_weights(self, name: str, dilation: int = 1, dtype: torch.dtype = torch.float32) -> ConvWeights:
+        w = self._take(f"{name}.weight")
+        w = w if w.ndim == 3 else w[..., None]
+        return ConvWeights.pack(w, self._take(f"{name}.bias"), dilation, dtype)
+
+    def _upsampling(self, name: str, stride: int, dtype: torch.dtype = torch.float32) -> ConvWeights:
+        w, bias = self._take(f"{name}.weight"), self._take(f"{name}.bias")
+        return ConvWeights.pack(_transposed(w, stride), bias.repeat(stride), dtype=dtype)
+
+    def _linear(self, *names: str) -> ConvWeights:
+        """Of several, one below the other."""
+        return ConvWeights.pack(torch.cat([self._take(f"{name}.weight") for name in names])[..., None])
+
+    def _snake(self, name: str, phases: int = 1) -> tuple[Tensor, Tensor]:
+        return self._take(f"{name}.alpha").repeat(phases), self._take(f"{name}.beta").repeat(phases)

@@ -1,6 +1,6 @@
 """The vocoder on a GPU: codes to samples, several streams with equal numbers of new frames at once, each behind its own state.
 
-The same mathematics as models/vocoder/cpu.py (spec, section 9). What is linear behind something linear is multiplied at load: the input
+The same mathematics as models/vocoder/cpu.py. What is linear behind something linear is multiplied at load: the input
 projection behind `pre_conv`, the first upsampling behind the output projection, norms' weights, layer scales and gamma. Nothing here
 waits or allocates, so that a chunk can be recorded as a graph: about a hundred kernels.
 """
@@ -89,7 +89,7 @@ def state_words(shape: VocoderShape) -> int:
     return _aligned(1 + len(kept)) + sum(_aligned(k.words) for k in kept)
 
 
-def check_codec(shape: VocoderShape) -> None:
+def check_vocoder_gpu(shape: VocoderShape) -> None:
     """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
     halvings = 1 << len(shape.upsample_rates)
     for name, found, holds, supported in (
@@ -158,7 +158,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class CodecWeights:
+class VocoderWeights:
     """Packed for the kernels."""
 
     table: Tensor  # float32 [16, V, codebook_dim]
@@ -273,10 +273,10 @@ class _Packer:
         )  # fmt: skip
 
 
-def pack_codec(
+def pack_vocoder(
     shape: VocoderShape, tensors: Mapping[str, Tensor], device: torch.device | str
-) -> CodecWeights:
-    """tensors: of load_codec, float32."""
+) -> VocoderWeights:
+    """tensors: of load_vocoder, float32."""
     p = _Packer(shape, tensors, device)
     rate, upsamples, blocks = 1, [], []
     for i, ratio in enumerate(shape.upsampling_ratios):
@@ -287,7 +287,7 @@ def pack_codec(
         blocks.append(p.block(i, rate))
         rate *= factor
     n = len(shape.upsample_rates)
-    return CodecWeights(
+    return VocoderWeights(
         table=p.table(), pre=p.pre(), layers=[p.layer(i) for i in range(shape.n_layers)], upsamples=upsamples, first=first,
         blocks=blocks, last_act=p.snake(f"decoder.{n + 1}"),
         last=p.get(f"decoder.{n + 2}.conv.weight")[0].t().contiguous(), last_bias=p.get(f"decoder.{n + 2}.conv.bias"),
@@ -295,7 +295,7 @@ def pack_codec(
 
 
 @dataclass(frozen=True)
-class CodecBuffers:
+class ChunkBuffers:
     """Activations of a chunk, flat; one for fewer frames uses the front of each."""
 
     raw: Tensor  # float32
@@ -305,7 +305,7 @@ class CodecBuffers:
     samples: Tensor  # float32
 
 
-def codec_buffers(shape: VocoderShape, max_frames: int, allocate: Allocate) -> CodecBuffers:
+def chunk_buffers(shape: VocoderShape, max_frames: int, allocate: Allocate) -> ChunkBuffers:
     """For chunks of up to max_frames frames, all streams together."""
     attention, rate, widest = shape.n_heads * shape.head_dim, 1, 0
     raw = shape.hidden_size
@@ -321,7 +321,7 @@ def codec_buffers(shape: VocoderShape, max_frames: int, allocate: Allocate) -> C
     raw, pair = max(raw, widest), max(pair, widest)
     f32 = torch.float32
     pairs = [allocate(f"vocoder pairs {i}", (2 * pair * max_frames,), torch.bfloat16) for i in range(2)]
-    return CodecBuffers(
+    return ChunkBuffers(
         raw=allocate("vocoder", (raw * max_frames,), f32), qkv=allocate("vocoder q k v", (3 * attention * max_frames,), f32),
         pairs=(pairs[0], pairs[1]),
         scratch=ConvScratch(
@@ -338,10 +338,10 @@ def _front(flat: Tensor, *size: int) -> Tensor:
     return flat[:n].view(*size)
 
 
-class CodecGpu:
+class VocoderGpu:
     """The weights, the streams' states, and the forward over given buffers."""
 
-    def __init__(self, shape: VocoderShape, weights: CodecWeights, state: Tensor, levers: Levers) -> None:
+    def __init__(self, shape: VocoderShape, weights: VocoderWeights, state: Tensor, levers: Levers) -> None:
         """state: int32 [slots, state_words(shape)]; a stream begins with its head, the first words, at 0."""
         self.shape, self.weights, self.levers, self.state = shape, weights, levers, state
         self.rings = _rings(shape, state)
@@ -354,7 +354,7 @@ class CodecGpu:
         angles = torch.arange(shape.sliding_window, dtype=torch.float64)[:, None] * inv_freq
         self._cos, self._sin = angles.cos().float().to(device), angles.sin().float().to(device)
 
-    def forward(self, codes: Tensor, slot: Tensor, b: CodecBuffers) -> Tensor:
+    def forward(self, codes: Tensor, slot: Tensor, b: ChunkBuffers) -> Tensor:
         """codes: int32 [B, F, 16]; slot: int32 [B], -1 for none. Moves the streams on; gives the samples, float32 [B, frame_samples F]."""
         streams, w, levers = Streams(slot, self.head, codes.shape[1]), self.weights, self.levers
         rings = iter(self.rings)
@@ -379,14 +379,14 @@ class CodecGpu:
         advance(streams, self._rows, self._rates, levers=levers)
         return samples.view(streams.n, -1)
 
-    def skim(self, codes: Tensor, slot: Tensor, b: CodecBuffers) -> None:
+    def skim(self, codes: Tensor, slot: Tensor, b: ChunkBuffers) -> None:
         """As `forward`, of frames whose samples nobody wants, for half of its kernels and a tenth of the work: samples are right again,
         to the bit, as many frames behind them as anything behind the transformer reaches back (models/vocoder/cpu.py, SEEN_FRAMES)."""
         streams = Streams(slot, self.head, codes.shape[1])
         self._transform(codes, streams, iter(self.rings), b)
         advance(streams, self._rows, self._rates, levers=self.levers)
 
-    def _transform(self, codes: Tensor, streams: Streams, rings: Iterator[Ring], b: CodecBuffers) -> Tensor:
+    def _transform(self, codes: Tensor, streams: Streams, rings: Iterator[Ring], b: ChunkBuffers) -> Tensor:
         """Codes to the pre-transformer's residual stream, float32 [B F, H]."""
         w, levers = self.weights, self.levers
         n = streams.n * streams.n_frames
@@ -399,7 +399,7 @@ class CodecGpu:
             self._layer(layer, residual, streams, next(rings), b)
         return residual
 
-    def _layer(self, layer: _Layer, residual: Tensor, streams: Streams, ring: Ring, b: CodecBuffers) -> None:
+    def _layer(self, layer: _Layer, residual: Tensor, streams: Streams, ring: Ring, b: ChunkBuffers) -> None:
         shape, levers, n = self.shape, self.levers, residual.shape[0]
         attention = shape.n_heads * shape.head_dim
         normed = _front(b.pairs[0], 2, n, shape.hidden_size)
@@ -415,7 +415,7 @@ class CodecGpu:
         conv(inner, layer.down, streams, b.scratch, residual=residual, raw=residual, levers=levers)
 
     def _upsample(
-        self, up: _Upsample, x: Tensor, streams: Streams, kept: Ring, ring: Ring | None, b: CodecBuffers
+        self, up: _Upsample, x: Tensor, streams: Streams, kept: Ring, ring: Ring | None, b: ChunkBuffers
     ) -> Tensor:
         """x in the first of the pair buffers, as the result."""
         levers, width = self.levers, self.shape.latent_dim
@@ -433,7 +433,7 @@ class CodecGpu:
 
     def _block(
         self, block: _Block, act: Snake, pair: Tensor, streams: Streams, ring: Ring, rings: Iterator[Ring],
-        flat: tuple[Tensor, Tensor], b: CodecBuffers,
+        flat: tuple[Tensor, Tensor], b: ChunkBuffers,
     ) -> tuple[Tensor, Ring]:  # fmt: skip
         """pair: the snake of its input, in flat[0], of which `ring` keeps the last row; gives the same for what follows, with `act`,
         in flat[1], and its ring."""

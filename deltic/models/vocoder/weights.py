@@ -25,7 +25,7 @@ DILATIONS = (1, 3, 9)
 """Of a block's three residual units."""
 
 
-def codec_tensors(shape: VocoderShape) -> dict[str, tuple[int, ...]]:
+def vocoder_tensors(shape: VocoderShape) -> dict[str, tuple[int, ...]]:
     """Name, without `decoder.`, -> size, of every tensor that the vocoder reads, as stored."""
     latent, hidden, book = shape.latent_dim, shape.hidden_size, shape.codebook_dim // 2
     inner, heads = shape.intermediate_size, shape.n_heads * shape.head_dim
@@ -80,9 +80,9 @@ def codec_tensors(shape: VocoderShape) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def codec_weight_bytes(shape: VocoderShape) -> int:
+def vocoder_weight_bytes(shape: VocoderShape) -> int:
     """Bytes of the vocoder's weights in float32."""
-    return 4 * sum(math.prod(size) for size in codec_tensors(shape).values())
+    return 4 * sum(math.prod(size) for size in vocoder_tensors(shape).values())
 
 
 def _books() -> Iterator[str]:
@@ -107,7 +107,7 @@ def _resolved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def load_codec(directory: Path, shape: VocoderShape) -> dict[str, Tensor]:
+def load_vocoder(directory: Path, shape: VocoderShape) -> dict[str, Tensor]:
     """Reads the vocoder's tensors, float32, without the prefix. Raises CheckpointError, naming the tensor, for a file that is
     absent or damaged, and for what is missing or has another size."""
     file = directory / FILE
@@ -115,7 +115,7 @@ def load_codec(directory: Path, shape: VocoderShape) -> dict[str, Tensor]:
     try:
         with safe_open(str(file), framework="pt", device="cpu") as handle:
             names = set(handle.keys())
-            for name, size in codec_tensors(shape).items():
+            for name, size in vocoder_tensors(shape).items():
                 if f"decoder.{name}" not in names:
                     raise CheckpointError(f"{file}: decoder.{name} is missing")
                 tensor = handle.get_tensor(f"decoder.{name}")
@@ -129,18 +129,20 @@ def load_codec(directory: Path, shape: VocoderShape) -> dict[str, Tensor]:
     return _resolved(tensors)
 
 
-def empty_codec(shape: VocoderShape) -> dict[str, Tensor]:
+def empty_vocoder(shape: VocoderShape) -> dict[str, Tensor]:
     """Tensors of the right sizes without memory, on torch's "meta" device."""
-    return _resolved({name: torch.empty(size, device="meta") for name, size in codec_tensors(shape).items()})
+    return _resolved(
+        {name: torch.empty(size, device="meta") for name, size in vocoder_tensors(shape).items()}
+    )
 
 
-def dummy_codec(shape: VocoderShape, seed: int = 0) -> dict[str, Tensor]:
+def dummy_vocoder(shape: VocoderShape, seed: int = 0) -> dict[str, Tensor]:
     """Random tensors of the shape, scaled so that the waveform neither vanishes nor clips."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(1 << 22, generator=generator)  # repeated: nobody looks at the values
     last = f"decoder.{len(shape.upsample_rates) + 2}.conv.weight"
     tensors = {}
-    for name, size in codec_tensors(shape).items():
+    for name, size in vocoder_tensors(shape).items():
         is_transposed = ".block.1." in name or (name.startswith("upsample") and ".0.conv" in name)
         fan = 2 * size[0] if is_transposed else math.prod(size[1:])
         factor, mean = fan**-0.5 * (0.3 if ".conv2." in name else 0.05 if name == last else 1.0), 0.0

@@ -179,13 +179,17 @@ def embed_codes(program: Program, batch: Batch, codes: Tensor, tables: Tensor, o
     program.call("deltic_codec_embed", *batch.arguments, codes, tables, size, dim, *out.arguments)
 
 
-def codec_rms_norm(program: Program, batch: Batch, x: Rows, w: Tensor, eps: float, out: Rows) -> None:
+def vocoder_rms_norm(program: Program, batch: Batch, x: Rows, w: Tensor, eps: float, out: Rows) -> None:
     """out = x * rsqrt(mean(x^2) + eps) * w; one row a frame. w: float32 [width]."""
     check(
-        "codec_rms_norm", x.width == out.width == len(w) and x.width % 16 == 0, "one width, a multiple of 16"
+        "vocoder_rms_norm",
+        x.width == out.width == len(w) and x.width % 16 == 0,
+        "one width, a multiple of 16",
     )
     check(
-        "codec_rms_norm", (x.rate, x.head, out.rate, out.head) == (1, 0, 1, 0), "a row a frame, without heads"
+        "vocoder_rms_norm",
+        (x.rate, x.head, out.rate, out.head) == (1, 0, 1, 0),
+        "a row a frame, without heads",
     )
     program.call("deltic_codec_rms_norm", *batch.arguments, *x.arguments, w, *out.arguments, x.width, eps)
 
@@ -217,7 +221,7 @@ def depthwise_norm(
     )  # fmt: skip
 
 
-def codec_attention(
+def vocoder_attention(
     program: Program,
     batch: Batch,
     qkv: Rows,
@@ -235,14 +239,14 @@ def codec_attention(
     [positions, dim / 2]; offset: of [n_heads, window - 1, 2, dim] past keys and values in the state.
     """
     dim = out.width // n_heads
-    check("codec_attention", qkv.width == 3 * out.width and out.width == n_heads * dim, "q | k | v")
+    check("vocoder_attention", qkv.width == 3 * out.width and out.width == n_heads * dim, "q | k | v")
     check(
-        "codec_attention", dim % 32 == 0 and dim <= MAX_DIM, f"heads of a multiple of 32, at most {MAX_DIM}"
+        "vocoder_attention", dim % 32 == 0 and dim <= MAX_DIM, f"heads of a multiple of 32, at most {MAX_DIM}"
     )
-    check("codec_attention", 2 <= window <= MAX_WINDOW, f"a window of 2 to {MAX_WINDOW} frames")
-    check("codec_attention", cos.shape == sin.shape and cos.shape[1] == dim // 2, "angles of dim / 2")
+    check("vocoder_attention", 2 <= window <= MAX_WINDOW, f"a window of 2 to {MAX_WINDOW} frames")
+    check("vocoder_attention", cos.shape == sin.shape and cos.shape[1] == dim // 2, "angles of dim / 2")
     check(
-        "codec_attention",
+        "vocoder_attention",
         (qkv.rate, qkv.head, out.rate, out.head) == (1, 0, 1, 0),
         "a row a frame, without heads",
     )

@@ -18,7 +18,7 @@ from deltic.models.tts.cpu import check_speech_kernels
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import empty_speech_weights, speech_weight_bytes
 from deltic.models.vocoder.cpu import allocate_vocoder, check_vocoder
-from deltic.models.vocoder.weights import codec_weight_bytes
+from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.cpu.program import load_library
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_speech_workspace, build_workspace
@@ -118,7 +118,7 @@ SPEECH = Kind[SpeechShape](
     num_seqs=8,
     step_tokens=lambda length: 512,
     shrink=(("max_num_seqs", 1), ("max_model_len", 4 * PAGE_SIZE)),
-    vocoder_bytes=lambda shape: codec_weight_bytes(shape.vocoder),
+    vocoder_bytes=lambda shape: vocoder_weight_bytes(shape.vocoder),
 )
 
 
@@ -169,10 +169,10 @@ class Cpu:
             return map_file(directory / PACKED)
         return through_cache(config, directory, map_file, load, on_bytes("weights cache"))
 
-    def runner(self, plan: Plan[Any], weights: Any, codec: Any, progress: Progress) -> Runner | SpeechRunner:
-        """codec: of a speech model."""
+    def runner(self, plan: Plan[Any], weights: Any, vocoder: Any, progress: Progress) -> Runner | SpeechRunner:
+        """vocoder: of a speech model."""
         if plan.speaks:
-            return SpeechRunner(plan, weights, codec, progress)
+            return SpeechRunner(plan, weights, vocoder, progress)
         return Runner(plan, weights, progress)
 
     def kernels(self, runner: Any) -> Path:

@@ -17,11 +17,11 @@ from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights
-from deltic.models.vocoder.cpu import Vocoder
 from deltic.ops.cpu.program import Program, chosen, instruction_set
 from deltic.ops.cpu.vocoder import multiplies_half
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_speech_workspace
+from deltic.runtime.cpu.vocoder import VocoderStreams
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import Speaker
@@ -33,10 +33,10 @@ class SpeechRunner(Speaker):
     """Talker, predictor and vocoder on the CPU, with their memory. Not thread-safe: one engine loop owns it."""
 
     def __init__(
-        self, plan: SpeechPlan, weights: SpeechWeights, codec: dict[str, Tensor],
+        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Tensor],
         progress: Progress = lambda stage, done: None,
     ) -> None:  # fmt: skip
-        """codec: of load_codec; it is used up."""
+        """vocoder: of load_vocoder; it is used up."""
         self.shape, self.n_streams = plan.shape, plan.n_streams
         shape = plan.shape
         self.plan = plan
@@ -51,8 +51,8 @@ class SpeechRunner(Speaker):
         )
         host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), torch.uint8)
         self.workspace = build_speech_workspace(plan, arena)
-        self.vocoder: Vocoder = Vocoder(
-            shape.vocoder, codec, n_streams=plan.n_streams + 1, n_threads=plan.n_threads, cpus=plan.cpus,
+        self.vocoder: VocoderStreams = VocoderStreams(
+            shape.vocoder, vocoder, n_streams=plan.n_streams + 1, n_threads=plan.n_threads, cpus=plan.cpus,
             allocate=arena.allocate, half=self.has_half_vocoder,
         )  # fmt: skip
         arena.touch(lambda done: progress("memory", done))

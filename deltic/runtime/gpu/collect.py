@@ -10,7 +10,7 @@ import torch
 from deltic.engine.messages import MAX_LOGPROBS
 from deltic.models.qwen.weights import Weights, empty_weights
 from deltic.models.tts.weights import empty_speech_weights
-from deltic.models.vocoder.weights import empty_codec
+from deltic.models.vocoder.weights import empty_vocoder
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import prompt_logprobs
@@ -33,7 +33,7 @@ def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
 
 
 def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
-    weights = empty_weights(plan.shape, "rows", plan.shape.tie_word_embeddings, "meta")
+    weights = empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, "meta", "rows")
     return GpuTextRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
 
 
@@ -41,8 +41,8 @@ def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
     shape = plan.shape  # two layers: the others start the same kernels
     talker, predictor = replace(shape.talker, n_layers=2), replace(shape.predictor, n_layers=2)
     shape = replace(shape, talker=talker, predictor=predictor)
-    weights, codec = empty_speech_weights(shape, "rows", "meta"), empty_codec(shape.vocoder)
-    return GpuSpeechRunner(replace(plan, shape=shape), weights, codec, levers)
+    weights, vocoder = empty_speech_weights(shape, None, "meta", "rows"), empty_vocoder(shape.vocoder)
+    return GpuSpeechRunner(replace(plan, shape=shape), weights, vocoder, levers)
 
 
 def _score_prompts(runner: GpuTextRunner) -> None:

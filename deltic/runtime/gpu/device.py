@@ -21,7 +21,7 @@ from deltic.models.qwen.weights import weight_bytes
 from deltic.models.tts.gpu import check_speech_gpu
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import speech_weight_bytes
-from deltic.models.vocoder.gpu import check_codec, state_words
+from deltic.models.vocoder.gpu import check_vocoder_gpu, state_words
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
@@ -88,7 +88,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
         device="cuda",
         name="text",
         check=_check_text,
-        weight_bytes=lambda shape, _: weight_bytes(shape, "rows"),
+        weight_bytes=lambda shape, _: weight_bytes(shape, None, "rows"),
         state_bytes=lambda shape: shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING,
         measure=measure,
         useful_pages=lambda plan, _: plan.left_bytes // plan.page_bytes,
@@ -106,7 +106,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
 
 def _check_speech(shape: SpeechShape) -> None:
     check_speech_gpu(shape)
-    check_codec(shape.vocoder)
+    check_vocoder_gpu(shape.vocoder)
 
 
 def _speech_weight_bytes(shape: SpeechShape) -> int:
@@ -114,7 +114,7 @@ def _speech_weight_bytes(shape: SpeechShape) -> int:
     stored = shape.text_vocab_size * shape.text_hidden_size * 2
     texts = shape.text_vocab_size * shape.talker.hidden_size * 4
     codes = N_CODES * shape.n_codebook * shape.predictor.hidden_size * 4 if shape.has_projection else 0
-    return speech_weight_bytes(shape, "rows") - stored + texts + codes
+    return speech_weight_bytes(shape, None, "rows") - stored + texts + codes
 
 
 def speech(levers: Levers) -> Kind[SpeechShape]:
@@ -176,7 +176,7 @@ class Gpu:
 
     def layout(self, config: EngineConfig, plan: Plan[Any]) -> dict[str, Any]:
         """How weights are loaded, as arguments of `load_weights`."""
-        return {"quantize": "rows", "device": "cpu" if INTERPRETED else "cuda"}
+        return {"layout": "rows", "device": "cpu" if INTERPRETED else "cuda"}
 
     def weights(
         self,
@@ -190,12 +190,12 @@ class Gpu:
         return load()
 
     def runner(
-        self, plan: Plan[Any], weights: Any, codec: Any, progress: Progress
+        self, plan: Plan[Any], weights: Any, vocoder: Any, progress: Progress
     ) -> GpuTextRunner | GpuSpeechRunner:
-        """codec: of a speech model. Raises KernelError."""
+        """vocoder: of a speech model. Raises KernelError."""
         try:
             if plan.speaks:
-                return GpuSpeechRunner(plan, weights, codec, self.levers, progress)
+                return GpuSpeechRunner(plan, weights, vocoder, self.levers, progress)
             return GpuTextRunner(plan, weights, self.levers, progress)
         except TritonError as error:
             raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error

@@ -24,7 +24,7 @@ from deltic.runtime.gpu.buffers import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
 from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Progress, allocate_on
-from deltic.runtime.gpu.vocoder import GpuVocoder
+from deltic.runtime.gpu.vocoder import GpuVocoderStreams
 from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY, Speaker
 
@@ -74,7 +74,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
     gives_logprobs = False
 
     def __init__(
-        self, plan: SpeechPlan, weights: SpeechWeights, codec: dict[str, Tensor], levers: Levers,
+        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Tensor], levers: Levers,
         progress: Progress = lambda stage, done: None,
     ) -> None:  # fmt: skip
         self.shape, self.n_streams = plan.shape, plan.n_streams
@@ -90,8 +90,8 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         w = gpu_speech_workspace(plan, levers, allocate)
         w.decode.numbers.copy_(torch.arange(2 * n, dtype=torch.int32))
         self.model = TtsGpu(shape, weights, plan.max_model_len, levers)
-        self.vocoder: GpuVocoder = GpuVocoder(
-            shape.vocoder, codec, n_streams=plan.n_streams + 1, levers=levers, device=device, progress=progress
+        self.vocoder: GpuVocoderStreams = GpuVocoderStreams(
+            shape.vocoder, vocoder, n_streams=plan.n_streams + 1, levers=levers, device=device, progress=progress
         )  # fmt: skip
         places = SpeechPlaces(w, shape.end_id, shape.n_drawn, plan.max_model_len)
         super().__init__(plan, levers, w, places, [self.memory.pages], [self.memory.past])

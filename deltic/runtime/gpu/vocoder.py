@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.models.vocoder.gpu import (
-    CodecBuffers,
-    CodecGpu,
-    check_codec,
-    codec_buffers,
+    ChunkBuffers,
+    VocoderGpu,
+    check_vocoder_gpu,
+    chunk_buffers,
     frame_samples,
-    pack_codec,
+    pack_vocoder,
     state_words,
 )
 from deltic.models.vocoder.shape import VocoderShape
-from deltic.models.vocoder.weights import codec_weight_bytes
+from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.geometry import N_CODES
 from deltic.ops.gpu.launch import Levers
 from deltic.runtime.gpu.places import Ring
@@ -45,7 +45,7 @@ Chunk = tuple[int, NDArray[np.int32]]
 
 def vocoder_bytes(shape: VocoderShape, n_frames: int = MAX_FRAMES) -> int:
     """Device memory that a vocoder takes beside the streams' states: weights and activations."""
-    total = codec_weight_bytes(shape)
+    total = vocoder_weight_bytes(shape)
 
     def count(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nonlocal total
@@ -53,7 +53,7 @@ def vocoder_bytes(shape: VocoderShape, n_frames: int = MAX_FRAMES) -> int:
         total += tensor.nbytes
         return tensor
 
-    codec_buffers(shape, n_frames, count)
+    chunk_buffers(shape, n_frames, count)
     return total
 
 
@@ -78,7 +78,7 @@ class VocodedGpu:
         return [np.concatenate([row.numpy() for row in rows]) if rows else np.empty(0, np.float32) for rows in self.rows]  # fmt: skip
 
 
-class GpuVocoder:
+class GpuVocoderStreams:
     """Weights, the streams' states and the recorded chunks. Not thread-safe: one engine loop owns it.
 
     Without a GPU it runs in Triton's interpreter, unrecorded: for tests.
@@ -88,17 +88,17 @@ class GpuVocoder:
         self, shape: VocoderShape, tensors: dict[str, Tensor], *, n_streams: int, levers: Levers, device: str | torch.device,
         n_frames: int = MAX_FRAMES, progress: Callable[[str, float], None] = lambda stage, done: None,
     ) -> None:  # fmt: skip
-        """tensors: of load_codec. Raises UnsupportedModelError."""
-        check_codec(shape)
+        """tensors: of load_vocoder. Raises UnsupportedModelError."""
+        check_vocoder_gpu(shape)
         self.shape, self.n_streams, self.levers = shape, n_streams, levers
         self.device = torch.device(device)
         self.is_gpu = self.device.type == "cuda"
         self.frame_samples = frame_samples(shape)
         self.state_size = state_words(shape)
         state = torch.zeros((n_streams, self.state_size), dtype=torch.int32, device=device)
-        self.codec = CodecGpu(shape, pack_codec(shape, tensors, self.device), state, levers)
+        self.model = VocoderGpu(shape, pack_vocoder(shape, tensors, self.device), state, levers)
         self.stream = torch.cuda.Stream(priority=-1) if self.is_gpu else None
-        self._buffers = codec_buffers(
+        self._buffers = chunk_buffers(
             shape, n_frames, lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=device)
         )
         self._batches = [b for b in BATCHES if b <= n_frames and b < 2 * n_streams]
@@ -111,14 +111,14 @@ class GpuVocoder:
             held = [self._pinned(1 << i) for i in range(n_frames.bit_length()) for _ in range(N_HELD)]
             del held
         sizes = [(b, f) for b in self._batches[::-1] for f in FRAMES[::-1] if b * f <= n_frames]
-        bodies = [self._body(b, f, self.codec.forward) for b, f in sizes]
-        bodies += [self._body(b, f, self.codec.skim) for b, f in sizes if b == 1]
+        bodies = [self._body(b, f, self.model.forward) for b, f in sizes]
+        bodies += [self._body(b, f, self.model.skim) for b, f in sizes if b == 1]
         recorded = record_all(bodies, self.stream, levers, lambda done: progress("record vocoder", done))
         self._chunks = dict(zip(sizes, recorded, strict=False))
         self._skims = dict(zip([f for b, f in sizes if b == 1], recorded[len(sizes) :], strict=True))
 
     def _body(
-        self, n_streams: int, n_frames: int, run: Callable[[Tensor, Tensor, CodecBuffers], object]
+        self, n_streams: int, n_frames: int, run: Callable[[Tensor, Tensor, ChunkBuffers], object]
     ) -> Body:
         n = n_streams * n_frames * N_CODES
         slot = self._words[:n_streams]
@@ -138,14 +138,14 @@ class GpuVocoder:
             )
         with torch.cuda.stream(self.stream):
             if state is None:
-                self.codec.head[slot].zero_()  # what lies before the begin is never read
+                self.model.head[slot].zero_()  # what lies before the begin is never read
             else:
-                self.codec.state[slot].copy_(state.view(torch.int32), non_blocking=True)
+                self.model.state[slot].copy_(state.view(torch.int32), non_blocking=True)
 
     def state_of(self, slot: int) -> Tensor:
         """A copy of a stream's state, on the device. Waits, so that any stream may read it."""
         with torch.cuda.stream(self.stream):
-            state = self.codec.state[slot].clone().view(torch.float32)
+            state = self.model.state[slot].clone().view(torch.float32)
         if self.stream is not None:
             self.stream.synchronize()
         return state

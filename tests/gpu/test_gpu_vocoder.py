@@ -21,21 +21,21 @@ from torch import Tensor
 pytest.importorskip("triton")
 from deltic.models.vocoder.cpu import SEEN_FRAMES
 from deltic.models.vocoder.gpu import (
-    CodecBuffers,
-    CodecGpu,
-    CodecWeights,
-    codec_buffers,
+    ChunkBuffers,
+    VocoderGpu,
+    VocoderWeights,
+    chunk_buffers,
     frame_samples,
     kept_inputs,
-    pack_codec,
+    pack_vocoder,
     state_words,
 )
 from deltic.models.vocoder.shape import VocoderShape
-from deltic.models.vocoder.weights import FILE, codec_tensors, load_codec
+from deltic.models.vocoder.weights import FILE, load_vocoder, vocoder_tensors
 from deltic.ops.gpu import conv as conv_module
 from deltic.ops.gpu.conv import Snake, Tile
 from deltic.ops.gpu.launch import Levers
-from deltic.reference import codec as reference
+from deltic.reference import vocoder as reference
 from deltic.reference.speech import Checkpoint
 
 HAS_GPU = torch.cuda.is_available()
@@ -71,7 +71,7 @@ def raw_tensors(shape: VocoderShape, seed: int = 0) -> dict[str, Tensor]:
     """As a checkpoint stores them: no block is a near-identity, and few samples are clamped."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, size in codec_tensors(shape).items():
+    for name, size in vocoder_tensors(shape).items():
         values = torch.randn(size, generator=generator)
         if name.endswith("usage"):
             values = values.abs() + 0.5
@@ -103,31 +103,31 @@ def checkpoint(shape: VocoderShape) -> Checkpoint:
 
 
 @cache
-def weights(shape: VocoderShape, device: str, directory: Path) -> CodecWeights:
+def weights(shape: VocoderShape, device: str, directory: Path) -> VocoderWeights:
     (directory / FILE).parent.mkdir(exist_ok=True)
     save_file(checkpoint(shape).weights, directory / FILE)
-    return pack_codec(shape, load_codec(directory, shape), device)
+    return pack_vocoder(shape, load_vocoder(directory, shape), device)
 
 
 @pytest.fixture(scope="module")
 def make(
     device: str, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], tuple[CodecGpu, CodecBuffers]]:
-    directory = tmp_path_factory.mktemp("codec")
+) -> Callable[[], tuple[VocoderGpu, ChunkBuffers]]:
+    directory = tmp_path_factory.mktemp("vocoder")
 
-    def codec(shape: VocoderShape = SHAPE, n_slots: int = 4) -> tuple[CodecGpu, CodecBuffers]:
+    def made(shape: VocoderShape = SHAPE, n_slots: int = 4) -> tuple[VocoderGpu, ChunkBuffers]:
         """One whose memory is poisoned, but for the heads."""
         nan = torch.full((n_slots, state_words(shape)), 0x7FC00000, dtype=torch.int32, device=device)
-        model = CodecGpu(shape, weights(shape, device, directory), nan, LEVERS)
+        model = VocoderGpu(shape, weights(shape, device, directory), nan, LEVERS)
         model.head.zero_()
 
         def allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             fill = math.nan if dtype.is_floating_point else 0
             return torch.full(size, fill, dtype=dtype, device=device)
 
-        return model, codec_buffers(shape, 32, allocate)
+        return model, chunk_buffers(shape, 32, allocate)
 
-    return codec
+    return made
 
 
 def codes_of(n: int, seed: int = 0, shape: VocoderShape = SHAPE) -> Tensor:
@@ -135,7 +135,7 @@ def codes_of(n: int, seed: int = 0, shape: VocoderShape = SHAPE) -> Tensor:
     return torch.randint(0, shape.codebook_size, (n, 16), generator=generator, dtype=torch.int32)
 
 
-def say(made: tuple[CodecGpu, CodecBuffers], slot: int, codes: Tensor, pieces: list[int]) -> Tensor:
+def say(made: tuple[VocoderGpu, ChunkBuffers], slot: int, codes: Tensor, pieces: list[int]) -> Tensor:
     """The samples of one stream, from its begin."""
     model, buffers = made
     model.head[slot] = 0
@@ -211,12 +211,12 @@ def test_any_batch_gives_the_bits_of_one_stream(make: Any, whole: Any) -> None:
 
 def test_streams_as_the_engine_drives_them(device: str, tmp_path: Path) -> None:
     """Chunks of several lengths at once, cut into recorded sizes; frames skimmed; states kept and put back; bad codes refused."""
-    from deltic.runtime.gpu.vocoder import GpuVocoder
+    from deltic.runtime.gpu.vocoder import GpuVocoderStreams
 
     (tmp_path / FILE).parent.mkdir()
     save_file(checkpoint(SHAPE).weights, tmp_path / FILE)
-    tensors = load_codec(tmp_path, SHAPE)
-    vocoder = GpuVocoder(SHAPE, tensors, n_streams=3, levers=LEVERS, device=device, n_frames=4)
+    tensors = load_vocoder(tmp_path, SHAPE)
+    vocoder = GpuVocoderStreams(SHAPE, tensors, n_streams=3, levers=LEVERS, device=device, n_frames=4)
     first, second = codes_of(5, 1).numpy(), codes_of(2, 2).numpy()
     expected = reference.decode(checkpoint(SHAPE), torch.from_numpy(first)).numpy()
     vocoder.open(0)
@@ -226,7 +226,7 @@ def test_streams_as_the_engine_drives_them(device: str, tmp_path: Path) -> None:
     assert pending.is_done() and len(other) == 2 * frame_samples(SHAPE)
     vocoder.open(1)
     vocoder.skim(1, first[:3])
-    assert torch.equal(vocoder.codec.head[1], vocoder.codec.head[0])
+    assert torch.equal(vocoder.model.head[1], vocoder.model.head[0])
     vocoder.open(1, vocoder.state_of(0))
     for slot in (0, 1):
         rest = vocoder.vocode([(slot, first[3:])])[0]

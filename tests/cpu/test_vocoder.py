@@ -28,20 +28,20 @@ from deltic.models.vocoder.cpu import (
     MAX_POSITIONS,
     PASS_FRAMES,
     SEEN_FRAMES,
-    Vocoder,
     allocate_vocoder,
     check_vocoder,
 )
 from deltic.models.vocoder.shape import MAX_REF_FRAMES, VocoderShape
-from deltic.models.vocoder.weights import FILE, codec_weight_bytes, dummy_codec, load_codec
+from deltic.models.vocoder.weights import FILE, dummy_vocoder, load_vocoder, vocoder_weight_bytes
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.vocoder import Batch, ConvWeights, Rows, conv
-from deltic.reference import codec as oracle
+from deltic.reference import vocoder as oracle
 from deltic.reference.speech import Checkpoint
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.buffers import Arena
-from tests.golden.make_speech import CODEC_STRIDE, DIRECTORY
+from deltic.runtime.cpu.vocoder import VocoderStreams
+from tests.golden.make_speech import DIRECTORY, VOCODER_STRIDE
 from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 
 Codes = NDArray[np.int32]
@@ -55,9 +55,9 @@ def shape() -> VocoderShape:
 
 def vocoder(
     library: str | None = None, n_threads: int = 2, n_streams: int = 4, n_frames: int = 8, half: bool = False
-) -> Vocoder:
-    tensors = load_codec(tiny_speech("custom_voice"), shape())
-    made = Vocoder(
+) -> VocoderStreams:
+    tensors = load_vocoder(tiny_speech("custom_voice"), shape())
+    made = VocoderStreams(
         shape(),
         tensors,
         n_streams=n_streams,
@@ -84,7 +84,7 @@ def expected(seed: int = 0) -> Tensor:
     return oracle.decode(model, torch.from_numpy(random_codes(N_FRAMES, seed)))
 
 
-def whole(made: Vocoder, codes: Codes, slot: int = 0) -> NDArray[np.float32]:
+def whole(made: VocoderStreams, codes: Codes, slot: int = 0) -> NDArray[np.float32]:
     made.open(slot)
     return made.vocode([(slot, codes)])[0]
 
@@ -98,8 +98,8 @@ def test_waveform_is_the_oracles(library: str) -> None:
 
 def test_waveform_is_the_published_packages() -> None:
     golden = load_file(DIRECTORY / "tensors.safetensors")
-    found = whole(vocoder(), golden["codec.codes"].numpy().astype(np.int32))[::CODEC_STRIDE]
-    assert np.abs(found - golden["codec.wave"].numpy() / 32767).max() < 1e-4
+    found = whole(vocoder(), golden["vocoder.codes"].numpy().astype(np.int32))[::VOCODER_STRIDE]
+    assert np.abs(found - golden["vocoder.wave"].numpy() / 32767).max() < 1e-4
 
 
 @pytest.mark.parametrize("library", usable_instruction_sets())
@@ -200,12 +200,12 @@ def test_memory_is_what_was_planned() -> None:
         buffers.audio,
     ]
     assert arena.n_bytes == sum(tensor.nbytes for tensor in held)
-    assert codec_weight_bytes(VocoderShape()) == 4 * 114_323_137 - 4 * 2 * 512 * 256  # without input_proj
+    assert vocoder_weight_bytes(VocoderShape()) == 4 * 114_323_137 - 4 * 2 * 512 * 256  # without input_proj
 
 
 def test_checkpoints_are_checked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_codec(tmp_path, shape())
+        load_vocoder(tmp_path, shape())
     tensors = load_file(tiny_speech("custom_voice") / FILE)
     (tmp_path / FILE).parent.mkdir()
     name = "decoder.decoder.2.block.1.conv.weight"
@@ -213,7 +213,7 @@ def test_checkpoints_are_checked(tmp_path: Path) -> None:
         rest = {key: value for key, value in tensors.items() if key != name}
         save_file(rest if change is None else rest | {name: change.contiguous()}, tmp_path / FILE)
         with pytest.raises(CheckpointError, match=f"{name}.*{said}"):
-            load_codec(tmp_path, shape())
+            load_vocoder(tmp_path, shape())
     with pytest.raises(UnsupportedModelError, match="decoder_dim"):
         check_vocoder(VocoderShape(decoder_dim=96))
 
@@ -300,7 +300,7 @@ def test_audio_depends_on_the_request_alone() -> None:
 @pytest.mark.skipif("DELTIC_TEST_REAL_VOCODER" not in os.environ, reason="some seconds and 1.5 GB")
 def test_published_size() -> None:
     published = VocoderShape()
-    made = Vocoder(published, dummy_codec(published), n_streams=2, n_threads=2)
+    made = VocoderStreams(published, dummy_vocoder(published), n_streams=2, n_threads=2)
     codes = np.random.default_rng(0).integers(0, published.codebook_size, (5, 16)).astype(np.int32)
     alone = whole(made, codes)
     made.open(1)

@@ -1,0 +1,160 @@
+"""The vocoder's streams on the CPU: their state slots, and passes over them, each stream continued where it was left.
+
+A pass, recorded once, is over at most `n_frames` frames of all its streams; what is longer takes several, which changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltic.models.vocoder.cpu import MAX_POSITIONS, PASS_FRAMES, Vocoder, allocate_vocoder
+from deltic.models.vocoder.shape import FRAME_SAMPLES, VocoderShape
+from deltic.ops.cpu.program import Program
+from deltic.ops.geometry import N_CODES, Allocate
+
+
+def _zeros(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(size, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Vocoded:
+    """Chunks that were begun: here they are done."""
+
+    waveforms: list[NDArray[np.float32]]
+
+    def is_done(self) -> bool:
+        return True
+
+    def samples(self) -> list[NDArray[np.float32]]:
+        """Waits for them, elsewhere."""
+        return self.waveforms
+
+    def seconds(self) -> float | None:
+        """Whoever called `begin` knows."""
+        return None
+
+
+class VocoderStreams:
+    """The streams' states and the recorded pass over them. Not thread-safe: one engine loop owns it."""
+
+    def __init__(
+        self,
+        shape: VocoderShape,
+        tensors: dict[str, Tensor],
+        *,
+        n_streams: int,
+        n_threads: int = 1,
+        cpus: tuple[int, ...] = (),
+        n_frames: int = PASS_FRAMES,
+        allocate: Allocate = _zeros,
+        library: str | None = None,
+        half: bool = False,
+    ) -> None:
+        """tensors, half: as of `Vocoder`. Raises UnsupportedModelError."""
+        self.shape = shape
+        self.n_streams, self.n_frames = n_streams, n_frames
+        self.buffers = b = allocate_vocoder(shape, n_streams, allocate, n_frames)
+        self.state_size = b.states.shape[1]
+        self._front, self._rest = Program(n_threads, library, cpus), Program(n_threads, library, cpus)
+        Vocoder(shape, tensors, b, half).record(self._front, self._rest)
+        self._states = b.states.numpy()
+        self._codes, self._start, self._slot = b.codes.numpy(), b.start.numpy(), b.slot.numpy()
+        self._audio = b.audio.numpy()
+
+    def open(self, slot: int, state: Tensor | None = None) -> None:
+        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32 [state_size], of `state_of`, in
+        this process or another). Raises ValueError for a state of another model's size."""
+        if state is None:
+            self._states[slot] = 0.0
+            return
+        if state.dtype != torch.float32 or state.shape != (self.state_size,):
+            found = f"{state.dtype} {list(state.shape)}"
+            raise ValueError(f"a vocoder state of this model is float32 [{self.state_size}], not {found}")
+        self.buffers.states[slot] = state
+
+    def state_of(self, slot: int) -> Tensor:
+        """A copy of a stream's state."""
+        return self.buffers.states[slot].clone()
+
+    def position(self, slot: int) -> int:
+        """Frames of the stream in a slot so far."""
+        return int(self._states[slot, 0])
+
+    def begin(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> Vocoded:
+        """As `vocode`; what computes elsewhere need not be done when this returns."""
+        return Vocoded(self.vocode(chunks))
+
+    def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
+        """A stream goes on behind codes whose samples nobody wants, for a tenth of the work: samples are right again, to the bit,
+        SEEN_FRAMES after them. Raises as `vocode`."""
+        self._check([(slot, codes)])
+        for begin in range(0, len(codes), self.n_frames):
+            self._pass([(slot, codes)], [(0, begin, min(begin + self.n_frames, len(codes)))], None)
+
+    def vocode(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]:
+        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within [-1, 1], at 24 kHz.
+
+        Raises ValueError, before anything is changed, for codes outside the codebooks, a slot given twice, and a stream longer
+        than MAX_POSITIONS.
+        """
+        self._check(chunks)
+        out = [np.empty(len(codes) * FRAME_SAMPLES, np.float32) for _, codes in chunks]
+        part: list[tuple[int, int, int]] = []
+        room = self.n_frames
+        for i, (_, codes) in enumerate(chunks):
+            done = 0
+            while done < len(codes):
+                n = min(room, len(codes) - done)
+                part.append((i, done, done + n))
+                done, room = done + n, room - n
+                if not room:
+                    self._pass(chunks, part, out)
+                    part, room = [], self.n_frames
+        self._pass(chunks, part, out)
+        return out
+
+    def _check(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
+        for slot, codes in chunks:
+            if codes.ndim != 2 or codes.shape[1] != N_CODES:
+                raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
+            if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
+                raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
+            if self.position(slot) + len(codes) > MAX_POSITIONS:
+                raise ValueError(f"a stream has at most {MAX_POSITIONS} frames")
+        if len({slot for slot, _ in chunks}) < len(chunks):
+            raise ValueError("two chunks of one stream; join them")
+
+    def _pass(
+        self,
+        chunks: Sequence[tuple[int, NDArray[np.int32]]],
+        part: list[tuple[int, int, int]],
+        out: list[NDArray[np.float32]] | None,
+    ) -> None:
+        """part: (chunk, from, to) of each stream; out: where the samples go, None: the pre-transformer only."""
+        at = 0
+        for s, (i, begin, end) in enumerate(part):
+            slot, codes = chunks[i]
+            self._slot[s], self._start[s] = slot, at
+            self._codes[at : at + end - begin] = codes[begin:end]
+            at += end - begin
+            self._start[s + 1] = at
+        if not at:
+            return
+        self.buffers.n.fill_(len(part))
+        self._front.run()
+        if out is not None:
+            self._rest.run()
+        for s, (i, begin, end) in enumerate(part):
+            self._states[self._slot[s], 0] += end - begin
+            if out is None:
+                continue
+            first = self._start[s] * FRAME_SAMPLES
+            samples = self._audio[first : first + (end - begin) * FRAME_SAMPLES]
+            out[i][begin * FRAME_SAMPLES : end * FRAME_SAMPLES] = samples
