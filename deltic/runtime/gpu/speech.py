@@ -353,7 +353,7 @@ class GpuSpeechRunner(SpeechRunner):
         tokens = []
         for draw in step.draws:
             pending = results[draw.sequence]
-            tokens.append(int(pending.tokens[pending.rows[draw.sequence]]))
+            tokens.append([int(pending.tokens[pending.rows[draw.sequence]])])
         result = StepResult(tokens, [None] * len(tokens), {})
         decodes = [chunk.sequence for chunk in step.chunks if chunk.is_decode]
         result.codes = np.empty((len(decodes), N_CODES), np.int32)

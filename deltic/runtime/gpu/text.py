@@ -454,16 +454,15 @@ class GpuRunner:
             pending = results[draw.sequence]
             row = pending.rows[draw.sequence]
             token, k = int(arrays[id(pending)][row]), draw.sequence.request.params.logprobs
-            result.token_ids.append(token)
+            result.tokens.append([token])
             if _ends_thought(draw.sequence, token):
                 self._drop(draw.sequence)  # the device left it out
-            entry = None
+            entries = None
             if k is not None and pending.logprobs is not None:
                 logprob, ids, values = (t[row] for t in pending.logprobs)
-                entry = TokenLogprob(
-                    token, float(logprob), list(zip(ids[:k].tolist(), values[:k].tolist(), strict=True))
-                )
-            result.logprobs.append(entry)
+                top = list(zip(ids[:k].tolist(), values[:k].tolist(), strict=True))
+                entries = [TokenLogprob(token, float(logprob), top)]
+            result.logprobs.append(entries)
         return result
 
     def is_busy(self) -> bool:
