@@ -206,7 +206,8 @@ class FakeRunner:
             guide = drawn.sequence.guide
             if guide is None or (guide.next_is_free and token != guide.constraint.think_end_id):
                 self._run_ahead(drawn.sequence, token)
-        return StepResult(tokens, logprobs, prompt_logprobs)
+        lists = [None if entry is None else [entry] for entry in logprobs]
+        return StepResult([[token] for token in tokens], lists, prompt_logprobs)
 
     def _check_limits(self, step: Step) -> None:
         n_decodes = sum(c.is_decode for c in step.chunks)

@@ -280,9 +280,10 @@ class Scheduler:
         self._close(sequence, reason)
         return Output(sequence.request.id, sequence.index, finish_reason=reason, error=message)
 
-    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Frees what a sequence that is in no list owns, and forgets it."""
-        self.cache.release(sequence, keep_state=reason != "error")
+    def _close(self, sequence: Sequence, reason: FinishReason, keep_state: bool = True) -> None:
+        """Frees what a sequence that is in no list owns, and forgets it. keep_state: whether its slot holds the state behind
+        `n_computed` tokens, and no more."""
+        self.cache.release(sequence, keep_state=keep_state and reason != "error")
         sequence.finish_reason = reason
         sequence.guide = None
         self.is_blocked = False
@@ -565,51 +566,62 @@ class Scheduler:
         eos_token_ids = self.eos_token_ids
         outputs: list[Output] = []
         spoilt: list[Sequence] = []
-        n_ended = 0
-        for draw, token, logprob in zip(step.draws, result.token_ids, result.logprobs, strict=True):
+        n_ended = n_drawn = 0
+        for draw, drawn, logprobs in zip(step.draws, result.tokens, result.logprobs, strict=True):
             sequence = draw.sequence
             params = sequence.request.params
-            might_draw = token >= 0 or self._might_draw(sequence)
-            if token < 0 and might_draw and not sequence.is_second_try:
+            might_draw = drawn[0] >= 0 or self._might_draw(sequence)
+            if drawn[0] < 0 and might_draw and not sequence.is_second_try:
                 spoilt.append(sequence)
                 continue
-            output = Output(sequence.request.id, sequence.index, [token])
+            output = Output(sequence.request.id, sequence.index, drawn)
             outputs.append(output)
-            if token < 0:
+            if drawn[0] < 0:
                 output.token_ids, output.finish_reason = [], "error"
                 output.error = NOT_FINITE if might_draw else NOTHING_ALLOWED
                 self._close(sequence, "error")
                 n_ended += 1
                 continue
-            if logprob is not None:
-                output.logprobs = [logprob]
+            if logprobs is not None:
+                output.logprobs = logprobs
             if sequence.n_generated == 0:
                 output.queued_s = sequence.queued_s
                 output.cached_tokens = sequence.n_cached
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
             tokens = sequence.tokens
-            if sequence.n_computed != len(tokens):  # a sibling, which had no chunk of its own
-                sequence.n_computed = len(tokens)
+            n_known = len(tokens)
+            if step.chunks[draw.chunk].sequence is not sequence:  # a sibling, which had no chunk of its own
+                sequence.n_computed = n_known
                 self.cache.publish(sequence)
-            tokens.append(token)
-            if not params.max_tokens:  # only the prompt was asked for
-                output.finish_reason, output.token_ids, output.logprobs = "length", [], None
-            elif token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos):
-                output.finish_reason, output.stop_token_id = "stop", token
-            elif len(tokens) - sequence.n_prompt >= params.max_tokens:
-                output.finish_reason = "length"
-            elif sequence.guide is not None and self.guides is not None:
-                self.guides.advance(sequence.guide, token)
-                output.finish_reason = "stop" if sequence.guide.is_over else None
+            for token in drawn:
+                tokens.append(token)
+                if not params.max_tokens:  # only the prompt was asked for
+                    output.finish_reason, output.token_ids, output.logprobs = "length", [], None
+                elif token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos):
+                    output.finish_reason, output.stop_token_id = "stop", token
+                elif len(tokens) - sequence.n_prompt >= params.max_tokens:
+                    output.finish_reason = "length"
+                elif sequence.guide is not None and self.guides is not None:
+                    self.guides.advance(sequence.guide, token)
+                    output.finish_reason = "stop" if sequence.guide.is_over else None
+                if output.finish_reason is not None:
+                    break
+            n_taken = len(tokens) - n_known
+            n_drawn += n_taken
+            if n_taken < len(drawn) and output.token_ids:
+                output.token_ids = drawn[:n_taken]
+                output.logprobs = logprobs and logprobs[:n_taken]
+            if n_taken > 1:
+                sequence.n_computed = len(tokens) - 1
             if output.finish_reason is not None:
-                self._close(sequence, output.finish_reason)
+                self._close(sequence, output.finish_reason, keep_state=n_taken == len(drawn))
                 n_ended += 1
         if n_ended:
             self._decodes = [s for s in self._decodes if s.finish_reason is None]
         if spoilt:
             self._start_over(spoilt)
-        self.n_generated_tokens += sum(token >= 0 for token in result.token_ids)
+        self.n_generated_tokens += n_drawn
         return outputs
 
     def _might_draw(self, sequence: Sequence) -> bool:

@@ -187,14 +187,19 @@ class Step:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the device gave back: `token_ids[i]` and `logprobs[i]` belong to `Step.draws[i]`.
+    """What the device gave back: `tokens[i]` and `logprobs[i]` belong to `Step.draws[i]`.
+
+    A draw gives one token, or several that follow each other, of which the step has computed all but the last: KV and state
+    are there. -1 alone says that nothing could be drawn.
 
     `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose predecessor
     is in the chunk and which exist in the prompt).
     """
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprob | None]
+    tokens: list[list[int]]
+    """Lists of their own, not empty: whoever reads them keeps them."""
+    logprobs: list[list[TokenLogprob] | None]
+    """One of each token, or None where nobody asked."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
     codes: NDArray[np.int32] | None = None
     """Of a speech model: [n_decodes, 16], the frame of chunk i, a decode, in row i (decodes come first)."""

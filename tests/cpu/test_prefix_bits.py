@@ -115,8 +115,8 @@ class Watched:
             row += chunk.length if chunk.prompt_logprobs else int(i in drawn)
             rows[i] = row - 1
         logits = self.inner.logits(row).clone()
-        for draw, token in zip(step.draws, result.token_ids, strict=True):
-            if token < 0:
+        for draw, tokens in zip(step.draws, result.tokens, strict=True):
+            if tokens[0] < 0:
                 continue  # it is computed once more
             self.answers[draw.sequence.request.id, draw.sequence.index].rows.append(logits[rows[draw.chunk]])
         return result

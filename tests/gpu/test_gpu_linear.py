@@ -24,13 +24,16 @@ from deltic.ops.gpu.linear import (
     narrow_config,
     narrow_linear,
     narrow_swiglu,
+    product,
     silu_mul,
     vendor_pays,
     wide_config,
     wide_linear,
 )
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
+from deltic.ops.matrix import FORMATS, Matrix
 from deltic.reference.layers import linear, rms_norm
+from tests.gpu.matrices import in_rows
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LEVERS = Levers()
@@ -84,7 +87,7 @@ def test_begin_decode(device: str) -> None:
     residual = poisoned(4, width, device=device)
     assert n_places == len(slot)
     begin_decode(
-        rows_place, last_token, position, slot, done, table, row_place=row_place, row_slot=row_slot,
+        rows_place, last_token, position, slot, done, in_rows(table), row_place=row_place, row_slot=row_slot,
         row_position=row_position, residual=residual, levers=LEVERS,
     )  # fmt: skip
     assert row_place.tolist() == [3, 0, 0, 4]
@@ -96,7 +99,7 @@ def test_begin_decode(device: str) -> None:
 def test_embed(device: str) -> None:
     table = values(50, 544, device=device)
     residual = poisoned(3, 544, device=device)
-    embed(torch.tensor([49, 0, 13], device=device, dtype=torch.int32), table, residual)
+    embed(torch.tensor([49, 0, 13], device=device, dtype=torch.int32), in_rows(table), residual)
     assert torch.equal(residual, table.float()[[49, 0, 13]])
 
 
@@ -156,28 +159,28 @@ def test_the_norm_does_not_see_how_many_warps_it_has(device: str, monkeypatch: p
 def test_narrow_linear(device: str, n: int, m: int, k: int, splits: int) -> None:
     x, w = values(n, k, device=device), values(m, k, device=device, seed=1)
     out = poisoned(splits, n, m, device=device)
-    narrow_linear(x, w, out, levers=LEVERS)
+    narrow_linear(x, in_rows(w), out, levers=LEVERS)
     width = k // splits
     for s in range(splits):
         part = slice(s * width, (s + 1) * width)
         close(out[s], linear(x[:, part], w[:, part], "bfloat16"), width)
     for row in (0, n - 1):
         alone = poisoned(splits, 1, m, device=device)
-        narrow_linear(x[row : row + 1].contiguous(), w, alone, levers=LEVERS)
+        narrow_linear(x[row : row + 1].contiguous(), in_rows(w), alone, levers=LEVERS)
         assert torch.equal(alone[:, 0], out[:, row])
     if splits == 1:
         rounded = poisoned(n, m, device=device, dtype=torch.bfloat16)
-        narrow_linear(x, w, rounded, levers=LEVERS)
+        narrow_linear(x, in_rows(w), rounded, levers=LEVERS)
         assert torch.equal(rounded, out[0].bfloat16())
 
 
 def test_a_projection_in_two_parts(device: str) -> None:
     x, w = values(2, 128, device=device), values(80, 128, device=device, seed=1)
     whole, parts = poisoned(2, 2, 80, device=device), poisoned(2, 2, 80, device=device)
-    narrow_linear(x, w, whole, levers=LEVERS)
-    narrow_linear(x, w[48:], parts[:, :, 48:], levers=LEVERS)
+    narrow_linear(x, in_rows(w), whole, levers=LEVERS)
+    narrow_linear(x, in_rows(w[48:]), parts[:, :, 48:], levers=LEVERS)
     assert parts[:, :, :48].isnan().all()
-    narrow_linear(x, w[:48], parts[:, :, :48], levers=LEVERS)
+    narrow_linear(x, in_rows(w[:48]), parts[:, :, :48], levers=LEVERS)
     assert torch.equal(parts, whole)
 
 
@@ -186,9 +189,9 @@ def test_a_row_does_not_see_its_neighbours(device: str) -> None:
     """Not even where they are not finite: rows not in use hold anything."""
     x, w = values(5, 128, device=device), values(96, 128, device=device, seed=1)
     clean, dirty = poisoned(1, 5, 96, device=device), poisoned(1, 5, 96, device=device)
-    narrow_linear(x, w, clean, levers=LEVERS)
+    narrow_linear(x, in_rows(w), clean, levers=LEVERS)
     x[1], x[4] = torch.nan, torch.inf
-    narrow_linear(x, w, dirty, levers=LEVERS)
+    narrow_linear(x, in_rows(w), dirty, levers=LEVERS)
     assert torch.equal(clean[:, [0, 2, 3]], dirty[:, [0, 2, 3]])
 
 
@@ -199,8 +202,8 @@ def test_a_row_does_not_see_its_neighbours(device: str) -> None:
 def test_configurations_do_not_change_bits(device: str, config: Narrow) -> None:
     x, w = values(2, 256, device=device), values(200, 256, device=device, seed=1)
     expected, out = poisoned(2, 2, 200, device=device), poisoned(2, 2, 200, device=device)
-    narrow_linear(x, w, expected, levers=LEVERS)
-    narrow_linear(x, w, out, levers=LEVERS, config=config)
+    narrow_linear(x, in_rows(w), expected, levers=LEVERS)
+    narrow_linear(x, in_rows(w), out, levers=LEVERS, config=config)
     assert torch.equal(out, expected)
 
 
@@ -208,13 +211,13 @@ def test_configurations_do_not_change_bits(device: str, config: Narrow) -> None:
 def test_swiglu_is_a_linear_and_silu_mul(device: str, n: int, m: int, k: int) -> None:
     x, w = values(n, k, device=device), values(m, k, device=device, seed=1)
     sums = poisoned(1, n, m, device=device)
-    narrow_linear(x, w, sums, levers=LEVERS)
+    narrow_linear(x, in_rows(w), sums, levers=LEVERS)
     expected, out, apart = (poisoned(n, m // 2, device=device, dtype=torch.bfloat16) for _ in range(3))
     silu_mul(sums[0], expected, levers=LEVERS)
-    narrow_swiglu(x, w, out, levers=LEVERS)
+    narrow_swiglu(x, in_rows(w), out, levers=LEVERS)
     assert torch.equal(out, expected)
     levers = dataclasses.replace(LEVERS, silu_epilogue=False)
-    narrow_swiglu(x, w, apart, levers=levers, gate_up=torch.full_like(sums, torch.nan))
+    narrow_swiglu(x, in_rows(w), apart, levers=levers, gate_up=torch.full_like(sums, torch.nan))
     assert torch.equal(apart, expected)
     gate, up = linear(x, w, "bfloat16").chunk(2, -1)
     rounded_close(out, torch.nn.functional.silu(gate) * up, atol=1e-3)  # where up is nearly 0 and gate is not
@@ -223,9 +226,37 @@ def test_swiglu_is_a_linear_and_silu_mul(device: str, n: int, m: int, k: int) ->
 def test_what_is_refused(device: str) -> None:
     x, w = values(2, 128, device=device), values(64, 128, device=device)
     with pytest.raises(KernelError, match="slices"):
-        narrow_linear(x, w, poisoned(8, 2, 64, device=device), levers=LEVERS)
+        narrow_linear(x, in_rows(w), poisoned(8, 2, 64, device=device), levers=LEVERS)
     with pytest.raises(KernelError, match="blocks of 64"):
-        wide_linear(x, w, poisoned(2, 64, device=device), levers=LEVERS)
+        wide_linear(x, in_rows(w), poisoned(2, 64, device=device), levers=LEVERS)
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_a_format_without_a_kernel_is_refused(device: str, format: str) -> None:
+    w, few, many = Matrix.empty(64, 128, FORMATS[format], device=device), 2, 64
+    refused = f"no kernel for {format}$"
+    with pytest.raises(KernelError, match=f"linear: .*{refused}"):
+        narrow_linear(values(few, 128, device=device), w, poisoned(1, few, 64, device=device), levers=LEVERS)
+    inner = poisoned(few, 32, device=device, dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match=f"linear: .*{refused}"):
+        narrow_swiglu(values(few, 128, device=device), w, inner, levers=LEVERS)
+    with pytest.raises(KernelError, match=f"linear: .*{refused}"):
+        wide_linear(values(many, 128, device=device), w, poisoned(many, 64, device=device), levers=LEVERS)
+    with pytest.raises(KernelError, match=f"linear: .*{refused}"):
+        product(values(few, 128, device=device), w)
+    ids = torch.zeros(few, device=device, dtype=torch.int32)
+    with pytest.raises(KernelError, match=f"embed: .*{refused}"):
+        embed(ids, w, poisoned(few, 128, device=device))
+    with pytest.raises(KernelError, match=f"embed: .*{refused}"):
+        begin_decode(
+            ids, ids, ids, ids, ids, w, row_place=ids, row_slot=ids, row_position=ids,
+            residual=poisoned(few, 128, device=device), levers=LEVERS,
+        )  # fmt: skip
+
+
+def test_product_is_a_linear(device: str) -> None:
+    x, w = values(3, 96, device=device), values(40, 96, device=device, seed=1)
+    close(product(x, in_rows(w)), linear(x, w, "bfloat16"), 96)
 
 
 def test_splits_follow_the_shape() -> None:
@@ -263,8 +294,8 @@ def test_configurations_fit_into_shared_memory(
 def test_wide_linear(device: str, t: int, m: int, k: int, dtype: torch.dtype) -> None:
     x, w = values(t, k, device=device), values(m, k, device=device, seed=1)
     out, sums = poisoned(t, m, device=device, dtype=dtype), poisoned(1, t, m, device=device)
-    wide_linear(x, w, out, levers=LEVERS)
-    narrow_linear(x, w, sums, levers=LEVERS)
+    wide_linear(x, in_rows(w), out, levers=LEVERS)
+    narrow_linear(x, in_rows(w), sums, levers=LEVERS)
     assert torch.equal(out, sums[0].to(dtype))
     close(sums[0], linear(x, w, "bfloat16"), k)
 
@@ -295,11 +326,11 @@ def test_bits_do_not_follow_the_batch(model: str) -> None:
         x = torch.randn(256, k, device="cuda", dtype=torch.bfloat16)
         for splits in [k_splits(m, k, LEVERS)]:
             expected = poisoned(splits, 256, m, device="cuda")
-            narrow_linear(x, w, expected, levers=LEVERS)
+            narrow_linear(x, in_rows(w), expected, levers=LEVERS)
             close(expected.sum(0), x.float() @ w.float().T, k)
             for n in (1, 4, 16, 24, 48, 64, 96, 128):
                 out = poisoned(splits, n, m, device="cuda")
-                narrow_linear(x[:n], w, out, levers=LEVERS)
+                narrow_linear(x[:n], in_rows(w), out, levers=LEVERS)
                 assert torch.equal(out, expected[:, :n]), (m, k, splits, n)
 
 
@@ -310,11 +341,11 @@ def test_narrow_wide_and_vendor_agree(model: str) -> None:
         w = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) / 32
         x = torch.randn(8192, k, device="cuda", dtype=torch.bfloat16)
         narrow = poisoned(128, m, device="cuda", dtype=torch.bfloat16)
-        narrow_linear(x[:128], w, narrow, levers=LEVERS)
+        narrow_linear(x[:128], in_rows(w), narrow, levers=LEVERS)
         ours = poisoned(8192, m, device="cuda", dtype=torch.bfloat16)
-        wide_linear(x, w, ours, levers=LEVERS, config=Wide(128, 256, 8, 3))
+        wide_linear(x, in_rows(w), ours, levers=LEVERS, config=Wide(128, 256, 8, 3))
         assert torch.equal(ours[:128], narrow), (m, k)
         for t in (64, 192, 1024, 2048, 4096, 8192):
             out = poisoned(t, m, device="cuda", dtype=torch.bfloat16)
-            wide_linear(x[:t], w, out, levers=LEVERS)
+            wide_linear(x[:t], in_rows(w), out, levers=LEVERS)
             assert torch.equal(out, ours[:t]), (m, k, t, vendor_pays(t, m))

@@ -13,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltic.ops.contract import KernelError
 from deltic.ops.gpu.blocks import Blocks
 from deltic.ops.gpu.launch import Levers, launches
 from deltic.ops.gpu.moe import MoeScratch, MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, MoePrefillTiles, moe_prefill, moe_prefill_scratch
+from deltic.ops.matrix import FORMATS, Matrix
 from deltic.reference.layers import linear, route, swiglu
+from tests.gpu.matrices import in_rows
 
 LEVERS = Levers()
 
@@ -103,7 +106,7 @@ class Layer:
             slots = torch.where(used.to(self.device), slots, -1)
         out = torch.full((self.case.k + 1, n, self.case.hidden), float("nan"), device=self.device)
         moe_decode(
-            x, *self.weights, self.case.k, normalise, row_slot=slots.int(), scratch=scratch or self.scratch(n), out=out,
+            x, *map(in_rows, self.weights), self.case.k, normalise, row_slot=slots.int(), scratch=scratch or self.scratch(n), out=out,
             levers=levers, tiles=tiles,
         )  # fmt: skip
         return out
@@ -115,7 +118,7 @@ class Layer:
         t = x.shape[0]
         out = torch.full((t, self.case.hidden), float("nan"), device=self.device, dtype=dtype)
         moe_prefill(
-            x, *self.weights, self.case.k, True, blocks=_blocks(n_tokens, self.device),
+            x, *map(in_rows, self.weights), self.case.k, True, blocks=_blocks(n_tokens, self.device),
             scratch=scratch or self.prefill_scratch(t), out=out, levers=LEVERS, tiles=tiles,
         )  # fmt: skip
         return out
@@ -276,9 +279,31 @@ def test_refuses_what_does_not_fit(device: str) -> None:
     layer = Layer(TINY, device)
     with pytest.raises(ValueError, match="workspaces are for 2 rows"):
         layer.decode(layer.rows(3), scratch=layer.scratch(2))
-    layer.weights = (*layer.weights[:4], layer.weights[4].float())
     with pytest.raises(ValueError, match="contiguous bfloat16"):
+        layer.decode(layer.rows(1).float())
+    layer.weights = (*layer.weights[:4], layer.weights[4][:, :32].contiguous())
+    with pytest.raises(ValueError, match="shared expert"):
         layer.decode(layer.rows(1))
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_a_format_without_a_kernel_is_refused(device: str, i: int) -> None:
+    """Each of the five weights, in a decode and in a prefill."""
+    layer = Layer(TINY, device)
+    weights = [in_rows(w) for w in layer.weights]
+    w = weights[i]
+    weights[i] = Matrix.empty(w.n, w.k, FORMATS["int8"], len(w.data), device=device)
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    with pytest.raises(KernelError, match=r"moe: .*no kernel for int8$"):
+        moe_decode(
+            layer.rows(1), *weights, TINY.k, True, row_slot=slots, scratch=layer.scratch(1),
+            out=torch.empty(TINY.k + 1, 1, TINY.hidden, device=device), levers=LEVERS,
+        )  # fmt: skip
+    with pytest.raises(KernelError, match=r"moe: .*no kernel for int8$"):
+        moe_prefill(
+            layer.rows(64), *weights, TINY.k, True, blocks=_blocks([64], device), scratch=layer.prefill_scratch(64),
+            out=torch.empty(64, TINY.hidden, device=device), levers=LEVERS,
+        )  # fmt: skip
 
 
 def test_the_reference_sums_the_parts(device: str) -> None:

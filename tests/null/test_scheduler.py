@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from deltic.engine.cache.cache import Cache
-from deltic.engine.messages import Output, Request, SamplingParams
+from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.scheduler import RequestError, Scheduler
 from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
@@ -504,6 +504,40 @@ def test_step_target_bounds_prefill_beside_decodes_only() -> None:
     assert chunks and max(chunks) <= 192  # 10 ms at 0.05 ms
 
 
+@pytest.mark.parametrize(
+    ("drawn", "params", "taken", "reason"),
+    [
+        ([7, 8, 9], {}, [7, 8, 9], None),
+        ([7, EOS, 9], {"ignore_eos": False}, [7, EOS], "stop"),
+        ([7, 8, 9], {"stop_token_ids": (8,)}, [7, 8], "stop"),
+        ([7, 8, 9], {"max_tokens": 3}, [7, 8], "length"),
+        ([7, 8, 9], {"max_tokens": 4}, [7, 8, 9], "length"),
+        ([7, 8, 9], {"min_tokens": 9, "max_tokens": 2}, [7], "length"),
+    ],
+)
+def test_a_draw_may_give_several_tokens(
+    drawn: list[int], params: dict[str, object], taken: list[int], reason: str | None
+) -> None:
+    """They are taken in order, up to the end of the sequence; all but the last are computed."""
+    bench = Bench(FakeRunner())
+    bench.add("a", 10, **{"max_tokens": 50, "logprobs": 0} | params)
+    bench.step()
+    (sequence,), step = bench.scheduler.sequences(), bench.scheduler.plan()
+    assert step is not None and sequence.n_generated == 1
+    entries = [TokenLogprob(token, -1.0, []) for token in drawn]
+    (output,) = bench.scheduler.commit(step, StepResult([drawn[:]], [entries], {}))
+    assert output.token_ids == taken and output.finish_reason == reason
+    assert [entry.token_id for entry in output.logprobs or []] == taken
+    assert sequence.tokens[-len(taken) :].tolist() == taken
+    assert bench.scheduler.n_generated_tokens == 1 + len(taken)
+    bench.scheduler.check()
+    if reason is None:
+        step = bench.scheduler.plan()
+        assert step is not None and (step.chunks[0].start, step.chunks[0].length) == (10 + len(taken), 1)
+    else:
+        assert bench.scheduler.n_open == 0 and bench.scheduler.cache.n_pages_used == 0
+
+
 def time_host_side(n: int, n_steps: int = 500) -> float:
     """Seconds of plan and commit for one decode in a step of `n`."""
     runner = FakeRunner(n_pages=32 * n, max_num_seqs=n, max_model_len=2048)
@@ -518,7 +552,7 @@ def time_host_side(n: int, n_steps: int = 500) -> float:
         step = bench.scheduler.plan()
         spent += time.perf_counter() - start
         assert step is not None and len(step.draws) == n
-        result = StepResult([7] * n, [None] * n, {})
+        result = StepResult([[7] for _ in range(n)], [None] * n, {})
         start = time.perf_counter()
         bench.scheduler.commit(step, result)
         spent += time.perf_counter() - start

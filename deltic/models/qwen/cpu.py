@@ -10,12 +10,14 @@ Left out: the vision tower and the MTP head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deltic.models.fields import UnsupportedModelError
+from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
 from deltic.ops.cpu.attention import attention, attn_prepare
@@ -151,12 +153,31 @@ def allocate_activations(
     )
 
 
+class Linears:
+    """The matrices of a model by their names, and every product of a forward with one of them (but for the routed experts').
+
+    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. What is added to the product of one matrix, such as an
+    adapter's share, belongs here.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]]) -> None:
+        self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
+
+    def project(
+        self, program: Program, name: str, x: Tensor, out: Tensor, packed: Tensor, n_rows: Tensor, *, add: bool = False
+    ) -> None:  # fmt: skip
+        """Appends out = x W^T, or out += x W^T: x bfloat16 [T, K], out float32 [T, M], n_rows int32 scalar, rows in use. packed:
+        the workspace of `linear`."""
+        linear(program, x, self.matrices[name], out, packed, n_rows, add=add)
+
+
 class Qwen:
     """The weights in the form the operators read, and the recording of a forward over given buffers."""
 
     def __init__(self, shape: ModelShape, weights: Weights, max_len: int) -> None:
         self.shape = shape
         self.weights = weights
+        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)])
         self.heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
         self.gdn_heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
         self.gdn_weights = {
@@ -183,12 +204,12 @@ class Qwen:
                 self._gdn(program, i, layer, inputs, memory.states[:, i_gdn], memory.columns[:, i_gdn], act)
                 i_gdn += 1
             else:
-                self._attention(program, layer, inputs, memory.pages[:, i_attn], act)
+                self._attention(program, i, layer, inputs, memory.pages[:, i_attn], act)
                 i_attn += 1
             rms_norm(program, act.residual, layer.post_norm, eps, act.normed, inputs.n_tokens)
-            self._feed_forward(program, layer, inputs.n_tokens, act)
+            self._feed_forward(program, i, layer.mlp, inputs.n_tokens, act)
         rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
-        linear(program, act.final, w.lm_head, act.logits, act.packed, inputs.n_logit_rows)
+        self.linears.project(program, "lm_head", act.final, act.logits, act.packed, inputs.n_logit_rows)
 
     def _gdn(
         self,
@@ -202,7 +223,7 @@ class Qwen:
     ) -> None:
         proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
         mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
-        linear(program, act.normed, layer.in_proj, proj, act.packed, inputs.n_tokens)
+        self.linears.project(program, f"layers.{i}.in_proj", act.normed, proj, act.packed, inputs.n_tokens)
         gdn(
             program, proj, self.gdn_heads, self.gdn_weights[i], self.shape.rms_norm_eps,
             n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context,
@@ -210,15 +231,23 @@ class Qwen:
             snapshot_n=inputs.snapshot_n, snapshot_slot=inputs.snapshot_slot,
             conv_state=columns, state=state, out=mixed,
         )  # fmt: skip
-        linear(program, mixed, layer.out_proj, act.residual, act.packed, inputs.n_tokens, add=True)
+        self.linears.project(
+            program, f"layers.{i}.out_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True
+        )
 
     def _attention(
-        self, program: Program, layer: AttnLayer, inputs: ForwardInputs, pages: Tensor, act: Activations
+        self,
+        program: Program,
+        i: int,
+        layer: AttnLayer,
+        inputs: ForwardInputs,
+        pages: Tensor,
+        act: Activations,
     ) -> None:
         proj = _rows(act.proj, act.residual, self.heads.row)
         query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
         mixed = _rows(act.mixed, act.residual, self.heads.n_q * self.heads.dim)
-        linear(program, act.normed, layer.qkv, proj, act.packed, inputs.n_tokens)
+        self.linears.project(program, f"layers.{i}.qkv", act.normed, proj, act.packed, inputs.n_tokens)
         attn_prepare(
             program, proj, self.heads, layer.q_norm, layer.k_norm, self.shape.rms_norm_eps,
             n_tokens=inputs.n_tokens, positions=inputs.positions, token_place=inputs.token_place,
@@ -229,41 +258,35 @@ class Qwen:
             seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table, records=act.attn_records,
             out=mixed,
         )  # fmt: skip
-        linear(program, mixed, layer.o_proj, act.residual, act.packed, inputs.n_tokens, add=True)
+        self.linears.project(
+            program, f"layers.{i}.o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True
+        )
 
     def _feed_forward(
-        self, program: Program, layer: GdnLayer | AttnLayer, n_tokens: Tensor, act: Activations
+        self, program: Program, i: int, mlp: Mlp | Moe, n_tokens: Tensor, act: Activations
     ) -> None:
-        mlp = layer.mlp
+        name = f"layers.{i}.mlp."
         if isinstance(mlp, Moe):
             assert act.router is not None and act.shared is not None and act.moe is not None
-            linear(program, act.normed, mlp.router, act.router, act.packed, n_tokens)
-            self._swiglu(program, mlp.shared_gate_up, mlp.shared_down, act.shared, n_tokens, act, add=False)
+            self.linears.project(program, f"{name}router", act.normed, act.router, act.packed, n_tokens)
+            self._swiglu(program, f"{name}shared_", mlp.shared_down.k, act.shared, n_tokens, act, add=False)
             moe(
                 program, act.normed, act.router, mlp.gate_up, mlp.down, act.shared, act.residual,
                 n_per_token=self.shape.n_experts_per_tok, normalise=self.shape.norm_topk_prob,
                 n_tokens=n_tokens, scratch=act.moe,
             )  # fmt: skip
         else:
-            self._swiglu(program, mlp.gate_up, mlp.down, act.residual, n_tokens, act, add=True)
+            self._swiglu(program, name, mlp.down.k, act.residual, n_tokens, act, add=True)
 
     def _swiglu(
-        self,
-        program: Program,
-        gate_up: Matrix,
-        down: Matrix,
-        out: Tensor,
-        n_tokens: Tensor,
-        act: Activations,
-        *,
-        add: bool,
-    ) -> None:
-        width = down.k
+        self, program: Program, prefix: str, width: int, out: Tensor, n_tokens: Tensor, act: Activations, *, add: bool
+    ) -> None:  # fmt: skip
+        """The MLP of this width whose matrices' names begin so."""
         up = _rows(act.proj, act.residual, 2 * width)
         inner = _rows(act.mixed, act.residual, width)
-        linear(program, act.normed, gate_up, up, act.packed, n_tokens)
+        self.linears.project(program, f"{prefix}gate_up", act.normed, up, act.packed, n_tokens)
         silu_mul(program, up, inner, n_tokens)
-        linear(program, inner, down, out, act.packed, n_tokens, add=add)
+        self.linears.project(program, f"{prefix}down", inner, out, act.packed, n_tokens, add=add)
 
 
 def _rows(flat: Tensor, like: Tensor, width: int) -> Tensor:

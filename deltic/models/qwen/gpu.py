@@ -12,6 +12,7 @@ Everything here starts kernels on the current stream and neither waits nor alloc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
+from deltic.models.qwen.weights import GdnLayer, Moe, Weights
 from deltic.ops.geometry import Allocate, AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
@@ -37,6 +38,7 @@ from deltic.ops.gpu.linear import (
 from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
+from deltic.ops.matrix import Matrix
 
 RING = 4
 """Convolution inputs that a state slot holds on a GPU: a ring by position, one row more than the window needs, so that the row
@@ -180,7 +182,7 @@ def _gdn_heads(shape: ModelShape) -> GdnHeads:
     return GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
 
 
-def _front(flat: Tensor, *size: int) -> Tensor:
+def front(flat: Tensor, *size: int) -> Tensor:
     """The front of a flat buffer as a tensor of this size."""
     n = 1
     for d in size:
@@ -188,11 +190,43 @@ def _front(flat: Tensor, *size: int) -> Tensor:
     return flat[:n].view(*size)
 
 
+class Linears:
+    """The matrices of a model by their names, and every product of a forward with one of them (but for the routed experts').
+
+    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. What is added to the product of one matrix, such as an
+    adapter's share, belongs here.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]], levers: Levers) -> None:
+        self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
+        self.levers = levers
+
+    def project(self, name: str, x: Tensor, out: Tensor) -> None:
+        """out = x W^T of few rows: x bfloat16 [N, K], out float32 [S, N, M] or bfloat16 [N, M] (see `narrow_linear`)."""
+        narrow_linear(x, self.matrices[name], out, levers=self.levers)
+
+    def partial(self, name: str, x: Tensor, flat: Tensor) -> Tensor:
+        """The partial sums of x W^T of few rows, float32 [S, N, M], in the front of `flat`."""
+        w = self.matrices[name]
+        out = front(flat, k_splits(w.n, w.k, self.levers), x.shape[0], w.n)
+        self.project(name, x, out)
+        return out
+
+    def swiglu(self, name: str, x: Tensor, out: Tensor, gate_up: Tensor) -> None:
+        """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F] (see `narrow_swiglu`)."""
+        narrow_swiglu(x, self.matrices[name], out, gate_up=gate_up, levers=self.levers)
+
+    def project_many(self, name: str, x: Tensor, out: Tensor) -> None:
+        """out = x W^T of whole blocks of rows: x bfloat16 [T, K], out bfloat16 [T, M] (see `wide_linear`)."""
+        wide_linear(x, self.matrices[name], out, levers=self.levers)
+
+
 class QwenGpu:
     """The weights in rows, and the two forwards over given buffers."""
 
     def __init__(self, shape: ModelShape, weights: Weights, max_len: int, levers: Levers) -> None:
         self.shape, self.weights, self.levers = shape, weights, levers
+        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers)
         self.heads, self.gdn_heads = _attention_heads(shape), _gdn_heads(shape)
         device = weights.norm.device
         self.gdn_weights = {
@@ -210,72 +244,57 @@ class QwenGpu:
 
     def decode(self, n: int, places: PlaceState, b: DecodeBuffers, memory: GpuMemory, max_len: int) -> Tensor:
         """One token each of n rows, none with more than max_len keys; gives the logits, float32 [n, V]."""
-        shape, w, levers = self.shape, self.weights, self.levers
+        shape, w, levers, linears = self.shape, self.weights, self.levers, self.linears
         eps, h = shape.rms_norm_eps, shape.hidden_size
         slot, position = b.row_slot[:n], b.row_position[:n]
-        residual = _front(b.residual, n, h)
+        residual = front(b.residual, n, h)
         begin_decode(
-            b.rows_place[:n], places.last_token, places.position, places.slot, places.done, w.embed.rows,
+            b.rows_place[:n], places.last_token, places.position, places.slot, places.done, w.embed,
             row_place=b.row_place[:n], row_slot=slot, row_position=position, residual=residual, levers=levers,
         )  # fmt: skip
         partial: Tensor | None = None
         i_gdn = i_attn = 0
-        normed = _front(b.normed, n, h)
+        normed = front(b.normed, n, h)
         for i, layer in enumerate(w.layers):
             add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
             if isinstance(layer, GdnLayer):
-                proj = self._project(normed, layer.in_proj.rows, b)
-                mixed = _front(b.mixed, n, shape.gdn_value_size)
+                proj = linears.partial(f"layers.{i}.in_proj", normed, b.proj)
+                mixed = front(b.mixed, n, shape.gdn_value_size)
                 gdn_decode(
                     proj, self.gdn_heads, self.gdn_weights[i], eps, columns=memory.columns[:, i_gdn],
                     states=memory.states[:, i_gdn], row_slot=slot, row_position=position, out=mixed, levers=levers,
                 )  # fmt: skip
-                out_proj = layer.out_proj.rows
+                partial = linears.partial(f"layers.{i}.out_proj", mixed, b.partial)
                 i_gdn += 1
             else:
-                proj = self._project(normed, layer.qkv.rows, b)
-                mixed = _front(b.mixed, n, self.heads.n_q * self.heads.dim)
+                proj = linears.partial(f"layers.{i}.qkv", normed, b.proj)
+                mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
                 attention_decode(
                     proj, self.heads, layer.q_norm, layer.k_norm, eps, row_place=b.row_place[:n],
                     page_table=places.page_table, cos=self.cos, sin=self.sin, pages=memory.pages[:, i_attn],
                     scratch=b.attention, max_len=max_len, row_slot=slot, row_position=position, out=mixed, levers=levers,
                 )  # fmt: skip
-                out_proj = layer.o_proj.rows
+                partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial)
                 i_attn += 1
-            partial = self._partial(mixed, out_proj, b, n)
             add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
             mlp = layer.mlp
             if isinstance(mlp, Moe):
                 assert b.moe is not None
-                partial = _front(b.partial, shape.n_experts_per_tok + 1, n, h)
+                partial = front(b.partial, shape.n_experts_per_tok + 1, n, h)
                 moe_decode(
-                    normed, mlp.router.rows, mlp.gate_up.rows, mlp.down.rows, mlp.shared_gate_up.rows, mlp.shared_down.rows,
+                    normed, mlp.router, mlp.gate_up, mlp.down, mlp.shared_gate_up, mlp.shared_down,
                     shape.n_experts_per_tok, shape.norm_topk_prob, row_slot=slot, scratch=b.moe, out=partial,
                     levers=levers,
                 )  # fmt: skip
             else:
-                inner = _front(b.inner, n, shape.intermediate_size)
-                gate_up = _front(b.proj, 1, n, 2 * shape.intermediate_size)
-                narrow_swiglu(normed, mlp.gate_up.rows, inner, gate_up=gate_up, levers=levers)
-                partial = self._partial(inner, mlp.down.rows, b, n)
+                inner = front(b.inner, n, shape.intermediate_size)
+                gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
+                linears.swiglu(f"layers.{i}.mlp.gate_up", normed, inner, gate_up)
+                partial = linears.partial(f"layers.{i}.mlp.down", inner, b.partial)
         add_norm(residual, partial, w.norm, eps, normed, levers=levers)
-        logits = _front(b.logits, 1, n, shape.vocab_size)
-        narrow_linear(normed, w.lm_head.rows, logits, levers=levers)
+        logits = front(b.logits, 1, n, shape.vocab_size)
+        linears.project("lm_head", normed, logits)
         return logits[0]
-
-    def _project(self, x: Tensor, w: Tensor, b: DecodeBuffers) -> Tensor:
-        """Partial sums of a projection, float32 [S, n, rows]."""
-        m, k = w.shape
-        proj = _front(b.proj, k_splits(m, k, self.levers), x.shape[0], m)
-        narrow_linear(x, w, proj, levers=self.levers)
-        return proj
-
-    def _partial(self, x: Tensor, w: Tensor, b: DecodeBuffers, n: int) -> Tensor:
-        """Partial sums of what is to be added to the residual, float32 [S, n, H]."""
-        m, k = w.shape
-        partial = _front(b.partial, k_splits(m, k, self.levers), n, m)
-        narrow_linear(x, w, partial, levers=self.levers)
-        return partial
 
     # A prefill.
 
@@ -283,61 +302,62 @@ class QwenGpu:
         self, n_blocks: int, inputs: PrefillInputs, page_table: Tensor, b: PrefillBuffers, memory: GpuMemory
     ) -> Tensor:
         """The tokens of n_blocks blocks; gives the logits of the rows asked for, float32 [G, V]."""
-        shape, w, levers = self.shape, self.weights, self.levers
+        shape, w, levers, linears = self.shape, self.weights, self.levers, self.linears
         t, h, eps = n_blocks * BLOCK, shape.hidden_size, shape.rms_norm_eps
-        residual, normed = _front(b.residual, t, h), _front(b.normed, t, h)
-        y, added = _front(b.y, t, h), None
-        embed(inputs.token_ids, w.embed.rows, residual)
+        residual, normed = front(b.residual, t, h), front(b.normed, t, h)
+        y, added = front(b.y, t, h), None
+        embed(inputs.token_ids, w.embed, residual)
         i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
             add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
             added = y[None]
             if isinstance(layer, GdnLayer):
-                proj = _front(b.proj, t, shape.gdn_in_proj_rows)
-                mixed = _front(b.mixed, t, shape.gdn_value_size)
-                wide_linear(normed, layer.in_proj.rows, proj, levers=levers)
+                proj = front(b.proj, t, shape.gdn_in_proj_rows)
+                mixed = front(b.mixed, t, shape.gdn_value_size)
+                linears.project_many(f"layers.{i}.in_proj", normed, proj)
                 gdn_prefill(
                     proj, self.gdn_heads, self.gdn_weights[i], eps, blocks=inputs.blocks, columns=memory.columns[:, i_gdn],
                     states=memory.states[:, i_gdn], scratch=b.gdn, out=mixed, levers=levers,
                 )  # fmt: skip
-                wide_linear(mixed, layer.out_proj.rows, y, levers=levers)
+                linears.project_many(f"layers.{i}.out_proj", mixed, y)
                 i_gdn += 1
             else:
-                proj = _front(b.proj, t, self.heads.row)
-                mixed = _front(b.mixed, t, self.heads.n_q * self.heads.dim)
-                wide_linear(normed, layer.qkv.rows, proj, levers=levers)
+                proj = front(b.proj, t, self.heads.row)
+                mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
+                linears.project_many(f"layers.{i}.qkv", normed, proj)
                 attention_prefill(
                     proj, self.heads, layer.q_norm, layer.k_norm, eps, blocks=inputs.blocks, page_table=page_table,
                     cos=self.cos, sin=self.sin, pages=memory.pages[:, i_attn],
-                    query=_front(b.query, t, self.heads.n_q, self.heads.dim), out=mixed, levers=levers,
+                    query=front(b.query, t, self.heads.n_q, self.heads.dim), out=mixed, levers=levers,
                 )  # fmt: skip
-                wide_linear(mixed, layer.o_proj.rows, y, levers=levers)
+                linears.project_many(f"layers.{i}.o_proj", mixed, y)
                 i_attn += 1
             add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
-            self._feed_forward(layer, normed, inputs.blocks, b, y)
+            self._feed_forward(i, layer.mlp, normed, inputs.blocks, b, y)
         return self.logits_of(inputs.logit_row, n_blocks, b)
 
     def _feed_forward(
-        self, layer: GdnLayer | AttnLayer, normed: Tensor, blocks: Blocks, b: PrefillBuffers, y: Tensor
+        self, i: int, mlp: Mlp | Moe, normed: Tensor, blocks: Blocks, b: PrefillBuffers, y: Tensor
     ) -> None:
-        mlp, shape, levers, t = layer.mlp, self.shape, self.levers, normed.shape[0]
+        """y = what layer i's experts, or its one MLP, make of the normed rows."""
+        shape, levers, t = self.shape, self.levers, normed.shape[0]
         if isinstance(mlp, Mlp):
-            up, inner = _front(b.proj, t, 2 * mlp.down.k), _front(b.inner, t, mlp.down.k)
-            wide_linear(normed, mlp.gate_up.rows, up, levers=levers)
+            up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)
+            self.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up)
             silu_mul(up, inner, levers=levers)
-            wide_linear(inner, mlp.down.rows, y, levers=levers)
+            self.linears.project_many(f"layers.{i}.mlp.down", inner, y)
         else:
             assert b.moe is not None
             moe_prefill(
-                normed, mlp.router.rows, mlp.gate_up.rows, mlp.down.rows, mlp.shared_gate_up.rows, mlp.shared_down.rows,
+                normed, mlp.router, mlp.gate_up, mlp.down, mlp.shared_gate_up, mlp.shared_down,
                 shape.n_experts_per_tok, shape.norm_topk_prob, blocks=blocks, scratch=b.moe, out=y, levers=levers,
             )  # fmt: skip
 
     def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers) -> Tensor:
         """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most G."""
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
-        final, logits = b.final[:n], _front(b.logits.view(-1), 1, n, self.shape.vocab_size)
-        residual, y = _front(b.residual, t, h), _front(b.y, 1, t, h)
+        final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
+        residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
         add_norm(
             residual,
             y,
@@ -347,5 +367,5 @@ class QwenGpu:
             rows=rows,
             levers=self.levers,
         )
-        narrow_linear(final, self.weights.lm_head.rows, logits, levers=self.levers)
+        self.linears.project("lm_head", final, logits)
         return logits[0]

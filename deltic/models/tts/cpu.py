@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.cpu import Linears
 from deltic.models.tts.shape import DecoderShape, SpeechShape
-from deltic.models.tts.weights import Decoder, Projection, SpeechWeights
+from deltic.models.tts.weights import Decoder, SpeechWeights
 from deltic.ops.cpu.attention import attention, attn_prepare
-from deltic.ops.cpu.dense import linear, rms_norm, silu_mul
+from deltic.ops.cpu.dense import rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, sample
 from deltic.ops.cpu.speech import add_bias, code_rows, gather, keep_rows, talker_rows
@@ -181,8 +182,12 @@ def _heads(d: DecoderShape) -> AttentionHeads:
 class _Layers:
     """The layers of a decoder over its rows."""
 
-    def __init__(self, shape: DecoderShape, weights: Decoder, max_len: int) -> None:
-        self.shape, self.weights, self.heads = shape, weights, _heads(shape)
+    def __init__(
+        self, name: str, shape: DecoderShape, weights: Decoder, linears: Linears, max_len: int
+    ) -> None:
+        """name: of the decoder among the weights."""
+        self.name, self.shape, self.weights, self.heads = name, shape, weights, _heads(shape)
+        self.linears = linears
         # The angles are float32 products, as in training.
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
             shape.inv_freq(), dtype=torch.float32
@@ -192,14 +197,16 @@ class _Layers:
     def record(self, program: Program, inputs: RowInputs, pages: Tensor, act: DecoderActivations) -> None:
         """act.residual[:n_rows] through all layers. pages: [n, layers, 2, nk, 64, d]."""
         eps, n_rows, heads = self.shape.rms_norm_eps, inputs.n_rows, self.heads
+        project = self.linears.project
         proj = _rows(act.proj, act.residual, heads.row)
         query = _rows(act.query, act.residual, self.shape.q_rows)
         mixed = _rows(act.mixed, act.residual, self.shape.q_rows)
         up = _rows(act.proj, act.residual, 2 * self.shape.intermediate_size)
         inner = _rows(act.mixed, act.residual, self.shape.intermediate_size)
         for i, layer in enumerate(self.weights.layers):
+            name = f"{self.name}.layers.{i}."
             rms_norm(program, act.residual, layer.input_norm, eps, act.normed, n_rows)
-            linear(program, act.normed, layer.qkv, proj, act.packed, n_rows)
+            project(program, f"{name}qkv", act.normed, proj, act.packed, n_rows)
             attn_prepare(
                 program, proj, heads, layer.q_norm, layer.k_norm, eps, n_tokens=n_rows, positions=inputs.positions,
                 token_place=inputs.row_place, page_table=inputs.page_table, cos=self.cos, sin=self.sin, q_out=query,
@@ -209,11 +216,11 @@ class _Layers:
                 program, query, proj, heads, pages[:, i], n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
                 seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table, records=act.records, out=mixed,
             )  # fmt: skip
-            linear(program, mixed, layer.o_proj, act.residual, act.packed, n_rows, add=True)
+            project(program, f"{name}o_proj", mixed, act.residual, act.packed, n_rows, add=True)
             rms_norm(program, act.residual, layer.post_norm, eps, act.normed, n_rows)
-            linear(program, act.normed, layer.mlp.gate_up, up, act.packed, n_rows)
+            project(program, f"{name}mlp.gate_up", act.normed, up, act.packed, n_rows)
             silu_mul(program, up, inner, n_rows)
-            linear(program, inner, layer.mlp.down, act.residual, act.packed, n_rows, add=True)
+            project(program, f"{name}mlp.down", inner, act.residual, act.packed, n_rows, add=True)
 
 
 class Tts:
@@ -221,8 +228,9 @@ class Tts:
 
     def __init__(self, shape: SpeechShape, weights: SpeechWeights, max_len: int) -> None:
         self.shape, self.weights = shape, weights
-        self.talker = _Layers(shape.talker, weights.talker, max_len)
-        self.predictor = _Layers(shape.predictor, weights.predictor, N_CODES)
+        self.linears = Linears(weights.named_parts())
+        self.talker = _Layers("talker", shape.talker, weights.talker, self.linears, max_len)
+        self.predictor = _Layers("predictor", shape.predictor, weights.predictor, self.linears, N_CODES)
 
     def record(
         self, program: Program, inputs: SpeechInputs, memory: SpeechMemory, draws: PredictorDraws, act: SpeechActivations
@@ -238,17 +246,17 @@ class Tts:
         eps = self.shape.talker.rms_norm_eps
         rms_norm(program, talker.residual, w.talker.norm, eps, act.final, rows.n_seqs, rows=inputs.last_row)
         keep_rows(program, act.final, inputs.slot, memory.past, rows.n_seqs)
-        linear(program, act.final, w.head, act.logits, talker.packed, rows.n_seqs)
+        self.linears.project(program, "head", act.final, act.logits, talker.packed, rows.n_seqs)
 
     def record_texts(
         self, program: Program, inputs: SpeechInputs, act: SpeechActivations, out: Tensor
     ) -> None:
         """out[m] = the projection of text id m of the step: fc2(SiLU(fc1(x)))."""
-        w, n = self.weights, inputs.n_texts
+        w, n, project = self.weights, inputs.n_texts, self.linears.project
         gather(program, w.text_table, inputs.text_ids, act.text_in, n)
-        linear(program, act.text_in, w.text_fc1.weight, act.text_hidden, act.talker.packed, n)
+        project(program, "text_fc1.weight", act.text_in, act.text_hidden, act.talker.packed, n)
         add_bias(program, act.text_hidden, w.text_fc1.bias, n, silu_out=act.text_act)
-        linear(program, act.text_act, w.text_fc2.weight, out, act.talker.packed, n)
+        project(program, "text_fc2.weight", act.text_act, out, act.talker.packed, n)
         add_bias(program, out, w.text_fc2.bias, n)
 
     def _record_frames(
@@ -268,12 +276,15 @@ class Tts:
             else:
                 code_rows(program, draws.codes[i - 1], w.code_tables[i - 1], sums, n_frames, rows=into)
             if w.projection is not None:
-                _project(program, into, w.projection, a.residual, a.packed, n_rows)
+                self.linears.project(program, "projection.weight", into, a.residual, a.packed, n_rows)
+                add_bias(program, a.residual, w.projection.bias, n_rows)
             rows = _pass_rows(i, n_frames, n_rows, n_seqs)
             self.predictor.record(program, rows, act.predictor_pages, a)
             last = None if i else torch.arange(1, 2 * n_seqs, 2, dtype=torch.int32)
             rms_norm(program, a.residual, w.predictor.norm, eps, act.code_final, n_frames, rows=last)
-            linear(program, act.code_final, w.code_heads[i], act.code_logits, a.packed, n_frames)
+            self.linears.project(
+                program, f"code_heads.{i}", act.code_final, act.code_logits, a.packed, n_frames
+            )
             sample(
                 program, act.code_logits, self.shape.n_codebook, draws.places, draws.draws[i], draws.scratch, draws.codes[i]
             )  # fmt: skip
@@ -286,13 +297,6 @@ class Tts:
         for table, column in zip(tables, codes.long().t(), strict=True):
             total += table[column].float()
         return total
-
-
-def _project(
-    program: Program, x: Tensor, projection: Projection, out: Tensor, packed: Tensor, n_rows: Tensor
-) -> None:
-    linear(program, x, projection.weight, out, packed, n_rows)
-    add_bias(program, out, projection.bias, n_rows)
 
 
 def _pass_rows(i: int, n_frames: Tensor, n_rows: Tensor, n_seqs: int) -> RowInputs:

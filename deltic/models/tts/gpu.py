@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltic.models.fields import UnsupportedModelError
-from deltic.models.qwen.gpu import PlaceState
+from deltic.models.qwen.gpu import Linears, PlaceState, front
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechWeights
@@ -37,7 +37,7 @@ from deltic.ops.gpu.frames import (
     segment_ends,
 )
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.linear import k_splits, narrow_linear, narrow_swiglu, silu_mul, wide_linear
+from deltic.ops.gpu.linear import k_splits, product, silu_mul
 from deltic.ops.gpu.norm import add_norm
 
 Attend = Callable[[int, DecoderLayer, Tensor, Tensor], None]
@@ -159,19 +159,9 @@ def prompt_buffers(shape: SpeechShape, n_blocks: int, n_prompts: int, allocate: 
     )  # fmt: skip
 
 
-def _front(flat: Tensor, *size: int) -> Tensor:
-    n = 1
-    for d in size:
-        n *= d
-    return flat[:n].view(*size)
-
-
 def _product(x: Tensor, projection: Projection) -> Tensor:
     """x W^T + bias, float32, of bfloat16 x: at load."""
-    w = projection.weight.rows
-    if x.is_cuda:
-        return torch.mm(x, w.t(), out_dtype=torch.float32) + projection.bias
-    return x.float() @ w.float().t() + projection.bias
+    return product(x, projection.weight) + projection.bias
 
 
 def project_texts(weights: SpeechWeights) -> Tensor:
@@ -190,6 +180,7 @@ class TtsGpu:
     def __init__(self, shape: SpeechShape, weights: SpeechWeights, max_len: int, levers: Levers) -> None:
         """The text table of `weights` is used up."""
         self.shape, self.weights, self.levers = shape, weights, levers
+        self.linears = Linears(weights.named_parts(), levers)
         self.texts = project_texts(weights)
         # a view would keep its memory
         weights.text_table = weights.text_table.new_empty((0, shape.text_hidden_size))
@@ -200,30 +191,26 @@ class TtsGpu:
         self.talker_angles = _angles(shape.talker, max_len, self.texts.device)
         self.predictor_angles = _angles(shape.predictor, N_CODES, self.texts.device)
 
-    def _layers(self, d: DecoderShape, decoder: Decoder, n: int, b: LayerBuffers, attend: Attend) -> Tensor:
-        """n rows of b.residual through all layers; gives what is still to be added to it, float32 [S, n, H]."""
-        levers, eps, h = self.levers, d.rms_norm_eps, d.hidden_size
-        residual, normed = _front(b.residual, n, h), _front(b.normed, n, h)
-        mixed, inner = _front(b.mixed, n, d.q_rows), _front(b.inner, n, d.intermediate_size)
+    def _layers(
+        self, name: str, d: DecoderShape, decoder: Decoder, n: int, b: LayerBuffers, attend: Attend
+    ) -> Tensor:
+        """n rows of b.residual through all layers of the decoder, whose name that is; gives what is still to be added to it,
+        float32 [S, n, H]."""
+        levers, linears, eps, h = self.levers, self.linears, d.rms_norm_eps, d.hidden_size
+        residual, normed = front(b.residual, n, h), front(b.normed, n, h)
+        mixed, inner = front(b.mixed, n, d.q_rows), front(b.inner, n, d.intermediate_size)
         partial: Tensor | None = None
         for i, layer in enumerate(decoder.layers):
             add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
-            proj = self._parts(normed, layer.qkv.rows, b.proj)
+            proj = linears.partial(f"{name}.layers.{i}.qkv", normed, b.proj)
             attend(i, layer, proj, mixed)
-            partial = self._parts(mixed, layer.o_proj.rows, b.partial)
+            partial = linears.partial(f"{name}.layers.{i}.o_proj", mixed, b.partial)
             add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
-            gate_up = _front(b.proj, 1, n, 2 * d.intermediate_size)
-            narrow_swiglu(normed, layer.mlp.gate_up.rows, inner, gate_up=gate_up, levers=levers)
-            partial = self._parts(inner, layer.mlp.down.rows, b.partial)
+            gate_up = front(b.proj, 1, n, 2 * d.intermediate_size)
+            linears.swiglu(f"{name}.layers.{i}.mlp.gate_up", normed, inner, gate_up)
+            partial = linears.partial(f"{name}.layers.{i}.mlp.down", inner, b.partial)
         assert partial is not None
         return partial
-
-    def _parts(self, x: Tensor, w: Tensor, flat: Tensor) -> Tensor:
-        """Partial sums of x W^T, float32 [S, n, M]."""
-        m, k = w.shape
-        out = _front(flat, k_splits(m, k, self.levers), x.shape[0], m)
-        narrow_linear(x, w, out, levers=self.levers)
-        return out
 
     def decode(
         self, n: int, rows_place: Tensor, places: PlaceState, parameters: FrameParameters, b: FrameBuffers, memory: SpeechMemory,
@@ -245,10 +232,10 @@ class TtsGpu:
                 scratch=b.attention, max_len=max_len, out=mixed, levers=levers,
             )  # fmt: skip
 
-        partial = self._layers(d, w.talker, n, b.talker, attend)
-        normed = _front(b.talker.normed, n, d.hidden_size)
+        partial = self._layers("talker", d, w.talker, n, b.talker, attend)
+        normed = front(b.talker.normed, n, d.hidden_size)
         add_norm(
-            _front(b.talker.residual, n, d.hidden_size),
+            front(b.talker.residual, n, d.hidden_size),
             partial,
             w.talker.norm,
             d.rms_norm_eps,
@@ -256,8 +243,8 @@ class TtsGpu:
             levers=levers,
         )
         keep_past(normed, rows.slot, memory.past, levers=levers)
-        logits = _front(b.logits, 1, n, self.shape.n_drawn)
-        narrow_linear(normed, w.head.rows, logits, levers=levers)
+        logits = front(b.logits, 1, n, self.shape.n_drawn)
+        self.linears.project("head", normed, logits)
         return logits[0]
 
     def _frames(
@@ -267,14 +254,14 @@ class TtsGpu:
         """Codes 1 to 15, and in rows.sums what the talker is fed."""
         w, levers, d = self.weights, self.levers, self.shape.predictor
         p, eps = d.hidden_size, d.rms_norm_eps
-        residual = _front(b.predictor.residual, 2 * n, p)
+        residual = front(b.predictor.residual, 2 * n, p)
         past = residual[:n] if w.projection is None else b.past[:n]
         begin_frames(
             rows_place, places.last_token, places.position, places.slot, places.done, parameters, memory.past, w.codec_table,
             self.inner_tables[0], rows=rows, into=past, residual=residual, levers=levers,
         )  # fmt: skip
         if w.projection is not None:
-            parts = self._parts(past, w.projection.weight.rows, b.predictor.partial)
+            parts = self.linears.partial("projection.weight", past, b.predictor.partial)
             project_rows(parts, w.projection.bias, residual[:n], levers=levers)
         cos, sin = self.predictor_angles
         heads = heads_of(d)
@@ -290,11 +277,11 @@ class TtsGpu:
 
             # the first pass has the talker's last output and code 0: only the second is drawn from
             n_rows = n if step > 1 else 2 * n
-            partial = self._layers(d, w.predictor, n_rows, b.predictor, attend)
-            normed = _front(b.predictor.normed, n, p)
+            partial = self._layers("predictor", d, w.predictor, n_rows, b.predictor, attend)
+            normed = front(b.predictor.normed, n, p)
             wanted = None if step > 1 else b.numbers[n : 2 * n]
             add_norm(residual[:n_rows], partial, w.predictor.norm, eps, normed, rows=wanted, levers=levers)
-            logits = self._parts(normed, w.code_heads[step - 1].rows, b.code_logits)
+            logits = self.linears.partial(f"code_heads.{step - 1}", normed, b.code_logits)
             inner = self.inner_tables[step] if step < N_CODES - 1 else None
             draw_code(
                 logits, step, parameters, rows, w.code_tables[step - 1], inner, residual[:n], self.texts,
@@ -307,34 +294,34 @@ class TtsGpu:
     ) -> Tensor:  # fmt: skip
         """Rows of prompts of n_blocks blocks; leaves the last output of each segment in its slot. Gives the logits of the rows asked
         for, float32 [G, n_drawn]."""
-        w, levers, d = self.weights, self.levers, self.shape.talker
+        w, levers, linears, d = self.weights, self.levers, self.linears, self.shape.talker
         t, h, eps = n_blocks * BLOCK, d.hidden_size, d.rms_norm_eps
-        residual, normed, y = _front(b.residual, t, h), _front(b.normed, t, h), _front(b.y, 1, t, h)
+        residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, 1, t, h)
         prompt_rows(ids, N_SIDE, SPEAKER, self.texts, w.codec_table, b.voice, residual)
         heads, (cos, sin), added = heads_of(d), self.talker_angles, None
         for i, layer in enumerate(w.talker.layers):
             add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
             added = y
-            proj, mixed = _front(b.proj, t, heads.row), _front(b.mixed, t, d.q_rows)
-            wide_linear(normed, layer.qkv.rows, proj, levers=levers)
+            proj, mixed = front(b.proj, t, heads.row), front(b.mixed, t, d.q_rows)
+            linears.project_many(f"talker.layers.{i}.qkv", normed, proj)
             attention_prefill(
                 proj, heads, layer.q_norm, layer.k_norm, eps, blocks=blocks, page_table=page_table, cos=cos, sin=sin,
-                pages=memory.pages[:, i], query=_front(b.query, t, heads.n_q, heads.dim), out=mixed, levers=levers,
+                pages=memory.pages[:, i], query=front(b.query, t, heads.n_q, heads.dim), out=mixed, levers=levers,
             )  # fmt: skip
-            wide_linear(mixed, layer.o_proj.rows, y[0], levers=levers)
+            linears.project_many(f"talker.layers.{i}.o_proj", mixed, y[0])
             add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
-            up, inner = _front(b.proj, t, 2 * d.intermediate_size), _front(b.inner, t, d.intermediate_size)
-            wide_linear(normed, layer.mlp.gate_up.rows, up, levers=levers)
+            up, inner = front(b.proj, t, 2 * d.intermediate_size), front(b.inner, t, d.intermediate_size)
+            linears.project_many(f"talker.layers.{i}.mlp.gate_up", normed, up)
             silu_mul(up, inner, levers=levers)
-            wide_linear(inner, layer.mlp.down.rows, y[0], levers=levers)
+            linears.project_many(f"talker.layers.{i}.mlp.down", inner, y[0])
         n = logit_row.shape[0]
         final, end, end_slot = b.final[:n], b.end[:n], b.end_slot[:n]
         segment_ends(blocks, end, end_slot)
         add_norm(residual, y, w.talker.norm, eps, final, rows=end, levers=levers)
         keep_past(final, end_slot, memory.past, levers=levers)
-        logits = _front(b.logits.view(-1), 1, n, self.shape.n_drawn)
+        logits = front(b.logits.view(-1), 1, n, self.shape.n_drawn)
         add_norm(residual, y, w.talker.norm, eps, final, rows=logit_row, levers=levers)
-        narrow_linear(final, w.head.rows, logits, levers=levers)
+        self.linears.project("head", final, logits)
         return logits[0]
 
     def frame_embeddings(self, codes: Tensor) -> Tensor:

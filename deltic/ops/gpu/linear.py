@@ -8,6 +8,8 @@ over weight tiles 64 / 128, token tiles 16 .. 128 and K blocks 64 / 128, so an e
 
 Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a Triton kernel;
 both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
+
+A weight is a Matrix, and its format chooses the kernel: rows of bfloat16 are the only one so far (`rows_of`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -24,6 +26,8 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
+from deltic.ops.gpu.weight import rows_of
+from deltic.ops.matrix import Matrix
 
 
 @dataclass(frozen=True)
@@ -246,26 +250,27 @@ def _narrow(
     )  # fmt: skip
 
 
-def narrow_linear(x: Tensor, w: Tensor, out: Tensor, *, levers: Levers, config: Narrow | None = None) -> None:
+def narrow_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Narrow | None = None) -> None:
     """out[s, n, m] = the sum of x[n, k] w[m, k] over slice s of K, in order of k: few rows, any M.
 
-    x: bfloat16 [N, K]; w: bfloat16 [M, K], K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose (`k_splits`), or
+    x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose (`k_splits`), or
     bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent of each other, bit for bit.
-    config: for measurements.
+    config: for measurements. Raises KernelError for a format without a kernel.
     """
     n, whole = x.shape[0], out.dtype == torch.bfloat16
     check("linear", whole or out.dtype == torch.float32, "float32 or bfloat16 out")
-    check("linear", out.shape[-2:] == (n, w.shape[0]), f"out [..., {n}, {w.shape[0]}]")
+    check("linear", out.shape[-2:] == (n, w.n), f"out [..., {n}, {w.n}]")
     check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
-    if not whole and config is None and vendor_pays_narrow(n, w.shape[0], w.shape[1], out.shape[0]):
-        matmul_slices(x, w, out)
+    rows = rows_of("linear", w)
+    if not whole and config is None and vendor_pays_narrow(n, w.n, w.k, out.shape[0]):
+        matmul_slices(x, rows, out)
         return
-    _narrow(x, w, out, 1 if whole else out.shape[0], False, levers, config)
+    _narrow(x, rows, out, 1 if whole else out.shape[0], False, levers, config)
 
 
 def narrow_swiglu(
     x: Tensor,
-    w: Tensor,
+    w: Matrix,
     out: Tensor,
     *,
     levers: Levers,
@@ -274,20 +279,20 @@ def narrow_swiglu(
 ) -> None:
     """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T.
 
-    x: bfloat16 [N, K]; w: bfloat16 [2F, K], gate rows first; out: bfloat16 [N, F]. With the lever silu_epilogue off:
+    x: bfloat16 [N, K]; w: [2F, K] in rows, gate rows first; out: bfloat16 [N, F]. With the lever silu_epilogue off:
     narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too, where the vendor's library multiplies.
+    Raises KernelError for a format without a kernel.
     """
-    shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.shape[0]
+    shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
-    if not levers.silu_epilogue or (
-        config is None and vendor_pays_narrow(x.shape[0], w.shape[0], w.shape[1], 1)
-    ):
+    rows = rows_of("linear", w)
+    if not levers.silu_epilogue or (config is None and vendor_pays_narrow(x.shape[0], w.n, w.k, 1)):
         check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")
         assert gate_up is not None
         narrow_linear(x, w, gate_up, levers=levers, config=config)
         silu_mul(gate_up[0], out, levers=levers)
         return
-    _narrow(x, w, out, 1, True, levers, config)
+    _narrow(x, rows, out, 1, True, levers, config)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
@@ -321,27 +326,39 @@ def wide_config(t: int, m: int) -> Wide:
     return Wide(64, 64, 4, min(5, shared // (2 * 64 * 128)))
 
 
-def wide_linear(x: Tensor, w: Tensor, out: Tensor, *, levers: Levers, config: Wide | None = None) -> None:
+def wide_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Wide | None = None) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
 
-    x: bfloat16 [T, K], T a multiple of 64, K of 32; w: bfloat16 [M, K]; out: bfloat16 or float32 [T, M]. Rows are
+    x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows are
     independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. config: for measurements.
+    Raises KernelError for a format without a kernel.
     """
-    (t, k), m = x.shape, w.shape[0]
-    check("linear", x.dtype == w.dtype == torch.bfloat16, "bfloat16 x and w")
+    (t, k), m, rows = x.shape, w.n, rows_of("linear", w)
+    check("linear", x.dtype == torch.bfloat16, "bfloat16 x")
     check(
         "linear",
-        t % 64 == 0 and k % 32 == 0 and w.shape[1] == k,
+        t % 64 == 0 and k % 32 == 0 and rows.shape == (m, k),
         f"whole blocks of 64 rows, K % 32 == 0, w [M, {k}]",
     )
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
-    check("linear", x.is_contiguous() and w.is_contiguous() and out.is_contiguous(), "contiguous tensors")
+    check("linear", x.is_contiguous() and rows.is_contiguous() and out.is_contiguous(), "contiguous tensors")
     if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, m):
-        matmul(x, w, out)
+        matmul(x, rows, out)
         return
     c = config or wide_config(t, m)
     launch(
-        _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, w, out, t, m, k,
+        _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, out, t, m, k,
         BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=64 if k % 64 == 0 else 32, GROUP=8, pdl=levers.pdl,
         num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
+
+
+def product(x: Tensor, w: Matrix) -> Tensor:
+    """x W^T, float32 [N, M], of bfloat16 x [N, K], by torch and into new memory: for what is multiplied once, at load.
+
+    Raises KernelError for a format without a kernel.
+    """
+    rows = rows_of("linear", w)
+    if x.is_cuda:
+        return torch.mm(x, rows.t(), out_dtype=torch.float32)
+    return x.float() @ rows.float().t()

@@ -33,6 +33,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+from deltic.ops.gpu.weight import rows_of
+from deltic.ops.matrix import Matrix
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -100,29 +102,27 @@ def largest_block(limit: int, *sizes: int) -> int:
 
 def check_moe(
     x: Tensor,
-    router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    shared_gate_up: Tensor,
-    shared_down: Tensor,
+    router: Matrix,
+    gate_up: Matrix,
+    down: Matrix,
+    shared_gate_up: Matrix,
+    shared_down: Matrix,
     k: int,
 ) -> tuple[int, int, int, int]:
-    """(H, E, M, Ms) of contiguous bfloat16 weights. ValueError where shapes or dtypes do not belong together."""
-    hidden, n_experts, shared = x.shape[-1], router.shape[0] - 1, shared_down.shape[1]
-    width = down.numel() // (n_experts * hidden)
-    if gate_up.numel() != 2 * width * n_experts * hidden or down.numel() != width * n_experts * hidden:
-        found = f"gate_up {list(gate_up.shape)}, down {list(down.shape)}"
-        raise ValueError(f"moe: {found}; {n_experts} experts, H {hidden}")
-    if shared_gate_up.shape != (2 * shared, hidden) or shared_down.shape != (hidden, shared):
-        found = f"{list(shared_gate_up.shape)}, {list(shared_down.shape)}"
-        raise ValueError(f"moe: shared expert {found}, H {hidden}")
-    if router.shape[1] != hidden or not 0 < k <= n_experts or n_experts > 65535:
-        raise ValueError(f"moe: router {list(router.shape)}, {k} a token, H {hidden}")
+    """(H, E, M, Ms) of the weights. ValueError where shapes or dtypes do not belong together."""
+    hidden, n_experts, width, shared = x.shape[-1], router.n - 1, down.k, shared_down.k
+    sizes = [(len(w.data), w.n, w.k) for w in (gate_up, down)]
+    if sizes != [(n_experts, 2 * width, hidden), (n_experts, hidden, width)]:
+        raise ValueError(f"moe: gate_up {sizes[0]}, down {sizes[1]}; {n_experts} experts, H {hidden}")
+    sizes = [(len(w.data), w.n, w.k) for w in (shared_gate_up, shared_down)]
+    if sizes != [(1, 2 * shared, hidden), (1, hidden, shared)]:
+        raise ValueError(f"moe: shared expert {sizes[0]}, {sizes[1]}, H {hidden}")
+    if router.k != hidden or not 0 < k <= n_experts or n_experts > 65535:
+        raise ValueError(f"moe: router [{router.n}, {router.k}], {k} a token, H {hidden}")
     if hidden % 64 or width % 32 or shared % 32:
         raise ValueError(f"moe: H {hidden} must be a multiple of 64, widths {width} and {shared} of 32")
-    for tensor in (x, router, gate_up, down, shared_gate_up, shared_down):
-        if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
-            raise ValueError("moe: x and weights must be contiguous bfloat16")
+    if x.dtype != torch.bfloat16 or not x.is_contiguous():
+        raise ValueError("moe: x must be contiguous bfloat16")
     return hidden, n_experts, width, shared
 
 
@@ -522,11 +522,11 @@ def moe_tiles(n_rows: int) -> MoeTiles:
 
 def moe_decode(
     x: Tensor,
-    router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    shared_gate_up: Tensor,
-    shared_down: Tensor,
+    router: Matrix,
+    gate_up: Matrix,
+    down: Matrix,
+    shared_gate_up: Matrix,
+    shared_down: Matrix,
     n_per_token: int,
     normalise: bool,
     *,
@@ -538,11 +538,12 @@ def moe_decode(
 ) -> None:
     """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order; out[k, r] = sigmoid(gate) Shared(x[r]).
 
-    x: bfloat16 [N, H]; router: bfloat16 [E + 1, H], the last row the shared expert's gate; gate_up: bfloat16 [E, 2M, H], gate
-    rows first; down: bfloat16 [E, H, M]; shared_gate_up [2Ms, H]; shared_down [H, Ms]; k = n_per_token; p: softmax of the first
+    x: bfloat16 [N, H]; weights in rows: router [E + 1, H], the last row the shared expert's gate; gate_up: E of [2M, H], gate
+    rows first; down: E of [H, M]; shared_gate_up [2Ms, H]; shared_down [H, Ms]; k = n_per_token; p: softmax of the first
     E logits in float32, ties to the lower expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the
     row routes nowhere and out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
-    Left out: groups of experts, biases of the router. ValueError where shapes do not belong together.
+    Left out: groups of experts, biases of the router. ValueError where shapes do not belong together, KernelError for a format
+    without a kernel.
     """
     hidden, n_experts, width, shared = check_moe(
         x, router, gate_up, down, shared_gate_up, shared_down, n_per_token
@@ -559,8 +560,8 @@ def moe_decode(
     routing = dict(E=n_experts, E2=next_power_of_2(n_experts), STRIDE=logit_stride(n_experts), S=splits)
     block_n, block_k = min(128, max(16, next_power_of_2(n))), largest_block(t.router_k, hidden // splits)
     launch(
-        router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, router, s.logits,
-        s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
+        router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, rows_of("moe", router),
+        s.logits, s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
         AHEAD=t.router_ahead, LINES=largest_block(32, hidden // splits // 64),
         EARLY=t.early, **routing, num_warps=4, num_stages=3, pdl=pdl,
     )  # fmt: skip
@@ -579,16 +580,16 @@ def moe_decode(
     )
     block_f = largest_block(t.block_f, width, shared)
     launch(
-        gate_up_kernel, (inner // block_f * n_work,), x, gate_up, shared_gate_up, s.logits, s.counters, s.entries, s.lists,
-        row_slot, s.act, n, BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), LINES=largest_block(32, hidden // 64),
+        gate_up_kernel, (inner // block_f * n_work,), x, rows_of("moe", gate_up), rows_of("moe", shared_gate_up), s.logits,
+        s.counters, s.entries, s.lists, row_slot, s.act, n, BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), LINES=largest_block(32, hidden // 64),
         **experts, num_warps=4, num_stages=t.up_stages, pdl=pdl,
     )  # fmt: skip
     block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
     if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
         block_k = 128
     launch(
-        down_kernel, (hidden // block_m * n_work,), s.act, down, shared_down, s.logits, s.weight, s.counters, s.entries,
-        s.lists, row_slot, out, n, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
+        down_kernel, (hidden // block_m * n_work,), s.act, rows_of("moe", down), rows_of("moe", shared_down), s.logits,
+        s.weight, s.counters, s.entries, s.lists, row_slot, out, n, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
         AHEAD=t.down_ahead, EARLY=t.early, **experts,
         num_warps=4, num_stages=t.down_stages, pdl=pdl,
     )  # fmt: skip

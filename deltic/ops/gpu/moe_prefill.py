@@ -39,6 +39,8 @@ from deltic.ops.gpu.moe import (
     route_rows,
     router_splits,
 )
+from deltic.ops.gpu.weight import rows_of
+from deltic.ops.matrix import Matrix
 
 TILE = 128
 _TILE = tl.constexpr(TILE)
@@ -317,11 +319,11 @@ class MoePrefillTiles:
 
 def moe_prefill(
     x: Tensor,
-    router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    shared_gate_up: Tensor,
-    shared_down: Tensor,
+    router: Matrix,
+    gate_up: Matrix,
+    down: Matrix,
+    shared_gate_up: Matrix,
+    shared_down: Matrix,
     n_per_token: int,
     normalise: bool,
     *,
@@ -335,7 +337,8 @@ def moe_prefill(
 
     x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32 [B], tokens of each
     block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows of padding.
-    The experts' outputs are rounded to bfloat16 before they are weighted. ValueError where shapes do not belong together.
+    The experts' outputs are rounded to bfloat16 before they are weighted. ValueError where shapes do not belong together,
+    KernelError for a format without a kernel.
     """
     hidden, n_experts, width, shared = check_moe(
         x, router, gate_up, down, shared_gate_up, shared_down, n_per_token
@@ -350,8 +353,8 @@ def moe_prefill(
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
     router_n = largest_block(c.router_n, t)
     launch(
-        prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, router, s.logits, s.counters,
-        blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
+        prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", router), s.logits,
+        s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
         BLOCK_K=largest_block(c.router_k, hidden // splits), **experts, num_warps=4,
         num_stages=c.router_stages if hidden // splits <= 256 else 4, pdl=pdl,
     )  # fmt: skip
@@ -390,16 +393,16 @@ class _Call:
     n_experts: int
     pdl: bool
 
-    def gate_up(self, w: Tensor, width: int, n_entries: int, *, shared: bool) -> None:
+    def gate_up(self, w: Matrix, width: int, n_entries: int, *, shared: bool) -> None:
         s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
         block_f, block_k = largest_block(c.block_f, width), largest_block(c.up_k, hidden)
         launch(
-            prefill_gate_up_kernel, (n_entries * (width // block_f),), self.x, w, s.counters, s.entries, s.lists, self.n, s.act,
-            t, self.act_base, H=hidden, M=width, INNER=self.inner, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared,
+            prefill_gate_up_kernel, (n_entries * (width // block_f),), self.x, rows_of("moe", w), s.counters, s.entries,
+            s.lists, self.n, s.act, t, self.act_base, H=hidden, M=width, INNER=self.inner, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared,
             BLOCK_F=block_f, BLOCK_K=block_k, num_warps=c.up_warps, num_stages=c.up_stages, pdl=self.pdl,
         )  # fmt: skip
 
-    def down(self, w: Tensor, width: int, n_entries: int, *, shared: bool) -> None:
+    def down(self, w: Matrix, width: int, n_entries: int, *, shared: bool) -> None:
         s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
         block_n, block_k = largest_block(c.block_n, hidden), largest_block(c.down_k, width)
         n_act = self.act_base + triton.cdiv(t, TILE) * TILE
@@ -407,7 +410,8 @@ class _Call:
         def acts(height: int) -> TensorDescriptor:
             return TensorDescriptor(s.act, [n_act, width], [self.inner, 1], [height, block_k])
 
-        weights = TensorDescriptor(w, [w.numel() // width, width], [width, 1], [block_n, block_k])
+        rows = rows_of("moe", w)
+        weights = TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [block_n, block_k])
         launch(
             prefill_down_kernel, (n_entries * (hidden // block_n),), acts(TILE), acts(64), weights, s.counters, s.entries,
             s.lists, self.n, s.y, t, self.act_base, H=hidden, M=width, E=self.n_experts, SLOTS=self.n_per_token,

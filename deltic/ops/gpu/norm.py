@@ -18,6 +18,8 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.gpu.launch import Levers, launch
+from deltic.ops.gpu.weight import rows_of
+from deltic.ops.matrix import Matrix
 
 LANES = 512
 """Running sums of a row's squares; part of what defines the bits."""
@@ -134,7 +136,7 @@ def begin_decode(
     position: Tensor,
     slot: Tensor,
     done: Tensor,
-    table: Tensor,
+    table: Matrix,
     *,
     row_place: Tensor,
     row_slot: Tensor,
@@ -145,41 +147,37 @@ def begin_decode(
     """Starts a decode step: the row arrays from the place arrays, and the embedding of each row's token.
 
     rows_place: int32 [N], the place of each row, -1 for a row not in use; last_token, position, slot, done: int32 [P], by
-    place; table: bfloat16 [V, H]. Writes row_place, row_slot, row_position: int32 [N] and residual: float32 [N, H].
+    place; table: [V, H] in rows. Writes row_place, row_slot, row_position: int32 [N] and residual: float32 [N, H].
     A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and position and
-    gets slot -1. Leaves out: a check of token ids against the vocabulary.
+    gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for a table in a format without
+    a kernel.
     """
     n, width = residual.shape
     ids = (rows_place, last_token, position, slot, done, row_place, row_slot, row_position)
     check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
-    check(
-        "embed", rows_place.shape[0] == n and table.shape[1] == width, f"{n} rows, a table of width {width}"
-    )
-    check(
-        "embed",
-        table.dtype == torch.bfloat16 and residual.dtype == torch.float32,
-        "bfloat16 table, float32 residual",
-    )
+    check("embed", rows_place.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
+    check("embed", residual.dtype == torch.float32, "float32 residual")
     launch(
-        _begin_decode_kernel, (n,), rows_place, last_token, position, slot, done, table, row_place, row_slot,
+        _begin_decode_kernel, (n,), rows_place, last_token, position, slot, done, rows_of("embed", table), row_place, row_slot,
         row_position, residual, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
     )  # fmt: skip
 
 
-def embed(token_ids: Tensor, table: Tensor, residual: Tensor) -> None:
-    """residual[t] = float32(table[token_ids[t]]). token_ids: int32 [T]; table: bfloat16 [V, H]; residual: float32 [T, H].
+def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
+    """residual[t] = float32(table[token_ids[t]]). token_ids: int32 [T]; table: [V, H] in rows; residual: float32 [T, H].
 
-    A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary.
+    A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary. Raises KernelError for a table in a
+    format without a kernel.
     """
     n, width = residual.shape
     check("embed", token_ids.dtype == torch.int32 and token_ids.shape == (n,), f"{n} int32 ids")
     check(
         "embed",
-        table.dtype == torch.bfloat16 and residual.dtype == torch.float32 and table.shape[1] == width,
-        f"bfloat16 table of width {width}, float32 residual",
+        residual.dtype == torch.float32 and table.k == width,
+        f"table of width {width}, float32 residual",
     )
     launch(
-        _embed_kernel, (n,), token_ids, table, residual, width,
+        _embed_kernel, (n,), token_ids, rows_of("embed", table), residual, width,
         LANES=LANES, PIECES=pieces(width), num_warps=4,
     )  # fmt: skip
 

@@ -134,11 +134,10 @@ class Sampler:
     def read(self, step: Step) -> StepResult:
         """The tokens drawn, and the log-probabilities that were asked for."""
         n = len(step.draws)
-        tokens = self._target[:n].tolist()
-        result = StepResult(tokens, [None] * n, {})
+        result = StepResult([[token] for token in self._target[:n].tolist()], [None] * n, {})
         for i, draw in enumerate(step.draws):
             if draw.sequence.request.params.logprobs is not None:
-                result.logprobs[i] = self._entry(i)
+                result.logprobs[i] = [self._entry(i)]
         at = n
         for c, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:

@@ -334,7 +334,7 @@ class GpuRunner(ABC):
             pending.wait()
         arrays = {id(p): p.tokens.numpy() for p in results.values()}
         drawn = [(results[draw.sequence], draw.sequence) for draw in step.draws]
-        tokens = [int(arrays[id(pending)][pending.rows[sequence]]) for pending, sequence in drawn]
+        tokens = [[int(arrays[id(pending)][pending.rows[sequence]])] for pending, sequence in drawn]
         return StepResult(tokens, [None] * len(tokens), {})
 
 

@@ -173,14 +173,14 @@ class GpuTextRunner(GpuRunner):
 
     def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
         result = super()._read(step, results)
-        for i, (draw, token) in enumerate(zip(step.draws, result.token_ids, strict=True)):
+        for i, (draw, (token,)) in enumerate(zip(step.draws, result.tokens, strict=True)):
             pending, k = results[draw.sequence], draw.sequence.request.params.logprobs
             if ends_thought(draw.sequence, token):
                 self._drop(draw.sequence)  # the device left it out
             if k is not None and pending.logprobs is not None:
                 logprob, ids, values = (part[pending.rows[draw.sequence]] for part in pending.logprobs)
                 top = list(zip(ids[:k].tolist(), values[:k].tolist(), strict=True))
-                result.logprobs[i] = TokenLogprob(token, float(logprob), top)
+                result.logprobs[i] = [TokenLogprob(token, float(logprob), top)]
         return result
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
