@@ -1,6 +1,7 @@
 """The command line: `deltic serve | chat | run | say | pack | plan | warmup | doctor | bench WHAT | version`.
 
-A command's module is imported when it runs, so `deltic --help` answers at once. Flags: commands/flags.py, bench/flags.py.
+A command's module is imported when it runs, so `deltic --help` answers at once. Its flags are in commands/flags.py or
+bench/flags.py.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ Result = int | str | None
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its help, what adds its flags, `module:function` of it, and what makes that function's values of the arguments."""
+    """A command: its help, what adds its flags, its function as `module:function` below deltic, and what makes the
+    values that the function is called with."""
 
     help: str
     flags: Callable[[argparse.ArgumentParser], None]
@@ -189,7 +191,10 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def finished(run: Callable[[], Result]) -> int:
-    """Runs a command and prints the text it comes to; its exit status, 2: wrong settings, 1: what may pass, 130: interrupted."""
+    """Runs a command and prints the text it comes to; its exit status.
+
+    2: wrong settings, 1: what may pass, 130: interrupted.
+    """
     try:
         check_environment()
         result = run()

@@ -1,4 +1,7 @@
-"""The flags of each command, by a function of its name, and those that several take. `deltic --help` waits for this file."""
+"""The flags of each command, by a function of its name, and those that several take.
+
+`deltic --help` waits for this file: it imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from deltic.config import EngineConfig, ModelConfig, ServerConfig, add_flags
 MODEL_HELP = "checkpoint directory or hub name (default: the small built-in model)"
 REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
 CONFIG_HELP = (
-    "settings of deltic serve by their flags' names, as TOML or YAML; what is on the command line, or in a DELTIC_ variable, "
-    "counts more. Further models are tables [[and]]"
+    "settings of deltic serve by their flags' names, as TOML or YAML; what is on the command line, or in a DELTIC_ "
+    "variable, counts more. Further models are tables [[and]]"
 )
 AND_HELP = (
-    "one more model, with its own engine and model flags behind it; may be given several times. What is the server's comes "
-    "before. A request names its model; DELTIC_ variables hold for all models. Example: deltic serve Qwen/Qwen3.5-4B --port 8080 "
-    "--and Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice --quantize int8"
+    "one more model, with its own engine and model flags behind it; may be given several times. What is the server's "
+    "comes before. A request names its model; DELTIC_ variables hold for all models. Example: deltic serve "
+    "Qwen/Qwen3.5-4B --port 8080 --and Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice --quantize int8"
 )
 
 

@@ -1,4 +1,7 @@
-"""The settings that a command line and the file of --config make. All raise ConfigError, before anything heavy is imported."""
+"""The settings that a command line and the file of --config make.
+
+All raise ConfigError, before anything heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def planned(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def server_arguments(arguments: argparse.Namespace) -> list[str]:
-    """Arguments of `deltic serve` for a server child; none with --url. The settings are checked here, before it starts."""
+    """Arguments of `deltic serve` for a server child; none with --url.
+
+    The settings are checked here, before it starts.
+    """
     from deltic.commands.endpoint import Endpoint, flags
 
     named = {name: value for name, value in given(arguments, EngineConfig).items() if value is not None}

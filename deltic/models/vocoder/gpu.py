@@ -1,6 +1,6 @@
 """The vocoder on a GPU: codes to samples, several streams with equal numbers of new frames at once, each behind its own state.
 
-The same mathematics as models/vocoder/cpu.py (spec, section 9). What is linear behind something linear is multiplied at load: the input
+The same mathematics as models/vocoder/cpu.py. What is linear behind something linear is multiplied at load: the input
 projection behind `pre_conv`, the first upsampling behind the output projection, norms' weights, layer scales and gamma. Nothing here
 waits or allocates, so that a chunk can be recorded as a graph: about a hundred kernels.
 """
