@@ -51,13 +51,13 @@ bench: $(VENV)/.test-installed
 	$(BIN)/deltic bench serve $(ARGS)
 
 soak: $(VENV)/.test-installed
-	$(BIN)/python -m deltic.bench.soak --minutes 30 $(ARGS)
+	$(BIN)/python -m bench.soak --minutes 30 $(ARGS)
 
 # Of a tiny random model that speaks.
 soak-speech: $(VENV)/.test-installed
 	rm -rf build/tiny-speech
 	$(BIN)/python -c 'from pathlib import Path; from tests import tiny_speech; tiny_speech.write_speech(Path("build/tiny-speech"), "custom_voice")'
-	$(BIN)/python -m deltic.bench.soak build/tiny-speech --speech --minutes 20 --clients 16 $(ARGS)
+	$(BIN)/python -m bench.soak build/tiny-speech --speech --minutes 20 --clients 16 $(ARGS)
 
 # Writes tests/golden/speech again, from the published package, which wants another transformers than the tests. --no-deps: it asks
 # for an onnxruntime, a sox and a torchaudio that its 12.5 Hz models do not need, and for gradio.

@@ -59,9 +59,9 @@ PLANS = {
         Step("serve", 1, ("python -m deltic bench serve --n 1,4,16 --requests-per-n 32 --no-plot --out {out}",) * 3),
         Step("served", 3, ("python -m bench.served --out {out}",)),
         Step("start", 2, (
-            "python -m deltic bench start --out {out}",
-            "python -m deltic bench start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --starts 1 --out {scratch}",
-            "python -m deltic bench start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --out {out}",
+            "python -m bench.start --out {out}",
+            "python -m bench.start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --starts 1 --out {scratch}",
+            "python -m bench.start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --out {out}",
         )),
         Step("quality", 1, ("python -m deltic bench quality --out {out}",)),
         Step("speech", 5, SPEECH_ROUND * 2),
@@ -71,7 +71,7 @@ PLANS = {
             "python -m bench.prefix --items system,repeat,short --rounds 3 --out {out}",
         )),
         Step("stalls", 3, (
-            "python -m deltic bench stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2 --out {out}",
+            "python -m bench.stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2 --out {out}",
         )),
         Step("agent", 7, (
             "python -m bench.agent --dummy qwen3.5-0.8b --quantize int8 --sessions 3 --parallel 3 --max-tokens 12000 "
@@ -86,15 +86,15 @@ PLANS = {
     "gpu-more": (
         Step("start", 3, (
             "python -m deltic warmup", "python -m deltic warmup --dummy qwen3.5-0.8b", f"python -m deltic warmup {GPU_35B}",
-            "python -m deltic bench start --starts 3 --out {out}",
-            "python -m deltic bench start --dummy qwen3.5-0.8b --starts 3 --out {out}",
-            f"python -m deltic bench start {GPU_35B} --starts 3 --out {{out}}",
+            "python -m bench.start --starts 3 --out {out}",
+            "python -m bench.start --dummy qwen3.5-0.8b --starts 3 --out {out}",
+            f"python -m bench.start {GPU_35B} --starts 3 --out {{out}}",
         )),
         Step("constrained", 3.5, (
             f"python -m bench.gpu.constrained {GPU_SMALL} --n 16,64 --out {{out}}",
             f"python -m bench.gpu.constrained {GPU_27B} --n 16,64 --out {{out}}",
         )),
-        Step("soak", 1.7, ("python -m deltic.bench.soak --minutes 1.2 --out {out}",)),
+        Step("soak", 1.7, ("python -m bench.soak --minutes 1.2 --out {out}",)),
     ),
     "gpu-speech": (
         Step("1.7b", 3.5, ("python -m bench.gpu.speech --n 1,16 --out {out}",)),
@@ -102,7 +102,7 @@ PLANS = {
             "python -m deltic bench speech --dummy qwen3-tts-0.6b --n 1,16,64 --poisson 40 --duration 12 --warmup 2 --no-plot --out {out}",
         )),
         Step("soak", 2, (
-            'python -m deltic.bench.soak --speech --minutes 1.2 --serve-args "--dummy qwen3-tts-1.7b" --out {out}',
+            'python -m bench.soak --speech --minutes 1.2 --serve-args "--dummy qwen3-tts-1.7b" --out {out}',
         )),
     ),
 }  # fmt: skip

@@ -487,7 +487,7 @@ def gpu_speech(runs: Runs) -> str:
 
 def soak(runs: Runs) -> str:
     """All soaks that are kept."""
-    again = "python -m deltic.bench.soak"
+    again = "python -m bench.soak"
     found = [run for run in runs.clean if run.path.match("soak-*.json")]
     if not found:
         return missing(again)
@@ -510,7 +510,7 @@ def soak(runs: Runs) -> str:
 
 def stalls(runs: Runs) -> str:
     """The time between tokens while long prompts arrive."""
-    again = "deltic bench stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2"
+    again = "python -m bench.stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2"
     found = runs.newest("stalls-qwen3.5-0.8b-*.json")
     if not found:
         return missing(again)

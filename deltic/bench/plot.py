@@ -106,33 +106,6 @@ def _scale(axis: Any, ticks: list[float]) -> None:
     axis.grid(alpha=0.3)
 
 
-def draw_stalls(path: Path, picture: Path) -> None:
-    """Writes `picture` (PNG) of a result of `deltic bench stalls`: every gap over time, and their distribution."""
-    result = json.loads(path.read_text())
-    figure, (over_time, part) = pyplot.subplots(1, 2, figsize=(14, 4.6))
-    for row in result["rows"]:
-        label = f"target {row['target_ms']:g} ms" if row["target_ms"] else "no target"
-        gaps = sorted(gap for _, gap in row["gaps"])
-        (line,) = part.plot(gaps, [(i + 1) / len(gaps) for i in range(len(gaps))], label=label)
-        over_time.plot(
-            *zip(*row["gaps"], strict=True), ".", markersize=3, color=line.get_color(), label=label
-        )
-        if row["target_ms"]:
-            for axis, draw_line in ((over_time, over_time.axhline), (part, part.axvline)):
-                draw_line(row["target_ms"], color=line.get_color(), linestyle=":", linewidth=1)
-                axis.grid(alpha=0.3)
-    over_time.set(xlabel="s", ylabel="ms", title="time between two tokens of an answer")
-    part.set(xlabel="ms", xscale="log", title="part of the gaps that are at most so long")
-    over_time.legend(frameon=False)
-    figure.suptitle(
-        f"{result['label']}: {result['n']} answers beside prompts of {result['prompt_tokens']} tokens · "
-        f"{result['machine']['cpu']}, {result['machine']['cores']} cores · {result['date'][:10]}"
-    )
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
     """Compares result files in one picture."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -23,10 +23,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from deltic.bench.gauges import QUIET_S, in_use, settled
 from deltic.bench.load import WORDS, percentile
 from deltic.bench.provenance import code, machine, now
 from deltic.bench.report import report
-from deltic.bench.soak import QUIET_S, in_use, settled
 from deltic.bench.sweep import Work, measure_all, numbers, points, run
 from deltic.commands.endpoint import Endpoint, EndpointError, Reply, error_message, model_name
 from deltic.commands.say import PATH, fields, refusal, with_voice

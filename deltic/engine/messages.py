@@ -88,9 +88,11 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_primed: bool = False
     """The vocoder starts behind the voice's reference codes."""
     temperature: float = 0.9
-    """Of the predictor's draws; 0: greedy. So the next two."""
+    """Of the predictor's draws; 0: greedy."""
     top_k: int = 50
+    """The predictor draws among so many of the most likely codes; 0: among all."""
     top_p: float = 1.0
+    """The predictor draws among the most likely codes that have this probability together."""
     is_streamed: bool = True
     """Audio is played as it comes; otherwise it may come whole, at the end."""
     first_chunk_frames: int = 0
@@ -250,8 +252,9 @@ class CacheStats(msgspec.Struct, array_like=True):
     checkpoints_taken: dict[str, int] = {}
     """By kind: message, ladder, end, junction, tail."""
     n_pages_evicted: int = 0
-    """From device memory, to a lower tier or to nowhere; so the next."""
+    """Pages that left device memory, to a lower tier or to nowhere."""
     n_checkpoints_evicted: int = 0
+    """Checkpoints that left device memory, to a lower tier or to nowhere."""
     read_bytes: dict[str, int] = {}
     """Brought back to device memory, by the tier it came from: host, disk."""
     written_bytes: dict[str, int] = {}

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,18 +25,28 @@ SECONDS = (
 TOKENS = tuple(2.0**k for k in range(18))
 
 
-def labelled(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    """A counter with one label. counts: by the label's value."""
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
+
+
+def plain(prefix: str, *rows: tuple[Kind, str, str, float]) -> Iterable[Metric]:
+    """A family for each row: its name behind the prefix, its help and its only value."""
+    for kind, name, text, value in rows:
+        yield kind(prefix + name, text, value=value)
+
+
+def labelled(kind: Kind, name: str, text: str, labels: str, values: Mapping[Any, float]) -> Metric:
+    """A family with labels. labels: their names, with spaces between; values: by the label, or a tuple of all labels."""
+    family = kind(name, text, labels=labels.split())
+    for key, value in values.items():
+        family.add_metric([str(label) for label in (key if isinstance(key, tuple) else (key,))], value)
     return family
 
 
 class Histogram:
     """How often a value fell into which bucket. `bounds`: upper ends, included, ascending."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, text: str, bounds: Sequence[float] = SECONDS) -> None:
         self.name = name
         self.text = text
         self.bounds = tuple(bounds)
@@ -77,24 +88,18 @@ class SpeechNumbers:
     """What was spoken. Seconds of audio are those of the model's rate, before any change of tempo."""
 
     def __init__(self) -> None:
-        self._first_s = Histogram(
-            "deltic_speech_first_audio_seconds", "From the request to its first audio.", SECONDS
-        )
-        self._audio_s = Histogram("deltic_speech_audio_duration_seconds", "Of a whole utterance.", SECONDS)
+        self._first_s = Histogram("deltic_speech_first_audio_seconds", "From the request to its first audio.")
+        self._audio_s = Histogram("deltic_speech_audio_duration_seconds", "Of a whole utterance.")
         self._rtf = Histogram(
-            "deltic_speech_real_time_factor",
-            "Seconds that a second of audio took, from the request on.",
-            FACTORS,
+            "deltic_speech_real_time_factor", "Seconds that a second of audio took, from the request on.", FACTORS
         )
         self._late_s = Histogram(
-            "deltic_speech_underrun_seconds", "The most that a stream's audio was late for playback.", SECONDS
+            "deltic_speech_underrun_seconds", "The most that a stream's audio was late for playback."
         )
         self._n_samples = self._n_empty = self._n_continuous = 0
         self._ended: Counter[str] = Counter()
 
-    def note(
-        self, end: str, first_s: float | None, took_s: float, audio_s: float, late_s: float | None
-    ) -> None:
+    def note(self, end: str, first_s: float | None, took_s: float, audio_s: float, late_s: float | None) -> None:
         """An utterance ended. end: its finish reason, or what went wrong; late_s: of a stream."""
         self._ended[end] += 1
         self._n_samples += round(audio_s * SPEECH_RATE)
@@ -111,25 +116,23 @@ class SpeechNumbers:
 
     def families(self, stage: SpeechStats) -> Iterable[Metric]:
         """stage: what the engine tells."""
-        for name, text, value in (
-            ("streams_used", "Streams that the vocoder has begun and not ended.", stage.n_streams_used),
-            ("streams", "Streams that it may have at once.", stage.n_streams),
-        ):
-            yield GaugeMetricFamily(f"deltic_speech_{name}", text, value=value)
-        for name, text, count in (
-            ("samples", "Samples of audio that were sent.", self._n_samples),
-            ("empty", "Utterances that ended without audio.", self._n_empty),
+        yield from plain(
+            "deltic_speech_",
+            (GAUGE, "streams_used", "Streams that the vocoder has begun and not ended.", stage.n_streams_used),
+            (GAUGE, "streams", "Streams that it may have at once.", stage.n_streams),
+            (COUNTER, "samples", "Samples of audio that were sent.", self._n_samples),
+            (COUNTER, "empty", "Utterances that ended without audio.", self._n_empty),
             (
+                COUNTER,
                 "continuous",
                 f"Streams whose audio was never {CONTINUOUS_S:g} s late for playback.",
                 self._n_continuous,
             ),
-            ("frames", "Frames of 80 ms that were vocoded.", stage.n_frames),
-            ("late_pieces", "Pieces that the engine saw leave too late for playback.", stage.n_underruns),
-            ("vocoder_seconds", "Time that vocoding took.", stage.vocoder_s),
-        ):
-            yield CounterMetricFamily(f"deltic_speech_{name}", text, value=count)
-        yield labelled("deltic_speech_ended", "Utterances, by how they ended.", "reason", self._ended)
+            (COUNTER, "frames", "Frames of 80 ms that were vocoded.", stage.n_frames),
+            (COUNTER, "late_pieces", "Pieces that the engine saw leave too late for playback.", stage.n_underruns),
+            (COUNTER, "vocoder_seconds", "Time that vocoding took.", stage.vocoder_s),
+        )
+        yield labelled(COUNTER, "deltic_speech_ended", "Utterances, by how they ended.", "reason", self._ended)
         for histogram in (self._first_s, self._audio_s, self._rtf, self._late_s):
             yield histogram.family()
 
@@ -159,24 +162,12 @@ class Metrics:
         self._stats = stats
         self._n_restarts = n_restarts
         self._is_ready = is_ready
-        self.ttft_s = Histogram(
-            "deltic_time_to_first_token_seconds", "From the request to its first token.", SECONDS
-        )
-        self.prefill_s = Histogram(
-            "deltic_prefill_time_seconds", "From the place in the engine to the first token.", SECONDS
-        )
-        self.decode_s = Histogram(
-            "deltic_decode_time_seconds", "From the first token of an answer to its last.", SECONDS
-        )
-        self.queued_s = Histogram(
-            "deltic_queue_time_seconds", "From the request to its place in the engine.", SECONDS
-        )
-        self.itl_s = Histogram(
-            "deltic_inter_token_latency_seconds", "Between two tokens of a sequence.", SECONDS
-        )
-        self.e2e_s = Histogram(
-            "deltic_request_duration_seconds", "From the request to its last token.", SECONDS
-        )
+        self.ttft_s = Histogram("deltic_time_to_first_token_seconds", "From the request to its first token.")
+        self.prefill_s = Histogram("deltic_prefill_time_seconds", "From the place in the engine to the first token.")
+        self.decode_s = Histogram("deltic_decode_time_seconds", "From the first token of an answer to its last.")
+        self.queued_s = Histogram("deltic_queue_time_seconds", "From the request to its place in the engine.")
+        self.itl_s = Histogram("deltic_inter_token_latency_seconds", "Between two tokens of a sequence.")
+        self.e2e_s = Histogram("deltic_request_duration_seconds", "From the request to its last token.")
         self.n_prompt = Histogram("deltic_prompt_length_tokens", "Tokens of a prompt.", TOKENS)
         self.n_generated = Histogram("deltic_generation_length_tokens", "Tokens of an answer.", TOKENS)
         self.speech = SpeechNumbers()
@@ -186,36 +177,33 @@ class Metrics:
 
     def families(self) -> Iterable[Metric]:
         stats = self._stats()
-        for name, text, value in (
-            ("deltic_engine_ready", "1 while the engine takes requests.", int(self._is_ready())),
-            ("deltic_sequences_running", "Sequences that own a state slot.", stats.n_running),
-            ("deltic_sequences_waiting", "Sequences that wait for a place.", stats.n_waiting),
-            ("deltic_pages_used", "KV pages in use.", stats.n_pages_used),
-            ("deltic_pages", "KV pages there are.", stats.n_pages),
-            ("deltic_pages_used_ratio", "Part of them in use.", stats.n_pages_used / max(1, stats.n_pages)),
-            ("deltic_state_slots_used", "State slots in use.", stats.n_slots_used),
-            ("deltic_state_slots", "State slots there are.", stats.n_slots),
-            ("deltic_last_step_seconds", "Duration of the last step.", stats.last_step_ms / 1000),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
-        for name, text, value in (
-            ("deltic_steps", "Steps of the engine.", stats.n_steps),
-            ("deltic_prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
-            ("deltic_generated_tokens", "Tokens drawn.", stats.n_generated_tokens),
-            ("deltic_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
+        yield from plain(
+            "deltic_",
+            (GAUGE, "engine_ready", "1 while the engine takes requests.", int(self._is_ready())),
+            (GAUGE, "sequences_running", "Sequences that own a state slot.", stats.n_running),
+            (GAUGE, "sequences_waiting", "Sequences that wait for a place.", stats.n_waiting),
+            (GAUGE, "pages_used", "KV pages in use.", stats.n_pages_used),
+            (GAUGE, "pages", "KV pages there are.", stats.n_pages),
+            (GAUGE, "pages_used_ratio", "Part of them in use.", stats.n_pages_used / max(1, stats.n_pages)),
+            (GAUGE, "state_slots_used", "State slots in use.", stats.n_slots_used),
+            (GAUGE, "state_slots", "State slots there are.", stats.n_slots),
+            (GAUGE, "last_step_seconds", "Duration of the last step.", stats.last_step_ms / 1000),
+            (COUNTER, "steps", "Steps of the engine.", stats.n_steps),
+            (COUNTER, "prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
+            (COUNTER, "generated_tokens", "Tokens drawn.", stats.n_generated_tokens),
+            (COUNTER, "preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
             (
-                "deltic_recomputed_sequences",
+                COUNTER,
+                "recomputed_sequences",
                 "Sequences computed once more, since their logits were not finite.",
                 stats.n_recomputed,
             ),
-            ("deltic_engine_restarts", "Times the engine process was started again.", self._n_restarts()),
-        ):
-            yield CounterMetricFamily(name, text, value=value)
+            (COUNTER, "engine_restarts", "Times the engine process was started again.", self._n_restarts()),
+        )
         yield from _prefix_cache(stats.cache)
-        build = GaugeMetricFamily("deltic_build_info", "What runs here.", labels=list(about := self._about()))
-        build.add_metric(list(about.values()), 1)
-        yield build
-        yield labelled("deltic_sequences_finished", "Sequences that ended.", "finish_reason", self.finished)
+        about = self._about()
+        yield labelled(GAUGE, "deltic_build_info", "What runs here.", " ".join(about), {tuple(about.values()): 1})
+        yield labelled(COUNTER, "deltic_sequences_finished", "Sequences that ended.", "finish_reason", self.finished)
         for histogram in (
             self.queued_s,
             self.prefill_s,
@@ -234,28 +222,21 @@ class Metrics:
         """The same numbers under vLLM's names, as far as it has such."""
         stats = self._stats()
         cache = stats.cache
-        for name, text, value in (
-            ("num_requests_running", "Sequences that own a state slot.", stats.n_running),
-            ("num_requests_waiting", "Sequences that wait for a place.", stats.n_waiting),
-            (
-                "kv_cache_usage_perc",
-                "Part of the KV pages in use.",
-                stats.n_pages_used / max(1, stats.n_pages),
-            ),
-        ):
-            yield GaugeMetricFamily(f"vllm:{name}", text, value=value)
-        for name, text, count in (
-            ("prompt_tokens", "Prompt tokens, cached ones too.", stats.n_prompt_tokens + cache.n_hit_tokens),
-            ("generation_tokens", "Tokens drawn.", stats.n_generated_tokens),
-            ("num_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
-            ("prefix_cache_hits", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
-        ):
-            yield CounterMetricFamily(f"vllm:{name}", text, value=count)
+        yield from plain(
+            "vllm:",
+            (GAUGE, "num_requests_running", "Sequences that own a state slot.", stats.n_running),
+            (GAUGE, "num_requests_waiting", "Sequences that wait for a place.", stats.n_waiting),
+            (GAUGE, "kv_cache_usage_perc", "Part of the KV pages in use.", stats.n_pages_used / max(1, stats.n_pages)),
+            (COUNTER, "prompt_tokens", "Prompt tokens, cached ones too.", stats.n_prompt_tokens + cache.n_hit_tokens),
+            (COUNTER, "generation_tokens", "Tokens drawn.", stats.n_generated_tokens),
+            (COUNTER, "num_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
+            (COUNTER, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
+            (COUNTER, "prefix_cache_hits", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
+        )
         reasons: Counter[str] = Counter()
         for reason, count in self.finished.items():
             reasons[VLLM_REASONS.get(reason, "abort")] += count
-        yield labelled("vllm:request_success", "Sequences that ended.", "finished_reason", reasons)
+        yield labelled(COUNTER, "vllm:request_success", "Sequences that ended.", "finished_reason", reasons)
         for name, histogram in (
             ("request_queue_time_seconds", self.queued_s),
             ("request_prefill_time_seconds", self.prefill_s),
@@ -308,14 +289,11 @@ class Exposition(Collector):
                 families.setdefault(family.name, family).samples += samples
         yield from families.values()
         yield from _keys(self._keys)
-        responses = CounterMetricFamily("deltic_http_responses", "HTTP responses.", labels=["route", "code"])
-        for (route, code), count in self.responses.items():
-            responses.add_metric([route, str(code)], count)
-        yield responses
+        yield labelled(COUNTER, "deltic_http_responses", "HTTP responses.", "route code", self.responses)
         closed = "Connections closed for what their clients did."
-        yield labelled("deltic_http_connections_closed", closed, "reason", self.closed)
+        yield labelled(COUNTER, "deltic_http_connections_closed", closed, "reason", self.closed)
         unknown = "Fields of requests that were left out."
-        yield labelled("deltic_unknown_fields", unknown, "route", self.unknown_fields)
+        yield labelled(COUNTER, "deltic_unknown_fields", unknown, "route", self.unknown_fields)
 
 
 MAX_KEYS = 100
@@ -337,54 +315,38 @@ def _keys(keys: Sequence[KeyNumbers]) -> Iterable[Metric]:
             rest.n_prompt_tokens += numbers.n_prompt_tokens
             rest.n_cached_tokens += numbers.n_cached_tokens
             rest.n_generated_tokens += numbers.n_generated_tokens
-    open_ = GaugeMetricFamily("deltic_key_requests_open", "Generating requests of a key.", labels=["key"])
-    responses = CounterMetricFamily("deltic_key_responses", "Its HTTP responses.", labels=["key", "code"])
-    limited = CounterMetricFamily(
-        "deltic_key_rate_limited", "Of those, refused for its limits.", labels=["key", "limit"]
-    )
-    tokens = CounterMetricFamily(
-        "deltic_key_tokens",
-        "Tokens of its requests that have ended; cached ones are prompt tokens, too.",
-        labels=["key", "kind"],
-    )
-    for numbers in told:
-        key = numbers.name
-        open_.add_metric([key], numbers.n_open)
-        for code, count in numbers.responses.items():
-            responses.add_metric([key, str(code)], count)
-        for limit, count in numbers.limited.items():
-            limited.add_metric([key, limit], count)
-        tokens.add_metric([key, "prompt"], numbers.n_prompt_tokens)
-        tokens.add_metric([key, "cached"], numbers.n_cached_tokens)
-        tokens.add_metric([key, "generated"], numbers.n_generated_tokens)
-    yield from (open_, responses, limited, tokens)
+    n_open = {n.name: n.n_open for n in told}
+    responses = {(n.name, code): count for n in told for code, count in n.responses.items()}
+    limited = {(n.name, limit): count for n in told for limit, count in n.limited.items()}
+    kinds = {"prompt": "n_prompt_tokens", "cached": "n_cached_tokens", "generated": "n_generated_tokens"}
+    tokens = {(n.name, kind): getattr(n, field) for n in told for kind, field in kinds.items()}
+    yield labelled(GAUGE, "deltic_key_requests_open", "Generating requests of a key.", "key", n_open)
+    yield labelled(COUNTER, "deltic_key_responses", "Its HTTP responses.", "key code", responses)
+    text = "Of those, refused for its limits."
+    yield labelled(COUNTER, "deltic_key_rate_limited", text, "key limit", limited)
+    text = "Tokens of its requests that have ended; cached ones are prompt tokens, too."
+    yield labelled(COUNTER, "deltic_key_tokens", text, "key kind", tokens)
 
 
 def _prefix_cache(cache: CacheStats) -> Iterable[Metric]:
     """The prefix cache's numbers."""
-    for name, text, value in (
+    yield from plain(
+        "deltic_prefix_",
+        (GAUGE, "pages", "Pages of the prefix cache in the pool, those of running sequences included.", cache.n_pages),
+        (GAUGE, "checkpoints", "State slots that are checkpoints of the prefix cache.", cache.n_checkpoints),
+        (COUNTER, "cache_lookups", "Prompts looked up in the prefix cache.", cache.n_lookups),
+        (COUNTER, "cache_hits", "Of those, the ones that began in a way it knew.", cache.n_hits),
+        (COUNTER, "cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
+        (COUNTER, "cache_hit_tokens", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
+        (COUNTER, "pages_evicted", "Pages that left the pool, to a lower tier or for good.", cache.n_pages_evicted),
         (
-            "pages",
-            "Pages of the prefix cache in the pool, those of running sequences included.",
-            cache.n_pages,
-        ),
-        ("checkpoints", "State slots that are checkpoints of the prefix cache.", cache.n_checkpoints),
-    ):
-        yield GaugeMetricFamily(f"deltic_prefix_{name}", text, value=value)
-    for name, text, value in (
-        ("cache_lookups", "Prompts looked up in the prefix cache.", cache.n_lookups),
-        ("cache_hits", "Of those, the ones that began in a way it knew.", cache.n_hits),
-        ("cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
-        ("cache_hit_tokens", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
-        ("pages_evicted", "Pages that left the pool, to a lower tier or for good.", cache.n_pages_evicted),
-        (
+            COUNTER,
             "checkpoints_evicted",
             "Checkpoints that left the pool, to a lower tier or for good.",
             cache.n_checkpoints_evicted,
         ),
-        ("damaged_files", "Files of --cache-dir that were not what they should be.", cache.n_damaged),
-    ):
-        yield CounterMetricFamily(f"deltic_prefix_{name}", text, value=value)
+        (COUNTER, "damaged_files", "Files of --cache-dir that were not what they should be.", cache.n_damaged),
+    )
     for name, text, label, counts in (
         (
             "checkpoints_taken",
@@ -395,7 +357,4 @@ def _prefix_cache(cache: CacheStats) -> Iterable[Metric]:
         ("read_bytes", "Brought back to the pool, by the tier it came from.", "tier", cache.read_bytes),
         ("written_bytes", "Moved or copied to a lower tier.", "tier", cache.written_bytes),
     ):
-        family = CounterMetricFamily(f"deltic_prefix_{name}", text, labels=[label])
-        for key, count in counts.items():
-            family.add_metric([key], count)
-        yield family
+        yield labelled(COUNTER, f"deltic_prefix_{name}", text, label, counts)

@@ -1,4 +1,4 @@
-"""`deltic bench ops` runs every operator of the table, for the built-in shape and a small MoE."""
+"""`python -m bench.ops` runs every operator of the table, for the built-in shape and a small MoE."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deltic.__main__ import main
-from deltic.bench import ops
-from deltic.bench.ops import Roofs, Workload, measure
+from bench import ops
+from bench.ops import Roofs, Workload, main, measure
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import OPERATORS
@@ -47,7 +46,7 @@ def test_every_dense_operator_is_timed_and_written(tmp_path: Path, capsys, monke
         "--threads",
         "1",
     ]
-    assert main(["bench", "ops", *asked]) == 0
+    assert main(asked) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = json.loads(Path(line["file"]).read_text())["rows"]
     assert {row["operator"] for row in rows} == set(OPERATORS) - {"moe"}
@@ -64,7 +63,7 @@ def test_missing_kernels_are_one_line(capsys, monkeypatch):
         raise KernelError("no compiled kernels for this machine")
 
     monkeypatch.setattr(ops, "read_bandwidth", none)
-    assert main(["bench", "ops"]) == 2
+    assert main([]) == 2
     assert "deltic: no compiled kernels for this machine\n" in capsys.readouterr().err
 
 

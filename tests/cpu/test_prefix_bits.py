@@ -27,7 +27,7 @@ import msgspec
 import pytest
 import torch
 
-from deltic.bench.spoil import spoil
+from bench.soak.spoil import spoil
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob

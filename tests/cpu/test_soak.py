@@ -11,7 +11,7 @@ from tests.tiny_speech import tiny_speech
 
 
 def test_seconds_of_random_traffic_break_no_promise(tmp_path: Path):
-    command = [sys.executable, "-m", "deltic.bench.soak", "--minutes", "0.4", "--kill-engine", "0.2"]
+    command = [sys.executable, "-m", "bench.soak", "--minutes", "0.4", "--kill-engine", "0.2"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=400)
     assert done.stdout, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
@@ -23,7 +23,7 @@ def test_seconds_of_random_traffic_break_no_promise(tmp_path: Path):
 
 def test_seconds_of_random_speech_break_no_promise(tmp_path: Path):
     """`make soak-speech` runs the same for twenty minutes."""
-    command = [sys.executable, "-m", "deltic.bench.soak", str(tiny_speech("custom_voice")), "--speech"]
+    command = [sys.executable, "-m", "bench.soak", str(tiny_speech("custom_voice")), "--speech"]
     options = ["--minutes", "0.15", "--clients", "16", "--out", str(tmp_path)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
     assert done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""`deltic bench stalls` with the built-in model, and the trace of its server."""
+"""`python -m bench.stalls` with the built-in model, and the trace of its server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltic.__main__ import main
-from deltic.bench import stalls
+from bench import stalls
 
 
 def test_gaps_beside_prompts_are_measured(
@@ -18,7 +17,7 @@ def test_gaps_beside_prompts_are_measured(
     trace = tmp_path / "trace.json"
     load = f"--n 3 --prompts 2 --prompt-tokens 700 --out {tmp_path}".split()
     server = f"--device cpu --max-model-len 1024 --trace {trace}".split()
-    assert main(["bench", "stalls", "--targets", "1", *load, *server]) == 0
+    assert stalls.main(["--targets", "1", *load, *server]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = last["rows"]
     assert row["fit_s"] > 0 and 0 < row["alone_ms"]["p50"] <= row["beside_ms"]["max"]

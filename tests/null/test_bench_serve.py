@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.soak.soak import Soak
 from deltic.__main__ import main
 from deltic.bench import load as loads
+from deltic.bench.gauges import gauges
 from deltic.bench.load import Load, Prompts, Sample, percentile, summary
-from deltic.bench.soak import Soak, gauges
 from deltic.commands.endpoint import Endpoint, EndpointError, EventSplitter
 from tests.fake_openai import FakeOpenAI
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from bench.soak import speech as soak_speech
+from bench.soak.traffic import Traffic, Violation
 from deltic.__main__ import main
-from deltic.bench import speech_traffic
 from deltic.bench.speech import Heard, Leaver, Texts, measure, summary
-from deltic.bench.traffic import Traffic, Violation
 from deltic.commands.endpoint import Endpoint
 from tests.fake_engine import served
 from tests.fake_openai import FakeOpenAI
@@ -176,15 +176,13 @@ def test_the_soaks_traffic_finds_our_server_right_and_a_wrong_one_wrong():
 
     engine = FakeSpeechClient()
     with served(make_speech_app(engine, api_key=("key",), max_body_mb=1.0)) as url:
-        traffic = asyncio.run(
-            run([kind for kind in speech_traffic.KINDS if kind is not speech_traffic.burst], 12)
-        )
+        traffic = asyncio.run(run([kind for kind in soak_speech.KINDS if kind is not soak_speech.burst], 12))
         assert traffic.n_tokens > 20
         assert len(golden) > 3
-        asyncio.run(run([speech_traffic.burst], 1))
+        asyncio.run(run([soak_speech.burst], 1))
         engine.n_frames = 5
         with pytest.raises(Violation, match="other samples"):
-            asyncio.run(run([speech_traffic.again], 12))
+            asyncio.run(run([soak_speech.again], 12))
         engine.n_frames = 0
         with pytest.raises(Violation, match="0 bytes of audio"):
-            asyncio.run(run([speech_traffic.streamed], 5))
+            asyncio.run(run([soak_speech.streamed], 5))

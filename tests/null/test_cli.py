@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -15,17 +16,20 @@ from pathlib import Path
 
 import pytest
 
+import deltic
 from deltic import __version__
-from deltic.__main__ import _server_arguments, main, parser
+from deltic.__main__ import BENCHES, COMMANDS, main, parser
 from deltic.commands.chat import Conversation, command
 from deltic.commands.endpoint import FOR_A_CHILD, Endpoint, LocalServer, ServerFailed, flags, own_environment
+from deltic.commands.settings import server_arguments
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fake_openai import FakeOpenAI
 
-COMMANDS = [
-    "serve", "chat", "run", "say", "pack", "plan", "doctor", "version", "bench serve", "bench speech", "bench ops",
-]  # fmt: skip
+NAMES = [*COMMANDS, *(f"bench {name}" for name in BENCHES)]
+"""What stands behind `deltic`."""
+NEEDS = {"run": "run in out", "pack": "pack --out x", "say": "say hello"}
+"""Commands with what they need at least."""
 
 
 def test_importing_deltic_and_help_load_nothing_heavy():
@@ -35,12 +39,20 @@ def test_importing_deltic_and_help_load_nothing_heavy():
     assert got.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_help(name, capsys):
     with pytest.raises(SystemExit) as left:
         main([*name.split(), "--help"])
     assert left.value.code == 0
     assert "usage: deltic " + name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values(), *BENCHES.values()], ids=NAMES)
+def test_every_command_is_where_the_table_says(command):
+    """By the source: some modules import torch."""
+    module, _, name = command.function.partition(":")
+    source = (Path(deltic.__file__).parent / (module.replace(".", "/") + ".py")).read_text()
+    assert name in {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
 
 def test_version(capsys):
@@ -57,7 +69,7 @@ def test_version(capsys):
         ("serve --served-model-name gpt-[x", "--served-model-name 'gpt-[x': the '[' needs a ']'"),
         ("plan --max-model-len -3", "--max-model-len -3"),
         ("bench serve --n 0", "--n '0'"),
-        ("bench ops --threads 0", "--threads 0: must be from 1"),
+        ("bench gpu --memory-gb 0", "--memory-gb 0.0: must be at least 0.01"),
         ("chat --url ftp://x", "'ftp://x' is not a URL of a server"),
         ("run in out --url http://h:99999", "'http://h:99999' is not a URL of a server"),
         ("bench serve --url http://[::1", "is not a URL of a server"),
@@ -72,15 +84,7 @@ def test_a_wrong_setting_is_one_line_and_status_2(arguments, complaint, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(name for name in COMMANDS if name not in ("run", "pack", "say")),
-        "run in out",
-        "pack --out x",
-        "say hello",
-    ],
-)
+@pytest.mark.parametrize("name", [NEEDS.get(name, name) for name in NAMES])
 def test_a_mistyped_variable_is_refused(name, monkeypatch, capsys):
     monkeypatch.setenv("DELTIC_THREAD", "2")
     assert main(name.split()) == 2
@@ -91,11 +95,11 @@ def test_a_mistyped_variable_is_refused(name, monkeypatch, capsys):
 def test_a_server_child_is_told_of_a_model_only_when_one_was_given(command, monkeypatch):
     """Else the child finds DELTIC_MODEL, or the built-in model, as `deltic serve` does."""
     monkeypatch.setenv("DELTIC_MODEL", "from/environment")
-    assert _server_arguments(parser().parse_args([*command.split(), "--threads", "2"])) == ["--threads", "2"]
-    assert _server_arguments(parser().parse_args([*command.split(), "--model", "m"])) == ["m"]
+    assert server_arguments(parser().parse_args([*command.split(), "--threads", "2"])) == ["--threads", "2"]
+    assert server_arguments(parser().parse_args([*command.split(), "--model", "m"])) == ["m"]
     monkeypatch.setenv("DELTIC_DUMMY", "qwen3.5-0.8b")
     with pytest.raises(ConfigError, match="not both"):
-        _server_arguments(parser().parse_args(command.split()))
+        server_arguments(parser().parse_args(command.split()))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_a_server_child_is_told_of_a_model_only_when_one_was_given(command, monk
     [
         ("serve --prot 80", "usage: deltic serve", "--prot; did you mean --port?"),
         ("serve a --and b --tread=2", "usage: deltic serve", "--tread=2; did you mean --threads?"),
-        ("bench ops --row 5 --zzzz", "usage: deltic bench ops", "arguments: --zzzz\n"),
+        ("bench quality --text 5 --zzzz", "usage: deltic bench quality", "arguments: --zzzz\n"),
         ("version x", "usage: deltic version", "arguments: x\n"),
     ],
 )

@@ -32,7 +32,7 @@ def commands() -> dict[str, set[str]]:
 
 
 COMMANDS = commands()
-SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py"), ROOT / "deltic/bench/soak.py"]
+SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py")]
 FLAGS = set().union(
     *COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS)
 )

@@ -57,7 +57,7 @@ WITHOUT_TORCH = [
     *("ops.geometry", "ops.contract", "models.fields", "models.checkpoint", "models.hub", "runtime.fingerprint"),
     *("models.qwen.shape", "models.tts.shape", "models.vocoder.shape"),
 ]  # fmt: skip
-MAX_DEFERRED_IMPORTS = 50
+MAX_DEFERRED_IMPORTS = 32
 """Imports of ours inside functions: each keeps a start quick or a package optional, none hides a ring."""
 
 

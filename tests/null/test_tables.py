@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import shlex
@@ -165,6 +166,8 @@ def test_every_step_can_be_chosen_and_its_commands_are_whole(plan: str) -> None:
                 parser().parse_args(given)
             elif name == "bench.peers":
                 peers.parse([part.replace("W", "1") for part in given])
+            elif name in ("bench.start", "bench.stalls", "bench.soak"):
+                importlib.import_module(name.replace("soak", "soak.soak")).parsed(given)
     with pytest.raises(ValueError, match="no step nothing; there are"):
         figures.chosen(figures.PLANS[plan], "nothing", "")
 

@@ -25,16 +25,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.residency import Load, Residency
+from deltic.engine.cache.tiers import Tiers
 from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Geometry, Node, next_key, root_key, top
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
-
-if TYPE_CHECKING:
-    from deltic.engine.cache.tiers import Tiers
 
 LADDER = (1024, 2048, 4096, 8192)
 """Tokens after which a long message, or a prompt without messages, gets checkpoints; then every LADDER[-1]."""

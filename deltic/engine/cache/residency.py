@@ -15,17 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from deltic.engine.cache.pool import IntegrityError, Pool
+from deltic.engine.cache.tiers import Move, Tiers
 from deltic.engine.cache.tree import DEVICE, DISK, HOST, TIER_NAMES, Geometry, Node, PrefixTree, Tier
 from deltic.engine.messages import CacheStats
 from deltic.ops.geometry import PAGE_SIZE
-
-if TYPE_CHECKING:
-    from deltic.engine.cache.tiers import Move, Tiers
 
 SAVE_BYTES = 32 << 20
 """About as much goes to disk in one go: for so long its pages and slots are kept from others."""
@@ -214,8 +212,6 @@ class Residency:
         return tuple(self.units.take(n))
 
     def _copy_out(self, kind: str, device: int, units: tuple[int, ...]) -> None:
-        from deltic.engine.cache.tiers import Move
-
         assert self.tiers is not None
         self.tiers.copy_out(Move(kind, device, units))
 
@@ -230,8 +226,6 @@ class Residency:
 
     def unpark(self, kind: str, units: tuple[int, ...], device: int) -> None:
         """Brings that back, and frees the units."""
-        from deltic.engine.cache.tiers import Move
-
         assert self.tiers is not None
         self.tiers.copy_in(Move(kind, device, units))
         self.units.give_back(units)
@@ -653,8 +647,6 @@ def _branch(node: Node) -> list[Node]:
 
 def _move(kind: str, node: Node, device: int) -> Move:
     """device: the page or slot; -1: it is in host memory only."""
-    from deltic.engine.cache.tiers import Move
-
     assert node.parent is not None
     units = (node.page if kind == "page" else node.state)[HOST] or ()
     return Move(kind, device, units, node.key, node.parent.key, node.depth)

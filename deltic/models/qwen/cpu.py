@@ -1,6 +1,6 @@
 """The hybrid decoder: gated DeltaNet and gated attention layers, recorded as one program of operators.
 
-    h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (spec 2.1; Qwen3-Next, 3.5, 3.6, 3.8)
+    h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
 The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every
 linear are bfloat16, matrices are that or quantised. There is one layout of the weights (models/qwen/weights.py)
@@ -185,7 +185,7 @@ class Qwen:
             for i, layer in enumerate(weights.layers)
             if isinstance(layer, GdnLayer)
         }
-        # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation (spec 2.5).
+        # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation.
         # The angles are float32 products, as in training: at far positions a more exact angle is a different one.
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
             shape.inv_freq(), dtype=torch.float32

@@ -1,6 +1,6 @@
 """The hybrid decoder on a GPU: the same forward as models/qwen/cpu.py, recorded twice, once for decodes and once for prefills.
 
-    h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (spec 2.1; Qwen3-Next, 3.5, 3.6, 3.8)
+    h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
 A decode is bound by the bytes of the weights and by the number of kernels: its matrices are multiplied with tokens on the
 narrow side, cut along K by a rule that knows only the weight's shape, and the partial sums are added, in order, by whoever reads

@@ -374,7 +374,7 @@ def conv(
     x: bfloat16 pairs [2, N, C], N = B t, a stream's t rows together; history: where its (taps - 1) dilation rows before lie. residual,
     raw: float32 [N, M]; pair: bfloat16 [2, N, M] (swiglu: M / 2 wide). act: "gelu", a Snake for what goes into `pair`, or None.
     ring: where the last rows of `pair`, or (a float32 ring) of raw's columns from ring_from on, are kept for the next chunk; rows of
-    M / phases. Raises KernelError where shapes do not fit. Spec: section 9.
+    M / phases. Raises KernelError where shapes do not fit.
     """
     n, slots = x.shape[1], streams.head.shape[0]
     width = w.m // 2 if w.swiglu else w.m

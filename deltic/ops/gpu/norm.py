@@ -195,7 +195,8 @@ def add_norm(
     """residual += partials[0], then partials[1], ...; out = bfloat16(residual / rms * (1 + w)).
 
     residual: float32 [T, H]; partials: float32 or bfloat16 [S, T, H] or None; w: float32 [H], zero-centred; out: bfloat16
-    [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r], and residual is not written. The bits of a row depend on this row only. Spec: reference.layers.rms_norm.
+    [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r], and residual is not written. The bits of a
+    row depend on this row only. The mathematics is that of reference/layers.py, rms_norm.
     """
     n, width = residual.shape
     n_out = n if rows is None else rows.shape[0]
@@ -214,6 +215,6 @@ def add_norm(
         check("rms_norm", partials.is_contiguous(), "contiguous partials")
     launch(
         _add_norm_kernel, (n_out,), residual, partials, w, out, rows, width, n * width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), PARTIALS=n_partials, STORE=rows is None and n_partials > 0, GATHER=rows is not None, pdl=levers.pdl,
-        num_warps=norm_warps(n_out, width),
+        LANES=LANES, PIECES=pieces(width), PARTIALS=n_partials, STORE=rows is None and n_partials > 0,
+        GATHER=rows is not None, pdl=levers.pdl, num_warps=norm_warps(n_out, width),
     )  # fmt: skip

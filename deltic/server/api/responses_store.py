@@ -16,9 +16,9 @@ import msgspec
 from deltic.server.api.responses_protocol import ID_PREFIXES
 
 MAX_BYTES = 256_000_000
-"""Of all that is held."""
+"""The stored responses of all keys may take so much together."""
 _OVERHEAD_BYTES = 300
-"""Of an entry of any kind, beside its JSON: Python's objects."""
+"""An entry of any kind takes so much beside its JSON: Python's objects."""
 
 
 class Turn(msgspec.Struct, eq=False):

@@ -1,4 +1,4 @@
-"""`deltic bench stalls`: how long running answers stand still while long prompts arrive.
+"""How long running answers stand still while long prompts arrive: `python -m bench.stalls --dummy qwen3.5-0.8b`.
 
 Some answers decode; then prompts are computed beside them, one after another. Measured for each target of a step's time
 (`--max-itl-ms` of the server) are the gaps between an answer's tokens, alone and beside the prompts, and what the target costs
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +25,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from deltic.__main__ import finished
 from deltic.bench.load import WORDS, percentile
 from deltic.bench.provenance import code, machine, now
 from deltic.bench.report import report
 from deltic.bench.sweep import numbers
-from deltic.commands.endpoint import (
-    DONE,
-    Endpoint,
-    EndpointError,
-    LocalServer,
-    ServerFailed,
-    error_message,
-    model_name,
-)
+from deltic.commands.endpoint import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
+from deltic.commands.flags import add_engine, add_model
+from deltic.commands.settings import server_arguments
 from deltic.config import ConfigError
 
 PATH = "/v1/completions"
@@ -132,10 +129,10 @@ def spread(gaps: list[float]) -> dict[str, float | None]:
     return {name: None if value is None else round(value * 1e3, 1) for name, value in points.items()}
 
 
-async def _run(arguments: argparse.Namespace, server_arguments: list[str], console: Console) -> list[Any]:
+async def _run(arguments: argparse.Namespace, serve: list[str], console: Console) -> list[Any]:
     rows = []
     for target in arguments.targets:
-        server = LocalServer([*server_arguments, "--max-itl-ms", f"{target:g}"])
+        server = LocalServer([*serve, "--max-itl-ms", f"{target:g}"])
         try:
             with console.status("starting the server"):
                 endpoint = await server.wait_ready()
@@ -168,21 +165,22 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     return out
 
 
-def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
-    """The command. Exit status 1 when a server failed."""
-    arguments.targets = [0.0 if t == "0" else numbers(t, "--targets", float)[0] for t in arguments.targets.split(",")]  # fmt: skip
+def bench(arguments: argparse.Namespace, serve: list[str]) -> int:
+    """Measures and reports. Exit status 1 when a server failed."""
+    texts = arguments.targets.split(",")
+    arguments.targets = [0.0 if text == "0" else numbers(text, "--targets", float)[0] for text in texts]
     if min(arguments.n, arguments.prompts, arguments.prompt_tokens) < 1:
         raise ConfigError("--n, --prompts and --prompt-tokens must be at least 1")
     console = Console(stderr=True)
     try:
-        rows = asyncio.run(_run(arguments, server_arguments, console))
+        rows = asyncio.run(_run(arguments, serve, console))
     except (EndpointError, ServerFailed) as error:
         print(f"deltic: {error}", file=sys.stderr)
         return 1
     label = rows[0]["model"]
     result = {
         "bench": "stalls", "label": label, "date": now().isoformat(), "machine": machine(), "code": code(),
-        "serve": server_arguments, "n": arguments.n, "prompt_tokens": arguments.prompt_tokens,
+        "serve": serve, "n": arguments.n, "prompt_tokens": arguments.prompt_tokens,
         "prompts": arguments.prompts, "rows": rows,
     }  # fmt: skip
     title = f"{label}: {arguments.n} answers beside prompts of {arguments.prompt_tokens} tokens, one after another"
@@ -191,6 +189,58 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
 
 
 def _draw(path: Path, picture: Path) -> None:
-    from deltic.bench.plot import draw_stalls
+    """Writes `picture` (PNG) of a result: every gap over time, and their distribution. Raises ModuleNotFoundError."""
+    import matplotlib
 
-    draw_stalls(path, picture)
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    result = json.loads(path.read_text())
+    figure, (over_time, part) = pyplot.subplots(1, 2, figsize=(14, 4.6))
+    for row in result["rows"]:
+        label = f"target {row['target_ms']:g} ms" if row["target_ms"] else "no target"
+        gaps = sorted(gap for _, gap in row["gaps"])
+        (line,) = part.plot(gaps, [(i + 1) / len(gaps) for i in range(len(gaps))], label=label)
+        over_time.plot(*zip(*row["gaps"], strict=True), ".", markersize=3, color=line.get_color(), label=label)
+        if row["target_ms"]:
+            for axis, draw_line in ((over_time, over_time.axhline), (part, part.axvline)):
+                draw_line(row["target_ms"], color=line.get_color(), linestyle=":", linewidth=1)
+                axis.grid(alpha=0.3)
+    over_time.set(xlabel="s", ylabel="ms", title="time between two tokens of an answer")
+    part.set(xlabel="ms", xscale="log", title="part of the gaps that are at most so long")
+    over_time.legend(frameon=False)
+    figure.suptitle(
+        f"{result['label']}: {result['n']} answers beside prompts of {result['prompt_tokens']} tokens · "
+        f"{result['machine']['cpu']}, {result['machine']['cores']} cores · {result['date'][:10]}"
+    )
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        "python -m bench.stalls", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model(parser)
+    add = parser.add_argument
+    text = "--max-itl-ms of each server; 0: none (default: 250,0)"
+    add("--targets", default="250,0", metavar="MS,MS,...", help=text)
+    add("--n", type=int, default=8, metavar="N", help="answers that run (default: 8)")
+    add("--prompts", type=int, default=4, metavar="N", help="long prompts (default: 4)")
+    add("--prompt-tokens", type=int, default=8192, metavar="T", help="default: 8192")
+    add("--out", metavar="DIR", help="directory of the results (default: bench/runs/<date>-<machine>)")
+    add_engine(parser, "max_itl_ms")
+    parser.set_defaults(url=None)
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The command; its exit status."""
+    arguments = parsed(given)
+    return finished(lambda: bench(arguments, server_arguments(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """A soak: random traffic on loopback against a server of our own, with its promises checked all along.
 
-    python -m deltic.bench.soak --minutes 30 [--kill-engine 5] [--seed 0]
-    python -m deltic.bench.soak MODEL --speech --minutes 20       (a model that speaks, or --serve-args "--dummy ...")
-    python -m deltic.bench.soak --hostile 4 [--hang-engine 5] [--spoil-cache 2]
+    python -m bench.soak --minutes 30 [--kill-engine 5] [--seed 0]
+    python -m bench.soak MODEL --speech --minutes 20       (a model that speaks, or --serve-args "--dummy ...")
+    python -m bench.soak --hostile 4 [--hang-engine 5] [--spoil-cache 2]
             (beside it: clients that mean harm, an engine that stands still, a prefix cache on disk that gives no numbers)
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deltic.bench import hostile_traffic, speech_traffic, traffic
+from bench.soak import hostile, speech, traffic
+from bench.soak.spoil import spoil
+from bench.soak.traffic import Kinds, Lost, Traffic, Violation
+from deltic.bench.gauges import QUIET_S, in_use, settled
 from deltic.bench.provenance import code, machine, now, runs_directory
-from deltic.bench.spoil import spoil
-from deltic.bench.traffic import Kinds, Lost, Traffic, Violation
 from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
 
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES = 1024, 8, 16, 48
@@ -54,15 +56,10 @@ SPEECH_SERVE = [
 ]  # fmt: skip
 """8 utterances of up to 4 pages do not fit into 16."""
 
-HOSTILE_SERVE = ["--client-timeout-s", f"{hostile_traffic.CLIENT_TIMEOUT_S:g}"]
+HOSTILE_SERVE = ["--client-timeout-s", f"{hostile.CLIENT_TIMEOUT_S:g}"]
 
 ENGINE_TIMEOUT_S = 5.0
 """How long an engine may stand still in a run that stops it."""
-
-IDLE = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
-"""Gauges of /metrics, each `deltic_<name>`, that are 0 when nothing runs."""
-STREAMS = "speech_streams_used"
-"""One more, of a model that speaks."""
 
 MEMORY_TOLERANCE = (0.04, 6e6)
 """The median of a process's memory in the last third may exceed the second third's by 4 % and 6 MB."""
@@ -77,9 +74,6 @@ have more than 12,000 requests.
 
 WARM_UP_S, WARM_UP_BYTES = 600.0, 20e6
 """A run shorter than this may grow by this much more: the allocator has not found its level yet."""
-
-QUIET_S = 10.0
-"""How soon after the last request everything must be free."""
 
 
 def rss_bytes(pid: int) -> int | None:
@@ -98,31 +92,6 @@ def engine_pid(server_pid: int) -> int | None:
             if parent == server_pid and b"deltic.host.process" in (directory / "cmdline").read_bytes():
                 return int(directory.name)
     return None
-
-
-def gauges(metrics: str) -> dict[str, float]:
-    """Samples of a /metrics page that have no label but the model's, without the `deltic_` prefix."""
-    found = re.findall(r'^deltic_(\w+){model="[^"]*"} (\S+)$', metrics, re.MULTILINE)
-    return {name: float(value) for name, value in found}
-
-
-def in_use(found: dict[str, float]) -> dict[str, float]:
-    """Those gauges of IDLE that are not 0; one that is missing is not a number."""
-    held = {name: found.get(name, float("nan")) for name in IDLE} | {STREAMS: found.get(STREAMS, 0.0)}
-    return {name: value for name, value in held.items() if value}
-
-
-async def settled(endpoint: Endpoint, within_s: float) -> dict[str, float]:
-    """The samples of /metrics as soon as nothing of IDLE is in use, or as they are after so many seconds."""
-    limit = time.monotonic() + within_s
-    while True:
-        found: dict[str, float] = {}
-        with contextlib.suppress(EndpointError):
-            reply = await endpoint.open("GET", "/metrics")
-            found = gauges((await reply.read()).decode())
-        if not in_use(found) or time.monotonic() > limit:
-            return found
-        await asyncio.sleep(0.1)
 
 
 @dataclass
@@ -245,7 +214,7 @@ class Soak:
         breaks: what the engine gets under load, and every how many seconds; None: its prefix cache on disk is spoilt.
         """
         every = min(30.0, (self.deadline - self.begin) / 13)
-        kinds = [self.kinds] * n_clients + [hostile_traffic.KINDS] * n_hostile
+        kinds = [self.kinds] * n_clients + [hostile.KINDS] * n_hostile
         clients = [asyncio.create_task(self.client(number, its)) for number, its in enumerate(kinds)]
         due = {which: self.begin + every_s for which, every_s in breaks.items()}
         while not self.over():
@@ -260,9 +229,7 @@ class Soak:
             await self.quiet()
         await asyncio.gather(*clients)
         if self.server.process.poll() is not None:
-            self.violate(
-                f"the server ended with status {self.server.process.returncode}:\n{self.server.log_tail()}"
-            )
+            self.violate(f"the server ended with status {self.server.process.returncode}:\n{self.server.log_tail()}")
         else:
             await self.quiet()
             self.check_restarts()
@@ -273,9 +240,7 @@ class Soak:
         """The engine was started again as often as it was killed here: more means that it died by itself."""
         n_restarts, n_kills = self.gauges.get("engine_restarts_total"), len(self.recoveries_s)
         if n_restarts != n_kills:
-            self.violate(
-                f"deltic_engine_restarts_total is {n_restarts}, and the engine was killed {n_kills} times"
-            )
+            self.violate(f"deltic_engine_restarts_total is {n_restarts}, and the engine was killed {n_kills} times")
 
     def check_memory(self) -> dict[str, Any]:
         """Growth of each process's memory: from the second third to the last, and for each request of both.
@@ -304,9 +269,7 @@ class Soak:
                 "mb_per_1000_requests": round(slope / 1e3, 4),
             }
             if slope * n_requests > LEAK_BYTES * n_requests + room:
-                self.violate(
-                    f"the {name}'s memory grew by {slope:.0f} bytes a request over {n_requests} requests"
-                )
+                self.violate(f"the {name}'s memory grew by {slope:.0f} bytes a request over {n_requests} requests")
             if last > middle * (1 + share) + room:
                 self.violate(f"the {name}'s memory grew from {middle / 1e6:.1f} to {last / 1e6:.1f} MB")
         return growth
@@ -333,7 +296,7 @@ class Soak:
 async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     extra = shlex.split(arguments.serve_args)
     given = SPEECH_SERVE if arguments.speech else SERVE
-    kinds = speech_traffic.KINDS if arguments.speech else traffic.KINDS
+    kinds = speech.KINDS if arguments.speech else traffic.KINDS
     breaks: dict[signal.Signals | None, float] = {}
     if arguments.kill_engine:
         breaks[signal.SIGKILL] = arguments.kill_engine * 60
@@ -371,9 +334,7 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
 
 def table(report: dict[str, Any]) -> Table:
     """The report for people."""
-    out = Table(
-        title=f"soak: {report['minutes']:g} minutes, {report['requests']} requests", title_justify="left"
-    )
+    out = Table(title=f"soak: {report['minutes']:g} minutes, {report['requests']} requests", title_justify="left")
     out.add_column("what")
     out.add_column("", justify="right")
     for name, value in report["kinds"].items():
@@ -391,9 +352,9 @@ def table(report: dict[str, Any]) -> Table:
     return out
 
 
-def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser("python -m deltic.bench.soak", description=__doc__.partition("\n")[0])
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser("python -m bench.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?", help="what to serve (default: the built-in model)")
     parser.add_argument("--speech", action="store_true", help="the model speaks")
     parser.add_argument("--minutes", type=float, default=30.0)
@@ -401,10 +362,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kill-engine", type=float, metavar="MINUTES", help="SIGKILL the engine this often")
     parser.add_argument(
-        "--hang-engine",
-        type=float,
-        metavar="MINUTES",
-        help="SIGSTOP the engine this often, until it is noticed",
+        "--hang-engine", type=float, metavar="MINUTES", help="SIGSTOP the engine this often, until it is noticed"
     )
     parser.add_argument(
         "--spoil-cache",
@@ -412,18 +370,17 @@ def main() -> int:
         metavar="MINUTES",
         help="keep the prefix cache on disk, and fill it with NaN this often",
     )
-    parser.add_argument(
-        "--hostile", type=int, default=0, help="hostile clients beside the others (default: 0)"
-    )
+    parser.add_argument("--hostile", type=int, default=0, help="hostile clients beside the others (default: 0)")
     parser.add_argument("--max-requests", type=int, default=1_000_000)
-    parser.add_argument(
-        "--timeout", type=float, default=120.0, help="seconds until a request must have ended"
-    )
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a request must have ended")
     parser.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
-    parser.add_argument(
-        "--out", metavar="DIR", help="directory of the report (default: bench/runs/<date>-<machine>)"
-    )
-    arguments = parser.parse_args()
+    parser.add_argument("--out", metavar="DIR", help="directory of the report (default: bench/runs/<date>-<machine>)")
+    return parser.parse_args(given)
+
+
+def main() -> int:
+    """The command. Exit status 1 when a promise broke."""
+    arguments = parsed()
     console = Console(stderr=True)
     try:
         report = asyncio.run(_run(arguments, console))
@@ -447,13 +404,6 @@ def main() -> int:
     for violation in report["violations"][:20]:
         print(f"VIOLATION {violation}")
     keys = ("minutes", "requests", "kills", "lost_to_kills", "recoveries_s", "memory_growth")
-    line = {name: report[name] for name in keys} | {
-        "violations": len(report["violations"]),
-        "file": str(path),
-    }
+    line = {name: report[name] for name in keys} | {"violations": len(report["violations"]), "file": str(path)}
     print(json.dumps({"bench": "soak"} | line))
     return 1 if report["violations"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

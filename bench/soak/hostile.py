@@ -15,17 +15,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from bench.soak.traffic import CHAT, COMPLETIONS, Kinds, Traffic, Violation, asked_again, refused, was_full
 from deltic.bench.load import WORDS
-from deltic.bench.traffic import (
-    CHAT,
-    COMPLETIONS,
-    Kinds,
-    Traffic,
-    Violation,
-    asked_again,
-    refused,
-    was_full,
-)
 
 CLIENT_TIMEOUT_S = 3.0
 """What the server is started with as --client-timeout-s: how long it bears a client that says nothing."""
@@ -68,12 +59,7 @@ async def _connected(traffic: Traffic) -> AsyncIterator[tuple[asyncio.StreamRead
 
 
 def _head(traffic: Traffic, path: str, *more: str) -> bytes:
-    lines = (
-        f"POST {path} HTTP/1.1",
-        "host: localhost",
-        f"authorization: Bearer {traffic.endpoint.api_key}",
-        *more,
-    )
+    lines = (f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {traffic.endpoint.api_key}", *more)
     return "\r\n".join(lines).encode() + b"\r\n"
 
 
@@ -131,27 +117,17 @@ async def header_flood(traffic: Traffic, rng: random.Random) -> None:
     """Headers without end, many or one long one, or a request line: 431, 414 or 400, and closed."""
     start = _head(traffic, CHAT)
     start, piece = rng.choice(
-        [
-            (start, b"x-more: " + b"y" * 1000 + b"\r\n"),
-            (start + b"x-long: ", b"y" * 4096),
-            (b"GET /", b"z" * 4096),
-        ]
+        [(start, b"x-more: " + b"y" * 1000 + b"\r\n"), (start + b"x-long: ", b"y" * 4096), (b"GET /", b"z" * 4096)]
     )
     await _flood(traffic, start, piece, (400, 414, 431))
 
 
 async def giant_body(traffic: Traffic, rng: random.Random) -> None:
     """A body far beyond the limit, with its length or without: 413, and closed."""
-    about = (
-        "content-type: application/json",
-        rng.choice(["content-length: 9999999999", "transfer-encoding: chunked"]),
-    )
+    about = ("content-type: application/json", rng.choice(["content-length: 9999999999", "transfer-encoding: chunked"]))
     chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n" if about[1].endswith("chunked") else b"a" * 4096
     await _flood(
-        traffic,
-        _head(traffic, rng.choice([CHAT, COMPLETIONS, "/tokenize"]), *about) + b"\r\n",
-        chunk,
-        (413, 429, 503),
+        traffic, _head(traffic, rng.choice([CHAT, COMPLETIONS, "/tokenize"]), *about) + b"\r\n", chunk, (413, 429, 503)
     )
 
 
@@ -168,11 +144,7 @@ async def forced_special(traffic: Traffic, rng: random.Random) -> None:
             "additionalProperties": False,
         }
         form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
-    request = {
-        "model": traffic.model,
-        "messages": [{"role": "user", "content": "Say it."}],
-        "max_tokens": 300,
-    } | form
+    request = {"model": traffic.model, "messages": [{"role": "user", "content": "Say it."}], "max_tokens": 300} | form
     reply = await traffic.endpoint.open("POST", CHAT, request)
     if reply.status == 429:
         await refused(reply)

@@ -10,7 +10,7 @@ import json
 import random
 from typing import Any
 
-from deltic.bench.traffic import (
+from bench.soak.traffic import (
     BROKEN,
     Kinds,
     Lost,

@@ -1,4 +1,4 @@
-"""The soak's traffic: random requests of every kind, each with what its answer must look like (speech: speech_traffic.py).
+"""The soak's traffic: random requests of every kind, each with what its answer must look like (speech: speech.py).
 
 An answer that breaks a promise raises Violation. What a request asks depends on the random generator only, so
 a seed gives the same traffic again (its timing is the machine's).
@@ -30,10 +30,7 @@ TOOLS = [
             "parameters": {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]},
         },
     }
-    for name, what, key in (
-        ("weather", "Weather of a city", "city"),
-        ("calculator", "Computes", "expression"),
-    )
+    for name, what, key in (("weather", "Weather of a city", "city"), ("calculator", "Computes", "expression"))
 ]
 
 
@@ -104,10 +101,7 @@ def body(traffic: Traffic, rng: random.Random, stream: bool) -> tuple[str, dict[
     if chat:
         messages = [{"role": "system", "content": text(rng, 10)}] if rng.random() < 0.3 else []
         for _ in range(rng.choice([0, 0, 0, 1, 3])):
-            messages += [
-                {"role": "user", "content": text(rng, 10)},
-                {"role": "assistant", "content": text(rng, 10)},
-            ]
+            messages += [{"role": "user", "content": text(rng, 10)}, {"role": "assistant", "content": text(rng, 10)}]
         request["messages"] = [*messages, {"role": "user", "content": text(rng, n_words)}]
     else:
         request["prompt"] = text(rng, n_words)
@@ -145,9 +139,7 @@ class Answered:
             if not request["stream"] or "stream_options" in request:
                 raise Violation("no usage")
         elif not 0 <= self.usage["completion_tokens"] <= n * request["max_tokens"]:
-            raise Violation(
-                f"{self.usage['completion_tokens']} tokens for n = {n}, {request['max_tokens']} at most"
-            )
+            raise Violation(f"{self.usage['completion_tokens']} tokens for n = {n}, {request['max_tokens']} at most")
         stops = request.get("stop", [])
         for stop in [stops] if isinstance(stops, str) else stops:
             if not request.get("echo") and any(stop in said for said in self.texts.values()):
@@ -258,10 +250,7 @@ async def gone_waiting(traffic: Traffic, rng: random.Random) -> None:
 
 async def too_long(traffic: Traffic, rng: random.Random) -> None:
     """A prompt beyond the context: 400 with limit and length, or 429 when the queue is full: it is not read then."""
-    request = {
-        "model": traffic.model,
-        "prompt": text(rng, 1) + " word" * (traffic.max_model_len * rng.randint(2, 20)),
-    }
+    request = {"model": traffic.model, "prompt": text(rng, 1) + " word" * (traffic.max_model_len * rng.randint(2, 20))}
     reply = await traffic.endpoint.open("POST", COMPLETIONS, request)
     await refused(reply)
     if reply.status == 429:
@@ -274,9 +263,7 @@ async def burst(traffic: Traffic, rng: random.Random) -> None:
     """More at once than the queue takes: each is answered or gets 429."""
     requests = [body(traffic, rng, stream=rng.random() < 0.5) for _ in range(traffic.n_queue_and_running + 8)]
     tasks = [ask(traffic, path, request | {"max_tokens": 8}) for path, request in requests]
-    failures = [
-        f for f in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(f, BaseException)
-    ]
+    failures = [f for f in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(f, BaseException)]
     for failure in sorted(failures, key=lambda f: isinstance(f, Lost | EndpointError)):
         raise failure
 
@@ -290,12 +277,7 @@ async def again(traffic: Traffic, rng: random.Random) -> None:
 async def asked_again(traffic: Traffic, rng: random.Random, which: int, prompt: str) -> None:
     """Asks the seeded request of that number. Raises Violation where its text is another than before."""
     request: dict[str, Any] = {"model": traffic.model, "stream": rng.random() < 0.5, "prompt": prompt}
-    request |= {
-        "max_tokens": 24,
-        "temperature": 0.9,
-        "seed": which,
-        "stream_options": {"include_usage": True},
-    }
+    request |= {"max_tokens": 24, "temperature": 0.9, "seed": which, "stream_options": {"include_usage": True}}
     if not request["stream"]:
         del request["stream_options"]
     answered = await ask(traffic, COMPLETIONS, request)
@@ -365,13 +347,9 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
     elif kind == 1:
         reply = await traffic.endpoint.open("POST", COMPLETIONS, ok_prompt | rng.choice(wrong_prompt))
     elif kind == 2:
-        reply = await traffic.endpoint.open(
-            "POST", rng.choice([CHAT, COMPLETIONS, "/tokenize"]), rng.choice(BROKEN)
-        )
+        reply = await traffic.endpoint.open("POST", rng.choice([CHAT, COMPLETIONS, "/tokenize"]), rng.choice(BROKEN))
     elif kind == 3:
-        method, path = rng.choice(
-            [("GET", CHAT), ("POST", "/nowhere"), ("DELETE", "/v1/models"), ("GET", "/v1")]
-        )
+        method, path = rng.choice([("GET", CHAT), ("POST", "/nowhere"), ("DELETE", "/v1/models"), ("GET", "/v1")])
         reply = await traffic.endpoint.open(method, path)
     else:
         big = {"model": traffic.model, "prompt": "x" * 1_500_000}

@@ -1,4 +1,4 @@
-"""`deltic bench ops`: each operator at a model's shapes, beside what the machine can do at best.
+"""Each operator at a model's shapes, beside what the machine can do at best: `python -m bench.ops qwen3.5-0.8b`.
 
 Up to 64 rows are that many decodes, each with 1,024 tokens behind it; more rows are one prefill chunk of
 one sequence with as much behind it. Weights are copied until they fit into the caches no better than
@@ -24,12 +24,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from deltic.__main__ import finished
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.bench.sweep import numbers
+from deltic.commands import settings
+from deltic.commands.flags import add_some
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step
+from deltic.machine import n_usable_cpus
 from deltic.models.checkpoint import locate, model_name
 from deltic.models.loading import Role, format_of
 from deltic.models.qwen.cpu import Activations, allocate_activations
@@ -218,9 +222,7 @@ class Workload:
         shape, inputs = self.shape, self.batch.inputs
         heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
         n_v, values, channels = heads.n_v, shape.gdn_value_size, shape.conv_channels
-        weights = GdnWeights(
-            torch.zeros(4, channels), torch.zeros(n_v), torch.zeros(n_v), torch.ones(heads.v_dim)
-        )
+        weights = GdnWeights(torch.zeros(4, channels), torch.zeros(n_v), torch.zeros(n_v), torch.ones(heads.v_dim))
         rows = self.activations.residual.shape[0]
         proj, out = torch.zeros(rows, shape.gdn_in_proj_rows), _matrix(rows, values)
         state = n_v * heads.k_dim * heads.v_dim
@@ -318,10 +320,7 @@ class Workload:
             lambda p: sample(p, logits, v, s.slots, s.draws, s.scratch, target),
             lambda m: 4.0 * m * v, decodes_only=True,
         )  # fmt: skip
-        row, n_top = (
-            torch.arange(self.n_seqs, dtype=torch.int32),
-            torch.full((self.n_seqs,), 5, dtype=torch.int32),
-        )
+        row, n_top = (torch.arange(self.n_seqs, dtype=torch.int32), torch.full((self.n_seqs,), 5, dtype=torch.int32))
         logprob = torch.zeros(self.n_seqs)
         top_ids, top = torch.zeros(self.n_seqs, 20, dtype=torch.int32), torch.zeros(self.n_seqs, 20)
         yield self.case(
@@ -391,13 +390,7 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
             out.add_section()
         head = ("", "", "") if key == last else (*key, str(row["per_step"]))
         flops = f"{row['gflop_s']:.1f}" if row["gflop_s"] else "-"
-        shown = (
-            str(row["rows"]),
-            f"{row['us']:.1f}",
-            f"{row['gb_s']:.1f}",
-            flops,
-            f"{row['roof_share']:.0%}",
-        )
+        shown = (str(row["rows"]), f"{row['us']:.1f}", f"{row['gb_s']:.1f}", flops, f"{row['roof_share']:.0%}")
         out.add_row(*head, *shown)
         last = key
     return out
@@ -410,8 +403,9 @@ def find_shape(name: str | None) -> tuple[str, ModelShape]:
     return model_name(config), locate(config)[1]
 
 
-def bench(arguments: argparse.Namespace, n_threads: int, quantize: str | None) -> int:
-    """The command."""
+def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """Measures, prints a table and a last line of JSON, and writes a JSON file; 0. config: its threads and quantize count."""
+    n_threads, quantize = config.threads or n_usable_cpus(), config.quantize
     rows = sorted(numbers(arguments.rows, "--rows", int))
     name, shape = find_shape(arguments.shape)
     console = Console(stderr=True)
@@ -444,3 +438,23 @@ def bench(arguments: argparse.Namespace, n_threads: int, quantize: str | None) -
         print(f"a step of {m} decodes, from the table: {took:.2f} ms, {1e3 * m / took:.0f} tok/s")
     print(json.dumps(head | {"file": str(path)}))
     return 0
+
+
+def main(given: list[str] | None = None) -> int:
+    """The command; its exit status."""
+    parser = argparse.ArgumentParser(
+        "python -m bench.ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    text = "published shape or checkpoint (default: the built-in model)"
+    add("shape", nargs="?", metavar="SHAPE", help=text)
+    add("--rows", default="1,4,16,64,512", help="row counts (default: 1,4,16,64,512)")
+    add("--seconds", type=float, default=0.3, help="time spent on each measurement (default: 0.3)")
+    add("--out", metavar="DIR", help="write the JSON result into this directory")
+    add_some(parser, "quantize", "threads")
+    arguments = parser.parse_args(given)
+    return finished(lambda: bench(arguments, settings.engine(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

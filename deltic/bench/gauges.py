@@ -1,0 +1,43 @@
+"""What a Deltic server says is in use, from its /metrics: 0 everywhere once the last request is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+
+from deltic.commands.endpoint import Endpoint, EndpointError
+
+IDLE = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
+"""Gauges of /metrics, each `deltic_<name>`, that are 0 when nothing runs."""
+STREAMS = "speech_streams_used"
+"""One more, of a model that speaks."""
+
+QUIET_S = 10.0
+"""How soon after the last request everything must be free."""
+
+
+def gauges(metrics: str) -> dict[str, float]:
+    """Samples of a /metrics page that have no label but the model's, without the `deltic_` prefix."""
+    found = re.findall(r'^deltic_(\w+){model="[^"]*"} (\S+)$', metrics, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def in_use(found: dict[str, float]) -> dict[str, float]:
+    """Those gauges of IDLE that are not 0; one that is missing is not a number."""
+    held = {name: found.get(name, float("nan")) for name in IDLE} | {STREAMS: found.get(STREAMS, 0.0)}
+    return {name: value for name, value in held.items() if value}
+
+
+async def settled(endpoint: Endpoint, within_s: float) -> dict[str, float]:
+    """The samples of /metrics as soon as nothing of IDLE is in use, or as they are after so many seconds."""
+    limit = time.monotonic() + within_s
+    while True:
+        found: dict[str, float] = {}
+        with contextlib.suppress(EndpointError):
+            reply = await endpoint.open("GET", "/metrics")
+            found = gauges((await reply.read()).decode())
+        if not in_use(found) or time.monotonic() > limit:
+            return found
+        await asyncio.sleep(0.1)

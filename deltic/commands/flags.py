@@ -1,0 +1,138 @@
+"""The flags of each command, by a function of its name, and those that several take.
+
+`deltic --help` waits for this file: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from deltic.config import EngineConfig, ModelConfig, ServerConfig, add_flags
+
+MODEL_HELP = "checkpoint directory or hub name (default: the small built-in model)"
+REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
+CONFIG_HELP = (
+    "settings of deltic serve by their flags' names, as TOML or YAML; what is on the command line, or in a DELTIC_ "
+    "variable, counts more. Further models are tables [[and]]"
+)
+AND_HELP = (
+    "one more model, with its own engine and model flags behind it; may be given several times. What is the server's "
+    "comes before. A request names its model; DELTIC_ variables hold for all models. Example: deltic serve "
+    "Qwen/Qwen3.5-4B --port 8080 --and Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice --quantize int8"
+)
+
+
+def add_model(sub: argparse.ArgumentParser) -> None:
+    """MODEL."""
+    sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=MODEL_HELP)
+
+
+def add_engine(sub: argparse.ArgumentParser, *without: str) -> None:
+    """A flag for each setting of an engine but its model and those named."""
+    add_flags(sub, EngineConfig, skip=("model", *without))
+
+
+def add_some(sub: argparse.ArgumentParser, *names: str) -> None:
+    """The flags of these engine settings only."""
+    add_flags(sub, EngineConfig, skip=tuple(set(EngineConfig.__dataclass_fields__) - set(names)))
+
+
+def add_config(sub: argparse.ArgumentParser) -> None:
+    """--config."""
+    sub.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
+
+
+def add_remote(sub: argparse.ArgumentParser, positional: bool = True, text: str = REMOTE_HELP) -> None:
+    """MODEL and the flags that name a running server. text: the help of --model where MODEL is not positional."""
+    if positional:
+        sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=REMOTE_HELP)
+    text = "the same as MODEL" if positional else text
+    sub.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+    sub.add_argument("--url", help="use this running server instead of starting one")
+    sub.add_argument("--api-key", metavar="KEY", help="key of the server at --url")
+
+
+def add_speech(sub: argparse.ArgumentParser) -> None:
+    """What a request for speech may say, beside its text."""
+    add = sub.add_argument_group("speech").add_argument
+    add("--voice", metavar="NAME", help="default: the first that the server lists, if any")
+    add("--language", metavar="NAME", help="default: the server's, Auto")
+    add("--instructions", metavar="TEXT", help="how to say it; what a VoiceDesign model needs")
+    add("--ref-audio", metavar="FILE", help="a voice to clone (Base models): a file or a URL")
+    text = "what is said there; without it only the speaker's vector is taken"
+    add("--ref-text", metavar="TEXT", help=text)
+    add("--max-new-tokens", type=int, metavar="N", help="most frames, of 80 ms each")
+    add("--extra", default="{}", metavar="JSON", help="more fields of the request, or @FILE that has them")
+
+
+def none(sub: argparse.ArgumentParser) -> None:
+    """Of a command that takes nothing."""
+
+
+def serve(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic serve`."""
+    sub.usage = "deltic serve [-h] [MODEL] [flags] [--and MODEL [flags]] ..."
+    add_model(sub)
+    sub.add_argument("--and", dest="further", nargs=argparse.REMAINDER, help=AND_HELP)
+    add_config(sub)
+    add_engine(sub)
+    add_flags(sub, ModelConfig)
+    add_flags(sub, ServerConfig)
+
+
+def chat(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic chat`."""
+    add_remote(sub)
+    add = sub.add_argument
+    add("--system", metavar="TEXT", help="system message")
+    text = "thinking on or off (default: the model's)"
+    add("--think", action=argparse.BooleanOptionalAction, help=text)
+    add("--temperature", type=float, metavar="T", help="sampling temperature (default: the model's)")
+    add("--max-tokens", type=int, metavar="TOKENS", help="longest answer")
+    add_engine(sub)
+
+
+def run(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic run`."""
+    add = sub.add_argument
+    text = 'lines of {"custom_id": ..., "body": {...}}, or bare bodies'
+    add("input", metavar="IN.jsonl", help=text)
+    add("output", metavar="OUT.jsonl", help="results, one line each, in order of completion")
+    text = REMOTE_HELP + "; given, it is that of every line, whatever the line says"
+    add_remote(sub, positional=False, text=text)
+    add("--in-flight", type=int, default=64, metavar="N", help="requests sent at once (default: 64)")
+    text = "drop the errors that the output holds, and try their lines again"
+    add("--retry-errors", action="store_true", help=text)
+    add_engine(sub)
+
+
+def say(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic say`."""
+    add = sub.add_argument
+    add("text", metavar="TEXT", help="what to say; - reads it from the input")
+    text = "wav, pcm, flac, mp3 or opus, by its name; - writes a wav into a pipe as it comes (default: speech.wav)"
+    add("-o", "--out", metavar="FILE", default="speech.wav", help=text)
+    add("--format", choices=("wav", "pcm", "flac", "mp3", "opus"), help="default: by --out")
+    add_remote(sub, positional=False)
+    add_speech(sub)
+    add_engine(sub)
+
+
+def pack(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic pack`."""
+    add_model(sub)
+    sub.add_argument("--out", metavar="DIR", required=True, help="directory to make")
+    add_some(sub, "revision", "download_dir", "quantize", "threads")
+
+
+def plan(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic plan`."""
+    add_model(sub)
+    add_config(sub)
+    add_engine(sub)
+
+
+def warmup(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic warmup`."""
+    add_model(sub)
+    add_engine(sub)

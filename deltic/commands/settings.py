@@ -1,0 +1,61 @@
+"""The settings that a command line and the file of --config make.
+
+All raise ConfigError, before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from deltic.config import ConfigError, EngineConfig, config_file, resolve
+
+
+def given(arguments: argparse.Namespace | None, config_class: Any) -> dict[str, Any]:
+    """The settings of `config_class` that were on the command line."""
+    words = vars(arguments) if arguments else {}
+    return {name: value for name, value in words.items() if name in config_class.__dataclass_fields__}
+
+
+def engine(arguments: argparse.Namespace) -> EngineConfig:
+    """An engine's, without a file."""
+    return resolve(EngineConfig, given(arguments, EngineConfig))
+
+
+def tables(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the file of --config says of each model, and in the first place of the server, too."""
+    path = config_file(vars(arguments).get("config"))
+    if path is None:
+        return [{}]
+    from deltic.config_file import read_config
+
+    return read_config(path)
+
+
+def planned(arguments: argparse.Namespace) -> EngineConfig:
+    """The one engine that `deltic plan` is about."""
+    table, *others = tables(arguments)
+    if others:
+        raise ConfigError("deltic plan is about one model, and the file of --config has several; give it one's flags")
+    return resolve(EngineConfig, given(arguments, EngineConfig), table=table)
+
+
+def server_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Arguments of `deltic serve` for a server child; none with --url.
+
+    The settings are checked here, before it starts.
+    """
+    from deltic.commands.endpoint import Endpoint, flags
+
+    named = {name: value for name, value in given(arguments, EngineConfig).items() if value is not None}
+    model = [named["model"]] if "model" in named else []
+    if arguments.url:
+        Endpoint(arguments.url, arguments.api_key)  # refuses what is no address before anything is opened
+        named.pop("model", None)
+        if named:
+            names = ", ".join(sorted(named))
+            raise ConfigError(f"--url names a running server: {names} cannot be set from here")
+        return []
+    resolve(EngineConfig, named)
+    named.pop("model", None)
+    return [*model, *flags(EngineConfig, named)]
