@@ -91,7 +91,7 @@ SAID = {
         f"Hm.\n</think>\n\nI look. {call('Paris')}", thinks=True, tools=True,
         more={
             "chat": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "return_token_ids": True,
-                     "include_reasoning": False, "service_tier": "auto", "rid": "mine"},
+                     "include_reasoning": False, "timings_per_token": True, "service_tier": "auto", "rid": "mine"},
             "responses": {"include": ["reasoning.encrypted_content"], "store": False},
             "anthropic": {"thinking": {"type": "adaptive", "display": "omitted"}},
         },
@@ -99,7 +99,7 @@ SAID = {
     "padding and the older form": Said(
         f"I look. {call('Paris')}", tools=True,
         more={
-            "chat": {"tools": None, "functions": [FUNCTION], "timings_per_token": True},
+            "chat": {"tools": None, "functions": [FUNCTION]},
             "responses": {"tools": [{"type": "namespace", "name": "sky", "tools": [{"type": "function"} | FUNCTION]}]},
             "anthropic": {"max_tokens": 0},
         },
