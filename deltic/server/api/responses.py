@@ -301,12 +301,12 @@ class Events:
     def __init__(self, after: float = -1) -> None:
         """after: the number of the last one that is not written."""
         self.n = 0
-        self.after = after
+        self._after = after
 
     def event(self, name: str, n: int = 1, **fields: Any) -> bytes:
         """n: for how many it stands; it has the number of the last."""
         self.n += n
-        if self.n - 1 <= self.after:
+        if self.n - 1 <= self._after:
             return b""
         data = _encode({"type": name, "sequence_number": self.n - 1} | fields)
         return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
