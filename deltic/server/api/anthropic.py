@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from deltic.engine.messages import EngineInfo
 from deltic.server.api import protocol
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
-from deltic.server.api.completions import Prepared, chat_generation, prepare_chat
+from deltic.server.api.completions import PieceStream, Prepared, chat_generation, prepare_chat
 from deltic.server.chat.answer import Piece, Usage
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
@@ -27,7 +27,7 @@ from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET
 from deltic.server.service import Service
-from deltic.server.transport import EventStream, json_response, read_body, unless_disconnected
+from deltic.server.transport import json_response, read_body, unless_disconnected
 
 PING_S = 10.0
 """A stream that has said nothing for as long says `ping`: a long prompt, or a thought that is not shown."""
@@ -202,34 +202,29 @@ class MessageAnswer(Items):
         }
 
 
-class MessageStream(EventStream):
+class MessageStream(PieceStream):
     """The events of an answer."""
 
-    __slots__ = ("_begun", "_generation", "_quiet", "_request_id", "_said", "_timer")
+    __slots__ = ("_quiet", "_request_id", "_said", "_timer")
 
     def __init__(self, generation: Generation, said: MessageAnswer, request_id: str) -> None:
-        super().__init__()
-        self._generation = generation
+        super().__init__(generation, said.events, lambda: said.start(generation.usage()))
         self._said = said
         self._request_id = request_id
-        self._begun = False
         self._quiet = True
         """Nothing was said since the last look at the clock."""
 
     async def run(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(PING_S, self._ping)
         try:
-            await self._generation.run(self._take)
+            await super().run()
         finally:
             self._timer.cancel()
         self.write(self._said.end(self._generation.usage()))
 
-    def _take(self, pieces: list[Piece]) -> None:
-        chunk = b"" if self._begun else self._said.start(self._generation.usage())
-        self._begun = True
-        if chunk := chunk + b"".join(map(self._said.events, pieces)):
-            self._quiet = False
-            self.write(chunk)
+    def write(self, chunk: bytes) -> None:
+        self._quiet = False
+        super().write(chunk)
 
     def _ping(self) -> None:
         if self._quiet:

@@ -20,6 +20,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.api import protocol
 from deltic.server.api.completions import (
+    PieceStream,
     chat_generation,
     check,
     collect,
@@ -37,7 +38,6 @@ from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
 from deltic.server.transport import (
-    EventStream,
     LargeResponse,
     json_pieces,
     json_response,
@@ -127,22 +127,21 @@ class LinesAnswer:
         self._model = model
         self._is_chat = is_chat
         self._scored = scored
-        self._open: Item | None = None
-        """A call whose arguments still come."""
+        self._open: list[Item] = []
+        """The call whose arguments still come."""
         self._reason: str | None = None
 
     def lines(self, piece: Piece) -> bytes:
         """What comes next, as a line; nothing if there is nothing to tell."""
-        delta, calls = piece.delta, []
+        delta = piece.delta
         for call in delta.calls:
             if call.id is not None:
-                calls += self._ended_call()
-                self._open = Item("call", call)
-            assert self._open is not None
-            self._open.parts.append(call.arguments)
-        if piece.finish_reason is not None:
-            calls += self._ended_call()
-            self._reason = piece.finish_reason
+                self._open.append(Item("call", call))
+            self._open[-1].parts.append(call.arguments)
+        n_ended = -1 if piece.finish_reason is None else len(self._open)
+        ended, self._open = self._open[:n_ended], self._open[n_ended:]
+        calls = [_plain_call(item.call, item.text) for item in ended if item.call]
+        self._reason = piece.finish_reason
         scores = self._scored.encoded(piece.scores) if piece.scores else []
         told = delta.content, delta.reasoning, calls, scores
         return self._line(self._told(*told) | {"done": False}) if any(told) else b""
@@ -162,10 +161,6 @@ class LinesAnswer:
     def loaded(self) -> bytes:
         """The answer where nothing was to be said."""
         return self._line(self._told("", "", [], []) | {"done": True, "done_reason": "load"})
-
-    def _ended_call(self) -> list[dict[str, Any]]:
-        item, self._open = self._open, None
-        return [_plain_call(item.call, item.text)] if item and item.call else []
 
     def _told(
         self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: Any
@@ -207,14 +202,13 @@ def _time(seconds: float | None = None) -> str:
     return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-class LinesStream(EventStream):
+class LinesStream(PieceStream):
     """The lines of an answer."""
 
-    __slots__ = ("_generation", "_said")
+    __slots__ = ("_said",)
 
     def __init__(self, generation: Generation, said: LinesAnswer) -> None:
-        super().__init__()
-        self._generation = generation
+        super().__init__(generation, said.lines)
         self._said = said
 
     @property
@@ -222,12 +216,8 @@ class LinesStream(EventStream):
         return [(b"content-type", LINES.encode()), (b"cache-control", b"no-cache")]
 
     async def run(self) -> None:
-        await self._generation.run(self._take)
+        await super().run()
         self.write(self._said.end(self._generation.usage()))
-
-    def _take(self, pieces: list[Piece]) -> None:
-        if lines := b"".join(map(self._said.lines, pieces)):
-            self.write(lines)
 
     def last(self, error: ApiError | None) -> bytes:
         return b"" if error is None else error.ollama_body() + b"\n"

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from deltic.server.api import protocol
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.completions import chat_generation, check, prepare_chat
+from deltic.server.api.completions import PieceStream, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.chat import answer
 from deltic.server.chat.arguments import is_whole
@@ -32,7 +32,6 @@ from deltic.server.service import Service
 from deltic.server.transport import (
     EVENT_HEADERS,
     PART_BYTES,
-    EventStream,
     LargeResponse,
     json_response,
     read_body,
@@ -278,11 +277,11 @@ _PARTS: dict[str, dict[str, Any]] = {
 }
 """The one part that an item of this type has, empty."""
 
-_DELTAS = {
-    "message": "response.output_text",
-    "reasoning": "response.reasoning_text",
-    "function_call": "response.function_call_arguments",
-}
+
+def _said(item: dict[str, Any]) -> str:
+    """How the events are called that tell what an item says."""
+    part = _PARTS.get(item["type"])
+    return "response.function_call_arguments" if part is None else f"response.{part['type']}"
 
 
 class End(NamedTuple):
@@ -320,7 +319,7 @@ class Events:
 
     def ended(self, index: int, item: dict[str, Any]) -> bytes:
         """item: as it is in the response."""
-        place, name = _place(index, item), f"{_DELTAS[item['type']]}.done"
+        place, name = _place(index, item), f"{_said(item)}.done"
         if item["type"] == "function_call":
             written = self.event(name, **place, arguments=item["arguments"])
         else:
@@ -345,7 +344,7 @@ class ResponseAnswer(Items):
     def __init__(self, response_id: str, asked: wire.ResponsesRequest, service: Service) -> None:
         super().__init__()
         self.output: list[dict[str, Any]] = []
-        """The items as the response has them."""
+        """The items that have ended, as the response has them."""
         self.ends: list[array[int]] = []
         """As of Stored."""
         self.n_bytes = 0
@@ -363,9 +362,12 @@ class ResponseAnswer(Items):
             if space
         }
         self._events = Events(-1 if asked.stream else math.inf)
-        self._delta_start = b""
+        self._id, self._delta_start = "", b""
+        """Of the last item."""
         self._n_said = 0
-        """Characters of the last item."""
+        """Characters of it."""
+        self._logprobs: list[msgspec.Raw] = []
+        """Those of its text."""
         self._wants_scores = wire.wants(asked, "message.output_text.logprobs")
         self._encrypts = wire.wants(asked, "reasoning.encrypted_content")
         self._pads = asked.stream_options is not None and bool(asked.stream_options.include_obfuscation)
@@ -416,34 +418,20 @@ class ResponseAnswer(Items):
         return written + self._whole("response.failed")
 
     def begun(self, item: Item) -> bytes:
-        kind, index = _KINDS[item.kind], len(self.output)
-        item_id = f"{wire.ID_PREFIXES[kind]}_{secrets.token_hex(24)}"
-        plain: dict[str, Any] = {"id": item_id, "type": kind, "status": "in_progress"}
-        if item.call is not None:
-            name = item.call.name or ""
-            namespace, name = self._namespaces.get(name, (None, name))
-            plain |= {"call_id": item.call.id, "name": name, "arguments": ""}
-            plain |= {"namespace": namespace} if namespace else {}
-        elif kind == "reasoning":
-            plain |= {"summary": [], "content": []}
-        else:
-            plain |= {"role": "assistant", "content": []}
-        self.output.append(plain)
+        self._id = f"{wire.ID_PREFIXES[_KINDS[item.kind]]}_{secrets.token_hex(24)}"
+        self._n_said, self._logprobs = 0, []
         self.ends.append(array("I"))
-        self._n_said = 0
-        written = self._events.begun(index, plain)
-        if kind == "message":
-            plain["logprobs"] = []  # until the part is made
-        name = f"{_DELTAS[kind]}.delta"
+        index, plain = len(self.output), self._plain_item(item, "in_progress")
+        name = f"{_said(plain)}.delta"
         start = _encode({"type": name} | _place(index, plain))[:-1]
         self._delta_start = b'event: %s\ndata: %s,"delta":' % (name.encode(), start)
-        return written
+        return self._events.begun(index, plain)
 
     def grown(self, item: Item, text: str) -> bytes:
         scores = b',"logprobs":' + _encode(self._take_scores()) if item.kind == "text" else b""
         self._n_said += len(text)
         self.n_bytes += len(text)
-        self.ends[-1].extend((self._n_said, len(self.output[-1].get("logprobs", ()))))
+        self.ends[-1].extend((self._n_said, len(self._logprobs)))
         said = _encode(text) + scores
         if self._pads:
             said += b',"obfuscation":"%s"' % answer.padding(len(said))
@@ -451,19 +439,27 @@ class ResponseAnswer(Items):
         return b'%s%s,"sequence_number":%d}\n\n' % (self._delta_start, said, self._events.n - 1)
 
     def ended(self, item: Item, is_cut: bool) -> bytes:
-        plain, text = self.output[-1], item.text
-        if item.kind == "call":
-            is_cut = is_cut or not is_whole(text)
-            plain["arguments"] = text
-        else:
-            part = _PARTS[plain["type"]] | {"text": text}
-            if item.kind == "text":
-                part["logprobs"] = plain.pop("logprobs")
-            elif self._encrypts:
-                plain["encrypted_content"] = wire.encrypted(text)
-            plain["content"] = [part]
-        plain["status"] = "incomplete" if is_cut else "completed"
+        is_cut = is_cut or (item.kind == "call" and not is_whole(item.text))
+        plain = self._plain_item(item, "incomplete" if is_cut else "completed")
+        self.output.append(plain)
         return self._events.ended(len(self.output) - 1, plain)
+
+    def _plain_item(self, item: Item, status: wire.Status) -> dict[str, Any]:
+        """The last item; one in progress as it is when it begins."""
+        kind, text = _KINDS[item.kind], item.text
+        plain: dict[str, Any] = {"id": self._id, "type": kind, "status": status}
+        if item.call is not None:
+            namespace, name = self._namespaces.get(item.call.name or "", (None, item.call.name))
+            plain |= {"call_id": item.call.id, "name": name, "arguments": text}
+            return plain | {"namespace": namespace} if namespace else plain
+        plain |= {"role": "assistant"} if kind == "message" else {"summary": []}
+        if status == "in_progress":
+            return plain | {"content": []}
+        part = _PARTS[kind] | {"text": text}
+        if kind == "message":
+            return plain | {"content": [part | {"logprobs": self._logprobs}]}
+        sealed = {"encrypted_content": wire.encrypted(text)} if self._encrypts else {}
+        return plain | {"content": [part]} | sealed
 
     def _take_scores(self) -> list[msgspec.Raw]:
         """Log-probabilities of what was added to the message, encoded once: they are in its part, too, which comes four times."""
@@ -471,7 +467,7 @@ class ResponseAnswer(Items):
             return []
         scores, self._scores = self._scores, answer.Scores()
         entries = self._chat.encoded(scores)
-        self.output[-1]["logprobs"] += entries
+        self._logprobs += entries
         self.n_bytes += sum(map(len, entries))
         return entries
 
@@ -519,7 +515,7 @@ def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> 
             said = {"delta": part["text"][n_chars:]}
             if "logprobs" in part:
                 said["logprobs"] = part["logprobs"][n_scores : ends[i][-1]]
-            written.append(events.event(f"{_DELTAS[item['type']]}.delta", n, **_place(i, item), **said))
+            written.append(events.event(f"{_said(item)}.delta", n, **_place(i, item), **said))
         written.append(events.ended(i, item))
     return b"".join([*written, events.event(f"response.{response['status']}", response=response)])
 
@@ -573,30 +569,21 @@ def _plain_usage(usage: answer.Usage) -> dict[str, Any]:
     }
 
 
-class ResponseStream(EventStream):
+class ResponseStream(PieceStream):
     """The events of a response. They begin with the first piece, so that until then an error has a status."""
 
-    __slots__ = ("_end", "_generation", "_has_begun", "_said")
+    __slots__ = ("_end", "_said")
 
     def __init__(
         self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]
     ) -> None:
-        super().__init__()
-        self._generation = generation
+        super().__init__(generation, said.add, said.begin)
         self._said = said
         self._end = end
-        self._has_begun = False
 
     async def run(self) -> None:
-        await self._generation.run(self._take)
+        await super().run()
         self.write((await self._end()).events)
-
-    def _take(self, pieces: list[answer.Piece]) -> None:
-        chunk = b"" if self._has_begun else self._said.begin()
-        self._has_begun = True
-        chunk += b"".join(map(self._said.add, pieces))
-        if chunk:
-            self.write(chunk)
 
     def last(self, error: ApiError | None) -> bytes:
         """Nothing marks the end but the last event."""
