@@ -205,11 +205,11 @@ class MessageAnswer(Items):
 class MessageStream(PieceStream):
     """The events of an answer."""
 
-    __slots__ = ("_quiet", "_request_id", "_said", "_timer")
+    __slots__ = ("_quiet", "_request_id", "_timer")
 
     def __init__(self, generation: Generation, said: MessageAnswer, request_id: str) -> None:
-        super().__init__(generation, said.events, lambda: said.start(generation.usage()))
-        self._said = said
+        usage = generation.usage
+        super().__init__(generation, said.events, lambda: said.start(usage()), lambda: said.end(usage()))
         self._request_id = request_id
         self._quiet = True
         """Nothing was said since the last look at the clock."""
@@ -220,7 +220,6 @@ class MessageStream(PieceStream):
             await super().run()
         finally:
             self._timer.cancel()
-        self.write(self._said.end(self._generation.usage()))
 
     def write(self, chunk: bytes) -> None:
         self._quiet = False

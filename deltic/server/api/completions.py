@@ -304,19 +304,29 @@ def requests_of(
 class PieceStream(EventStream):
     """What is written of a generation's pieces as they come."""
 
-    __slots__ = ("_add", "_begin", "_generation")
+    __slots__ = ("_add", "_begin", "_end", "_generation")
 
     def __init__(
-        self, generation: Generation, add: Callable[[answer.Piece], bytes], begin: Callable[[], bytes] = bytes
+        self,
+        generation: Generation,
+        add: Callable[[answer.Piece], bytes],
+        begin: Callable[[], bytes] = bytes,
+        end: Callable[[], bytes] = bytes,
     ) -> None:
-        """begin: of what goes before the first piece."""
+        """add: of what a piece adds. begin, end: of what goes before the first and behind the last."""
         super().__init__()
         self._generation = generation
         self._add = add
         self._begin = begin
+        self._end = end
 
     async def run(self) -> None:
         await self._generation.run(self._take)
+        self.write_end()
+
+    def write_end(self) -> None:
+        if chunk := self._end():
+            self.write(chunk)
 
     def _take(self, pieces: list[answer.Piece]) -> None:
         begin, self._begin = self._begin, bytes
@@ -330,23 +340,17 @@ class AnswerStream(PieceStream):
     __slots__ = ("_n_tokens", "_said")
 
     def __init__(
-        self,
-        generation: Generation,
-        said: answer.ChatAnswer | answer.CompletionAnswer,
-        first: bytes = b"",
+        self, generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer, first: bytes = b""
     ) -> None:
-        counts = said.extras.running_usage or said.extras.timings
-        super().__init__(generation, self._counted if counts else said.chunks, lambda: first)
+        extras = said.extras
+        super().__init__(
+            generation,
+            self._counted if extras.running_usage or extras.timings else said.chunks,
+            lambda: first,
+            lambda: said.usage_chunk(generation.usage()) if extras.usage else b"",
+        )
         self._said = said
         self._n_tokens: dict[int, int] = {}
-
-    async def run(self) -> None:
-        await super().run()
-        self.write_usage()
-
-    def write_usage(self) -> None:
-        if self._said.extras.usage:
-            self.write(self._said.usage_chunk(self._generation.usage()))
 
     def _counted(self, piece: answer.Piece) -> bytes:
         """Its chunks, each with the counts up to it: several pieces may have come together."""
@@ -384,7 +388,7 @@ class EchoStream(AnswerStream):
         finally:
             if self._writing is not None:
                 await self._writing
-        self.write_usage()
+        self.write_end()
 
     def _hold(self, pieces: list[answer.Piece]) -> None:
         self._held += pieces

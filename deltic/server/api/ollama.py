@@ -205,19 +205,14 @@ def _time(seconds: float | None = None) -> str:
 class LinesStream(PieceStream):
     """The lines of an answer."""
 
-    __slots__ = ("_said",)
+    __slots__ = ()
 
     def __init__(self, generation: Generation, said: LinesAnswer) -> None:
-        super().__init__(generation, said.lines)
-        self._said = said
+        super().__init__(generation, said.lines, end=lambda: said.end(generation.usage()))
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [(b"content-type", LINES.encode()), (b"cache-control", b"no-cache")]
-
-    async def run(self) -> None:
-        await super().run()
-        self.write(self._said.end(self._generation.usage()))
 
     def last(self, error: ApiError | None) -> bytes:
         return b"" if error is None else error.ollama_body() + b"\n"

@@ -572,18 +572,18 @@ def _plain_usage(usage: answer.Usage) -> dict[str, Any]:
 class ResponseStream(PieceStream):
     """The events of a response. They begin with the first piece, so that until then an error has a status."""
 
-    __slots__ = ("_end", "_said")
+    __slots__ = ("_ended", "_said")
 
     def __init__(
         self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]
     ) -> None:
         super().__init__(generation, said.add, said.begin)
         self._said = said
-        self._end = end
+        self._ended = end
 
     async def run(self) -> None:
         await super().run()
-        self.write((await self._end()).events)
+        self.write((await self._ended()).events)
 
     def last(self, error: ApiError | None) -> bytes:
         """Nothing marks the end but the last event."""

@@ -63,26 +63,26 @@ class Items:
         return self._is_open and self.items[-1].kind == kind
 
     def take(self, delta: Delta) -> bytes:
-        """Adds what comes next. A call that goes on comes before what follows it."""
-        written = b""
-        for call in delta.calls:
-            if call.id is None:
-                written += self._grow(call.arguments)
+        """Adds what comes next."""
+        calls, written = delta.calls, b""
+        if calls and calls[0].id is None:  # it goes on with the call before what follows that
+            written = self._grow(calls[0].arguments)
+            calls = calls[1:]
         if delta.reasoning:
             written += self.say("thought", delta.reasoning)
         if delta.content and self.is_open("call") and self._waits():
             self._late.append(delta.content)
         elif delta.content:
             written += self.say("text", delta.content)
-        for call in delta.calls:
-            if call.id is not None:
-                written += self.close() + self._begin(Item("call", call)) + self._grow(call.arguments)
+        for call in calls:
+            written += self.close() + self._begin(Item("call", call)) + self._grow(call.arguments)
         return written
 
     def say(self, kind: Kind, text: str) -> bytes:
         """Adds to the item of this kind that is open, or to a new one."""
-        written = b"" if self.is_open(kind) else self.end_item() + self._begin(Item(kind))
-        return written + self._grow(text)
+        if self.is_open(kind):
+            return self._grow(text)
+        return self.end_item() + self._begin(Item(kind)) + self._grow(text)
 
     def close(self, is_cut: bool = False) -> bytes:
         """Ends the item that is open, and the text that waited for that."""
