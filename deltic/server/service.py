@@ -102,7 +102,7 @@ class Server:
         if self.config.batch_dir is not None:
             n_owners = max(1, len(self.accounts.numbers()))
             files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, n_owners)
-            self.batches = BatchRunner(self, files)
+            self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
         self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
 
@@ -172,6 +172,13 @@ class Server:
         known = ", ".join(repr(known) for service in services for known in service.names + service.patterns)
         said = f"no model {name!r}; this server has {known}"
         raise ApiError(404, said, param="model", code="model_not_found")
+
+    def writer(self, name: str | None) -> tuple[str, EngineClient]:
+        """Name and engine of the model that a batch's line means; without a name the first. Raises ApiError (404) for one that speaks."""
+        service = self.first("text") if name is None else self.find(name)
+        if service.kind != "text":
+            raise ApiError(404, f"{service.model_name!r} speaks and does not write", code="unsupported_model")
+        return service.model_name, service.client
 
     def status(self) -> dict[str, Any]:
         """For /health and /ready: of the model that is worst off; when there are several, of each by its name."""

@@ -108,8 +108,8 @@ def test_imports_run_one_way(path: Path) -> None:
         )
 
 
-CYCLES = [{"server.batch.runner", "server.service"}]
-"""Modules that import each other, by way of an import inside a function: none may be added to them."""
+CYCLES: list[set[str]] = []
+"""Modules that import each other, by way of an import inside a function: none may be added."""
 
 
 def import_graph() -> dict[str, set[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
-from unittest.mock import patch
 
 import hypothesis
 import msgspec
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.api import protocol
 from deltic.server.api.ollama import LinesAnswer
-from deltic.server.chat.answer import Piece, Usage
+from deltic.server.chat.answer import ChatAnswer, Message, Piece, Usage
 from deltic.server.chat.parser import OutputParser
 from deltic.server.errors import ApiError
 from tests.fake_engine import FakeEngineClient, byte_tokenizer, saying
@@ -300,19 +299,16 @@ def test_a_stream_and_a_whole_answer_say_the_same(parts: list[str], size: int, t
     parser = OutputParser(
         thinking=thinking, tools={"weather": {}}, call_id=iter(map(str, range(99))).__next__
     )
-    said, kept = (LinesAnswer("m", is_chat=True, scored=None) for _ in range(2))
+    said = LinesAnswer("m", is_chat=True, scored=ChatAnswer("ollama-1", "m", byte_tokenizer()))
     text = "".join(parts)
     pieces = [Piece(0, parser.push(text[start : start + size])) for start in range(0, len(text), size)]
     pieces.append(Piece(0, parser.finish(truncated=False), finish_reason="stop"))
     streamed = b"".join(map(said.lines, pieces))
-    with patch.object(LinesAnswer, "_line", side_effect=AssertionError("a line that nobody reads")):
-        for piece in pieces:
-            kept.keep(piece)
-    usage = Usage(1, 2, 0, 0, TIMES)
-    whole = msgspec.json.decode(kept.body(usage))["message"]
+    kept = Message()
+    for piece in pieces:
+        kept.add(piece)
+    whole = msgspec.json.decode(said.body(kept, Usage(1, 2, 0, 0, TIMES)))["message"]
     told = [json.loads(line)["message"] for line in streamed.splitlines()]
-    empty = msgspec.json.decode(said.body(usage))["message"]
-    assert not empty["content"] and "tool_calls" not in empty  # a stream keeps nothing
     assert whole["content"] == "".join(message["content"] for message in told)
     assert whole.get("thinking", "") == "".join(message.get("thinking", "") for message in told)
     assert whole.get("tool_calls", []) == [call for message in told for call in message.get("tool_calls", [])]

@@ -1,7 +1,7 @@
 """Anthropic's Messages API, for agents that speak no other: POST /v1/messages and /v1/messages/count_tokens.
 
 A body becomes a ChatRequest (server/api/anthropic_protocol.py), so that there is one way to the engine; the answer's pieces become
-content blocks here. Blocks are never interleaved: text inside a call waits for the call's end.
+content blocks here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from starlette.types import ASGIApp
 from deltic.engine.messages import EngineInfo
 from deltic.server.api import protocol
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
-from deltic.server.api.completions import Prepared, chat_generation, prepare_chat
+from deltic.server.api.completions import PieceStream, Prepared, chat_generation, prepare_chat
 from deltic.server.chat.answer import Piece, Usage
-from deltic.server.chat.arguments import given_arguments, is_whole
+from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
+from deltic.server.chat.items import Item, Items
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET
 from deltic.server.service import Service
-from deltic.server.transport import EventStream, json_response, read_body, unless_disconnected
+from deltic.server.transport import json_response, read_body, unless_disconnected
 
 PING_S = 10.0
 """A stream that has said nothing for as long says `ping`: a long prompt, or a thought that is not shown."""
@@ -55,12 +56,7 @@ async def messages(service: Service, request: Request) -> ASGIApp:
     )
     if asked.stream:
         return MessageStream(generation, said, request.scope["deltic.request_id"])
-
-    def take(pieces: list[Piece]) -> None:
-        for piece in pieces:
-            said.events(piece)
-
-    await unless_disconnected(request.receive, generation.run(take))
+    await unless_disconnected(request.receive, generation.run(lambda pieces: [*map(said.events, pieces)]))
     return json_response(said.body(generation.usage()))
 
 
@@ -121,27 +117,22 @@ def _event(name: str, **fields: Any) -> bytes:
 PING = _event("ping")
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
 _DELTA_NAMES = {
-    "text": (b"text_delta", b"text"), "thinking": (b"thinking_delta", b"thinking"),
-    "tool_use": (b"input_json_delta", b"partial_json"), "signature": (b"signature_delta", b"signature"),
+    "text": (b"text_delta", b"text"), "thought": (b"thinking_delta", b"thinking"),
+    "call": (b"input_json_delta", b"partial_json"), "signature": (b"signature_delta", b"signature"),
 }  # fmt: skip
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
-class MessageAnswer:
+class MessageAnswer(Items):
     """One answer: its content blocks so far, and the events that say what was added to them."""
 
     def __init__(self, message_id: str, model: str, *, silent: bool, clipped: bool, omits: bool) -> None:
         """silent: nothing is shown. clipped: the context leaves less than max_tokens. omits: no thoughts are shown."""
+        super().__init__()
         self._silent = silent
         self._clipped = clipped
         self._omits = omits
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-        self._blocks: list[tuple[dict[str, Any], list[str]]] = []
-        """What a block starts with, and its text: what is said, a thought, or JSON of a call's input."""
-        self._open = ""
-        """The type of the last block, until it has ended."""
-        self._late: list[tuple[str, str]] = []
-        """What came inside a call."""
         self._stopped: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def start(self, usage: Usage) -> bytes:
@@ -151,25 +142,9 @@ class MessageAnswer:
 
     def events(self, piece: Piece) -> bytes:
         """Takes what comes next."""
-        delta, written = piece.delta, b""
-        if not self._silent:
-            calls = delta.calls
-            if calls and calls[0].id is None:
-                written += self._add("tool_use", calls[0].arguments)
-                calls = calls[1:]
-            if delta.reasoning:
-                written += self._say("thinking", delta.reasoning)
-            if delta.content:
-                written += self._say("text", delta.content)
-            for call in calls:
-                written += self._close()
-                call_id = f"toolu_{(call.id or '').removeprefix('call_')}"
-                written += self._start_block(
-                    {"type": "tool_use", "id": call_id, "name": call.name, "input": {}}
-                )
-                written += self._add("tool_use", call.arguments)
+        written = b"" if self._silent else self.take(piece.delta)
         if piece.finish_reason is not None:
-            written += self._close()
+            written += self.close()
             reason = _STOP_REASONS[piece.finish_reason]
             if reason == "end_turn" and piece.stop is not None:
                 reason = "stop_sequence"
@@ -184,8 +159,37 @@ class MessageAnswer:
 
     def body(self, usage: Usage) -> bytes:
         """The whole answer."""
-        content = [self._block(head, "".join(parts)) for head, parts in self._blocks]
+        content = [self._block(item) for item in self.items]
         return _encode(self._head | {"content": content} | self._stopped | {"usage": self._usage(usage)})
+
+    def begun(self, item: Item) -> bytes:
+        index = len(self.items) - 1
+        return _event("content_block_start", index=index, content_block=self._block(item))
+
+    def grown(self, item: Item, text: str) -> bytes:
+        return b"" if self._omits and item.kind == "thought" else self._delta(item.kind, text)
+
+    def ended(self, item: Item, is_cut: bool) -> bytes:
+        signed = b""
+        if item.kind == "thought":
+            signed = self._delta("signature", signature(item.text, self._omits))
+        return signed + _event("content_block_stop", index=len(self.items) - 1)
+
+    def _delta(self, kind: str, text: str) -> bytes:
+        return _DELTA % (len(self.items) - 1, *_DELTA_NAMES[kind], _encode(text))
+
+    def _block(self, item: Item) -> dict[str, Any]:
+        """A block with what was said so far."""
+        text = item.text
+        if item.kind == "text":
+            return {"type": "text", "text": text}
+        if item.call is None:
+            signed = signature(text, self._omits) if text else ""
+            return {"type": "thinking", "thinking": "" if self._omits else text, "signature": signed}
+        call_id = f"toolu_{(item.call.id or '').removeprefix('call_')}"
+        # Of a call that was cut off, what can be read; the stop reason tells of it.
+        given = given_arguments(text) or {}
+        return {"type": "tool_use", "id": call_id, "name": item.call.name, "input": given}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
         return {
@@ -197,86 +201,29 @@ class MessageAnswer:
             "service_tier": "standard",
         }
 
-    def _say(self, kind: str, text: str) -> bytes:
-        """Adds text, in a block of its own if need be."""
-        if self._open == "tool_use" and (self._late or not is_whole("".join(self._blocks[-1][1]))):
-            self._late.append((kind, text))
-            return b""
-        if self._open == kind:
-            return self._add(kind, text)
-        start: dict[str, Any] = {"type": kind, kind: ""}
-        if kind == "thinking":
-            start["signature"] = ""
-        return self._close() + self._start_block(start) + self._add(kind, text)
 
-    def _start_block(self, start: dict[str, Any]) -> bytes:
-        self._open = start["type"]
-        self._blocks.append((start, []))
-        return _event("content_block_start", index=len(self._blocks) - 1, content_block=start)
-
-    def _add(self, kind: str, text: str) -> bytes:
-        """To the open block."""
-        self._blocks[-1][1].append(text)
-        return self._delta(kind, text) if text and not (self._omits and kind == "thinking") else b""
-
-    def _delta(self, kind: str, text: str) -> bytes:
-        return _DELTA % (len(self._blocks) - 1, *_DELTA_NAMES[kind], _encode(text))
-
-    def _close(self) -> bytes:
-        """Ends the open block, and says what waited for its end."""
-        if not self._open:
-            return b""
-        written = b""
-        if self._open == "thinking":
-            written = self._delta("signature", signature("".join(self._blocks[-1][1]), self._omits))
-        written += _event("content_block_stop", index=len(self._blocks) - 1)
-        self._open, late, self._late = "", self._late, []
-        for kind, text in late:
-            written += self._say(kind, text)
-        return written + self._close() if late else written
-
-    def _block(self, start: dict[str, Any], text: str) -> dict[str, Any]:
-        """A block as it is in a whole answer."""
-        kind = start["type"]
-        if kind == "thinking":
-            return start | {
-                "thinking": "" if self._omits else text,
-                "signature": signature(text, self._omits),
-            }
-        if kind == "text":
-            return start | {"text": text}
-        # Of a call that was cut off, what can be read; the stop reason tells of it.
-        return start | {"input": given_arguments(text) or {}}
-
-
-class MessageStream(EventStream):
+class MessageStream(PieceStream):
     """The events of an answer."""
 
-    __slots__ = ("_begun", "_generation", "_quiet", "_request_id", "_said", "_timer")
+    __slots__ = ("_quiet", "_request_id", "_timer")
 
     def __init__(self, generation: Generation, said: MessageAnswer, request_id: str) -> None:
-        super().__init__()
-        self._generation = generation
-        self._said = said
+        usage = generation.usage
+        super().__init__(generation, said.events, lambda: said.start(usage()), lambda: said.end(usage()))
         self._request_id = request_id
-        self._begun = False
         self._quiet = True
         """Nothing was said since the last look at the clock."""
 
     async def run(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(PING_S, self._ping)
         try:
-            await self._generation.run(self._take)
+            await super().run()
         finally:
             self._timer.cancel()
-        self.write(self._said.end(self._generation.usage()))
 
-    def _take(self, pieces: list[Piece]) -> None:
-        chunk = b"" if self._begun else self._said.start(self._generation.usage())
-        self._begun = True
-        if chunk := chunk + b"".join(map(self._said.events, pieces)):
-            self._quiet = False
-            self.write(chunk)
+    def write(self, chunk: bytes) -> None:
+        self._quiet = False
+        super().write(chunk)
 
     def _ping(self) -> None:
         if self._quiet:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,48 +301,64 @@ def requests_of(
     return requests
 
 
-class AnswerStream(EventStream):
-    """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
+class PieceStream(EventStream):
+    """What is written of a generation's pieces as they come."""
 
-    __slots__ = ("_first", "_generation", "_n_tokens", "_said")
+    __slots__ = ("_add", "_begin", "_end", "_generation")
 
     def __init__(
         self,
         generation: Generation,
-        said: answer.ChatAnswer | answer.CompletionAnswer,
-        first: bytes = b"",
+        add: Callable[[answer.Piece], bytes],
+        begin: Callable[[], bytes] = bytes,
+        end: Callable[[], bytes] = bytes,
     ) -> None:
+        """add: of what a piece adds. begin, end: of what goes before the first and behind the last."""
         super().__init__()
         self._generation = generation
-        self._said = said
-        self._first = first
-        self._n_tokens: dict[int, int] = {}
+        self._add = add
+        self._begin = begin
+        self._end = end
 
     async def run(self) -> None:
         await self._generation.run(self._take)
-        self.write_usage()
+        self.write_end()
 
-    def write_usage(self) -> None:
-        if self._said.extras.usage:
-            self.write(self._said.usage_chunk(self._generation.usage()))
-
-    def _take(self, pieces: list[answer.Piece]) -> None:
-        extras = self._said.extras
-        counts = extras.running_usage or extras.timings
-        chunk = b"".join(self._counted(pieces) if counts else map(self._said.chunks, pieces))
-        if self._first:
-            chunk, self._first = self._first + chunk, b""
-        if chunk:
+    def write_end(self) -> None:
+        if chunk := self._end():
             self.write(chunk)
 
-    def _counted(self, pieces: list[answer.Piece]) -> Iterator[bytes]:
-        """Their chunks, each with the counts up to it: several may have come together."""
+    def _take(self, pieces: list[answer.Piece]) -> None:
+        begin, self._begin = self._begin, bytes
+        if chunk := begin() + b"".join(map(self._add, pieces)):
+            self.write(chunk)
+
+
+class AnswerStream(PieceStream):
+    """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
+
+    __slots__ = ("_n_tokens", "_said")
+
+    def __init__(
+        self, generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer, first: bytes = b""
+    ) -> None:
+        extras = said.extras
+        super().__init__(
+            generation,
+            self._counted if extras.running_usage or extras.timings else said.chunks,
+            lambda: first,
+            lambda: said.usage_chunk(generation.usage()) if extras.usage else b"",
+        )
+        self._said = said
+        self._n_tokens: dict[int, int] = {}
+
+    def _counted(self, piece: answer.Piece) -> bytes:
+        """Its chunks, each with the counts up to it: several pieces may have come together."""
         usage = self._generation.usage()
-        for piece in pieces:
-            self._n_tokens[piece.index] = max(piece.n_tokens, self._n_tokens.get(piece.index, 0))
-            usage.completion_tokens = sum(self._n_tokens.values())
-            self._said.note(usage)
-            yield self._said.chunks(piece)
+        self._n_tokens[piece.index] = max(piece.n_tokens, self._n_tokens.get(piece.index, 0))
+        usage.completion_tokens = sum(self._n_tokens.values())
+        self._said.note(usage)
+        return self._said.chunks(piece)
 
 
 class EchoStream(AnswerStream):
@@ -372,7 +388,7 @@ class EchoStream(AnswerStream):
         finally:
             if self._writing is not None:
                 await self._writing
-        self.write_usage()
+        self.write_end()
 
     def _hold(self, pieces: list[answer.Piece]) -> None:
         self._held += pieces

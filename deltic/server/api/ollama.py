@@ -10,7 +10,6 @@ import datetime
 import hashlib
 import secrets
 import time
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -21,8 +20,10 @@ from deltic.engine.messages import EngineInfo
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.api import protocol
 from deltic.server.api.completions import (
+    PieceStream,
     chat_generation,
     check,
+    collect,
     completion_generation,
     prepare_chat,
     requests_of,
@@ -31,10 +32,18 @@ from deltic.server.chat import answer
 from deltic.server.chat.answer import Piece, Usage
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
+from deltic.server.chat.items import Item
+from deltic.server.chat.parser import CallDelta
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
-from deltic.server.transport import EventStream, LargeResponse, json_response, read_body, unless_disconnected
+from deltic.server.transport import (
+    LargeResponse,
+    json_pieces,
+    json_response,
+    read_body,
+    unless_disconnected,
+)
 
 LINES = "application/x-ndjson"
 
@@ -70,19 +79,14 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
         return asked, None if wire.is_empty(asked) else _generation(service, asked, info, request_id, ticket)
 
     asked, generation = await service.prepare(len(body), prepare, request)
-    scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer) if asked.logprobs else None
+    scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer)
     said = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
     if generation is None:
         return json_response(said.loaded())
     if asked.stream is not False:
         return LinesStream(generation, said)
-
-    def take(pieces: list[Piece]) -> None:
-        for piece in pieces:
-            said.keep(piece)
-
-    await unless_disconnected(request.receive, generation.run(take))
-    return LargeResponse(said.body(generation.usage()))
+    (message,) = await unless_disconnected(request.receive, collect(generation, scored))
+    return LargeResponse(said.body(message, generation.usage()))
 
 
 def _generation(
@@ -116,66 +120,50 @@ _NAMES = (
 
 
 class LinesAnswer:
-    """One answer, its pieces as lines (`lines`, `end`) or kept until it is whole (`keep`, `body`)."""
+    """One answer, its pieces as lines (`lines`, `end`) or all at once (`body`)."""
 
-    def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer | None) -> None:
-        """model: as it was asked for. scored: writes log-probabilities, if they are wanted."""
+    def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer) -> None:
+        """model: as it was asked for. scored: writes log-probabilities."""
         self._model = model
         self._is_chat = is_chat
         self._scored = scored
-        self._kept: list[tuple[str, str, list[dict[str, Any]], list[Any]]] = [("", "", [], [])]
-        self._open: tuple[dict[str, Any], list[str]] | None = None
-        """A call whose arguments still come, and these."""
-        self._reason = "stop"
+        self._open: list[Item] = []
+        """The call whose arguments still come."""
+        self._reason: str | None = None
 
     def lines(self, piece: Piece) -> bytes:
         """What comes next, as a line; nothing if there is nothing to tell."""
-        added = self._read(piece)
-        return self._line(self._told(*added) | {"done": False}) if any(added) else b""
-
-    def keep(self, piece: Piece) -> None:
-        """Takes what comes next, for `body`."""
-        self._kept.append(self._read(piece))
-
-    def _read(self, piece: Piece) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
-        """What a piece adds: text, thought, calls that are whole, log-probabilities."""
-        delta, calls = piece.delta, []
+        delta = piece.delta
         for call in delta.calls:
             if call.id is not None:
-                calls += self._ended_call()
-                self._open = ({"id": call.id, "function": {"index": call.index, "name": call.name}}, [])
-            assert self._open is not None
-            self._open[1].append(call.arguments)
-        if piece.finish_reason is not None:
-            calls += self._ended_call()
-            self._reason = "length" if piece.finish_reason == "length" else "stop"
-        scores = self._scored.encoded(piece.scores) if self._scored and piece.scores else []
-        return delta.content, delta.reasoning, calls, scores
+                self._open.append(Item("call", call))
+            self._open[-1].parts.append(call.arguments)
+        n_ended = -1 if piece.finish_reason is None else len(self._open)
+        ended, self._open = self._open[:n_ended], self._open[n_ended:]
+        calls = [_plain_call(item.call, item.text) for item in ended if item.call]
+        self._reason = piece.finish_reason
+        scores = self._scored.encoded(piece.scores) if piece.scores else []
+        told = delta.content, delta.reasoning, calls, scores
+        return self._line(self._told(*told) | {"done": False}) if any(told) else b""
 
     def end(self, usage: Usage) -> bytes:
         """The last line."""
-        return self._line(self._told("", "", [], []) | self._counts(usage))
+        return self._line(self._told("", "", [], []) | self._counts(usage, self._reason))
 
-    def body(self, usage: Usage) -> bytes:
-        """The whole answer, of what was kept."""
-        content, thinking, calls, logprobs = zip(*self._kept, strict=True)
-        told = self._told("".join(content), "".join(thinking), [*chain(*calls)], [*chain(*logprobs)])
-        return self._line(told | self._counts(usage))
+    def body(self, message: answer.Message, usage: Usage) -> bytes:
+        """The whole answer."""
+        calls = [_plain_call(call, call.arguments) for call in message.calls]
+        scores = message.logprobs.get("content", [])
+        logprobs = msgspec.Raw(b"".join(json_pieces(scores))) if scores else []
+        told = self._told("".join(message.content), "".join(message.reasoning), calls, logprobs)
+        return self._line(told | self._counts(usage, message.finish_reason))
 
     def loaded(self) -> bytes:
         """The answer where nothing was to be said."""
         return self._line(self._told("", "", [], []) | {"done": True, "done_reason": "load"})
 
-    def _ended_call(self) -> list[dict[str, Any]]:
-        if self._open is None:
-            return []
-        (call, written), self._open = self._open, None
-        # Of a call that was cut off, what can be read; the reason tells of it.
-        call["function"]["arguments"] = given_arguments("".join(written)) or {}
-        return [call]
-
     def _told(
-        self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: list[Any]
+        self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: Any
     ) -> dict[str, Any]:
         thought = {"thinking": thinking} if thinking else {}
         scores = {"logprobs": logprobs} if logprobs else {}
@@ -184,12 +172,12 @@ class LinesAnswer:
         called = {"tool_calls": calls} if calls else {}
         return {"message": {"role": "assistant", "content": content} | thought | called} | scores
 
-    def _counts(self, usage: Usage) -> dict[str, Any]:
+    def _counts(self, usage: Usage, reason: str | None) -> dict[str, Any]:
         """Durations in nanoseconds; programs divide by them, so none is 0. The wait for a place stands where Ollama loads."""
         times = {name: max(1, round(ms * NS)) for name, ms in usage.timing.items()}
         return {
             "done": True,
-            "done_reason": self._reason,
+            "done_reason": "length" if reason == "length" else "stop",
             "total_duration": times["total_ms"],
             "load_duration": times["queue_ms"],
             "prompt_eval_count": usage.prompt_tokens,
@@ -202,33 +190,29 @@ class LinesAnswer:
         return _encode({"model": self._model, "created_at": _time()} | told) + b"\n"
 
 
+def _plain_call(call: CallDelta, arguments: str) -> dict[str, Any]:
+    # Of a call that was cut off, what can be read; the reason tells of it.
+    given = given_arguments(arguments) or {}
+    return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": given}}
+
+
 def _time(seconds: float | None = None) -> str:
     """seconds: of the epoch; now without."""
     at = datetime.datetime.fromtimestamp(time.time() if seconds is None else seconds, datetime.UTC)
     return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-class LinesStream(EventStream):
+class LinesStream(PieceStream):
     """The lines of an answer."""
 
-    __slots__ = ("_generation", "_said")
+    __slots__ = ()
 
     def __init__(self, generation: Generation, said: LinesAnswer) -> None:
-        super().__init__()
-        self._generation = generation
-        self._said = said
+        super().__init__(generation, said.lines, end=lambda: said.end(generation.usage()))
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [(b"content-type", LINES.encode()), (b"cache-control", b"no-cache")]
-
-    async def run(self) -> None:
-        await self._generation.run(self._take)
-        self.write(self._said.end(self._generation.usage()))
-
-    def _take(self, pieces: list[Piece]) -> None:
-        if lines := b"".join(map(self._said.lines, pieces)):
-            self.write(lines)
 
     def last(self, error: ApiError | None) -> bytes:
         return b"" if error is None else error.ollama_body() + b"\n"

@@ -6,6 +6,7 @@ A request becomes a ChatRequest (responses_protocol.py) and goes the way of all 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from array import array
@@ -18,12 +19,12 @@ from starlette.types import ASGIApp
 
 from deltic.server.api import protocol
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.completions import chat_generation, check, prepare_chat
+from deltic.server.api.completions import PieceStream, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.chat import answer
 from deltic.server.chat.arguments import is_whole
 from deltic.server.chat.generation import Generation
-from deltic.server.chat.parser import CallDelta
+from deltic.server.chat.items import Item, Items, Kind
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
@@ -31,7 +32,6 @@ from deltic.server.service import Service
 from deltic.server.transport import (
     EVENT_HEADERS,
     PART_BYTES,
-    EventStream,
     LargeResponse,
     json_response,
     read_body,
@@ -82,12 +82,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
 
     if asked.request.stream:
         return ResponseStream(generation, said, end)
-
-    def take(pieces: list[answer.Piece]) -> None:
-        for piece in pieces:
-            said.add(piece)
-
-    await unless_disconnected(request.receive, generation.run(take))
+    await unless_disconnected(request.receive, generation.run(lambda pieces: [*map(said.add, pieces)]))
     return LargeResponse((await end()).body)
 
 
@@ -213,7 +208,7 @@ async def get_response(service: Service, request: Request) -> ASGIApp:
         raise bad_request("starting_after", "expected the sequence_number of an event")
 
     def write() -> bytes:
-        return b"".join(_events_of(_opened(stored.body), stored.ends, int(after)))
+        return _events_of(_opened(stored.body), stored.ends, int(after))
 
     written = await service.prepare(len(stored.body), write, request)
     return LargeResponse(written, EVENT_HEADERS)
@@ -273,17 +268,20 @@ def _stored(service: Service, request: Request) -> Stored:
     return found
 
 
+_KINDS: dict[Kind, str] = {"text": "message", "thought": "reasoning", "call": "function_call"}
+"""Types of items."""
+
 _PARTS: dict[str, dict[str, Any]] = {
     "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     "reasoning": {"type": "reasoning_text", "text": ""},
 }
 """The one part that an item of this type has, empty."""
 
-_DELTAS = {
-    "message": "response.output_text",
-    "reasoning": "response.reasoning_text",
-    "function_call": "response.function_call_arguments",
-}
+
+def _said(item: dict[str, Any]) -> str:
+    """How the events are called that tell what an item says."""
+    part = _PARTS.get(item["type"])
+    return "response.function_call_arguments" if part is None else f"response.{part['type']}"
 
 
 class End(NamedTuple):
@@ -296,18 +294,62 @@ class End(NamedTuple):
     """Of its output: (id, JSON)."""
 
 
-class ResponseAnswer:
+class Events:
+    """The events of one response, which are counted."""
+
+    def __init__(self, after: float = -1) -> None:
+        """after: the number of the last one that is not written."""
+        self.n = 0
+        self._after = after
+
+    def event(self, name: str, n: int = 1, **fields: Any) -> bytes:
+        """n: for how many it stands; it has the number of the last."""
+        self.n += n
+        if self.n - 1 <= self._after:
+            return b""
+        data = _encode({"type": name, "sequence_number": self.n - 1} | fields)
+        return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+    def begun(self, index: int, item: dict[str, Any]) -> bytes:
+        """item: as it is then."""
+        written = self.event("response.output_item.added", output_index=index, item=item)
+        if (part := _PARTS.get(item["type"])) is not None:
+            written += self.event("response.content_part.added", **_place(index, item), part=part)
+        return written
+
+    def ended(self, index: int, item: dict[str, Any]) -> bytes:
+        """item: as it is in the response."""
+        place, name = _place(index, item), f"{_said(item)}.done"
+        if item["type"] == "function_call":
+            written = self.event(name, **place, arguments=item["arguments"])
+        else:
+            (part,) = item["content"]
+            said = {field: part[field] for field in ("text", "logprobs") if field in part}
+            written = self.event(name, **place, **said)
+            written += self.event("response.content_part.done", **place, part=part)
+        return written + self.event("response.output_item.done", output_index=index, item=item)
+
+
+def _place(index: int, item: dict[str, Any]) -> dict[str, Any]:
+    """Where something is added to item number `index`."""
+    place = {"item_id": item["id"], "output_index": index}
+    return place | {"content_index": 0} if item["type"] in _PARTS else place
+
+
+class ResponseAnswer(Items):
     """One response as it grows: its items, and the events that tell of them, if it is streamed."""
 
+    waits_for_calls = True
+
     def __init__(self, response_id: str, asked: wire.ResponsesRequest, service: Service) -> None:
+        super().__init__()
         self.output: list[dict[str, Any]] = []
+        """The items that have ended, as the response has them."""
         self.ends: list[array[int]] = []
         """As of Stored."""
         self.n_bytes = 0
         """Of log-probabilities and text, more or less."""
-        self._has_events = bool(asked.stream)
         self.is_stored = asked.store is not False and bool(service.server.responses.most)
-        self._asked = asked
         self._plain = _echo(asked, service) | {
             "id": response_id,
             "model": service.model_name,
@@ -319,21 +361,18 @@ class ResponseAnswer:
             for _, space, tool in wire.flat_tools(spaces)
             if space
         }
-        self._n_events = 0
-        self._item: dict[str, Any] | None = None
-        """The last of `output`, while it grows."""
-        self._place: dict[str, Any] = {}
-        self._delta_start = b""
-        self._text: list[str] = []
+        self._events = Events(-1 if asked.stream else math.inf)
+        self._id, self._delta_start = "", b""
+        """Of the last item."""
         self._n_said = 0
-        """Characters of `_text`."""
+        """Characters of it."""
+        self._logprobs: list[msgspec.Raw] = []
+        """Those of its text."""
         self._wants_scores = wire.wants(asked, "message.output_text.logprobs")
         self._encrypts = wire.wants(asked, "reasoning.encrypted_content")
         self._pads = asked.stream_options is not None and bool(asked.stream_options.include_obfuscation)
         self._scores = answer.Scores()
         self._chat = answer.ChatAnswer(response_id, service.model_name, service.tokenizer)
-        self._late = ""
-        """What was said while a call was open."""
         self._finish_reason = ""
 
     def begin(self) -> bytes:
@@ -342,40 +381,23 @@ class ResponseAnswer:
 
     def add(self, piece: answer.Piece) -> bytes:
         """The events for a piece."""
-        delta = piece.delta
         if piece.scores is not None and self._wants_scores:
-            if self.output and not self._is_open("message"):
+            if self.items and not self.is_open("text"):
                 self._scores = answer.Scores()  # no item shows the tokens between reasoning and message
             self._scores.extend(piece.scores)
-        written = b""
-        if delta.reasoning:
-            written += self._grow("reasoning", delta.reasoning)
-        # A call that goes on comes before what follows it.
-        for call in delta.calls:
-            if call.id is None:
-                written += self._grow("function_call", call.arguments)
-        if delta.content and self._is_open("function_call"):
-            self._late += delta.content  # the call may go on: items are not interleaved
-        elif delta.content:
-            written += self._grow("message", delta.content)
-        for call in delta.calls:
-            if call.id is not None:
-                written += self._take_late() + self._begin_item("function_call", call)
-                written += self._grow("function_call", call.arguments)
-        if piece.finish_reason is not None:
-            self._finish_reason = piece.finish_reason
-        return written
+        self._finish_reason = piece.finish_reason or self._finish_reason
+        return self.take(piece.delta)
 
     def end(self, usage: answer.Usage) -> End:
         """Slow for a long one with log-probabilities."""
         written = b""
         is_cut = self._finish_reason == "length"
-        if not is_cut and all(item["type"] == "reasoning" for item in self.output):
-            written = self._begin_item("message")  # the model said nothing, which is an answer, too
-        if self._is_open("message"):
+        if not is_cut and all(item.kind == "thought" for item in self.items):
+            written = self.say("text", "")  # the model said nothing, which is an answer, too
+        if self.is_open("text"):
             self._take_scores()
+        written += self.close(is_cut)
         status = "incomplete" if is_cut else "completed"
-        written += self._take_late() + self._end_item(status)
         self._plain["status"] = status
         if is_cut:
             self._plain["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -384,118 +406,74 @@ class ResponseAnswer:
         self._plain["usage"] = _plain_usage(usage)
         items = [(item["id"], _encode(item)) for item in self.output]
         body = _encode(self._plain | {"output": [msgspec.Raw(item) for _, item in items]})
-        written += self._event(f"response.{status}", {"response": msgspec.Raw(body)})
+        written += self._events.event(f"response.{status}", response=msgspec.Raw(body))
         return End(written, body, items)
 
     def fail(self, error: ApiError) -> bytes:
         """The events of an error after the first piece."""
         said = {"code": error.code or error.kind, "message": error.message, "param": error.param}
-        written = self._end_item("incomplete") + self._event("error", said)
+        written = self.end_item(is_cut=True) + self._events.event("error", **said)
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self._plain |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return written + self._whole("response.failed")
 
-    def _is_open(self, kind: str) -> bool:
-        return self._item is not None and self._item["type"] == kind
+    def begun(self, item: Item) -> bytes:
+        self._id = f"{wire.ID_PREFIXES[_KINDS[item.kind]]}_{secrets.token_hex(24)}"
+        self._n_said, self._logprobs = 0, []
+        self.ends.append(array("I"))
+        index, plain = len(self.output), self._plain_item(item, "in_progress")
+        name = f"{_said(plain)}.delta"
+        start = _encode({"type": name} | _place(index, plain))[:-1]
+        self._delta_start = b'event: %s\ndata: %s,"delta":' % (name.encode(), start)
+        return self._events.begun(index, plain)
 
-    def _grow(self, kind: str, text: str) -> bytes:
-        """Adds to the item of this kind that is open, or to a new one."""
-        written = b""
-        if not self._is_open(kind):
-            written = self._begin_item(kind)
-        self._text.append(text)
-        scores = b""
-        if kind == "message":
-            scores = b',"logprobs":' + _encode(self._take_scores())
-        if not text:
-            return written
-        self._n_events += 1
+    def grown(self, item: Item, text: str) -> bytes:
+        scores = b',"logprobs":' + _encode(self._take_scores()) if item.kind == "text" else b""
         self._n_said += len(text)
         self.n_bytes += len(text)
-        self.ends[-1].extend((self._n_said, len(self.output[-1].get("logprobs", ()))))
+        self.ends[-1].extend((self._n_said, len(self._logprobs)))
         said = _encode(text) + scores
         if self._pads:
             said += b',"obfuscation":"%s"' % answer.padding(len(said))
-        return b'%s%s,"sequence_number":%d}\n\n' % (written + self._delta_start, said, self._n_events - 1)
+        self._events.n += 1
+        return b'%s%s,"sequence_number":%d}\n\n' % (self._delta_start, said, self._events.n - 1)
 
-    def _take_late(self) -> bytes:
-        text, self._late = self._late, ""
-        return self._grow("message", text) if text else b""
+    def ended(self, item: Item, is_cut: bool) -> bytes:
+        is_cut = is_cut or (item.kind == "call" and not is_whole(item.text))
+        plain = self._plain_item(item, "incomplete" if is_cut else "completed")
+        self.output.append(plain)
+        return self._events.ended(len(self.output) - 1, plain)
+
+    def _plain_item(self, item: Item, status: wire.Status) -> dict[str, Any]:
+        """The last item; one in progress as it is when it begins."""
+        kind, text = _KINDS[item.kind], item.text
+        plain: dict[str, Any] = {"id": self._id, "type": kind, "status": status}
+        if item.call is not None:
+            namespace, name = self._namespaces.get(item.call.name or "", (None, item.call.name))
+            plain |= {"call_id": item.call.id, "name": name, "arguments": text}
+            return plain | {"namespace": namespace} if namespace else plain
+        plain |= {"role": "assistant"} if kind == "message" else {"summary": []}
+        if status == "in_progress":
+            return plain | {"content": []}
+        part = _PARTS[kind] | {"text": text}
+        if kind == "message":
+            return plain | {"content": [part | {"logprobs": self._logprobs}]}
+        sealed = {"encrypted_content": wire.encrypted(text)} if self._encrypts else {}
+        return plain | {"content": [part]} | sealed
 
     def _take_scores(self) -> list[msgspec.Raw]:
         """Log-probabilities of what was added to the message, encoded once: they are in its part, too, which comes four times."""
         if not self._scores.entries:
             return []
         scores, self._scores = self._scores, answer.Scores()
-        assert self._item is not None
         entries = self._chat.encoded(scores)
-        self._item["logprobs"] += entries
+        self._logprobs += entries
         self.n_bytes += sum(map(len, entries))
         return entries
 
-    def _begin_item(self, kind: str, call: CallDelta | None = None) -> bytes:
-        written = self._end_item("completed")
-        item_id = f"{wire.ID_PREFIXES[kind]}_{secrets.token_hex(24)}"
-        item: dict[str, Any] = {"id": item_id, "type": kind, "status": "in_progress"}
-        if kind == "reasoning":
-            item |= {"summary": [], "content": []}
-        elif call is not None:
-            namespace, name = self._namespaces.get(call.name or "", (None, call.name))
-            item |= {"call_id": call.id, "name": name, "arguments": ""}
-            item |= {"namespace": namespace} if namespace else {}
-        else:
-            item |= {"role": "assistant", "content": []}
-        self._place = {"item_id": item_id, "output_index": len(self.output)}
-        self.output.append(item)
-        self.ends.append(array("I"))
-        written += self._event(
-            "response.output_item.added", {"output_index": len(self.output) - 1, "item": item}
-        )
-        if kind in _PARTS:
-            self._place["content_index"] = 0
-            written += self._event("response.content_part.added", self._place | {"part": _PARTS[kind]})
-        self._item, self._text, self._n_said = item, [], 0
-        if kind == "message":
-            item["logprobs"] = []  # until the part is made
-        name = f"{_DELTAS[kind]}.delta"
-        start = _encode({"type": name} | self._place)[:-1]
-        self._delta_start = b'event: %s\ndata: %s,"delta":' % (name.encode(), start)
-        return written
-
-    def _end_item(self, status: str) -> bytes:
-        item, self._item = self._item, None
-        if item is None:
-            return b""
-        kind, text = item["type"], "".join(self._text)
-        item["status"] = status if kind != "function_call" or is_whole(text) else "incomplete"
-        name = f"{_DELTAS[kind]}.done"
-        if kind == "function_call":
-            item["arguments"] = text
-            written = self._event(name, self._place | {"arguments": text})
-        else:
-            part = _PARTS[kind] | {"text": text}
-            done = {"text": text}
-            if kind == "message":
-                done["logprobs"] = part["logprobs"] = item.pop("logprobs")
-            elif self._encrypts:
-                item["encrypted_content"] = wire.encrypted(text)
-            item["content"] = [part]
-            written = self._event(name, self._place | done)
-            written += self._event("response.content_part.done", self._place | {"part": part})
-        return written + self._event(
-            "response.output_item.done", {"output_index": self._place["output_index"], "item": item}
-        )
-
     def _whole(self, name: str) -> bytes:
         """An event that shows the response."""
-        return self._event(name, {"response": self._plain | {"output": self.output}})
-
-    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
-        if not self._has_events:
-            return b""
-        data = _encode({"type": name, "sequence_number": self._n_events} | fields)
-        self._n_events += 1
-        return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+        return self._events.event(name, response=self._plain | {"output": self.output})
 
 
 def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")) -> dict[str, Any]:
@@ -511,30 +489,12 @@ def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")
     return opened
 
 
-def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> list[bytes]:
+def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> bytes:
     """The events of a response that is complete behind the one of this number. They have the numbers that they had as the response
     was made; deltas that followed each other come as one, with the number of the last.
 
     ends: as of Stored."""
-    events: list[bytes] = []
-    n_events = 0
-
-    def add(name: str, n: int = 1, **fields: Any) -> None:
-        """n: for how many it stands."""
-        nonlocal n_events
-        n_events += n
-        if n_events - 1 > after:
-            data = _encode({"type": name, "sequence_number": n_events - 1} | fields)
-            events.append(b"event: %s\ndata: %s\n\n" % (name.encode(), data))
-
-    def add_delta(i: int, at: dict[str, Any], text: str, scores: list[Any] | None) -> None:
-        n = len(ends[i]) // 2
-        n_seen = min(n, max(0, after + 1 - n_events))
-        n_chars, n_scores = ends[i][2 * n_seen - 2 : 2 * n_seen] if n_seen else (0, 0)
-        shown = {} if scores is None else {"logprobs": scores[n_scores : ends[i][-1] if n else 0]}
-        if n:
-            add(f"{_DELTAS[response['output'][i]['type']]}.delta", n, **at, delta=text[n_chars:], **shown)
-
+    events = Events(after)
     begun: dict[str, Any] = {
         "status": "in_progress",
         "completed_at": None,
@@ -542,26 +502,22 @@ def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> 
         "usage": None,
         "output": [],
     }
-    for name in ("created", "in_progress"):
-        add(f"response.{name}", response=response | begun)
+    written = [
+        events.event(f"response.{name}", response=response | begun) for name in ("created", "in_progress")
+    ]
     for i, item in enumerate(response["output"]):
-        kind, place = item["type"], {"item_id": item["id"], "output_index": i}
-        is_call = kind == "function_call"
-        empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
-        add("response.output_item.added", output_index=i, item=item | empty | {"status": "in_progress"})
-        if is_call:
-            add_delta(i, place, item["arguments"], None)
-            add(f"{_DELTAS[kind]}.done", **place, arguments=item["arguments"])
-        for j, part in enumerate(item.get("content", ())):
-            at = place | {"content_index": j}
-            scores = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            add("response.content_part.added", **at, part=_PARTS[kind])
-            add_delta(i, at, part["text"], part.get("logprobs"))
-            add(f"{_DELTAS[kind]}.done", **at, text=part["text"], **scores)
-            add("response.content_part.done", **at, part=part)
-        add("response.output_item.done", output_index=i, item=item)
-    add(f"response.{response['status']}", response=response)
-    return events
+        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
+        written.append(events.begun(i, item | empty | {"status": "in_progress"}))
+        if n := len(ends[i]) // 2:
+            part = item["content"][0] if "content" in item else {"text": item["arguments"]}
+            n_seen = min(n, max(0, after + 1 - events.n))
+            n_chars, n_scores = ends[i][2 * n_seen - 2 : 2 * n_seen] if n_seen else (0, 0)
+            said = {"delta": part["text"][n_chars:]}
+            if "logprobs" in part:
+                said["logprobs"] = part["logprobs"][n_scores : ends[i][-1]]
+            written.append(events.event(f"{_said(item)}.delta", n, **_place(i, item), **said))
+        written.append(events.ended(i, item))
+    return b"".join([*written, events.event(f"response.{response['status']}", response=response)])
 
 
 def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
@@ -613,30 +569,21 @@ def _plain_usage(usage: answer.Usage) -> dict[str, Any]:
     }
 
 
-class ResponseStream(EventStream):
+class ResponseStream(PieceStream):
     """The events of a response. They begin with the first piece, so that until then an error has a status."""
 
-    __slots__ = ("_end", "_generation", "_has_begun", "_said")
+    __slots__ = ("_ended", "_said")
 
     def __init__(
         self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]
     ) -> None:
-        super().__init__()
-        self._generation = generation
+        super().__init__(generation, said.add, said.begin)
         self._said = said
-        self._end = end
-        self._has_begun = False
+        self._ended = end
 
     async def run(self) -> None:
-        await self._generation.run(self._take)
-        self.write((await self._end()).events)
-
-    def _take(self, pieces: list[answer.Piece]) -> None:
-        chunk = b"" if self._has_begun else self._said.begin()
-        self._has_begun = True
-        chunk += b"".join(map(self._said.add, pieces))
-        if chunk:
-            self.write(chunk)
+        await super().run()
+        self.write((await self._ended()).events)
 
     def last(self, error: ApiError | None) -> bytes:
         """Nothing marks the end but the last event."""

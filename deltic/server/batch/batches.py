@@ -1,6 +1,6 @@
 """OpenAI's files and batches: /v1/files and /v1/batches, for a server with `--batch-dir`.
 
-Uploads go to the disk as they come, and never through memory whole. What a batch then does is in batch_runner.py.
+Uploads go to the disk as they come, and never through memory whole. What a batch then does is in runner.py.
 """
 
 from __future__ import annotations

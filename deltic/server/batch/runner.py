@@ -16,16 +16,17 @@ import re
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message
 
 from deltic.batch_lines import BadLine, ForeignFile, Job, read, read_results, wait_s
-from deltic.host.client import EngineFailed
+from deltic.config import ServerConfig
+from deltic.host.client import EngineClient, EngineFailed
 from deltic.server.batch.file_store import (
     KEPT_S,
     MIN_BYTES,
@@ -37,10 +38,7 @@ from deltic.server.batch.file_store import (
     write_whole,
 )
 from deltic.server.errors import ApiError
-from deltic.server.limits import BATCH, Account
-
-if TYPE_CHECKING:
-    from deltic.server.service import Server, Service
+from deltic.server.limits import BATCH, Account, Accounts
 
 log = logging.getLogger("deltic.server")
 
@@ -170,10 +168,18 @@ class BatchRunner:
     app: ASGIApp
     """Answers the lines; set when it is made."""
 
-    def __init__(self, server: Server, files: FileStore) -> None:
-        """Raises OSError."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        accounts: Accounts,
+        files: FileStore,
+        find: Callable[[str | None], tuple[str, EngineClient]],
+    ) -> None:
+        """find: name and engine of the model that a line means; raises ApiError (404). Raises OSError."""
         self.files = files
-        self._server = server
+        self._config = config
+        self._accounts = accounts
+        self._find = find
         self._directory = files.directory / "batches"
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -189,9 +195,8 @@ class BatchRunner:
 
     def start(self) -> None:
         """Goes on with what the last process left. Call it in the event loop."""
-        accounts = self._server.accounts
         for batch in self._batches.values():
-            is_ours = bool(accounts.named(batch.owner)) if accounts else not batch.owner
+            is_ours = bool(self._accounts.named(batch.owner)) if self._accounts else not batch.owner
             if is_ours:
                 self._take_up(batch)
             elif batch.status in UNFINISHED:
@@ -307,8 +312,8 @@ class BatchRunner:
                     said = f"custom_id {job.custom_id!r} was used before"
                     raise BadLine(said, "duplicate_custom_id", "custom_id")
                 custom_ids.add(str(job.custom_id))
-                service = self._service(job.model)
-                models.setdefault(service.model_name, job.model or service.model_name)
+                name, _ = self._find(job.model)
+                models.setdefault(name, job.model or name)
                 if len(models) > 1:
                     said = f"a batch is for one model, but its lines name {' and '.join(map(repr, models.values()))}"
                     raise BadLine(said, "mismatched_model", "body.model")
@@ -326,7 +331,7 @@ class BatchRunner:
 
     def _lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
         """Lines of the input that are not empty, with their numbers. A line that is too long is cut off, and is no JSON then."""
-        most = int(self._server.config.max_body_mb * 1_000_000) + 4096
+        most = int(self._config.max_body_mb * 1_000_000) + 4096
         with self.files.path(batch.input_file_id).open("rb") as file:
             line = 0
             while text := file.readline(most):
@@ -340,7 +345,7 @@ class BatchRunner:
     def _job(self, batch: Batch, line: int, text: bytes) -> Job:
         """Raises BadLine."""
         if not text:
-            most = self._server.config.max_body_mb
+            most = self._config.max_body_mb
             raise BadLine(f"is longer than a request may be ({most:g} MB)", "line_too_long")
         job = read(text, line)
         if job.custom_id is None:
@@ -349,13 +354,6 @@ class BatchRunner:
             said = f"url {job.path!r}: the batch is for {batch.endpoint!r}"
             raise BadLine(said, "mismatched_url", "url")
         return job
-
-    def _service(self, model: str | None) -> Service:
-        """Raises ApiError (404)."""
-        service = self._server.first("text") if model is None else self._server.find(model)
-        if service.kind != "text":
-            raise ApiError(404, f"{service.model_name!r} speaks and does not write", code="unsupported_model")
-        return service
 
     async def _in_turn(self, batch: Batch) -> None:
         """Works on a batch when no other one of its key runs; one that is cancelled has nothing to wait for."""
@@ -425,11 +423,11 @@ class BatchRunner:
 
     async def _feed(self, batch: Batch, results: _Results) -> None:
         """Has every line answered that is not; raises what a line's task does."""
-        service = self._service(batch.model)
-        account = self._server.accounts.named(batch.owner)
-        info = await service.client.ready()
-        n = self._server.config.batch_in_flight or max(1, info.max_num_seqs // 2)
-        places = self._places.setdefault(service.model_name, asyncio.Semaphore(n))
+        name, client = self._find(batch.model)
+        account = self._accounts.named(batch.owner)
+        info = await client.ready()
+        n = self._config.batch_in_flight or max(1, info.max_num_seqs // 2)
+        places = self._places.setdefault(name, asyncio.Semaphore(n))
         own = asyncio.Semaphore(n)
         todo = self._todo(batch, results)
 

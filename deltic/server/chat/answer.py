@@ -355,6 +355,12 @@ class Answer:
         """The arrays that tell of tokens."""
         raise NotImplementedError
 
+    def _scored(self, scores: Scores | None) -> bytes:
+        """The log-probabilities of a chunk."""
+        if scores is None:
+            return b"null"
+        return _encode({name: list(values) for name, values in self._lists(scores).items()})
+
     def _chunk(self, choice: bytes, more: bytes = b"") -> bytes:
         """The chunk of one choice. more: further fields of it, each behind a comma."""
         chunk = b"%s%s]%s%s" % (self._start, choice, more, self._tail)
@@ -399,7 +405,7 @@ class ChatAnswer(Answer):
             or (scores and scores.token_ids)
             or piece.token_ids
         ):
-            logprobs = b"null" if scores is None else _encode(self.logprobs(scores))
+            logprobs = self._scored(scores)
             ids = b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
             written = self._delta(piece.index, _encode(self._older(_plain_delta(delta))), logprobs, ids=ids)
         if piece.finish_reason is not None:
@@ -452,11 +458,8 @@ class ChatAnswer(Answer):
         }
         return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
 
-    def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
-        """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
-        return None if scores is None else {"content": list(self._entries(scores))}
-
     def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
+        """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
         return {"content": self._entries(scores)}
 
     def encoded(self, scores: Scores) -> list[msgspec.Raw]:
@@ -511,7 +514,7 @@ class CompletionAnswer(Answer):
         choice = b'{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s%s}' % (
             piece.index,
             _encode(piece.delta.content),
-            b"null" if piece.scores is None else _encode(self.logprobs(piece.scores)),
+            self._scored(piece.scores),
             b"null" if piece.finish_reason is None else _encode(piece.finish_reason),
             b"," + _encode(ids)[1:-1] if ids else b"",
         )
@@ -547,13 +550,8 @@ class CompletionAnswer(Answer):
             plain |= {"token_ids": message.token_ids, "prompt_token_ids": prompts[index // self._n]}
         return plain
 
-    def logprobs(self, scores: Scores | None) -> dict[str, Any] | None:
-        """Four parallel lists; the drawn token is always among its alternatives."""
-        if scores is None:
-            return None
-        return {name: list(values) for name, values in self._lists(scores).items()}
-
     def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
+        """Four parallel lists; the drawn token is always among its alternatives."""
         entries = scores.entries
         return {
             "text_offset": scores.offsets,

@@ -60,7 +60,7 @@ class Generation:
     def n_choices(self) -> int:
         return len(self._choices)
 
-    async def run(self, take: Callable[[list[Piece]], None]) -> None:
+    async def run(self, take: Callable[[list[Piece]], object]) -> None:
         """Hands to `take` what comes, several pieces at a time when they came together, until every choice has ended.
 
         Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or none), 503
