@@ -285,6 +285,33 @@ def peers_claim(runs: Runs) -> str:
     )
 
 
+def prefix_claim(runs: Runs) -> str:
+    """One sentence: what a hit saves of the time to the first token."""
+    found = runs.newest("prefix-qwen3.5-0.8b-int8-*.json")
+    row = next((r for r in found[-1].data["summary"] if r["item"] == "system"), None) if found else None
+    if row is None or row.get("median") is None:
+        return "No run of the prefix cache is kept."
+    return (
+        "The first token of another question behind a known system message of 448 tokens came after "
+        f"{spread(row)} of the time that the first question's took."
+    )
+
+
+def soak_claim(runs: Runs) -> str:
+    """One sentence: what all soaks that are kept have checked, and what they found."""
+    found = [run.data for run in runs.clean if run.path.match("soak-*.json")]
+    if not found:
+        return "No soak is kept."
+    requests, tokens, kills = (
+        sum(int(data[name]) for data in found) for name in ("requests", "generated_tokens_checked", "kills")
+    )
+    broken = sum(len(data["violations"]) for data in found)
+    return (
+        f"{len(found)} soaks are kept: {requests:,} random requests, {tokens:,} tokens or frames checked, the engine killed "
+        f"{kills} times, {broken} promises broken."
+    )
+
+
 def headline(runs: Runs) -> str:
     """The short table of the README."""
     rows = []
@@ -487,7 +514,7 @@ def gpu_speech(runs: Runs) -> str:
 
 def soak(runs: Runs) -> str:
     """All soaks that are kept."""
-    again = "python -m deltic.bench.soak"
+    again = "python -m bench.soak"
     found = [run for run in runs.clean if run.path.match("soak-*.json")]
     if not found:
         return missing(again)
@@ -510,7 +537,7 @@ def soak(runs: Runs) -> str:
 
 def stalls(runs: Runs) -> str:
     """The time between tokens while long prompts arrive."""
-    again = "deltic bench stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2"
+    again = "python -m bench.stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2"
     found = runs.newest("stalls-qwen3.5-0.8b-*.json")
     if not found:
         return missing(again)
@@ -524,7 +551,8 @@ def stalls(runs: Runs) -> str:
 
 
 TABLES: dict[str, Callable[[Runs], str]] = {
-    "headline": headline, "peers-claim": peers_claim, "gpu": gpu, "gpu-start": lambda runs: start(runs, on_gpu=True),
+    "headline": headline, "peers-claim": peers_claim, "prefix-claim": prefix_claim, "soak-claim": soak_claim,
+    "gpu": gpu, "gpu-start": lambda runs: start(runs, on_gpu=True),
     "constrained": constrained, "gpu-speech": gpu_speech, "peers": peers, "prefix": prefix, "agent": agent, "quality": quality,
     "serve": serve, "served": served, "host": host, "speech": speech, "start": start, "soak": soak, "stalls": stalls,
 }  # fmt: skip
