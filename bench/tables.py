@@ -316,9 +316,11 @@ def headline(runs: Runs) -> str:
     """The short table of the README."""
     rows = []
     for run in gpu_runs(runs)[1:]:
-        for row in (run.data["rows"][0], run.data["rows"][-1]):
-            one = f"{run.data['shape']}, {run.data['device'].removeprefix('NVIDIA ')}, a step of {row['n']}"
-            rows.append([one, f"{gpu_cell(row)} ms", f"{percent(row['roof'])} of the roof"])
+        ends, device = (run.data["rows"][0], run.data["rows"][-1]), run.data["device"].removeprefix("NVIDIA ")
+        sizes = " and of ".join(f"{row['n']}" for row in ends)
+        roofs = " and ".join(percent(row["roof"]) for row in ends)
+        one = f"{run.data['shape']}, {device}, a step of {sizes}"
+        rows.append([one, f"{' and '.join(map(gpu_cell, ends))} ms", f"{roofs} of the roof"])
     run = peers_run(runs)
     wanted = {("decode 1", "deltic-bf16"), ("decode 16", "deltic-int8"), ("prefill 512", "deltic-bf16")}
     for ours, _, ratios in peer_rows(run.data) if run else ():
