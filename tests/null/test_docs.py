@@ -40,6 +40,15 @@ FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links"}  # pip's
 FLAGS |= {"--now"}  # systemctl's
 
 
+def anchors(text: str) -> set[str]:
+    """What links to the sections of a document are called."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.M)
+    }
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_document(path: Path) -> None:
     text = path.read_text()
@@ -47,6 +56,9 @@ def test_document(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name}: broken link {target}"
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text):
+        there = path.parent / target if target else path
+        assert anchor in anchors(there.read_text()), f"{path.name}: no section {target}#{anchor}"
     for command in re.findall(
         r"`deltic ([a-z]+(?: (?:serve|speech|stalls|ops|start|gpu|ablate|quality))?)", text
     ):
