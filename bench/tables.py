@@ -285,13 +285,42 @@ def peers_claim(runs: Runs) -> str:
     )
 
 
+def prefix_claim(runs: Runs) -> str:
+    """One sentence: what a hit saves of the time to the first token."""
+    found = runs.newest("prefix-qwen3.5-0.8b-int8-*.json")
+    row = next((r for r in found[-1].data["summary"] if r["item"] == "system"), None) if found else None
+    if row is None or row.get("median") is None:
+        return "No run of the prefix cache is kept."
+    return (
+        "The first token of another question behind a known system message of 448 tokens came after "
+        f"{spread(row)} of the time that the first question's took."
+    )
+
+
+def soak_claim(runs: Runs) -> str:
+    """One sentence: what all soaks that are kept have checked, and what they found."""
+    found = [run.data for run in runs.clean if run.path.match("soak-*.json")]
+    if not found:
+        return "No soak is kept."
+    requests, tokens, kills = (
+        sum(int(data[name]) for data in found) for name in ("requests", "generated_tokens_checked", "kills")
+    )
+    broken = sum(len(data["violations"]) for data in found)
+    return (
+        f"{len(found)} soaks are kept: {requests:,} random requests, {tokens:,} tokens or frames checked, the engine killed "
+        f"{kills} times, {broken} promises broken."
+    )
+
+
 def headline(runs: Runs) -> str:
     """The short table of the README."""
     rows = []
     for run in gpu_runs(runs)[1:]:
-        for row in (run.data["rows"][0], run.data["rows"][-1]):
-            one = f"{run.data['shape']}, {run.data['device'].removeprefix('NVIDIA ')}, a step of {row['n']}"
-            rows.append([one, f"{gpu_cell(row)} ms", f"{percent(row['roof'])} of the roof"])
+        ends, device = (run.data["rows"][0], run.data["rows"][-1]), run.data["device"].removeprefix("NVIDIA ")
+        sizes = " and of ".join(f"{row['n']}" for row in ends)
+        roofs = " and ".join(percent(row["roof"]) for row in ends)
+        one = f"{run.data['shape']}, {device}, a step of {sizes}"
+        rows.append([one, f"{' and '.join(map(gpu_cell, ends))} ms", f"{roofs} of the roof"])
     run = peers_run(runs)
     wanted = {("decode 1", "deltic-bf16"), ("decode 16", "deltic-int8"), ("prefill 512", "deltic-bf16")}
     for ours, _, ratios in peer_rows(run.data) if run else ():
@@ -524,7 +553,8 @@ def stalls(runs: Runs) -> str:
 
 
 TABLES: dict[str, Callable[[Runs], str]] = {
-    "headline": headline, "peers-claim": peers_claim, "gpu": gpu, "gpu-start": lambda runs: start(runs, on_gpu=True),
+    "headline": headline, "peers-claim": peers_claim, "prefix-claim": prefix_claim, "soak-claim": soak_claim,
+    "gpu": gpu, "gpu-start": lambda runs: start(runs, on_gpu=True),
     "constrained": constrained, "gpu-speech": gpu_speech, "peers": peers, "prefix": prefix, "agent": agent, "quality": quality,
     "serve": serve, "served": served, "host": host, "speech": speech, "start": start, "soak": soak, "stalls": stalls,
 }  # fmt: skip

@@ -36,6 +36,17 @@ SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py")]
 FLAGS = set().union(
     *COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS)
 )
+FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links"}  # pip's
+FLAGS |= {"--now"}  # systemctl's
+
+
+def anchors(text: str) -> set[str]:
+    """What links to the sections of a document are called."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.M)
+    }
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -45,6 +56,9 @@ def test_document(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name}: broken link {target}"
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text):
+        there = path.parent / target if target else path
+        assert anchor in anchors(there.read_text()), f"{path.name}: no section {target}#{anchor}"
     for command in re.findall(
         r"`deltic ([a-z]+(?: (?:serve|speech|stalls|ops|start|gpu|ablate|quality))?)", text
     ):
@@ -53,3 +67,20 @@ def test_document(path: Path) -> None:
         assert flag in FLAGS, f"{path.name}: no flag {flag}"
     for code in re.findall(r"```python\n(.*?)```", text, re.S):
         compile(code, path.name, "exec")
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_can_be_read(path: Path) -> None:
+    """Lines of at most 140 columns but for tables and programs, paragraphs and items of at most 80 words but for what is generated."""
+    text = re.sub(r"<!-- table.*?<!-- end -->|```.*?```", "", path.read_text(), flags=re.DOTALL)
+    long = [line for line in text.splitlines() if len(line) > 140 and not line.startswith("|")]
+    assert not long
+    parts = [part for part in re.split(r"\n\s*\n|\n(?=- |\d+\. )", text) if not part.lstrip().startswith("|")]
+    assert not [part for part in parts if len(part.split()) > 80]
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

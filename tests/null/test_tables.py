@@ -140,6 +140,31 @@ def test_a_gpus_prefill_without_rounds_is_left_out(tmp_path: Path) -> None:
     assert made.split("\n\n")[1].startswith("128 prompt and 256 generated tokens each.")
 
 
+def test_the_readmes_claims_follow_the_runs(tmp_path: Path) -> None:
+    assert tables.prefix_claim(Runs(tmp_path)) == "No run of the prefix cache is kept."
+    assert tables.soak_claim(Runs(tmp_path)) == "No soak is kept."
+    summary = [{"item": "system", "median": 0.25, "min": 0.2, "max": 0.3}]
+    keep(tmp_path / "a", "prefix-qwen3.5-0.8b-int8-1.json", summary=summary)
+    soak = {"requests": 1000, "generated_tokens_checked": 20_000}
+    for i, found in enumerate(([], ["a page was lost"])):
+        keep(tmp_path / "a", f"soak-{i}.json", kills=i, violations=found, **soak)
+    assert "came after 0.250 (0.200 .. 0.300) of the time" in tables.prefix_claim(Runs(tmp_path))
+    assert tables.soak_claim(Runs(tmp_path)) == (
+        "2 soaks are kept: 2,000 random requests, 40,000 tokens or frames checked, the engine killed 1 times, 1 promises broken."
+    )
+
+
+def test_the_short_table_has_a_row_for_each_large_shape(tmp_path: Path) -> None:
+    row = {"p90_ms": 2.1, "launches": 9, "round_ms": [1.9, 2.1], "step_ms": 2.0}
+    for i, shape in enumerate(("qwen3.5-0.8b", "qwen3.5-27b")):
+        rows = [row | {"n": n, "roof": roof} for n, roof in ((1, 0.5), (16, 0.6), (128, 0.7))]
+        keep(tmp_path / "h200", f"gpu-{shape}-{i}.json", shape=shape, device="NVIDIA H200", rows=rows)
+    (made,) = tables.headline(Runs(tmp_path)).splitlines()[2:]
+    assert made == (
+        "| qwen3.5-27b, H200, a step of 1 and of 128 | 2.00 (1.90 .. 2.10) and 2.00 (1.90 .. 2.10) ms | 50 % and 70 % of the roof |"
+    )
+
+
 def test_a_name_that_no_table_has_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="nothing"):
         filled("<!-- table nothing -->\n<!-- end -->", Runs(tmp_path), ROOT / "README.md")
