@@ -130,6 +130,20 @@ def test_named_files_exist(path: Path) -> None:
     assert not missing, f"{path.name}: no such files: {missing}"
 
 
+PACKAGE = "\n".join(path.read_text() for path in sorted((ROOT / "deltic").rglob("*.py")))
+
+
+@pytest.mark.parametrize("path", MAPS, ids=relative)
+def test_named_classes_and_methods_exist(path: Path) -> None:
+    """`Class.name`, also in a chain of them: there is such a class, and such a method or field of some class."""
+    spans = " ".join(re.findall(r"`([^`\n]+)`", without_code(path.read_text())))
+    for owner, name in re.findall(r"(?<![\w.])([A-Z][a-z]\w+)\.([a-z_]\w*)(?!\.?\w)", spans):
+        assert re.search(rf"^class {owner}\b", PACKAGE, re.M), f"{path.name}: no class {owner}"
+        assert re.search(rf"^ +(?:self\.|(?:async )?def )?{name}\b *[(:=]", PACKAGE, re.M), (
+            f"{path.name}: no {owner}.{name}"
+        )
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docs/design/*.md")), ids=relative)
 def test_a_page_of_the_design_names_its_files_and_tests(path: Path) -> None:
     text = path.read_text()
