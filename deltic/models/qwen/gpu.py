@@ -5,7 +5,7 @@
 A decode is bound by the bytes of the weights and by the number of kernels: its matrices are multiplied with tokens on the
 narrow side, cut along K by a rule that knows only the weight's shape, and the partial sums are added, in order, by whoever reads
 them next. A prefill is bound by arithmetic: large products, the chunked form of DeltaNet, tiled attention. The two differ in
-bits; a token of a prompt always goes through the one, a generated one through the other (ARCHITECTURE.md, "Purity").
+bits; a token of a prompt always goes through the one, a generated one through the other (docs/design/purity.md).
 
 Everything here starts kernels on the current stream and neither waits nor allocates, so that it can be captured as a graph.
 """
