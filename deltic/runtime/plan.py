@@ -361,7 +361,7 @@ def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig)
         most = _largest(plan, kind, field, least, unit)
         if most is not None:
             return ConfigError(
-                f"{name} does not fit into {have} beside {plan.weight_bytes / 1e9:.1f} GB of weights; "
+                f"{name} does not fit into {have} beside {(plan.weight_bytes + plan.vocoder_bytes) / 1e9:.1f} GB of weights; "
                 f"give at most {most / 1e9 if field == 'host_bytes' else most}"
             )
         given.append(name)

@@ -25,7 +25,9 @@ DEVICES = ("cpu", "cuda")
 
 class Tiers:
     takes_evicted: bool | None = None
-    notices = ("a file was damaged",)
+
+    def __init__(self) -> None:
+        self.notices = ["a file was damaged"]
 
 
 def device_of(name: str) -> Any:
@@ -116,10 +118,10 @@ def test_what_every_planner_does(device: str, name: str) -> None:
     for setting in ("n_pages", "max_num_seqs", "max_step_tokens"):
         value = 256 if setting == "max_num_seqs" else 64 * 10**5
         gb = 3.5 if setting == "max_num_seqs" else 24.0
-        with pytest.raises(ConfigError, match="does not fit into .* of weights; give at most") as refusal:
+        with pytest.raises(ConfigError, match=r"does not fit into .* of weights; give at most") as refusal:
             plan(gb, **{setting: value})
         assert plan(gb, **{setting: int(str(refusal.value).split()[-1])}).spare_bytes >= 0
-    with pytest.raises(ConfigError, match="the model does not fit: weights alone take .* free"):
+    with pytest.raises(ConfigError, match=r"the model does not fit: weights alone take .* free"):
         plan(1.5)
 
 
