@@ -195,12 +195,7 @@ class Kind(Generic[S]):
 
 
 def make_plan(
-    config: EngineConfig,
-    shape: S,
-    kind: Kind[S],
-    n_real: int,
-    free_bytes: int,
-    host_free_bytes: int | None = None,
+    config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int, host_free_bytes: int | None = None
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
@@ -244,13 +239,9 @@ def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_byte
         )
     step_tokens = config.max_step_tokens or kind.step_tokens(length)
     if step_tokens % kind.step_multiple:
-        raise ConfigError(
-            f"--max-step-tokens {step_tokens}: on a GPU it must be a multiple of {kind.step_multiple}"
-        )
+        raise ConfigError(f"--max-step-tokens {step_tokens}: on a GPU it must be a multiple of {kind.step_multiple}")
     if (config.max_num_seqs or 1) > kind.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows"
-        )
+        raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows")
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
     plan = Plan(
         shape=shape,
@@ -368,7 +359,7 @@ def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig)
         lowered = _sized(lowered, kind, **{field: least})
     if given and lowered.spare_bytes >= 0:
         return ConfigError(f"{' and '.join(given)} do not fit into {have} together; give less of each")
-    return _does_not_fit(lowered, kind, have)
+    return _does_not_fit(bare, kind, have)
 
 
 def _largest(plan: Plan[S], kind: Kind[S], field: str, least: int, unit: int) -> int | None:
@@ -392,15 +383,15 @@ def _largest(plan: Plan[S], kind: Kind[S], field: str, least: int, unit: int) ->
 
 
 def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
-    """For a model that no lower setting would make fit."""
+    """For a model that no lower setting would make fit. plan: without what is kept for the prefix cache."""
     sizes = f"weights {plan.weight_bytes / 1e9:.1f} GB"
     if plan.vocoder_bytes:
         sizes += f", vocoder {plan.vocoder_bytes / 1e9:.1f} GB"
     sizes += f" and workspace {plan.workspace_bytes / 1e9:.2f} GB"
     needed = plan.total_bytes - plan.pages_bytes + plan.sequence_bytes
-    if plan.weight_bytes > plan.budget_bytes:  # its workspace may be more than can be counted
+    if plan.workspace_bytes >= TOO_MUCH:
         sizes = f"weights alone take {plan.weight_bytes / 1e9:.1f} GB"
-        needed = plan.weight_bytes + plan.vocoder_bytes + plan.state_bytes + plan.page_bytes
+        needed -= plan.workspace_bytes
     n_gb = math.ceil((needed + kind.reserve_bytes) / kind.free_share / 1e9)
     smaller = {None: "--quantize int8, ", "int8": "--quantize int4, "}.get(plan.quantize, "")
     first, where = ("--device cpu, ", "GPU") if kind.on_gpu else (smaller, "machine")
