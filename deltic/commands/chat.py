@@ -19,15 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deltic.commands.endpoint import (
-    DONE,
-    Endpoint,
-    EndpointError,
-    LocalServer,
-    ServerFailed,
-    error_message,
-    model_name,
-)
+from deltic.commands.endpoint import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 from deltic.logs import counted
 
 HELP = """\

@@ -22,24 +22,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from deltic.batch_lines import N_TRIES, ForeignFile, Job, parse, read_results, wait_s
-from deltic.commands.endpoint import (
-    Endpoint,
-    EndpointError,
-    LocalServer,
-    ServerFailed,
-    error_message,
-    model_name,
-)
+from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 from deltic.logs import counted
 
 MAX_UNAVAILABLE = 60

@@ -21,14 +21,7 @@ from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
 from deltic.models.fields import CheckpointError
 from deltic.models.loading import Declaration
-from deltic.models.tts.shape import (
-    FRAME,
-    PUBLISHED_SPEECH,
-    SPEAKER,
-    SpeechShape,
-    codec_side,
-    row_id,
-)
+from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShape, codec_side, row_id
 from deltic.models.tts.weights import declare_speech, load_speech_weights
 from deltic.reference import speech as oracle
 from deltic.reference.vocoder import decode

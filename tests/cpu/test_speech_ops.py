@@ -10,16 +10,7 @@ from torch import Tensor
 
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.cpu.speech import (
-    SIDE_KEPT,
-    SIDE_NONE,
-    SIDE_VOICE,
-    add_bias,
-    code_rows,
-    gather,
-    keep_rows,
-    talker_rows,
-)
+from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_NONE, SIDE_VOICE, add_bias, code_rows, gather, keep_rows, talker_rows
 from deltic.ops.geometry import AttentionHeads
 
 WIDTHS = (16, 96, 1024)

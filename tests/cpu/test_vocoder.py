@@ -24,13 +24,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams, Speech
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, codec_side, row_id
-from deltic.models.vocoder.cpu import (
-    MAX_POSITIONS,
-    PASS_FRAMES,
-    SEEN_FRAMES,
-    allocate_vocoder,
-    check_vocoder,
-)
+from deltic.models.vocoder.cpu import MAX_POSITIONS, PASS_FRAMES, SEEN_FRAMES, allocate_vocoder, check_vocoder
 from deltic.models.vocoder.shape import MAX_REF_FRAMES, VocoderShape
 from deltic.models.vocoder.weights import FILE, dummy_vocoder, load_vocoder, vocoder_weight_bytes
 from deltic.ops.contract import KernelError

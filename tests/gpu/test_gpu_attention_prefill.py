@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.geometry import AttentionHeads
-from deltic.ops.gpu.attention_prefill import (
-    FlashTile,
-    attention_prefill,
-    flash,
-    flash_tile,
-    prepare,
-)
+from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash, flash_tile, prepare
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers
 from deltic.reference import layers

@@ -16,14 +16,7 @@ from torch import Tensor
 
 from deltic.engine.messages import SamplingParams
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import (
-    PlaceParameters,
-    SampleScratch,
-    prompt_logprobs,
-    sample,
-    sample_decode,
-    sample_scratch,
-)
+from deltic.ops.gpu.sample import PlaceParameters, SampleScratch, prompt_logprobs, sample, sample_decode, sample_scratch
 from deltic.reference.sample import candidates, processed_logits, token_logprobs
 from deltic.reference.sample import sample as reference_sample
 

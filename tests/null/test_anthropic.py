@@ -23,15 +23,7 @@ from deltic.server.api.messages import template_messages
 from deltic.server.chat.answer import Piece, Usage
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
 from deltic.server.errors import ApiError
-from tests.fake_engine import (
-    TEMPLATE,
-    FakeEngineClient,
-    byte_tokenizer,
-    make_app,
-    named_events,
-    saying,
-    served,
-)
+from tests.fake_engine import TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
 from tests.null.test_http import post
 
 HELLO: Any = [{"role": "user", "content": "hello"}]

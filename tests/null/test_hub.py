@@ -22,14 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from deltic.commands.endpoint import LocalServer, ServerFailed
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
-from deltic.models.checkpoint import (
-    DEMO,
-    model_name,
-    n_real_ids,
-    resolve_model,
-    text_directory,
-    tokenizer_directory,
-)
+from deltic.models.checkpoint import DEMO, model_name, n_real_ids, resolve_model, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.shape import ModelShape
 from deltic.server import fetch

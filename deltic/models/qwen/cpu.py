@@ -25,15 +25,7 @@ from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import MoeScratch, moe
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import (
-    MAX_GDN_DIM,
-    MAX_GROUP,
-    MAX_HEAD_DIM,
-    Allocate,
-    AttentionHeads,
-    GdnHeads,
-    GdnWeights,
-)
+from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate, AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import Matrix, row_bytes
 
 

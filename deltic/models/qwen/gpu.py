@@ -28,13 +28,7 @@ from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.linear import (
-    k_splits,
-    narrow_linear,
-    narrow_swiglu,
-    silu_mul,
-    wide_linear,
-)
+from deltic.ops.gpu.linear import k_splits, narrow_linear, narrow_swiglu, silu_mul, wide_linear
 from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltic.models.fields import (
-    MAX_LAYERS,
-    UnsupportedModelError,
-    positive_float,
-    positive_int,
-    read_flag,
-    read_json,
-)
+from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, positive_float, positive_int, read_flag, read_json
 from deltic.ops.geometry import PAGE_SIZE
 
 LINEAR_ATTENTION = "linear_attention"

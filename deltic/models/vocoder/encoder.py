@@ -25,13 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.models.fields import (
-    CheckpointError,
-    UnsupportedModelError,
-    positive_float,
-    positive_int,
-    read_json,
-)
+from deltic.models.fields import CheckpointError, UnsupportedModelError, positive_float, positive_int, read_json
 from deltic.models.loading import Files, read_headers
 from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, SAMPLE_RATE
 from deltic.ops.geometry import N_CODES

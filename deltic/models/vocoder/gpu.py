@@ -19,27 +19,9 @@ from deltic.models.fields import UnsupportedModelError
 from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
 from deltic.ops.geometry import N_CODES, Allocate
-from deltic.ops.gpu.conv import (
-    MAX_PARTS,
-    PART_SIZE,
-    ConvScratch,
-    ConvWeight,
-    Ring,
-    Snake,
-    Streams,
-    conv,
-    pack_conv,
-)
+from deltic.ops.gpu.conv import MAX_PARTS, PART_SIZE, ConvScratch, ConvWeight, Ring, Snake, Streams, conv, pack_conv
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.vocode import (
-    MAX_WIDTH,
-    advance,
-    codes_embed,
-    depthwise_norm,
-    rms_pair,
-    wave,
-    window_attention,
-)
+from deltic.ops.gpu.vocode import MAX_WIDTH, advance, codes_embed, depthwise_norm, rms_pair, wave, window_attention
 
 LAYER_NORM_EPS = 1e-6
 _ALIGNED = 32

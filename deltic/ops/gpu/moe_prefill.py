@@ -31,14 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
-from deltic.ops.gpu.moe import (
-    check_moe,
-    dot,
-    largest_block,
-    logit_stride,
-    route_rows,
-    router_splits,
-)
+from deltic.ops.gpu.moe import check_moe, dot, largest_block, logit_stride, route_rows, router_splits
 from deltic.ops.gpu.weight import rows_of
 from deltic.ops.matrix import Matrix
 

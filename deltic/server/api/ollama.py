@@ -37,13 +37,7 @@ from deltic.server.chat.parser import CallDelta
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
-from deltic.server.transport import (
-    LargeResponse,
-    json_pieces,
-    json_response,
-    read_body,
-    unless_disconnected,
-)
+from deltic.server.transport import LargeResponse, json_pieces, json_response, read_body, unless_disconnected
 
 LINES = "application/x-ndjson"
 

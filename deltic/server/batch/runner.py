@@ -27,16 +27,7 @@ from starlette.types import ASGIApp, Message
 from deltic.batch_lines import BadLine, ForeignFile, Job, read, read_results, wait_s
 from deltic.config import ServerConfig
 from deltic.host.client import EngineClient, EngineFailed
-from deltic.server.batch.file_store import (
-    KEPT_S,
-    MIN_BYTES,
-    Card,
-    FileStore,
-    append,
-    private,
-    unwritable,
-    write_whole,
-)
+from deltic.server.batch.file_store import KEPT_S, MIN_BYTES, Card, FileStore, append, private, unwritable, write_whole
 from deltic.server.errors import ApiError
 from deltic.server.limits import BATCH, Account, Accounts
 

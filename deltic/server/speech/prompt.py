@@ -8,13 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from deltic.models.tts.shape import (
-    FRAME,
-    SPEAKER,
-    SpeechShape,
-    codec_side,
-    row_id,
-)
+from deltic.models.tts.shape import FRAME, SPEAKER, SpeechShape, codec_side, row_id
 from deltic.server.errors import bad_request
 from deltic.text import TRUSTED, IncrementalEncoder, Tokenizer, TokenizerError
 

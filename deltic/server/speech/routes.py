@@ -43,14 +43,7 @@ from deltic.server.speech.audio import (
     wav_header,
 )
 from deltic.server.speech.prompt import OpenText, Words
-from deltic.server.speech.protocol import (
-    BatchItem,
-    BatchRequest,
-    Manner,
-    SpeechFields,
-    SpeechRequest,
-    VoiceForm,
-)
+from deltic.server.speech.protocol import BatchItem, BatchRequest, Manner, SpeechFields, SpeechRequest, VoiceForm
 from deltic.server.speech.voices import Stored
 from deltic.server.transport import EventStream, json_response, let_go, read_body, unless_disconnected
 
