@@ -148,9 +148,7 @@ def gpu(runs: Runs) -> str:
         # A prefill without rounds has no range, and is left out.
         prefill = next((p for p in run.data["prefill"].values() if "round_ms" in p), None)
         cells = [gpu_cell(by_n[n]) for n in sizes]
-        rows.append(
-            [run.data["shape"], *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"]
-        )
+        rows.append([run.data["shape"], *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"])
         shares = [percent(by_n[n]["roof"]) for n in sizes]
         rows.append(["of the roof", *shares, percent(prefill["roof"]) if prefill else "–"])
     read = [run.data["roofs"]["read"] / 1e12 for run in found]
@@ -245,9 +243,7 @@ def peers(runs: Runs) -> str:
     data, rows = run.data, []
     for ours, theirs, ratios in peer_rows(data):
         name = f"{workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"
-        peers_cell = " · ".join(
-            f"{peer_name(row['lane'])} {spread(row['tok_s'])}{star(row)}" for row in theirs
-        )
+        peers_cell = " · ".join(f"{peer_name(row['lane'])} {spread(row['tok_s'])}{star(row)}" for row in theirs)
         rows.append([
             name, f"{spread(ours['tok_s'])}, {percent(ours['roof_share'])}{star(ours)}", peers_cell,
             " · ".join(spread(row["ratio"]) + star(row) for row in ratios),
@@ -270,15 +266,11 @@ def peers_claim(runs: Runs) -> str:
     run = peers_run(runs)
     if run is None:
         return "No run beside another engine is kept."
-    theirs = dict.fromkeys(
-        row["theirs"].rpartition("-")[0] for _, _, found in peer_rows(run.data) for row in found
-    )
+    theirs = dict.fromkeys(row["theirs"].rpartition("-")[0] for _, _, found in peer_rows(run.data) for row in found)
     ratios = [row["ratio"] for _, _, found in peer_rows(run.data) for row in found]
     medians = [row["median"] for row in ratios]
     least = min(row["min"] for row in ratios)
-    does = " and ".join(
-        dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in peer_rows(run.data))
-    )
+    does = " and ".join(dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in peer_rows(run.data)))
     return (
         f"On the CPU we measured, it {does} {shown(min(medians))} to {shown(max(medians))} times as fast as "
         f"{' and '.join(theirs)}, the least of any round {shown(least)}."
@@ -325,9 +317,7 @@ def headline(runs: Runs) -> str:
     wanted = {("decode 1", "deltic-bf16"), ("decode 16", "deltic-int8"), ("prefill 512", "deltic-bf16")}
     for ours, _, ratios in peer_rows(run.data) if run else ():
         if (ours["workload"], ours["lane"]) in wanted:
-            beside = " · ".join(
-                f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios
-            )
+            beside = " · ".join(f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios)
             name = f"{run.data['shape']}, {run.data['threads']} CPU threads, {workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"  # type: ignore[union-attr]
             rows.append([name, f"{spread(ours['tok_s'])} tok/s", beside])
     return grid(["random weights", "Deltic, median (least .. most)", "beside it"], rows)
@@ -491,23 +481,17 @@ def gpu_speech(runs: Runs) -> str:
     rows = []
     for run in found:
         for row in run.data["rows"]:
-            streams = (
-                f"{row['value']:g} {'streams' if row['mode'] == 'closed' else 'requests a second at random'}"
-            )
+            streams = f"{row['value']:g} {'streams' if row['mode'] == 'closed' else 'requests a second at random'}"
             first = f"{row['ttfa_ms']['p50']:.1f} / {row['ttfa_ms']['p95']:.1f}"
             late = percent(row["continuous"])
             samples = [s["e2e_s"] / s["audio_s"] for s in row["samples"] if s["audio_s"]]
-            rows.append(
-                [run.data["label"], streams, first, ranged(samples), shown(row["audio_s_per_s"]), late]
-            )
+            rows.append([run.data["label"], streams, first, ranged(samples), shown(row["audio_s_per_s"]), late])
     header = ["", "", "first audio, ms, p50 / p95", "RTF", "seconds of audio a second", "never late"]
     parts = [grid(header, rows)]
     frames = runs.newest("frames-qwen3-tts-*.json", gpu=True)
     for run in frames[-1:]:
         alone = [row for row in run.data["rows"] if row.get("what") == "decode"]
-        told = "; ".join(
-            f"{ranged((row['ms_least'], row['ms_most']), row['ms'])} ms at {row['n']}" for row in alone
-        )
+        told = "; ".join(f"{ranged((row['ms_least'], row['ms_most']), row['ms'])} ms at {row['n']}" for row in alone)
         parts.append(
             f"A frame on the device ({run.data['flags']['dummy']}, {alone[0]['launches']} kernels), by number of streams: {told}."
         )
@@ -562,11 +546,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
 
 def broken(part: str) -> str:
     """A paragraph in lines of at most 110 columns; a table as it is."""
-    return (
-        part
-        if part.startswith("|")
-        else textwrap.fill(part, 110, break_long_words=False, break_on_hyphens=False)
-    )
+    return part if part.startswith("|") else textwrap.fill(part, 110, break_long_words=False, break_on_hyphens=False)
 
 
 def filled(text: str, runs: Runs, document: Path) -> str:
@@ -577,9 +557,7 @@ def filled(text: str, runs: Runs, document: Path) -> str:
     to_runs = os.path.relpath(runs.directory, document.parent)
 
     def one(found: re.Match[str]) -> str:
-        made = "\n\n".join(
-            map(broken, TABLES[found["name"]](runs).replace("](RUNS/", f"]({to_runs}/").split("\n\n"))
-        )
+        made = "\n\n".join(map(broken, TABLES[found["name"]](runs).replace("](RUNS/", f"]({to_runs}/").split("\n\n")))
         gap = "\n" if found["body"].startswith("\n") else ""
         return f"{found[1]}{gap}{made}{gap}{found[4]}"
 
@@ -589,9 +567,7 @@ def filled(text: str, runs: Runs, document: Path) -> str:
 def main(given: Sequence[str] | None = None) -> int:
     """The command. With --check exit status 1 where a document is not what the runs say."""
     parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; say which documents would change"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; say which documents would change")
     arguments = parser.parse_args(given)
     runs, stale = Runs(ROOT / "bench" / "runs"), []
     for name in DOCUMENTS:
