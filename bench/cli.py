@@ -110,9 +110,7 @@ def page(top: argparse.ArgumentParser) -> str:
 def main(given: Sequence[str] | None = None) -> int:
     """The command. With --check exit status 1 where the document is not what the parsers say."""
     own = argparse.ArgumentParser(prog="python -m bench.cli", description=__doc__.partition("\n")[0])
-    own.add_argument(
-        "--check", action="store_true", help="write nothing; say whether the document would change"
-    )
+    own.add_argument("--check", action="store_true", help="write nothing; say whether the document would change")
     check = own.parse_args(given).check
     made = page(parser())
     is_stale = not DOCUMENT.exists() or DOCUMENT.read_text() != made

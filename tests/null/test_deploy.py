@@ -41,7 +41,7 @@ def test_the_commands_are_ours() -> None:
     lines += re.findall(r"^#.* deltic (serve .*)$", IMAGE, re.MULTILINE)
     assert len(lines) == 3
     for line in lines:
-        assert parser().parse_args(shlex.split(line)).command.__name__ == "_serve"
+        assert parser().parse_args(shlex.split(line)).used.prog == "deltic serve"
     assert json.loads(re.findall(r"^CMD (.*)$", IMAGE, re.MULTILINE)[0]) == ["serve"]
 
 

@@ -33,9 +33,7 @@ def commands() -> dict[str, set[str]]:
 
 COMMANDS = commands()
 SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py")]
-FLAGS = set().union(
-    *COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS)
-)
+FLAGS = set().union(*COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS))
 FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links"}  # pip's
 FLAGS |= {"--now"}  # systemctl's
 
@@ -43,10 +41,7 @@ FLAGS |= {"--now"}  # systemctl's
 def anchors(text: str) -> set[str]:
     """What links to the sections of a document are called."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    return {
-        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^#+ (.+)$", text, re.M)
-    }
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -59,9 +54,7 @@ def test_document(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text):
         there = path.parent / target if target else path
         assert anchor in anchors(there.read_text()), f"{path.name}: no section {target}#{anchor}"
-    for command in re.findall(
-        r"`deltic ([a-z]+(?: (?:serve|speech|stalls|ops|start|gpu|ablate|quality))?)", text
-    ):
+    for command in re.findall(r"`deltic ([a-z]+(?: (?:serve|speech|stalls|ops|start|gpu|ablate|quality))?)", text):
         assert command in COMMANDS, f"{path.name}: no command deltic {command}"
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
         assert flag in FLAGS, f"{path.name}: no flag {flag}"

@@ -16,9 +16,7 @@ from bench import figures, peers, tables
 from bench.tables import DOCUMENTS, ROOT, Runs, filled
 from deltic.__main__ import parser
 
-MEASURED = re.compile(
-    r"\d[\d.,]*\s?(ms|µs|us|s|[GT]B/s|[GT]?FLOP/s|tok/s|tokens/s|%|times|x|TFLOP/s)(?![\w/])"
-)
+MEASURED = re.compile(r"\d[\d.,]*\s?(ms|µs|us|s|[GT]B/s|[GT]?FLOP/s|tok/s|tokens/s|%|times|x|TFLOP/s)(?![\w/])")
 MACHINE = {"cpu": "A CPU", "cores": 2}
 CLEAN = {"version": "0", "commit": "c0ffee", "modified": False}
 
@@ -26,9 +24,7 @@ CLEAN = {"version": "0", "commit": "c0ffee", "modified": False}
 def keep(directory: Path, name: str, **data: Any) -> None:
     """A result file, of a clean tree unless `data` says otherwise."""
     directory.mkdir(exist_ok=True)
-    (directory / name).write_text(
-        json.dumps({"machine": MACHINE, "code": CLEAN, "date": "2026-01-01"} | data)
-    )
+    (directory / name).write_text(json.dumps({"machine": MACHINE, "code": CLEAN, "date": "2026-01-01"} | data))
 
 
 def serve_row(n: int, output: float, prompt: float) -> dict[str, Any]:
@@ -63,10 +59,7 @@ def test_answers_tokens_a_second_are_the_answers_and_runs_of_a_commit_are_rounds
         keep(tmp_path / "b", f"serve-built-in-{i}.json", rows=rows, client=CLEAN, date=f"2026-01-02T{i}")
     keep(tmp_path / "a", "serve-built-in-9.json", rows=[serve_row(1, 1.0, 1.0)], date="2026-01-01")
     made = tables.serve(Runs(tmp_path))
-    assert (
-        "| all answers together, tokens a second | 4,416 (4,400 .. 4,500) | 10,809 (10,809 .. 10,809) |"
-        in made
-    )
+    assert "| all answers together, tokens a second | 4,416 (4,400 .. 4,500) | 10,809 (10,809 .. 10,809) |" in made
     assert "124 and answers of 128 tokens, 3 runs" in made
     assert "[b](RUNS/b), commit c0ffee, 2 cores of an A CPU" in made
 
@@ -121,13 +114,7 @@ def test_prefills_count_where_all_were_warmed_up_alike(tmp_path: Path) -> None:
 def test_a_gpus_prefill_without_rounds_is_left_out(tmp_path: Path) -> None:
     row = {"n": 1, "step_ms": 2.0, "p90_ms": 2.1, "roof": 0.5, "launches": 9}
     old = {"shape": "qwen3.5-27b", "device": "NVIDIA H200", "roofs": {"read": 4e12, "multiply": 8e14}}
-    keep(
-        tmp_path / "1-h200",
-        "gpu-qwen3.5-27b-1.json",
-        rows=[row],
-        prefill={"8192": {"ms": 674.0, "roof": 0.7}},
-        **old,
-    )
+    keep(tmp_path / "1-h200", "gpu-qwen3.5-27b-1.json", rows=[row], prefill={"8192": {"ms": 674.0, "roof": 0.7}}, **old)
     made = tables.gpu(Runs(tmp_path))
     assert "| qwen3.5-27b | 2.00 (p90 2.10) | – |" in made
     new = {"date": "2026-02-01", "prompt": 128, "output": 256}
@@ -173,9 +160,7 @@ def test_a_name_that_no_table_has_is_an_error(tmp_path: Path) -> None:
 def test_a_part_in_a_sentence_stays_in_it(tmp_path: Path) -> None:
     text = "It runs. <!-- table peers-claim -->old<!-- end --> More."
     made = filled(text, Runs(tmp_path), ROOT / "README.md")
-    assert (
-        made == "It runs. <!-- table peers-claim -->No run beside another engine is kept.<!-- end --> More."
-    )
+    assert made == "It runs. <!-- table peers-claim -->No run beside another engine is kept.<!-- end --> More."
 
 
 @pytest.mark.parametrize("plan", sorted(figures.PLANS))
@@ -201,11 +186,7 @@ def test_steps_without_time_are_passed_over_and_copies_get_their_commit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = f"""python -c 'import json; json.dump({{{{"client": {{{{"version": "1"}}}}}}}}, open("{tmp_path}/x.json", "w"))'"""
-    steps = [
-        figures.Step("a", 0.1, (write,)),
-        figures.Step("b", 100, ()),
-        figures.Step("c", 0.1, ("python -c 1/0",)),
-    ]
+    steps = [figures.Step("a", 0.1, (write,)), figures.Step("b", 100, ()), figures.Step("c", 0.1, ("python -c 1/0",))]
     arguments = argparse.Namespace(plan="cpu", minutes=1.0, peers="p", published="q", commit="abc")
     assert figures.run(steps, arguments, tmp_path, tmp_path) == ["b", "c"]
     assert json.loads((tmp_path / "x.json").read_text())["client"] == {
@@ -217,9 +198,7 @@ def test_steps_without_time_are_passed_over_and_copies_get_their_commit(
     assert "[2/3] b: about 100 minutes" in said and "passed over" in said and "FAILED with status 1" in said
 
 
-def test_a_changed_tree_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_tree_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(figures, "code", lambda: {"modified": True})
     assert figures.main(["cpu"]) == 1
     assert "commit them" in capsys.readouterr().err
