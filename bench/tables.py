@@ -268,7 +268,6 @@ def peers_claim(runs: Runs) -> str:
     run = peers_run(runs)
     if run is None:
         return "No run beside another engine is kept."
-<<<<<<< HEAD
     rows = [*peer_rows(run.data)]
     theirs = dict.fromkeys(row["theirs"].rpartition("-")[0] for _, _, found in rows for row in found)
     does = dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in rows)
@@ -277,16 +276,6 @@ def peers_claim(runs: Runs) -> str:
     text = (
         f"On the CPU we measured, it {' and '.join(does)} {shown(min(medians))} to {shown(max(medians))} times as fast as "
         f"{' and '.join(theirs)}, the least of any round {shown(min(row['min'] for row in ratios))}."
-=======
-    theirs = dict.fromkeys(row["theirs"].rpartition("-")[0] for _, _, found in peer_rows(run.data) for row in found)
-    ratios = [row["ratio"] for _, _, found in peer_rows(run.data) for row in found]
-    medians = [row["median"] for row in ratios]
-    least = min(row["min"] for row in ratios)
-    does = " and ".join(dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in peer_rows(run.data)))
-    return (
-        f"On the CPU we measured, it {does} {shown(min(medians))} to {shown(max(medians))} times as fast as "
-        f"{' and '.join(theirs)}, the least of any round {shown(least)}."
->>>>>>> docs1
     )
     if without_amx(run):
         text += " Deltic used AMX there; llama.cpp's AMX kernels crash on that machine and were left out."
