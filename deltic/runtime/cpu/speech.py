@@ -64,10 +64,8 @@ class SpeechRunner(Speaker):
         self.model.record(self.program, batch.inputs, self.memory, batch.draws, activations)
         self.workspace.sampler.record(self.program, activations.logits)
         self._warm_up()
-        vocoder = f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"
-        self.info = engine_info(
-            plan, "cpu", canonical_decode=False, operators=chosen() | {"vocoder": vocoder}
-        )
+        operators = {"vocoder": f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"}
+        self.info = engine_info(plan, "cpu", canonical_decode=False, operators=chosen() | operators)
 
     @property
     def has_half_vocoder(self) -> bool:
