@@ -216,6 +216,7 @@ class SpeechStage:
             if stream is None and t == 0:
                 stream = self._open(sequence, now)
             if stream is not None and t == len(stream.codes):  # not one that was computed again
+                assert result.codes is not None
                 stream.codes.append(np.array(result.codes[i], np.int32))
                 if stream.is_stalled and stream.dry_at is not None:
                     stream.dry_at = max(stream.dry_at, now)  # it was late for want of text

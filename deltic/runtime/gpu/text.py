@@ -91,8 +91,10 @@ class GpuTextRunner(GpuRunner):
         row, place, position = self._undrawn.draws[:, :n]
 
         def body() -> None:
-            draws = {"draw_row": row, "draw_place": place, "draw_position": position}
-            sample(self._undrawn.logits, self.plan.n_real, **draws, **self._draw_arguments("decode"))
+            sample(
+                self._undrawn.logits, self.plan.n_real, draw_row=row, draw_place=place, draw_position=position,
+                **self._draw_arguments("decode"),
+            )  # fmt: skip
 
         return body
 
