@@ -65,9 +65,7 @@ def contents(device: str) -> Iterator[tuple[str, bytes]]:
         sizes["memory_gb"] = 2.0 if device == "cpu" else 8.0
     for kind, path in kinds.items():
         for quantize in formats:
-            config = EngineConfig(
-                model=str(path), quantize=quantize, threads=2 if device == "cpu" else None, **sizes
-            )
+            config = EngineConfig(model=str(path), quantize=quantize, threads=2 if device == "cpu" else None, **sizes)
             name = f"{kind} {quantize or '16 bits'}"
             runner = build_text(device, config)
             yield f"{name}: weights", b"".join(sorted(digests(runner.model)))
@@ -132,17 +130,11 @@ def answers(runner: Any, small: bool) -> dict[str, bytes]:
             scores = [as_plain(entry) for entry in output.logprobs or ()]
             told[output.id].append((output.index, output.token_ids, output.finish_reason, scores, prompt))
     engine.check()
-    return {
-        name: repr(sorted(outputs, key=lambda output: output[0])).encode() for name, outputs in told.items()
-    }
+    return {name: repr(sorted(outputs, key=lambda output: output[0])).encode() for name, outputs in told.items()}
 
 
 def as_plain(entry: Any) -> Any:
-    return entry and (
-        entry.token_id,
-        entry.logprob.hex(),
-        [(token, value.hex()) for token, value in entry.top],
-    )
+    return entry and (entry.token_id, entry.logprob.hex(), [(token, value.hex()) for token, value in entry.top])
 
 
 def speech() -> Iterator[tuple[str, bytes]]:

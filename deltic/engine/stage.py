@@ -146,9 +146,7 @@ def to_pcm(samples: Samples) -> bytes:
 class SpeechStage:
     """The open streams of one engine."""
 
-    def __init__(
-        self, vocoder: StreamVocoder, n_slots: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, vocoder: StreamVocoder, n_slots: int, clock: Callable[[], float] = time.monotonic) -> None:
         """n_slots: streams that the vocoder may have at once; others wait for a slot."""
         self.n_slots = n_slots
         self.step_s = self.frame_s = 0.0

@@ -182,9 +182,7 @@ class Declaration:
     def mlp(self, p: str, width: int, h: int, down: Role) -> Mlp:
         """SwiGLU under the prefix p; down: the role of that matrix."""
         return Mlp(
-            gate_up=self.matrix(
-                h, Stored(f"{p}gate_proj.weight", (width,)), Stored(f"{p}up_proj.weight", (width,))
-            ),
+            gate_up=self.matrix(h, Stored(f"{p}gate_proj.weight", (width,)), Stored(f"{p}up_proj.weight", (width,))),
             down=self.matrix(width, Stored(f"{p}down_proj.weight", (h,)), role=down),
         )
 

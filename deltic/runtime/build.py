@@ -45,17 +45,13 @@ def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
     if is_here and not torch.cuda.is_available():
         raise ConfigError("torch sees no GPU here; install a build of torch with CUDA, or leave --device out")
     if find_spec("triton") is None:
-        raise ConfigError(
-            "a GPU needs Triton, which torch with CUDA brings; install it, or give --device cpu"
-        )
+        raise ConfigError("a GPU needs Triton, which torch with CUDA brings; install it, or give --device cpu")
     from deltic.runtime.gpu.device import Gpu  # imports Triton
 
     return Gpu(config.lever)
 
 
-def plan_model(
-    config: EngineConfig, device: Cpu | Gpu, free_bytes: int
-) -> tuple[EngineConfig, Path, Plan[Any]]:
+def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tuple[EngineConfig, Path, Plan[Any]]:
     """The configuration with the format that the weights will have, the checkpoint's directory, and the plan in free_bytes of the
     device's memory. Raises ValueError subclasses: a bad checkpoint, a plan that does not fit."""
     if speaks(config):
@@ -129,9 +125,7 @@ def _open_tiers(
 ) -> list[str]:
     """Starts the tiers of a language model's prefix cache; gives their notices."""
     if config.prefix_cache and config.cache_dir is not None:
-        model = fingerprint(
-            config, directory, kernels, lambda done, total: progress("cache", done / max(1, total))
-        )
+        model = fingerprint(config, directory, kernels, lambda done, total: progress("cache", done / max(1, total)))
         runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), model)
     elif runner.plan.n_host_units:
         runner.open_tiers(None, 0, "")

@@ -195,12 +195,7 @@ class Kind(Generic[S]):
 
 
 def make_plan(
-    config: EngineConfig,
-    shape: S,
-    kind: Kind[S],
-    n_real: int,
-    free_bytes: int,
-    host_free_bytes: int | None = None,
+    config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int, host_free_bytes: int | None = None
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
@@ -244,13 +239,9 @@ def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_byte
         )
     step_tokens = config.max_step_tokens or kind.step_tokens(length)
     if step_tokens % kind.step_multiple:
-        raise ConfigError(
-            f"--max-step-tokens {step_tokens}: on a GPU it must be a multiple of {kind.step_multiple}"
-        )
+        raise ConfigError(f"--max-step-tokens {step_tokens}: on a GPU it must be a multiple of {kind.step_multiple}")
     if (config.max_num_seqs or 1) > kind.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows"
-        )
+        raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows")
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
     plan = Plan(
         shape=shape,

@@ -137,17 +137,13 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
         return VoiceEncoded(key, 0 if item is None else item.n_frames, error)
 
 
-def open_voices(
-    config: EngineConfig, checkpoint: Path, width: int, parts: VoiceParts, kernels: Path | str
-) -> Voices:
+def open_voices(config: EngineConfig, checkpoint: Path, width: int, parts: VoiceParts, kernels: Path | str) -> Voices:
     """Of a Base model. width: of the talker. kernels: as `fingerprint` takes them. Raises CheckpointError and UnsupportedModelError
     when the encoders cannot be used, ConfigError when the directory cannot."""
     is_dummy = config.dummy is not None
     encoder = VoiceEncoder.dummy(width, config.seed) if is_dummy else VoiceEncoder.open(checkpoint)
     if encoder.shape.width != width:
-        raise UnsupportedModelError(
-            "speaker_encoder_config.enc_dim", encoder.shape.width, f"{width}, as hidden_size"
-        )
+        raise UnsupportedModelError("speaker_encoder_config.enc_dim", encoder.shape.width, f"{width}, as hidden_size")
     directory = config.voices_dir or (config.cache_dir / "voices" if config.cache_dir else None)
     try:
         if directory is not None:

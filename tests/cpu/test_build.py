@@ -54,9 +54,7 @@ def device_of(name: str) -> Any:
 
 
 def built(name: str, model: Path, **settings: Any) -> Any:
-    config = EngineConfig(
-        model=str(model), max_num_seqs=2, max_model_len=256, max_step_tokens=128, **settings
-    )
+    config = EngineConfig(model=str(model), max_num_seqs=2, max_model_len=256, max_step_tokens=128, **settings)
     return build_runner(config, lambda stage, done: None, device_of(name))
 
 
@@ -104,9 +102,7 @@ def test_what_every_planner_does(device: str, name: str) -> None:
         config = replace(EngineConfig(), **settings)
         return make_plan(config, shape, kind, 1000, int(gb * 1e9), 64 * 10**9)
 
-    with pytest.raises(
-        ConfigError, match=r"--memory-gb 25: only 24.0 GB.* are free.*; give at most 2[34]\.\d"
-    ):
+    with pytest.raises(ConfigError, match=r"--memory-gb 25: only 24.0 GB.* are free.*; give at most 2[34]\.\d"):
         plan(memory_gb=25)
     longest = shape.max_position_embeddings
     with pytest.raises(ConfigError, match=f"made for {longest} positions; give at most {longest}"):

@@ -97,9 +97,7 @@ def test_greedy_against_oracle(name: str) -> None:
         assert torch.equal(expected.argmax(-1)[clear], torch.tensor(drawn)[clear])
         n_clear += int(clear.sum())
         of_drawn = expected.log_softmax(-1).gather(1, torch.tensor(drawn)[:, None])[:, 0]
-        torch.testing.assert_close(
-            torch.tensor(logprobs)[close], of_drawn[close], atol=2 * LOGIT_TOLERANCE, rtol=0
-        )
+        torch.testing.assert_close(torch.tensor(logprobs)[close], of_drawn[close], atol=2 * LOGIT_TOLERANCE, rtol=0)
     assert n_clear > 0.4 * 64 * 3
     assert torch.cat(errors).median() < LOGIT_TOLERANCE / 2
     assert (torch.cat(errors) > LOGIT_TOLERANCE).float().mean() <= EXCHANGED[options["kind"]]
@@ -132,9 +130,7 @@ def test_every_expert_against_oracle(tmp_path: Path) -> None:
     runner = build(model=str(settled(tmp_path / "moe")))
     engine, weights = Engine(runner), plain(runner.model.weights)
     ids, n = prompt(97), 64
-    params = SamplingParams(
-        max_tokens=n, temperature=2.0, seed=1, ignore_eos=True, logprobs=0, prompt_logprobs=0
-    )
+    params = SamplingParams(max_tokens=n, temperature=2.0, seed=1, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     engine.add(Request(id="a", prompt_ids=ids, params=params))
     outputs = finish(engine)["a", 0]
     entries = [*list(outputs[0].prompt_logprobs or ())[1:], *(e for o in outputs for e in o.logprobs or [])]
@@ -167,14 +163,7 @@ def test_any_cut_of_the_prompt(runner: Runner) -> None:
         request = Request(id="x", prompt_ids=ids, params=SamplingParams(temperature=0.0))
 
         sequence = Sequence(
-            request,
-            0,
-            0,
-            array("i", ids),
-            len(ids),
-            pages=[4 * slot + i for i in range(4)],
-            place=slot,
-            slot=slot,
+            request, 0, 0, array("i", ids), len(ids), pages=[4 * slot + i for i in range(4)], place=slot, slot=slot
         )
         for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             draws = [Draw(0, sequence)] if end == len(ids) else []
@@ -194,16 +183,12 @@ class Driven:
         request = Request(id="x", prompt_ids=ids, params=SamplingParams(temperature=0.0))
         pages = list(range(first_page, first_page + 4))
         self.runner = runner
-        self.sequence = Sequence(
-            request, 0, 0, array("i", ids), len(ids), pages=pages, place=place, slot=slot
-        )
+        self.sequence = Sequence(request, 0, 0, array("i", ids), len(ids), pages=pages, place=place, slot=slot)
 
     def chunk(self, end: int, snapshots: list[tuple[int, int]] | None = None) -> tuple[Chunk, bool]:
         """Up to token `end`; whether it is the last."""
         start = self.sequence.n_computed
-        return Chunk(self.sequence, start, end - start, snapshots=snapshots or []), end == len(
-            self.sequence.tokens
-        )
+        return Chunk(self.sequence, start, end - start, snapshots=snapshots or []), end == len(self.sequence.tokens)
 
 
 def run_chunks(runner: Runner, chunks: list[tuple[Chunk, bool]]) -> torch.Tensor:
@@ -261,11 +246,7 @@ def test_tiers_hold_all_of_a_page_and_a_slot(runner: Runner) -> None:
     expected = run_chunks(runner, [Driven(runner, ids, 0, 0, 0).chunk(150)])
     driven = Driven(runner, ids, 0, 0, 0)
     run_chunks(runner, [driven.chunk(128)])
-    moves = [
-        Move("page", 0, (1,)),
-        Move("page", 1, (0,)),
-        Move("state", 0, tuple(range(2, 2 + tiers.units_per_state))),
-    ]
+    moves = [Move("page", 0, (1,)), Move("page", 1, (0,)), Move("state", 0, tuple(range(2, 2 + tiers.units_per_state)))]
     for move in moves:
         tiers.copy_out(move)
     for memory in (runner.memory.pages, runner.memory.states, runner.memory.columns):
@@ -342,9 +323,7 @@ def test_biases_bans_and_penalties(runner: Runner) -> None:
     greedy = {"max_tokens": 8, "temperature": 0.0}
     engine.add(
         Request(
-            id="bias",
-            prompt_ids=prompt(9),
-            params=SamplingParams(logit_bias={17: 100.0}, ignore_eos=True, **greedy),
+            id="bias", prompt_ids=prompt(9), params=SamplingParams(logit_bias={17: 100.0}, ignore_eos=True, **greedy)
         )
     )
     engine.add(
@@ -372,9 +351,7 @@ def test_biases_bans_and_penalties(runner: Runner) -> None:
 def test_a_damaged_model_fails_its_sequences_only(runner: Runner) -> None:
     """Logits that are not finite twice end the sequence with an error; pages and slots come back, others go on."""
     embed = runner.model.weights.embed
-    weight = embed.data.view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[
-        0, :, 7
-    ]  # row 7 of the first strip
+    weight = embed.data.view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[0, :, 7]  # row 7 of the first strip
     kept = weight.clone()
     engine = Engine(runner)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1, n=2)
@@ -440,9 +417,7 @@ def test_plan_holds_what_it_says() -> None:
 
 def test_a_model_that_no_machine_holds_is_refused_for_its_weights() -> None:
     """Not for the workspace, for which there are not even addresses."""
-    with pytest.raises(
-        ConfigError, match=r"the model does not fit: weights alone take .* take a smaller model"
-    ):
+    with pytest.raises(ConfigError, match=r"the model does not fit: weights alone take .* take a smaller model"):
         plan(replace(SHAPE, hidden_size=1 << 30))
 
 
@@ -483,16 +458,8 @@ def test_the_cache_takes_only_what_is_left(free: float, settings: dict) -> None:
         ({"n_pages": 10**7}, 8 * GB, r"--n-pages .* give at most \d+"),
         ({"n_pages": 10, "max_model_len": 4096}, 8 * GB, "give at least 64"),
         ({"max_num_seqs": 500, "max_model_len": 32768}, 3 * GB, r"--max-num-seqs .* give at most \d+"),
-        (
-            {"max_num_seqs": 500, "max_model_len": 262_144},
-            3 * GB,
-            r"500 and --max-model-len 262144 do not fit",
-        ),
-        (
-            {"n_checkpoints": 10**5, "cache_host_gb": 50.0},
-            8 * GB,
-            r"and --cache-host-gb 50.0 do not fit .* together",
-        ),
+        ({"max_num_seqs": 500, "max_model_len": 262_144}, 3 * GB, r"500 and --max-model-len 262144 do not fit"),
+        ({"n_checkpoints": 10**5, "cache_host_gb": 50.0}, 8 * GB, r"and --cache-host-gb 50.0 do not fit .* together"),
         ({"max_step_tokens": 200_000}, 8 * GB, r"--max-step-tokens .* give at most \d+"),
         ({"max_step_tokens": 10**12}, 8 * GB, r"--max-step-tokens .* give at most \d+"),
         ({"n_checkpoints": 10**5}, 8 * GB, r"--n-checkpoints .* give at most \d+"),
@@ -543,13 +510,9 @@ def test_fitting_the_cost_of_a_step_leaves_nothing_behind(monkeypatch: pytest.Mo
             assert cost is not None and [x for x, _ in cost.curve] == [0, 64, 128]  # of 256 less a decode
             assert cost.room(Load(1), 0, 255) == 255
         for n in (1, 70, 150):
-            params = SamplingParams(
-                max_tokens=40, seed=n, ignore_eos=True, repetition_penalty=1.2, logprobs=2
-            )
+            params = SamplingParams(max_tokens=40, seed=n, ignore_eos=True, repetition_penalty=1.2, logprobs=2)
             engine.add(Request(id=str(n), prompt_ids=prompt(n), params=params))
-        answers.append(
-            {key: [(o.token_ids, o.logprobs) for o in outputs] for key, outputs in finish(engine).items()}
-        )
+        answers.append({key: [(o.token_ids, o.logprobs) for o in outputs] for key, outputs in finish(engine).items()})
     assert answers[0] == answers[1]
 
 

@@ -44,17 +44,13 @@ def test_plan_for_a_gpu_elsewhere(without_gpu: None) -> None:
         ({"memory_gb": 20.0, "lever": ("pdl=maybe",)}, "must be one of pdl=on, pdl=off"),
     ],
 )
-def test_a_gpu_plan_is_refused_with_what_would_do(
-    settings: dict[str, object], message: str, without_gpu: None
-) -> None:
+def test_a_gpu_plan_is_refused_with_what_would_do(settings: dict[str, object], message: str, without_gpu: None) -> None:
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=message):
         fit.report(EngineConfig(dummy="qwen3.5-0.8b", device="cuda", **settings))
 
 
-def test_a_gpu_plan_needs_triton_and_rows(
-    monkeypatch: pytest.MonkeyPatch, without_gpu: None, tmp_path: Path
-) -> None:
+def test_a_gpu_plan_needs_triton_and_rows(monkeypatch: pytest.MonkeyPatch, without_gpu: None, tmp_path: Path) -> None:
     config = EngineConfig(dummy="qwen3.5-0.8b", device="cuda", memory_gb=20.0)
     with monkeypatch.context() as context:
         context.setattr(build, "find_spec", lambda name: None)
@@ -75,9 +71,7 @@ def test_without_a_gpu_it_is_the_cpu(without_gpu: None) -> None:
         build_runner(EngineConfig(lever=("pdl=off",)), lambda stage, done: None)
 
 
-def test_with_a_gpu_it_is_the_gpu_but_for_what_only_a_cpu_has(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_with_a_gpu_it_is_the_gpu_but_for_what_only_a_cpu_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     (tmp_path / PACKED).touch()

@@ -145,12 +145,7 @@ class Cpu:
         return {"quantize": config.quantize, "n_threads": plan.n_threads}
 
     def weights(
-        self,
-        config: EngineConfig,
-        directory: Path,
-        plan: Plan[Any],
-        load: Callable[[], Any],
-        progress: Progress,
+        self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[[], Any], progress: Progress
     ) -> Any:
         """Weights and notices: from a packed model, from the cache, or as `load` gives them (and then into the cache)."""
         shape, n_threads = plan.shape, plan.n_threads

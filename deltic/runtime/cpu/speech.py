@@ -65,9 +65,7 @@ class SpeechRunner(Speaker):
         self.workspace.sampler.record(self.program, activations.logits)
         self._warm_up()
         made_by = f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"
-        self.info = engine_info(
-            plan, "cpu", canonical_decode=False, operators=chosen() | {"vocoder": made_by}
-        )
+        self.info = engine_info(plan, "cpu", canonical_decode=False, operators=chosen() | {"vocoder": made_by})
 
     @property
     def has_half_vocoder(self) -> bool:
@@ -77,8 +75,7 @@ class SpeechRunner(Speaker):
     def _open_tiers(self, host: Bytes) -> Tiers:
         """Host memory, for preempted sequences alone."""
         pages, past = (
-            tensor.view(torch.uint8).view(len(tensor), -1).numpy()
-            for tensor in (self.memory.pages, self.memory.past)
+            tensor.view(torch.uint8).view(len(tensor), -1).numpy() for tensor in (self.memory.pages, self.memory.past)
         )
         tiers = Tiers(
             lambda page: [pages[page]], lambda slot: [past[slot]], host, self.plan.shape.state_bytes, None, 0, ""
@@ -128,4 +125,3 @@ class SpeechRunner(Speaker):
     def frame_embeddings(self, codes: Tensor) -> Tensor:
         """float32 [R, h]: what the prompt's rows of reference frames are, of their codes [R, 16]."""
         return self.model.frame_embeddings(codes)
-

@@ -116,9 +116,7 @@ def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -
     n, shape, n_blocks = plan.max_num_seqs, plan.shape, plan.max_step_tokens // PAGE_SIZE
     i32, f32 = torch.int32, torch.float32
     more = {"code_seed": 2, "code_temperature": 1, "code_top_p": 1, "code_top_k": 1, "n_trailing": 1}
-    table, offsets, views = place_table(
-        n, plan.max_model_len, allocate, {**more, "trailing": plan.max_model_len}
-    )
+    table, offsets, views = place_table(n, plan.max_model_len, allocate, {**more, "trailing": plan.max_model_len})
     frames = FrameParameters(
         temperature=views["code_temperature"].view(f32), top_p=views["code_top_p"].view(f32), top_k=views["code_top_k"],
         seed=views["code_seed"].view(torch.int64), n_prompt=views["n_prompt"], n_trailing=views["n_trailing"],

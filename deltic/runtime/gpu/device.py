@@ -179,12 +179,7 @@ class Gpu:
         return {"layout": "rows", "device": "cpu" if INTERPRETED else "cuda"}
 
     def weights(
-        self,
-        config: EngineConfig,
-        directory: Path,
-        plan: Plan[Any],
-        load: Callable[[], Any],
-        progress: Progress,
+        self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[[], Any], progress: Progress
     ) -> Any:
         """Weights and notices, as `load` gives them."""
         return load()

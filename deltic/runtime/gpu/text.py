@@ -219,9 +219,7 @@ class GpuTextRunner(GpuRunner):
             prompt_logprobs(
                 logits, self.plan.n_real, device(list(range(n))), device(part), device([k] * n), device([n]), logprob, top_ids, top
             )  # fmt: skip
-            for token, value, ids, values in zip(
-                part, logprob.tolist(), top_ids.tolist(), top.tolist(), strict=True
-            ):
+            for token, value, ids, values in zip(part, logprob.tolist(), top_ids.tolist(), top.tolist(), strict=True):
                 entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
         return entries
 

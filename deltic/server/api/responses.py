@@ -63,9 +63,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
     info = service.admit()
     asked, prepared = await _read(service, request, lambda chat: prepare_chat(service, chat, info))
     if request.scope[TICKET].is_batch and asked.request.store is None:
-        asked.request.store = (
-            False  # a batch's answers are in its file, and would drive out those that people continue
-        )
+        asked.request.store = False  # a batch's answers are in its file, and would drive out those that people continue
     response_id = request.scope["deltic.answer_id"] = f"resp_{secrets.token_hex(24)}"
     generation = chat_generation(service, prepared, response_id, request.scope[TICKET])
     said = ResponseAnswer(response_id, asked.request, service)
@@ -98,9 +96,7 @@ async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def _read(
-    service: Service, request: Request, work: Callable[[protocol.ChatRequest], T]
-) -> tuple[Asked, T]:
+async def _read(service: Service, request: Request, work: Callable[[protocol.ChatRequest], T]) -> tuple[Asked, T]:
     """The request in a body, and `work` on the chat that it makes. Raises ApiError."""
     body = await read_body(request, service.config.max_body_mb)
     ticket: Ticket = request.scope[TICKET]
@@ -129,9 +125,7 @@ async def _read(
         history = found.history
 
     def prepare() -> tuple[Asked, T]:
-        old = [
-            (f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items
-        ]
+        old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
         try:
             done = _fitted(asked, [(place, _item(item, place)) for place, item in (*old, *new)], work)
         except ApiError as error:
@@ -151,9 +145,7 @@ async def _read(
 
 
 def _fitted(
-    asked: wire.ResponsesRequest,
-    items: list[tuple[str, wire.Item]],
-    work: Callable[[protocol.ChatRequest], T],
+    asked: wire.ResponsesRequest, items: list[tuple[str, wire.Item]], work: Callable[[protocol.ChatRequest], T]
 ) -> T:
     """`work` on the chat of these items; with truncation "auto", on that of as many of the latest turns as the context holds.
 
@@ -350,11 +342,7 @@ class ResponseAnswer(Items):
         self.n_bytes = 0
         """Of log-probabilities and text, more or less."""
         self.is_stored = asked.store is not False and bool(service.server.responses.most)
-        self._plain = _echo(asked, service) | {
-            "id": response_id,
-            "model": service.model_name,
-            "store": self.is_stored,
-        }
+        self._plain = _echo(asked, service) | {"id": response_id, "model": service.model_name, "store": self.is_stored}
         spaces = [tool for tool in asked.tools or () if tool.get("type") == "namespace"]
         self._namespaces = {
             wire.flat_name(tool.name, space.name): (space.name, tool.name)
@@ -502,9 +490,7 @@ def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> 
         "usage": None,
         "output": [],
     }
-    written = [
-        events.event(f"response.{name}", response=response | begun) for name in ("created", "in_progress")
-    ]
+    written = [events.event(f"response.{name}", response=response | begun) for name in ("created", "in_progress")]
     for i, item in enumerate(response["output"]):
         empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
         written.append(events.begun(i, item | empty | {"status": "in_progress"}))
@@ -574,9 +560,7 @@ class ResponseStream(PieceStream):
 
     __slots__ = ("_ended", "_said")
 
-    def __init__(
-        self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]
-    ) -> None:
+    def __init__(self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]) -> None:
         super().__init__(generation, said.add, said.begin)
         self._said = said
         self._ended = end

@@ -311,9 +311,7 @@ class BatchRunner:
             except BadLine as error:
                 errors.append(_bad(line, error.code, f"line {line}: {error}", error.param))
             except ApiError as error:
-                errors.append(
-                    _bad(line, error.code or "invalid_model", f"line {line}: {error}", "body.model")
-                )
+                errors.append(_bad(line, error.code or "invalid_model", f"line {line}: {error}", "body.model"))
             if len(errors) >= MAX_ERRORS:
                 break
         if not n_lines:
@@ -514,10 +512,7 @@ class BatchRunner:
             "raw_path": job.path.encode(),
             "root_path": "",
             "query_string": b"",
-            "headers": [
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(job.body)),
-            ],
+            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(job.body))],
             "client": None,
             "server": None,
             BATCH: account,

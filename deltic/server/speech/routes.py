@@ -520,9 +520,7 @@ async def list_voices(service: Service, request: Request) -> ASGIApp:
     """GET /v1/audio/voices: the speakers of the checkpoint, and voices that were uploaded."""
     speech = service.speaking()
     stored = speech.voices.all()
-    return json_response(
-        {"voices": speech.voice_names(), "uploaded_voices": [voice.card() for voice in stored]}
-    )
+    return json_response({"voices": speech.voice_names(), "uploaded_voices": [voice.card() for voice in stored]})
 
 
 async def add_voice(service: Service, request: Request) -> ASGIApp:
@@ -544,9 +542,7 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
             raise bad_request("speaker_embedding", "expected a JSON list of numbers") from None
         speech_protocol.check_embedding(vector, speech.prompts.shape)
     ticket: Ticket = request.scope[TICKET]
-    adding = speech.voices.add(
-        asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector, ticket.owner
-    )
+    adding = speech.voices.add(asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector, ticket.owner)
     voice = await unless_disconnected(request.receive, _in_time(ticket, adding))
     return json_response({"success": True, "voice": voice.card()})
 
