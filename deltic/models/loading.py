@@ -286,8 +286,7 @@ def fill_dummy(
             fill_vector(name, values, generator)
             part.copy_(values)
         else:
-            is_table = isinstance(part, Tensor) or name == "embed"
-            scale = 0.1 if is_table else part.k**-0.5
+            scale = part.k**-0.5 if isinstance(part, Matrix) and name != "embed" else 0.1
             if scale not in scaled:
                 scaled[scale] = (block * scale).to(memory.device, torch.bfloat16)
             offset = (offset + 7919 * 131) % _DUMMY_BLOCK
