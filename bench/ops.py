@@ -308,7 +308,7 @@ class Workload:
         target = torch.zeros(self.n_seqs, dtype=torch.int32)
         yield self.case(
             "sample", f"{v}, top-k 20, top-p 0.95", 1,
-            lambda p: sample(p, logits, v, s.slots, s.draws, s.scratch, target),
+            lambda p: sample(p, logits, v, s.places, s.draws, s.scratch, target),
             lambda m: 4.0 * m * v, decodes_only=True,
         )  # fmt: skip
         row, n_top = (torch.arange(self.n_seqs, dtype=torch.int32), torch.full((self.n_seqs,), 5, dtype=torch.int32))

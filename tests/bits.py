@@ -73,6 +73,8 @@ def contents(device: str) -> Iterator[tuple[str, bytes]]:
                 yield f"{name}: {request}", told
     if device == "cpu":
         yield from speech()
+    if device == "cuda":
+        yield from speech_on_gpu()
 
 
 def mend_interpreter() -> None:
@@ -148,6 +150,24 @@ def speech() -> Iterator[tuple[str, bytes]]:
             speaking.run(*(request_of(speaking, case, str(i)) for i, case in enumerate(cases)))
             name = f"{variant} {quantize or '16 bits'}"
             yield f"{name}: weights", b"".join(sorted(digests(speaking.runner.model)))
+            yield f"{name}: frames", repr(sorted(speaking.codes.items())).encode()
+            yield f"{name}: audio", b"".join(audio for _, audio in sorted(speaking.audio.items()))
+
+
+def speech_on_gpu() -> Iterator[tuple[str, bytes]]:
+    """Frames and audio of the golden cases, on a GPU."""
+    from tests.cpu.test_speech_engine import CASES, request_of
+    from tests.gpu.test_gpu_speech import SpeakingGpu
+
+    for variant in ("custom_voice", "voice_design", "base"):
+        for wide in (False, True):
+            cases = [case for case in CASES if case["variant"] == variant and case["wide"] == wide][:4]
+            if not cases:
+                continue
+            speaking = SpeakingGpu(variant, wide)
+            speaking.runner.vocoder = speaking.engine.stage._vocoder = speaking.vocoder
+            speaking.run(*(request_of(speaking, case, str(i), max_tokens=25) for i, case in enumerate(cases)))
+            name = f"{variant}{' wide' * wide} on a GPU"
             yield f"{name}: frames", repr(sorted(speaking.codes.items())).encode()
             yield f"{name}: audio", b"".join(audio for _, audio in sorted(speaking.audio.items()))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.messages import EncodeVoice, VoiceEncoded
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.vocoder.encoder import AudioError, VoiceEncoder
 from deltic.private import make_private
 from deltic.runtime.encoded import Encoded
@@ -76,7 +76,7 @@ class VoiceParts(Protocol):
 class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
     """The encoded voices of one speech model. All public methods are for the engine's thread."""
 
-    noun, source, refusals = "voice", "recording", (AudioError,)
+    noun, source, refusals = "voice", "recording", (AudioError, CheckpointError)
 
     def __init__(
         self, encoder: VoiceEncoder, parts: VoiceParts, directory: Path | None, model: Callable[[], str]

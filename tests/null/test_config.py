@@ -120,7 +120,7 @@ def test_a_switch_is_a_flag_without_a_value() -> None:
 
 
 def test_pinned_threads_get_the_first_cpus_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.machine.CPUS", (2, 4, 9))
+    monkeypatch.setattr("deltic.config.CPUS", (2, 4, 9))
     assert pinned_cpus(2) == (2, 4)
     assert resolve(EngineConfig, {"pin_threads": True, "threads": 3}, {}).pin_threads
     with pytest.raises(
@@ -229,7 +229,7 @@ def test_a_limit_of_addresses_bounds_memory_too() -> None:
     """What Python has mapped already does not count as free."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); "
-        "from deltic.config import free_memory; print(*free_memory(), sep='|')"
+        "from deltic.machine import free_memory; print(*free_memory(), sep='|')"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     free, limit = said.strip().split("|")

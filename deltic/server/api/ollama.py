@@ -143,8 +143,8 @@ class LinesAnswer:
     def body(self, message: answer.Message, usage: Usage) -> bytes:
         """The whole answer."""
         calls = [_plain_call(call, call.arguments) for call in message.calls]
-        scores = message.logprobs.get("content", [])
-        logprobs = msgspec.Raw(b"".join(json_pieces(scores))) if scores else []
+        scores = message.logprobs.get("content")
+        logprobs = msgspec.Raw(b"".join(json_pieces(scores))) if scores else None
         told = self._told("".join(message.content), "".join(message.reasoning), calls, logprobs)
         return self._line(told | self._counts(usage, message.finish_reason))
 

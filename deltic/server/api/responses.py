@@ -399,8 +399,9 @@ class ResponseAnswer(Items):
 
     def fail(self, error: ApiError) -> bytes:
         """The events of an error after the first piece."""
-        said = {"code": error.code or error.kind, "message": error.message, "param": error.param}
-        written = self.end_item(is_cut=True) + self._events.event("error", **said)
+        written = self.end_item(is_cut=True)
+        kind = error.code or error.kind
+        written += self._events.event("error", code=kind, message=error.message, param=error.param)
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self._plain |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return written + self._whole("response.failed")
@@ -440,14 +441,13 @@ class ResponseAnswer(Items):
             namespace, name = self._namespaces.get(item.call.name or "", (None, item.call.name))
             plain |= {"call_id": item.call.id, "name": name, "arguments": text}
             return plain | {"namespace": namespace} if namespace else plain
-        plain |= {"role": "assistant"} if kind == "message" else {"summary": []}
-        if status == "in_progress":
-            return plain | {"content": []}
-        part = _PARTS[kind] | {"text": text}
+        part, begins = _PARTS[kind] | {"text": text}, status == "in_progress"
+        content = [] if begins else [part]
         if kind == "message":
-            return plain | {"content": [part | {"logprobs": self._logprobs}]}
-        sealed = {"encrypted_content": wire.encrypted(text)} if self._encrypts else {}
-        return plain | {"content": [part]} | sealed
+            part["logprobs"] = self._logprobs
+            return plain | {"role": "assistant", "content": content}
+        sealed = {"encrypted_content": wire.encrypted(text)} if self._encrypts and not begins else {}
+        return plain | {"summary": [], "content": content} | sealed
 
     def _take_scores(self) -> list[msgspec.Raw]:
         """Log-probabilities of what was added to the message, encoded once: they are in its part, too, which comes four times."""
