@@ -95,11 +95,7 @@ class Clerk:
         turn = conversation.next_turn()
         if turn is None:
             return None
-        body = {
-            "messages": conversation.messages,
-            "tools": self._tools,
-            "enable_thinking": conversation.thinking,
-        }
+        body = {"messages": conversation.messages, "tools": self._tools, "enable_thinking": conversation.thinking}
         chat = protocol.parse(msgspec.json.encode(body), protocol.ChatRequest)
         prompt, schemas = render(self._template, chat)
         if len(prompt.ids) + turn.n_answer > self._max_tokens:
@@ -159,11 +155,7 @@ class Replay:
         try:
             while n_started < n_sessions or self._live:
                 here = time.perf_counter() - self._begin
-                while (
-                    n_started < n_sessions
-                    and len(self._live) < self._n_parallel
-                    and arrivals[n_started] <= here
-                ):
+                while n_started < n_sessions and len(self._live) < self._n_parallel and arrivals[n_started] <= here:
                     session = Session(Conversation(self._trace, n_started, system))
                     session.preparing = clerk.ask(session.conversation)
                     self._live[f"session {n_started}"] = session
@@ -201,12 +193,8 @@ class Replay:
             "n_others": sum(other.request is not None for other in self._live.values()) - 1,
         }  # fmt: skip
         self._events.append(("asked", session.row, ids))
-        params = SamplingParams(
-            max_tokens=turn.n_answer, temperature=1.0, seed=turn.seed, ignore_eos=self._ignore_eos
-        )
-        self._engine.add(
-            Request(id=name, prompt_ids=ids, params=params, boundaries=prepared.prompt.boundaries)
-        )
+        params = SamplingParams(max_tokens=turn.n_answer, temperature=1.0, seed=turn.seed, ignore_eos=self._ignore_eos)
+        self._engine.add(Request(id=name, prompt_ids=ids, params=params, boundaries=prepared.prompt.boundaries))
 
     def _take(self, output: Output, clerk: Clerk) -> None:
         session = self._live[output.id]
@@ -302,9 +290,7 @@ class Bench:
         self.shape = locate(config)[1]
         self.max_tokens = min(arguments.max_tokens, self.shape.max_position_embeddings)
         tokenizer = Tokenizer.load(text_directory(config))
-        self.trace = Trace(
-            lambda text: len(tokenizer.encode(text)), arguments.seed, arguments.turns, self.max_tokens
-        )
+        self.trace = Trace(lambda text: len(tokenizer.encode(text)), arguments.seed, arguments.turns, self.max_tokens)
         self.own = arguments.answers == "own"
         self.ignore_eos = arguments.dummy is not None or not self.own
 
@@ -369,9 +355,7 @@ class Bench:
                 break
             n_bytes = share * held["bytes"]  # divided as the engine's plan divides what it is given
             n_checkpoints = round(n_bytes / CACHE_SHARE / self.shape.state_bytes)
-            n_pages = int(
-                (n_bytes - n_checkpoints * self.shape.state_bytes) / self.shape.page_bytes(PAGE_SIZE)
-            )
+            n_pages = int((n_bytes - n_checkpoints * self.shape.state_bytes) / self.shape.page_bytes(PAGE_SIZE))
             n_pages = max(n_pages, pages_for(self.max_tokens))
             found.append(self.replay(f"share {share:g}", n_pages=n_pages, n_checkpoints=n_checkpoints))
         if self.arguments.off:
@@ -530,9 +514,7 @@ def numbers(kind: type) -> Callable[[str], list[Any]]:
 
 def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line. --quick is a set of defaults: whatever else is given still counts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", help="checkpoint directory or hub name (default: the built-in model)")
     add("--dummy", metavar="SHAPE", help="random weights at a published shape, e.g. qwen3.5-0.8b")
@@ -548,14 +530,10 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     add("--answers", choices=("recorded", "own"), default="recorded", help="whose go into the history")
     add("--n-pages", type=int, help='of the run "all" (default: enough)')
     add("--n-checkpoints", type=int, help='of the run "all" (default: enough, if so much memory is free)')
-    add(
-        "--memory-share", type=numbers(float), default=[1.0, 0.25], help="runs with so much of what that held"
-    )
+    add("--memory-share", type=numbers(float), default=[1.0, 0.25], help="runs with so much of what that held")
     add("--host-gb", type=float, default=0.0, help="host memory below the pools, in every run")
     add("--off", action="store_true", default=False, help="replay without a prefix cache, too")
-    add(
-        "--cold-rounds", type=int, default=8, help="cold prompts of each length, best an even number; 0: none"
-    )
+    add("--cold-rounds", type=int, default=8, help="cold prompts of each length, best an even number; 0: none")
     add("--cold-lengths", type=numbers(int), default=[512, 2048])
     add("--quick", action="store_true", help="a small size: seconds on the built-in model")
     add("--out", metavar="DIR", help="for the JSON and the PNG (default: bench/runs/<date>-<machine>)")

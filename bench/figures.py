@@ -133,9 +133,7 @@ def run(steps: Sequence[Step], arguments: argparse.Namespace, out: Path, scratch
     log = out / f"figures-{arguments.plan}.log"
     for i, step in enumerate(steps):
         left = arguments.minutes - (time.monotonic() - begin) / 60
-        print(
-            f"[{i + 1}/{len(steps)}] {step.name}: about {step.minutes:g} minutes, {left:.0f} left", flush=True
-        )
+        print(f"[{i + 1}/{len(steps)}] {step.name}: about {step.minutes:g} minutes, {left:.0f} left", flush=True)
         if left < step.minutes * (0.5 if i == 0 else 1.0):
             print("  passed over: too little time is left", flush=True)
             missed.append(step.name)
@@ -163,18 +161,11 @@ def run(steps: Sequence[Step], arguments: argparse.Namespace, out: Path, scratch
 def main(given: Sequence[str] | None = None) -> int:
     """The command. Exit status 1 when a step failed or was passed over."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.figures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m bench.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("plan", choices=sorted(PLANS), help="which machine, and which part of its runs")
-    add(
-        "--minutes",
-        type=float,
-        default=60.0,
-        help="begin no step that would not be over by then (default: 60)",
-    )
+    add("--minutes", type=float, default=60.0, help="begin no step that would not be over by then (default: 60)")
     add("--only", default="", metavar="STEP,...", help="these steps and no others")
     add("--skip", default="", metavar="STEP,...", help="all steps but these")
     add("--out", help="directory of the results (default: bench/runs/<date>-<machine>)")

@@ -125,9 +125,7 @@ async def server_us(n: int, seconds: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
     arguments = parser.parse_args()
     runner = build_runner(EngineConfig(max_num_seqs=64, max_model_len=1024), lambda stage, done: None, Cpu())

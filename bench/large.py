@@ -100,18 +100,14 @@ while True:
 def memory_mb(address: str) -> float:
     connection = http.client.HTTPConnection(address)
     connection.request("GET", "/metrics")
-    found = re.search(
-        r"^process_resident_memory_bytes (\S+)", connection.getresponse().read().decode(), re.MULTILINE
-    )
+    found = re.search(r"^process_resident_memory_bytes (\S+)", connection.getresponse().read().decode(), re.MULTILINE)
     assert found
     return float(found.group(1)) / 1e6
 
 
 def main(arguments: list[str]) -> None:
     server = subprocess.Popen(
-        [sys.executable, "-m", "deltic", "serve", "--port", "0", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "deltic", "serve", "--port", "0", *arguments], stderr=subprocess.PIPE, text=True
     )
     assert server.stderr
     address, log = "", []
@@ -136,9 +132,7 @@ def measure(address: str) -> None:
     context = json.loads(connection.getresponse().read())["data"][0]["max_model_len"]
     pulse = Pulse(address)
     time.sleep(1)
-    print(
-        f"{'request':28} {'status':>6} {'sent MB':>8} {'got MB':>8} {'took s':>8} {'wait ms':>8} {'kept MB':>8}"
-    )
+    print(f"{'request':28} {'status':>6} {'sent MB':>8} {'got MB':>8} {'took s':>8} {'wait ms':>8} {'kept MB':>8}")
     print(f"{'(none)':28} {'':6} {'':8} {'':8} {1.0:8.2f} {pulse.longest_ms():8.1f}")
     for name, (path, make) in requests(context).items():
         body = json.dumps(make(), ensure_ascii=False).encode()
@@ -156,10 +150,7 @@ def measure(address: str) -> None:
         time.sleep(1.0)
         kept_mb = memory_mb(address) - before_mb
         sizes = f"{len(body) / 1e6:8.1f} {n_got / 1e6:8.1f}"
-        print(
-            f"{name:28} {response.status:6} {sizes} {took_s:8.2f} {longest_ms:8.1f} {kept_mb:8.0f}",
-            flush=True,
-        )
+        print(f"{name:28} {response.status:6} {sizes} {took_s:8.2f} {longest_ms:8.1f} {kept_mb:8.0f}", flush=True)
     pulse.process.terminate()
 
 

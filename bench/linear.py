@@ -23,9 +23,7 @@ COLD_BYTES = 2 << 30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default="bf16,int8,int4")
     parser.add_argument("--rows", default="1,2,4,8,16,32,512")
     parser.add_argument("--instructions", default=instruction_set(), choices=usable_instruction_sets())
@@ -37,12 +35,8 @@ def main() -> None:
     )
     for name in arguments.formats.split(","):
         for n, k in SHAPES:
-            one = Matrix.empty(n, k, FORMATS[name]).pack(
-                (torch.randn(n, k) * k**-0.5).bfloat16(), arguments.threads
-            )
-            copies = [
-                Matrix(n, k, one.format, data) for data in one.data.repeat(COLD_BYTES // one.n_bytes, 1)
-            ]
+            one = Matrix.empty(n, k, FORMATS[name]).pack((torch.randn(n, k) * k**-0.5).bfloat16(), arguments.threads)
+            copies = [Matrix(n, k, one.format, data) for data in one.data.repeat(COLD_BYTES // one.n_bytes, 1)]
             for rows in map(int, arguments.rows.split(",")):
                 used = copies if rows < 64 else copies[:6]
                 x, out = torch.randn(rows, k).bfloat16(), torch.empty(rows, n)

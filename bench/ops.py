@@ -85,11 +85,7 @@ class Roofs:
     @classmethod
     def measured(cls, n_threads: int, quantize: str | None) -> Roofs:
         """In bfloat16, and in what a model so quantised has besides."""
-        formats = [
-            "bf16",
-            format_of("plain", quantize).precision,
-            format_of("sensitive", quantize).precision,
-        ]
+        formats = ["bf16", format_of("plain", quantize).precision, format_of("sensitive", quantize).precision]
         read = read_bandwidth(n_threads)
         return cls(read, {name: multiply_peak(n_threads, name) for name in dict.fromkeys(formats)})
 
@@ -285,12 +281,7 @@ class Workload:
         shape, act = self.shape, self.activations
         assert act.moe is not None and act.router is not None and act.shared is not None
         router, shared, scratch = act.router.normal_(), act.shared, act.moe
-        h, e, k, inner = (
-            shape.hidden_size,
-            shape.n_experts,
-            shape.n_experts_per_tok,
-            shape.moe_intermediate_size,
-        )
+        h, e, k, inner = (shape.hidden_size, shape.n_experts, shape.n_experts_per_tok, shape.moe_intermediate_size)
         format = format_of("plain", self.quantize)
         gate_up, down = _packed(2 * inner, h, format, e), _packed(h, inner, format, e)
         an_expert = (gate_up.n_bytes + down.n_bytes) / e
@@ -317,7 +308,7 @@ class Workload:
         target = torch.zeros(self.n_seqs, dtype=torch.int32)
         yield self.case(
             "sample", f"{v}, top-k 20, top-p 0.95", 1,
-            lambda p: sample(p, logits, v, s.slots, s.draws, s.scratch, target),
+            lambda p: sample(p, logits, v, s.places, s.draws, s.scratch, target),
             lambda m: 4.0 * m * v, decodes_only=True,
         )  # fmt: skip
         row, n_top = (torch.arange(self.n_seqs, dtype=torch.int32), torch.full((self.n_seqs,), 5, dtype=torch.int32))

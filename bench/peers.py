@@ -139,9 +139,7 @@ def make_environment(directory: Path, n_jobs: int) -> tuple[Path, dict[str, str]
         subprocess.run(command, check=True, env=os.environ | flags)
     versions = installed(python)
     if versions is None:
-        raise PeerFailed(
-            f"{directory}: packages are missing after pip install; remove the directory and start again"
-        )
+        raise PeerFailed(f"{directory}: packages are missing after pip install; remove the directory and start again")
     return python, versions
 
 
@@ -152,9 +150,7 @@ def installed(python: Path) -> dict[str, str] | None:
         "found = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()}\n"
         "print(json.dumps({name: found.get(name) for name in sys.argv[1:]}))"
     )
-    output = subprocess.run(
-        [python, "-c", script, *PACKAGES], capture_output=True, text=True, check=True
-    ).stdout
+    output = subprocess.run([python, "-c", script, *PACKAGES], capture_output=True, text=True, check=True).stdout
     found: dict[str, str | None] = json.loads(output)
     versions = {name: version for name, version in found.items() if version is not None}
     same = all((found[name] or "").partition("+")[0] == version for name, version in PACKAGES.items())
@@ -168,9 +164,7 @@ def make_models(directory: Path, shape_name: str, python: Path, n_threads: int) 
     checkpoint, sizes = directory / "hf", directory / "bytes.json"
     if not (checkpoint / "config.json").exists():
         print(f"writing a random checkpoint of {shape_name} to {checkpoint}", flush=True)
-        subprocess.run(
-            [sys.executable, "-m", "bench.peers_model", shape_name, checkpoint], cwd=ROOT, check=True
-        )
+        subprocess.run([sys.executable, "-m", "bench.peers_model", shape_name, checkpoint], cwd=ROOT, check=True)
     if not sizes.exists():
         print("writing it as GGUF and quantising it", flush=True)
         with (directory / "gguf.log").open("w") as log:
@@ -229,9 +223,7 @@ def model_costs(
 class Comparison:
     """All workers, loaded, and what is asked of them."""
 
-    def __init__(
-        self, arguments: argparse.Namespace, lanes: Sequence[Lane], python: Path, models: Path
-    ) -> None:
+    def __init__(self, arguments: argparse.Namespace, lanes: Sequence[Lane], python: Path, models: Path) -> None:
         self.arguments, self.lanes = arguments, lanes
         self.shape = published_shape(arguments.shape)
         self.workers: dict[str, Worker] = {}
@@ -279,9 +271,7 @@ class Comparison:
             batch = prompts("tune", n, TUNE_TOKENS, vocab_size)
             take = partial(worker.ask, "tune", prompts=batch, prompt=prompt)
             found[n] = self.calmly(worker, lambda attempt, take=take: take())  # type: ignore[misc]
-        print(
-            f"{worker.name} runs with { ({n: tried['options'] for n, tried in found.items()}) }", flush=True
-        )
+        print(f"{worker.name} runs with { ({n: tried['options'] for n, tried in found.items()}) }", flush=True)
         return found
 
     def _start(self, name: str, engine: str, config: dict[str, Any]) -> None:
@@ -313,9 +303,7 @@ class Comparison:
             cosine = float((reference * found[lane.name]).sum(axis=1).min())
             n_same = int((reference.argmax(1) == found[lane.name].argmax(1)).sum())
             result[lane.name] = {"least_cosine": round(cosine, 5), "same_top": n_same, "of": len(reference)}
-            print(
-                f"{lane.name}: cosine to {first} at least {cosine:.4f}, same top at {n_same} of {len(reference)}"
-            )
+            print(f"{lane.name}: cosine to {first} at least {cosine:.4f}, same top at {n_same} of {len(reference)}")
             if not cosine >= LEAST_COSINE[lane.width]:  # nor when it is no number
                 raise PeerFailed(
                     f"{lane.name} gives other logits than {first}: not the same model, nothing is compared"
@@ -374,9 +362,7 @@ class Comparison:
 
     def _take(self, r: int, workload: Workload, lane: Lane) -> None:
         worker = self.workers[lane.name]
-        found = self.calmly(
-            worker, lambda attempt: self._measure(f"{r} {attempt} {workload.name}", workload, worker)
-        )
+        found = self.calmly(worker, lambda attempt: self._measure(f"{r} {attempt} {workload.name}", workload, worker))
         self.figures.append({"round": r, "workload": workload.name, "lane": lane.name} | found)
         note = "" if found["others"] <= MOST_OTHERS else f"  (others used {found['others']:.1f} CPUs)"
         print(f"  {workload.name:>12}  {lane.name:<18} {found['tok_s']:9.1f} tok/s{note}", flush=True)
@@ -389,12 +375,8 @@ def write(result: dict[str, Any], lanes: Sequence[Lane], directory: Path) -> Non
     (directory / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     read = median(roof["read"] for roof in result["roofs"]) / 1e9
-    bf16, int8 = (
-        median(roof[f"multiply_{kind}"] for roof in result["roofs"]) / 1e9 for kind in ("bf16", "int8")
-    )
-    title = (
-        f"{result['shape']} on {result['machine']['cpu']}, {result['threads']} threads, {result['date'][:10]}"
-    )
+    bf16, int8 = (median(roof[f"multiply_{kind}"] for roof in result["roofs"]) / 1e9 for kind in ("bf16", "int8"))
+    title = f"{result['shape']} on {result['machine']['cpu']}, {result['threads']} threads, {result['date'][:10]}"
     n_disturbed = sum(figure["others"] > MOST_OTHERS for figure in result["figures"])
     n_figures = len(result["figures"])
     facts = (
@@ -419,9 +401,7 @@ def write(result: dict[str, Any], lanes: Sequence[Lane], directory: Path) -> Non
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags. Raises ConfigError."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--patience",
@@ -431,15 +411,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="seconds to wait, for each figure, until other work ends; 0 takes the machine as it is (default: 60)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
-    parser.add_argument(
-        "--n", default="1,2,4,8,16,32", help="sequences that decode at once (default: 1,2,4,8,16,32)"
-    )
-    parser.add_argument(
-        "--prefill", default="128,512,2048", help="tokens of a prompt (default: 128,512,2048)"
-    )
-    parser.add_argument(
-        "--context", type=int, default=128, help="tokens before the first decode step (default: 128)"
-    )
+    parser.add_argument("--n", default="1,2,4,8,16,32", help="sequences that decode at once (default: 1,2,4,8,16,32)")
+    parser.add_argument("--prefill", default="128,512,2048", help="tokens of a prompt (default: 128,512,2048)")
+    parser.add_argument("--context", type=int, default=128, help="tokens before the first decode step (default: 128)")
     parser.add_argument(
         "--steps", type=int, default=256, help="decode steps of a figure: their median counts (default: 256)"
     )
@@ -447,18 +421,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--minutes", type=float, default=0.0, metavar="M", help="begin no round that would end later; 0: all rounds (default: 0)"
     )  # fmt: skip
     parser.add_argument("--engines", help="engines or lanes, such as deltic,llama.cpp-q8_0 (default: all)")
+    parser.add_argument("--shape", default="qwen3.5-0.8b", help="a published dense shape (default: qwen3.5-0.8b)")
     parser.add_argument(
-        "--shape", default="qwen3.5-0.8b", help="a published dense shape (default: qwen3.5-0.8b)"
+        "--threads", type=int, default=n_usable_cpus(), help="threads of every engine (default: the usable CPUs)"
     )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=n_usable_cpus(),
-        help="threads of every engine (default: the usable CPUs)",
-    )
-    parser.add_argument(
-        "--env", type=Path, default=Path("bench/.peers-venv"), help="environment of the peers"
-    )
+    parser.add_argument("--env", type=Path, default=Path("bench/.peers-venv"), help="environment of the peers")
     parser.add_argument(
         "--models", type=Path, default=Path("bench/.peers-models"), help="where checkpoints are written"
     )
@@ -516,9 +483,7 @@ def compare(arguments: argparse.Namespace) -> int:
         "agreement": agreement, "llama_tuning": comparison.tuning, "roofs": roofs,
         "summary": report.summarise(figures, roofs, lanes, costs), "figures": figures,
     }  # fmt: skip
-    write(
-        result, lanes, runs_directory(arguments.out or f"bench/runs/{now():%Y-%m-%d}-{machine_name()}-peers")
-    )
+    write(result, lanes, runs_directory(arguments.out or f"bench/runs/{now():%Y-%m-%d}-{machine_name()}-peers"))
     return 0
 
 
@@ -527,8 +492,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return compare(parse(argv))
     except subprocess.CalledProcessError as error:
         print(
-            f"bench.peers: {shlex.join(map(str, error.cmd[:6]))} ended with status {error.returncode}",
-            file=sys.stderr,
+            f"bench.peers: {shlex.join(map(str, error.cmd[:6]))} ended with status {error.returncode}", file=sys.stderr
         )
     except (ValueError, PeerFailed) as error:
         print(f"bench.peers: {error}", file=sys.stderr)

@@ -39,9 +39,7 @@ class Batch:
 class Context:
     """A context with room for `n_seqs` sequences of `length` tokens."""
 
-    def __init__(
-        self, model: Any, n_threads: int, n_seqs: int, length: int, flash: bool, unified: bool
-    ) -> None:
+    def __init__(self, model: Any, n_threads: int, n_seqs: int, length: int, flash: bool, unified: bool) -> None:
         params = ll.llama_context_default_params()
         room = -(-length // 256) * 256
         params.n_ctx = room * n_seqs
@@ -103,9 +101,7 @@ class Llama:
         """Chooses the faster settings of flash attention and, for decodes of so many sequences, of one cache for all, by a quick
         trial of each; they hold from here on."""
         decode: list[dict[str, Any]] = []
-        for flash, unified in itertools.product(
-            (False, True), (False, True) if len(prompts) > 1 else (False,)
-        ):
+        for flash, unified in itertools.product((False, True), (False, True) if len(prompts) > 1 else (False,)):
             trial = {"flash": flash, "unified": unified}
             step_s = statistics.median(self._decode(prompts, 5, trial))
             decode.append({"step_s": round(step_s, 5), "options": trial})
@@ -150,11 +146,7 @@ class Llama:
     def check(self, prompt: list[int], follow: list[int], file: str) -> dict[str, Any]:
         """Logits after the prompt, then after each of `follow`, decoded one at a time."""
         context = Context(
-            self.model,
-            self.n_threads,
-            1,
-            len(prompt) + len(follow),
-            **self.prefill_options | {"unified": False},
+            self.model, self.n_threads, 1, len(prompt) + len(follow), **self.prefill_options | {"unified": False}
         )
         context.prefill([prompt])
         found = [self._logits(context)]

@@ -27,9 +27,7 @@ SHARD_BYTES = 2_000_000_000
 def config_json(shape: ModelShape) -> dict[str, Any]:
     """The config.json of a dense text-only Qwen3.5 of this shape. Raises ValueError for another family."""
     if shape.is_moe:
-        raise ValueError(
-            "the comparison writes dense checkpoints only; give a dense --shape, such as qwen3.5-0.8b"
-        )
+        raise ValueError("the comparison writes dense checkpoints only; give a dense --shape, such as qwen3.5-0.8b")
     return {
         "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "dtype": "bfloat16",
         "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,

@@ -98,9 +98,7 @@ def spread(values: Iterable[float]) -> Row:
     return {"median": median(found), "min": found[0], "max": found[-1], "n": len(found)}
 
 
-def summarise(
-    figures: Sequence[Row], roofs: Sequence[Row], lanes: Sequence[Lane], costs: Mapping[str, Cost]
-) -> Row:
+def summarise(figures: Sequence[Row], roofs: Sequence[Row], lanes: Sequence[Lane], costs: Mapping[str, Cost]) -> Row:
     """Medians per lane and workload, ratios per pair and workload.
 
     roofs: one for each round and workload, taken just before it: `read`, `multiply_bf16` and `multiply_int8`.
@@ -130,18 +128,11 @@ def summarise(
                 multiply = roof["multiply_bf16" if lane.width == 16 else "multiply_int8"]
                 least = costs[lane.name].least_s(workload, roof["read"], multiply)
                 shares.append(least * tok_s / workload.size)
-            row = {
-                "workload": name,
-                "lane": lane.name,
-                "tok_s": spread(each.values()),
-                "disturbed": disturbed,
-            }
+            row = {"workload": name, "lane": lane.name, "tok_s": spread(each.values()), "disturbed": disturbed}
             speeds.append(row | {"roof_share": round(median(shares), 4)})
         for ours, theirs in pairs(lanes):
             taken, disturbed = usable(name, ours.name, theirs.name)
-            ratio = [
-                by_key[name, ours.name, r]["tok_s"] / by_key[name, theirs.name, r]["tok_s"] for r in taken
-            ]
+            ratio = [by_key[name, ours.name, r]["tok_s"] / by_key[name, theirs.name, r]["tok_s"] for r in taken]
             if ratio:
                 row = {"workload": name, "ours": ours.name, "theirs": theirs.name, "disturbed": disturbed}
                 ratios.append(row | {"ratio": spread(ratio)})
@@ -156,9 +147,7 @@ def speed_cells(summary: Row) -> tuple[list[str], list[list[str]]]:
         row = rows.setdefault(s["workload"], [s["workload"]] + ["-"] * len(lanes))
         star = " *" if s["disturbed"] else ""
         tok_s = s["tok_s"]
-        text = (
-            f"{tok_s['median']:.1f} ({tok_s['min']:.1f} .. {tok_s['max']:.1f}; {s['roof_share']:.0%}){star}"
-        )
+        text = f"{tok_s['median']:.1f} ({tok_s['min']:.1f} .. {tok_s['max']:.1f}; {s['roof_share']:.0%}){star}"
         row[1 + lanes.index(s["lane"])] = text
     return ["tok/s (least .. most; of roof)", *lanes], list(rows.values())
 

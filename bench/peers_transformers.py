@@ -26,9 +26,7 @@ class Transformers:
 
     def _forward(self, ids: list[list[int]], cache: Any = None) -> Any:
         """ids: [n, tokens]. The logits of each sequence's last token only."""
-        return self.model(
-            input_ids=torch.tensor(ids), past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        return self.model(input_ids=torch.tensor(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def decode(self, prompts: list[list[int]], n_steps: int) -> dict[str, Any]:
         cache = self._forward(prompts).past_key_values

@@ -245,9 +245,7 @@ class Bench:
             for name, endpoint in _in_turns(turn, on, off):
                 answer = await ask(endpoint, body)
                 if answer.cached_tokens:
-                    raise RuntimeError(
-                        f"a prompt that was new had {answer.cached_tokens} tokens in the cache"
-                    )
+                    raise RuntimeError(f"a prompt that was new had {answer.cached_tokens} tokens in the cache")
                 spent[name] += answer.ttft_s
         return {"value": spent["on"] / spent["off"], "on_s": spent["on"], "off_s": spent["off"]}
 
@@ -290,12 +288,7 @@ class Bench:
             begin = time.perf_counter()
             await asyncio.gather(*(client() for _ in range(N_AT_ONCE)))
             spent[name] = time.perf_counter() - begin
-        return {
-            "value": spent["on"] / spent["off"],
-            "on_s": spent["on"],
-            "off_s": spent["off"],
-            "n": len(prompts),
-        }
+        return {"value": spent["on"] / spent["off"], "on_s": spent["on"], "off_s": spent["off"], "n": len(prompts)}
 
 
 def _in_turns(round_: int, on: Endpoint, off: Endpoint) -> list[tuple[str, Endpoint]]:
@@ -312,9 +305,7 @@ def _second_over_first(found: Sequence[Answered]) -> Row:
 
 def _points(turns: Sequence[Row]) -> list[tuple[float, float, float]]:
     """What fit_ttft takes: the turns after the first, whose prompt is all new."""
-    return [
-        (t["prompt_tokens"] - t["cached_tokens"], t["prompt_tokens"], t["ttft_s"]) for t in turns if t["turn"]
-    ]
+    return [(t["prompt_tokens"] - t["cached_tokens"], t["prompt_tokens"], t["ttft_s"]) for t in turns if t["turn"]]
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
@@ -390,9 +381,7 @@ def draw(result: Row, path: Path) -> None:
 
 def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", help="checkpoint directory or hub name (default: the built-in model)")
     add("--dummy", metavar="SHAPE", help="random weights at a published shape, e.g. qwen3.5-0.8b")

@@ -144,9 +144,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3.5-0.8b")
     parser.add_argument("--quantize")
     parser.add_argument("--n", type=int, default=16)
@@ -156,13 +154,10 @@ def main() -> None:
     result = asyncio.run(measure(arguments))
     head = {"bench": "served", "shape": arguments.shape, "quantize": arguments.quantize, "n": arguments.n}
     path = (
-        runs_directory(arguments.out)
-        / f"served-{arguments.shape}-{arguments.quantize or 'bf16'}-{now():%H%M%S}.json"
+        runs_directory(arguments.out) / f"served-{arguments.shape}-{arguments.quantize or 'bf16'}-{now():%H%M%S}.json"
     )
     path.write_text(
-        json.dumps(
-            head | {"date": now().isoformat(), "machine": machine(), "code": code()} | result, indent=1
-        )
+        json.dumps(head | {"date": now().isoformat(), "machine": machine(), "code": code()} | result, indent=1)
     )
     print(
         f"served / offline {result['served_over_offline']:.3f}; TTFT p95 {result['ttft_p95_s'] * 1e3:.0f} ms, two steps and "

@@ -168,9 +168,7 @@ def wait_s(status: int, headers: Mapping[str, str], n_tries: int) -> float | Non
     A server that is full (429) or has no engine at the moment (503) is waited for however often it says so; at any other fault of
     the server a request has N_TRIES. headers: with their names in lower case.
     """
-    if status in (429, 503) or (
-        status >= 500 and n_tries < N_TRIES and headers.get("x-should-retry") != "false"
-    ):
+    if status in (429, 503) or (status >= 500 and n_tries < N_TRIES and headers.get("x-should-retry") != "false"):
         try:
             return min(30.0, max(0.1, float(headers.get("retry-after", "1"))))
         except ValueError:

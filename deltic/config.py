@@ -74,18 +74,12 @@ class EngineConfig:
     model: str = knob(BUILT_IN, "checkpoint directory or hub name", metavar="MODEL")
     revision: str | None = knob(None, "branch, tag or commit of a hub name (default: the hub's)")
     download_dir: Path | None = knob(
-        None,
-        "where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)",
-        metavar="DIR",
+        None, "where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)", metavar="DIR"
     )
     tokenizer: str | None = knob(
-        None,
-        "directory or hub name whose tokenizer and chat template are used (default: the model's)",
-        metavar="MODEL",
+        None, "directory or hub name whose tokenizer and chat template are used (default: the model's)", metavar="MODEL"
     )
-    device: str | None = knob(
-        None, "where the model runs (default: a GPU if there is one)", choices=("cpu", "cuda")
-    )
+    device: str | None = knob(None, "where the model runs (default: a GPU if there is one)", choices=("cpu", "cuda"))
     dummy: str | None = knob(None, "random weights at a published shape, e.g. qwen3.5-0.8b", metavar="SHAPE")
     quantize: str | None = knob(
         None, "round the weights at load, to 8.25 or 4.5 bits (default: as stored)", choices=("int8", "int4", "int4-symmetric"),
@@ -97,9 +91,7 @@ class EngineConfig:
         metavar="DIR",
         device="cpu",
     )
-    threads: int | None = knob(
-        None, "CPU threads of the engine (default: the CPUs this process may use)", device="cpu"
-    )
+    threads: int | None = knob(None, "CPU threads of the engine (default: the CPUs this process may use)", device="cpu")
     pin_threads: bool = knob(
         False, "bind each engine thread to a CPU of its own, in the order of their numbers", device="cpu"
     )
@@ -110,13 +102,9 @@ class EngineConfig:
         metavar="GB",
     )
     max_model_len: int | None = knob(
-        None,
-        "longest sequence, prompt and answer together (default: the model's, at most 32768)",
-        metavar="TOKENS",
+        None, "longest sequence, prompt and answer together (default: the model's, at most 32768)", metavar="TOKENS"
     )
-    max_num_seqs: int | None = knob(
-        None, "sequences that run at once (default: 32, fewer if they do not fit)"
-    )
+    max_num_seqs: int | None = knob(None, "sequences that run at once (default: 32, fewer if they do not fit)")
     max_step_tokens: int | None = knob(
         None, "most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes beside them)",
         metavar="TOKENS",
@@ -193,9 +181,7 @@ class ModelConfig:
     def shapes_text(self) -> str | None:
         """A flag that was given and means nothing to a model that speaks."""
         names = ("default_chat_template_kwargs", "generation_config", "override_generation_config")
-        given = (
-            name for name in names if getattr(self, name) != type(self).__dataclass_fields__[name].default
-        )
+        given = (name for name in names if getattr(self, name) != type(self).__dataclass_fields__[name].default)
         return next(("--" + name.replace("_", "-") for name in given), None)
 
     @property
@@ -219,9 +205,7 @@ class ServerConfig:
         "Unix socket to listen on, instead of a port; who may write to the file may ask (it gets mode 0660)",
         metavar="PATH",
     )
-    ssl_certfile: Path | None = knob(
-        None, "serve https with this certificate and its chain (PEM)", metavar="FILE"
-    )
+    ssl_certfile: Path | None = knob(None, "serve https with this certificate and its chain (PEM)", metavar="FILE")
     ssl_keyfile: Path | None = knob(None, "its key (PEM; default: in the same file)", metavar="FILE")
     ssl_keyfile_password: str | None = knob(
         None,
@@ -241,8 +225,7 @@ class ServerConfig:
         metavar="FILE",
     )  # fmt: skip
     share_cache: bool = knob(
-        False,
-        "let keys of different names find each other's prefixes in the cache, and so learn who asked what before",
+        False, "let keys of different names find each other's prefixes in the cache, and so learn who asked what before"
     )
     max_concurrent_per_key: int = knob(
         0, "requests of one key that may be open at once; more are answered 429; 0: any number"
@@ -250,9 +233,7 @@ class ServerConfig:
     tokens_per_minute_per_key: int = knob(
         0, "tokens of one key in a minute, of prompts and answers; beyond it 429; 0: any number"
     )
-    request_timeout_s: float = knob(
-        0.0, "a request that has not ended after this many seconds is ended, 504; 0: never"
-    )
+    request_timeout_s: float = knob(0.0, "a request that has not ended after this many seconds is ended, 504; 0: never")
     queue_timeout_s: float = knob(
         0.0, "a request that still waits for its place after this many seconds is ended, 503; 0: never"
     )
@@ -287,8 +268,7 @@ class ServerConfig:
     )  # fmt: skip
     batch_disk_gb: float = knob(16.0, "most that is kept in --batch-dir", metavar="GB")
     batch_in_flight: int | None = knob(
-        None,
-        "requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)",
+        None, "requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)"
     )
     skip_hosted_tools: bool = knob(
         False, "leave tools that OpenAI's servers run (web_search, image_generation, ...) out of requests to /v1/responses instead "
@@ -306,8 +286,7 @@ class ServerConfig:
         choices=("on", "off"),
     )  # fmt: skip
     trust_request_chat_template: bool = knob(
-        False,
-        "let a chat bring a template of its own (chat_template); it may write any token into its prompt",
+        False, "let a chat bring a template of its own (chat_template); it may write any token into its prompt"
     )
     log_level: str = knob("info", "server log level", choices=("debug", "info", "warning", "error"))
     log_format: str = knob("text", "lines for people, or a JSON object each", choices=("text", "json"))
@@ -327,9 +306,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[T], skip: tuple[str, ..
         kind, many = _scalar(hints[field.name])
         text, flag = field.metadata["help"], "--" + field.name.replace("_", "-")
         if kind is bool:
-            group.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-            )
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
             continue
         if field.default not in (None, ()):
             text += f" (default: {field.default})"
@@ -340,8 +317,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[T], skip: tuple[str, ..
             **({"action": "append" if many else "store"} | several),
             default=argparse.SUPPRESS,
             choices=field.metadata["choices"],
-            metavar=field.metadata["metavar"]
-            or (None if field.metadata["choices"] else kind.__name__.upper()),
+            metavar=field.metadata["metavar"] or (None if field.metadata["choices"] else kind.__name__.upper()),
             help=text,
         )
 
@@ -533,9 +509,7 @@ def refuse_foreign(config: EngineConfig, device: str, kind: str) -> None:
                 f"--device {holds['device']}"
             )
         if holds["kind"] not in (None, kind):
-            raise ConfigError(
-                f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out"
-            )
+            raise ConfigError(f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out")
 
 
 def pinned_cpus(n_threads: int) -> tuple[int, ...]:

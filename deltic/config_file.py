@@ -90,9 +90,7 @@ def _fields(path: Path, table: dict[Any, Any], classes: tuple[Any, ...]) -> dict
         name = str(key).replace("-", "_")
         if name not in known:
             if name in ServerConfig.__dataclass_fields__:
-                raise ConfigError(
-                    f"--config {path}: {key} is the whole server's; put it at the top of the file"
-                )
+                raise ConfigError(f"--config {path}: {key} is the whole server's; put it at the top of the file")
             hint = nearest(name, known).replace("_", "-") or "deltic serve --help lists them"
             raise ConfigError(f"--config {path}: {key} is not a setting of Deltic; {hint}")
         if name in fields:

@@ -140,9 +140,7 @@ class LLM:
         Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say.
         """
         if self._template is None:
-            raise ValueError(
-                "this model has no chat template; use generate(), or give LLM(chat_template=FILE)"
-            )
+            raise ValueError("this model has no chat template; use generate(), or give LLM(chat_template=FILE)")
         switches = {
             name: template_settings.pop(name)
             for name in ("enable_thinking", "reasoning_effort")
@@ -197,18 +195,14 @@ class LLM:
         """
         each = [params or self.default_params] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each"
-            )
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each")
         stops = [stop] if isinstance(stop, str) else list(stop)
         answers = []
         for at, (ids, p) in enumerate(zip(prompts, each, strict=True)):
             own = p if p.seed is not None else msgspec.structs.replace(p, seed=secrets.randbits(63))
             for index in range(p.n):
                 reader, ids_that_stop = parser(at, p), p.stop_token_ids
-                choice = Choice(
-                    index, self.tokenizer, stops=stops, stop_token_ids=ids_that_stop, parser=reader
-                )
+                choice = Choice(index, self.tokenizer, stops=stops, stop_token_ids=ids_that_stop, parser=reader)
                 answers.append(_Answer(Completion(at, index, ids), own, choice))
         return answers
 
@@ -277,8 +271,7 @@ class _Answer:
             return False
         done.text, done.reasoning = "".join(message.content), "".join(message.reasoning)
         done.tool_calls = [
-            {"id": call.id or "", "name": call.name or "", "arguments": call.arguments}
-            for call in message.calls
+            {"id": call.id or "", "name": call.name or "", "arguments": call.arguments} for call in message.calls
         ]
         done.finish_reason = message.finish_reason
         done.error = output.error if message.finish_reason == output.finish_reason else None

@@ -34,10 +34,7 @@ def n_usable_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """
     n_cpus = len(CPUS)
     for group in _control_groups("cpu", proc, cgroup):
-        for quota in (
-            _quota(group / "cpu.max"),
-            _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"),
-        ):
+        for quota in (_quota(group / "cpu.max"), _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")):
             n_cpus = int(min(n_cpus, max(1.0, quota)))
     return min(n_cpus, MAX_THREADS)
 

@@ -110,9 +110,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"{directory / 'tokenizer.json'} cannot be read ({error}); get the tokenizer's files anew"
             ) from error
-        raise TokenizerError(
-            f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one"
-        )
+        raise TokenizerError(f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one")
 
     def encode(self, text: str, specials: Specials = "text") -> list[int]:
         """Token ids of `text` (str without lone surrogates, except TRUSTED).

@@ -65,9 +65,7 @@ def contents(device: str) -> Iterator[tuple[str, bytes]]:
         sizes["memory_gb"] = 2.0 if device == "cpu" else 8.0
     for kind, path in kinds.items():
         for quantize in formats:
-            config = EngineConfig(
-                model=str(path), quantize=quantize, threads=2 if device == "cpu" else None, **sizes
-            )
+            config = EngineConfig(model=str(path), quantize=quantize, threads=2 if device == "cpu" else None, **sizes)
             name = f"{kind} {quantize or '16 bits'}"
             runner = build_text(device, config)
             yield f"{name}: weights", b"".join(sorted(digests(runner.model)))
@@ -75,6 +73,8 @@ def contents(device: str) -> Iterator[tuple[str, bytes]]:
                 yield f"{name}: {request}", told
     if device == "cpu":
         yield from speech()
+    if device == "cuda":
+        yield from speech_on_gpu()
 
 
 def mend_interpreter() -> None:
@@ -132,17 +132,11 @@ def answers(runner: Any, small: bool) -> dict[str, bytes]:
             scores = [as_plain(entry) for entry in output.logprobs or ()]
             told[output.id].append((output.index, output.token_ids, output.finish_reason, scores, prompt))
     engine.check()
-    return {
-        name: repr(sorted(outputs, key=lambda output: output[0])).encode() for name, outputs in told.items()
-    }
+    return {name: repr(sorted(outputs, key=lambda output: output[0])).encode() for name, outputs in told.items()}
 
 
 def as_plain(entry: Any) -> Any:
-    return entry and (
-        entry.token_id,
-        entry.logprob.hex(),
-        [(token, value.hex()) for token, value in entry.top],
-    )
+    return entry and (entry.token_id, entry.logprob.hex(), [(token, value.hex()) for token, value in entry.top])
 
 
 def speech() -> Iterator[tuple[str, bytes]]:
@@ -156,6 +150,24 @@ def speech() -> Iterator[tuple[str, bytes]]:
             speaking.run(*(request_of(speaking, case, str(i)) for i, case in enumerate(cases)))
             name = f"{variant} {quantize or '16 bits'}"
             yield f"{name}: weights", b"".join(sorted(digests(speaking.runner.model)))
+            yield f"{name}: frames", repr(sorted(speaking.codes.items())).encode()
+            yield f"{name}: audio", b"".join(audio for _, audio in sorted(speaking.audio.items()))
+
+
+def speech_on_gpu() -> Iterator[tuple[str, bytes]]:
+    """Frames and audio of the golden cases, on a GPU."""
+    from tests.cpu.test_speech_engine import CASES, request_of
+    from tests.gpu.test_gpu_speech import SpeakingGpu
+
+    for variant in ("custom_voice", "voice_design", "base"):
+        for wide in (False, True):
+            cases = [case for case in CASES if case["variant"] == variant and case["wide"] == wide][:4]
+            if not cases:
+                continue
+            speaking = SpeakingGpu(variant, wide)
+            speaking.runner.vocoder = speaking.engine.stage._vocoder = speaking.vocoder
+            speaking.run(*(request_of(speaking, case, str(i), max_tokens=25) for i, case in enumerate(cases)))
+            name = f"{variant}{' wide' * wide} on a GPU"
             yield f"{name}: frames", repr(sorted(speaking.codes.items())).encode()
             yield f"{name}: audio", b"".join(audio for _, audio in sorted(speaking.audio.items()))
 

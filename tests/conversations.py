@@ -77,9 +77,7 @@ class Conversations:
         """max_tokens: of a prompt, from now on. n_systems: system prompts that the conversations share."""
         self._rng = rng
         self.max_tokens = max_tokens
-        self._systems = [
-            Message("system", tuple(some_ids(rng, rng.choice(UGLY_LENGTHS)))) for _ in range(n_systems)
-        ]
+        self._systems = [Message("system", tuple(some_ids(rng, rng.choice(UGLY_LENGTHS)))) for _ in range(n_systems)]
         self._recent: list[Turn] = []
         self._moves: list[Callable[[], Turn | None]] = [
             self._start, self._branch, self._branch, self._edit, self._truncate, self._repeat, self._repeat, self._raw,

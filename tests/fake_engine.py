@@ -71,9 +71,7 @@ def byte_tokenizer() -> Tokenizer:
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIAL]
-    )
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in ADDED])
     return Tokenizer(backend)
 
@@ -261,9 +259,7 @@ def served(app: Any, ws: Any = "none", client_timeout_s: float = 20.0, **setting
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()  # who connects before the server runs waits
-    closed = (
-        app.state.server.metrics.closed if hasattr(app, "state") else Counter()
-    )  # of any other application
+    closed = app.state.server.metrics.closed if hasattr(app, "state") else Counter()  # of any other application
     connections = Connections(client_timeout_s, closed)
     server = HttpServer(app, connections, ws=ws, **settings)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

@@ -69,8 +69,7 @@ class _Answer(BaseHTTPRequestHandler):
         files = self.hub.at(commit)
         if rest and rest[0] == "tree":
             told: Any = [
-                {"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
-                for name, data in files.items()
+                {"type": "file", "path": name, "size": len(data), "oid": _etag(data)} for name, data in files.items()
             ]
         else:
             told = {"id": "owner/model", "sha": commit, "siblings": [{"rfilename": name} for name in files]}

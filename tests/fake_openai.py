@@ -79,9 +79,7 @@ class FakeOpenAI:
     async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         def reply(status: int, answer: Any) -> None:
             data = json.dumps(answer).encode()
-            writer.write(
-                f"HTTP/1.1 {status} X\r\nretry-after: 0\r\ncontent-length: {len(data)}\r\n\r\n".encode()
-            )
+            writer.write(f"HTTP/1.1 {status} X\r\nretry-after: 0\r\ncontent-length: {len(data)}\r\n\r\n".encode())
             writer.write(data)
 
         if path == "/v1/models":
@@ -112,12 +110,8 @@ class FakeOpenAI:
             said = "".join(words)
             choice = {"message": {"role": "assistant", "content": said}} if chat else {"text": said}
             return reply(200, {"choices": [choice | {"index": 0, "finish_reason": "length"}], "usage": usage})
-        writer.write(
-            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n"
-        )
-        events = [
-            {"choices": [{"index": 0, "delta": {"content": w}} if chat else {"text": w}]} for w in words
-        ]
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
+        events = [{"choices": [{"index": 0, "delta": {"content": w}} if chat else {"text": w}]} for w in words]
         if chat:
             events.insert(0, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
             thoughts = (body.get("chat_template_kwargs") or {}).get("enable_thinking")
@@ -148,9 +142,7 @@ class FakeOpenAI:
             writer.write(f"HTTP/1.1 200 X\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
             return
         kind = "text/event-stream" if form == "sse" else "audio/pcm"
-        writer.write(
-            f"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: {kind}\r\n\r\n".encode()
-        )
+        writer.write(f"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: {kind}\r\n\r\n".encode())
         if form == "sse":
             told = [{"type": "speech.audio.delta", "audio": base64.b64encode(p).decode()} for p in pieces]
             told.append({"type": "speech.audio.done", "usage": {"output_tokens": len(frames)}})

@@ -25,11 +25,7 @@ from deltic.server.speech.protocol import voice_aliases
 from deltic.server.speech.voices import VoiceStore
 from tests.fake_engine import FakeEngineClient, byte_tokenizer
 
-NAMES = {
-    "custom_voice": "qwen3-tts-1.7b",
-    "voice_design": "qwen3-tts-1.7b-design",
-    "base": "qwen3-tts-0.6b-base",
-}
+NAMES = {"custom_voice": "qwen3-tts-1.7b", "voice_design": "qwen3-tts-1.7b-design", "base": "qwen3-tts-0.6b-base"}
 
 
 def speech_shape(variant: str = "custom_voice") -> SpeechShape:
@@ -100,9 +96,7 @@ class FakeSpeechClient(FakeEngineClient):
         await asyncio.sleep(self.token_s)
         for start in range(0, n_frames, self.batch):
             while self.hold or (
-                stream.n_open
-                and request.speech.is_open
-                and start + self.batch > len(request.speech.trailing_ids)
+                stream.n_open and request.speech.is_open and start + self.batch > len(request.speech.trailing_ids)
             ):
                 await asyncio.sleep(0.002)
             if self.fail_after is not None and start >= self.fail_after:
@@ -111,11 +105,7 @@ class FakeSpeechClient(FakeEngineClient):
                 return
             end = min(start + self.batch, n_frames)
             stream.push(
-                Output(
-                    request.id,
-                    token_ids=[7] * (end - start),
-                    audio=audio[start * frame_bytes : end * frame_bytes],
-                )
+                Output(request.id, token_ids=[7] * (end - start), audio=audio[start * frame_bytes : end * frame_bytes])
             )
             stream.flush()
             await asyncio.sleep(self.token_s)
@@ -141,11 +131,7 @@ def make_speech_app(
 
 
 def speech_service_of(
-    server: Server,
-    client: FakeSpeechClient,
-    name: str,
-    voices: Path | None = None,
-    voice_alias: tuple[str, ...] = (),
+    server: Server, client: FakeSpeechClient, name: str, voices: Path | None = None, voice_alias: tuple[str, ...] = ()
 ) -> Service:
     """A model that speaks, over a fake engine."""
     tokenizer = byte_tokenizer()

@@ -197,9 +197,7 @@ class FakeRunner:
         for i, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
                 sequence = chunk.sequence
-                scored = sequence.tokens[
-                    chunk.start + 1 : min(chunk.start + chunk.length + 1, sequence.n_prompt)
-                ]
+                scored = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.length + 1, sequence.n_prompt)]
                 n_top = sequence.request.params.prompt_logprobs or 0
                 prompt_logprobs[i] = [self._logprob(token, n_top) for token in scored]
         for drawn, token in zip(step.draws, tokens, strict=True) if self.info.n_lookahead else []:
@@ -252,9 +250,7 @@ class FakeRunner:
             assert chunk.length == 1 and sequence.start_slot is None, "not a decode"
         n_done = start + (sequence in self._ahead)
         at = [n for n, _ in chunk.snapshots]
-        assert at == sorted(set(at)) and all(
-            0 < n < chunk.length and (start + n) % PAGE_SIZE == 0 for n in at
-        )
+        assert at == sorted(set(at)) and all(0 < n < chunk.length and (start + n) % PAGE_SIZE == 0 for n in at)
         row = self._row(sequence)
         assert row.tolist() == sequence.pages, f"the page table of {name} is out of date"
         context = self.pages[row].ravel()[:n_done]
@@ -515,9 +511,7 @@ class FakeTiers:
     def _host(self, move: Move) -> Any:
         assert len(move.units) == self._size(move)
         (kind, content), *rest = [self._units[unit] for unit in move.units]
-        assert kind == move.kind and all(other == (kind, content) for other in rest), (
-            "units of another object"
-        )
+        assert kind == move.kind and all(other == (kind, content) for other in rest), "units of another object"
         return content
 
     def _put(self, move: Move, content: Any) -> None:
@@ -527,9 +521,7 @@ class FakeTiers:
             self._runner.states[move.device] = content
 
 
-def build_runner(
-    config: EngineConfig, progress: Progress, step_s: float = 0.0, load_s: float = 0.0
-) -> FakeRunner:
+def build_runner(config: EngineConfig, progress: Progress, step_s: float = 0.0, load_s: float = 0.0) -> FakeRunner:
     """A FakeRunner of the configured sizes. Raises ConfigError for the model "missing"."""
     progress("load", 0.0)
     time.sleep(load_s)

@@ -45,9 +45,7 @@ class Served:
             raise
         key = self.process.api_key
         self.openai = openai.OpenAI(base_url=f"{self.process.url}/v1", api_key=key, max_retries=0, timeout=60)
-        self.http = httpx.Client(
-            base_url=self.process.url, headers={"authorization": f"Bearer {key}"}, timeout=60
-        )
+        self.http = httpx.Client(base_url=self.process.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
         self.model = self.openai.models.list().data[0].id
 
     def close(self) -> int:

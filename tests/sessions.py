@@ -53,13 +53,7 @@ class Session:
         self.aborted: set[str] = set()
 
     def ask(
-        self,
-        prompt: Turn | list[int],
-        *,
-        salt: str = "",
-        use_cache: bool = True,
-        priority: int = 0,
-        **params: Any,
+        self, prompt: Turn | list[int], *, salt: str = "", use_cache: bool = True, priority: int = 0, **params: Any
     ) -> str:
         """Queues a request; its id."""
         turn = prompt if isinstance(prompt, Turn) else Turn(prompt, [])
@@ -157,9 +151,7 @@ class Session:
             assert n_cached % PAGE_SIZE == 0 and n_cached < len(request.prompt_ids)
             if n_cached:
                 *_, last = prefixes(request.prompt_ids[:n_cached])
-                assert request.use_cache and known[request.cache_salt, last] > 1, (
-                    "nobody else had this prefix"
-                )
+                assert request.use_cache and known[request.cache_salt, last] > 1, "nobody else had this prefix"
             if request.params.prompt_logprobs is not None and index == 0:
                 entries = outputs[0].prompt_logprobs
                 assert entries is not None

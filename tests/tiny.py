@@ -185,9 +185,7 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.normalizer, tokenizer.decoder = normalizers.NFC(), decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.add_tokens(
-        [AddedToken(t, special=t not in NOT_SPECIAL, normalized=False) for t in ADDED_TOKENS]
-    )
+    tokenizer.add_tokens([AddedToken(t, special=t not in NOT_SPECIAL, normalized=False) for t in ADDED_TOKENS])
     return tokenizer
 
 
@@ -204,10 +202,7 @@ def _n_v_heads(kind: str) -> int:
 
 def _text_shapes(kind: str, n_layers: int, tied: bool) -> dict[str, tuple[int, ...]]:
     """Stored names, without the prefix, and shapes; experts fused."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
-        "norm.weight": (HIDDEN,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB_SIZE, HIDDEN), "norm.weight": (HIDDEN,)}
     if not tied:
         shapes["lm_head.weight"] = (VOCAB_SIZE, HIDDEN)
     for i in range(n_layers):

@@ -74,14 +74,7 @@ CONTROL = {
 }  # fmt: skip
 """The published ids; a tiny vocabulary has them as far behind its codes."""
 
-ADDED_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<tts_pad>",
-    "<tts_text_bos>",
-    "<tts_text_eod>",
-]
+ADDED_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"]
 MERGED_WORDS = ["assistant", "user", "the", " the", " a", "hello", " world", " speech", "ing", "\n\n"]
 
 
@@ -162,8 +155,7 @@ def _config(variant: str, width: int, ids: dict[str, int], n_text: int) -> dict[
         "tts_pad_token_id": ids["<tts_pad>"],
         "tts_bos_token_id": ids["<tts_text_bos>"],
         "tts_eos_token_id": ids["<tts_text_eod>"],
-        "speaker_encoder_config": {"enc_dim": width, "sample_rate": SAMPLE_RATE, "enc_se_channels": 8}
-        | speaker,
+        "speaker_encoder_config": {"enc_dim": width, "sample_rate": SAMPLE_RATE, "enc_se_channels": 8} | speaker,
         "talker_config": talker,
     }
 
@@ -317,12 +309,7 @@ def _write_speech_tokenizer(path: Path, seed: int) -> None:
     _write_json(path / "config.json", config)
     _write_json(path / "configuration.json", {"framework": "pytorch", "task": "feature-extraction"})
     feature = {"feature_extractor_type": "EncodecFeatureExtractor", "feature_size": 1, "padding_value": 0.0}
-    feature |= {
-        "chunk_length_s": None,
-        "overlap": None,
-        "padding_side": "right",
-        "return_attention_mask": True,
-    }
+    feature |= {"chunk_length_s": None, "overlap": None, "padding_side": "right", "return_attention_mask": True}
     _write_json(path / "preprocessor_config.json", feature | {"sampling_rate": SAMPLE_RATE})
 
 
@@ -352,11 +339,7 @@ def _vocoder_shapes() -> dict[str, tuple[int, ...]]:
         up = f"decoder.upsample.{i}"
         shapes |= {f"{up}.0.conv.weight": (latent, latent, 2), f"{up}.0.conv.bias": (latent,)}
         shapes |= _with_bias(f"{up}.1.dwconv.conv", latent, 1, 7)
-        shapes |= {
-            f"{up}.1.norm.weight": (latent,),
-            f"{up}.1.norm.bias": (latent,),
-            f"{up}.1.gamma": (latent,),
-        }
+        shapes |= {f"{up}.1.norm.weight": (latent,), f"{up}.1.norm.bias": (latent,), f"{up}.1.gamma": (latent,)}
         shapes |= _with_bias(f"{up}.1.pwconv1", 4 * latent, latent)
         shapes |= _with_bias(f"{up}.1.pwconv2", latent, 4 * latent)
     width = VOCODER["decoder_dim"]
@@ -418,10 +401,7 @@ def _swiglu(name: str, width: int, ffn: int) -> dict[str, tuple[int, ...]]:
 
 
 def _codebook(name: str, table: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{name}.cluster_usage": (N_CODES,),
-        f"{name}.{table}": (N_CODES, width),
-    }  # usage first: it scales
+    return {f"{name}.cluster_usage": (N_CODES,), f"{name}.{table}": (N_CODES, width)}  # usage first: it scales
 
 
 def _values(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
@@ -429,9 +409,7 @@ def _values(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        value = (torch.randint(0, 65536, shape, generator=generator).float() - 32767.5) * (
-            math.sqrt(3) / 32768
-        )
+        value = (torch.randint(0, 65536, shape, generator=generator).float() - 32767.5) * (math.sqrt(3) / 32768)
         if name.endswith("initialized"):
             value = torch.ones(shape)
         elif name.endswith("cluster_usage"):

@@ -126,11 +126,7 @@ def bodies(said: Said) -> Iterator[tuple[str, str, dict[str, Any]]]:
         scores = {"logprobs": 2} if said.logprobs else {}
         yield "completion", "/v1/completions", shared | stop | several | scores | prompt
         options = {"num_predict": said.most} | stop
-        yield (
-            "generate",
-            "/api/generate",
-            shared | {"prompt": "hello", "raw": said.most == 5, "options": options},
-        )
+        yield ("generate", "/api/generate", shared | {"prompt": "hello", "raw": said.most == 5, "options": options})
     if several:
         return
     scores = {"include": ["message.output_text.logprobs"], "top_logprobs": 2} if said.logprobs else {}
@@ -177,10 +173,7 @@ _SHORT = (
         ),
         "",
     ),
-    (
-        re.compile(r'"timing":{.*?}|"\w+_tokens_details":{[^}]*},?|"annotations":\[],|,"logprobs":\[](?=})'),
-        "",
-    ),
+    (re.compile(r'"timing":{.*?}|"\w+_tokens_details":{[^}]*},?|"annotations":\[],|,"logprobs":\[](?=})'), ""),
     (re.compile(_TOKEN + "}"), r"\1"),
     (re.compile(_TOKEN + r',"top_logprobs":\[[^]]*\]}'), r"\1"),
     (re.compile(r"(?<=\n)\n+"), ""),
@@ -214,19 +207,12 @@ async def answers_of(name: str, said: Said) -> dict[str, str]:
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=10) as client:
 
         async def post(path: str, body: dict[str, Any], batch: int) -> httpx.Response:
-            engine.batch, engine.die_after, engine.state, engine.cached_tokens = (
-                batch,
-                said.die_after,
-                "ready",
-                8,
-            )
+            engine.batch, engine.die_after, engine.state, engine.cached_tokens = (batch, said.die_after, "ready", 8)
             return await client.post(path, json=body)
 
         for api, path, body in bodies(said):
             body |= said.more.get(api, {}) | {"stream": False}
-            streamed = (
-                body | {"stream": True} | (STREAMED.get(name, {}) if api in ("chat", "responses") else {})
-            )
+            streamed = body | {"stream": True} | (STREAMED.get(name, {}) if api in ("chat", "responses") else {})
             whole = plain(await post(path, body, 1))
             replies = [await post(path, streamed, n) for n in BATCHES]
             streams = [plain(reply) for reply in replies]
@@ -243,11 +229,7 @@ async def answers_of(name: str, said: Said) -> dict[str, str]:
 
 def answers() -> dict[str, str]:
     """What each API sends in each conversation: hashes, and lines."""
-    return {
-        title: text
-        for name, said in SAID.items()
-        for title, text in asyncio.run(answers_of(name, said)).items()
-    }
+    return {title: text for name, said in SAID.items() for title, text in asyncio.run(answers_of(name, said)).items()}
 
 
 def written() -> dict[str, str]:

@@ -104,10 +104,7 @@ def story(rng: Random, longest: int = 1500) -> list[Turn]:
 def _about_story(rng: Random, tale: Story) -> list[Turn]:
     question, answer = rng.choice(
         (
-            (
-                "What was the {animal}'s name?",
-                "[The {animal}'s name was {name}|The {animal} was called {name}].",
-            ),
+            ("What was the {animal}'s name?", "[The {animal}'s name was {name}|The {animal} was called {name}]."),
             ("[Who was|Who is] {friend}?", "{friend} was {name}'s friend, the {friend_animal}."),
             ("Where did {name} live?", "{name} lived {in_place}."),
             ("What did {name} like to eat?", "{name} liked {food}."),
@@ -281,10 +278,7 @@ def knowledge(rng: Random) -> list[Turn]:
     kind = rng.randrange(11)
     if kind == 0:
         a, b = rng.choice(_OPPOSITE_PAIRS)
-        question, answer = (
-            f"What is the opposite of [{a}|'{a}'|the word {a}]?",
-            f"The opposite of {a} is {b}.",
-        )
+        question, answer = (f"What is the opposite of [{a}|'{a}'|the word {a}]?", f"The opposite of {a} is {b}.")
     elif kind == 1:
         a, b = rng.choice(_pairs(_COLOURS))
         question = f"[What colour is {a}|Which colour is {a}|What is the colour of {a}|What color is {a}]?"
@@ -332,10 +326,7 @@ def _animal_fact(rng: Random) -> list[Turn]:
     a = article(animal.noun)
     kind = rng.randrange(4)
     if kind == 0:
-        question, answer = (
-            f"What [sound|noise] does {a} make?",
-            f'{a[0].upper() + a[1:]} says "{animal.says}".',
-        )
+        question, answer = (f"What [sound|noise] does {a} make?", f'{a[0].upper() + a[1:]} says "{animal.says}".')
     elif kind == 1:
         question, answer = (
             f"What is a [baby|young] {animal.noun} called?",
@@ -385,8 +376,7 @@ def remembered_name(rng: Random) -> list[Turn]:
     turns = [
         ask(
             expand(
-                f"[My name is {name}|I am {name}|Hi, I'm {name}|Hello, my name is {name}|You can call me {name}].",
-                rng,
+                f"[My name is {name}|I am {name}|Hi, I'm {name}|Hello, my name is {name}|You can call me {name}].", rng
             )
         ),
         say(
@@ -413,22 +403,18 @@ def persona(rng: Random) -> list[Turn]:
     """A name given by the system message."""
     name = expand(_PERSONA, rng) if rng.random() < 0.6 else rng.choice(_PEOPLE)
     kind = expand(
-        "[a friendly helper|a cheerful robot|a helpful assistant|a wise owl|a storyteller|a kind teacher]",
-        rng,
+        "[a friendly helper|a cheerful robot|a helpful assistant|a wise owl|a storyteller|a kind teacher]", rng
     )
     return [
         {
             "role": "system",
             "content": expand(
-                f"[You are {name}, {kind}|Your name is {name}. You are {kind}|You are {kind} called {name}].",
-                rng,
+                f"[You are {name}, {kind}|Your name is {name}. You are {kind}|You are {kind} called {name}].", rng
             ),
         },
         ask(expand("[Who are you|What is your name|Hello! What is your name|Hi, who are you]?", rng)),
         say(
-            expand(
-                f"[I am {name}, {kind}|Hello! I am {name}, {kind}|My name is {name}, and I am {kind}].", rng
-            ),
+            expand(f"[I am {name}, {kind}|Hello! I am {name}, {kind}|My name is {name}, and I am {kind}].", rng),
             f"I am {name} here.",
         ),
     ]
@@ -449,10 +435,7 @@ def sums(rng: Random) -> tuple[str, int, int, int]:
 
 _SUM_WORDS = {
     "+": ("plus", "[Add {a} and {b}|What is the sum of {a} and {b}|How much do {a} and {b} make together]"),
-    "-": (
-        "minus",
-        "[Subtract {b} from {a}|What is the difference between {a} and {b}|Take {b} away from {a}]",
-    ),
+    "-": ("minus", "[Subtract {b} from {a}|What is the difference between {a} and {b}|Take {b} away from {a}]"),
     "*": (
         "times",
         "[Multiply {a} by {b}|What is the product of {a} and {b}|What do you get if you multiply {a} and {b}]",
@@ -491,9 +474,7 @@ def arithmetic(rng: Random) -> list[Turn]:
         )
     else:
         question = expand(asked + ".", rng, values)
-    answer = expand(
-        f"[{a} {op} {b} = {c}.|{a} {op} {b} = {c}.|{a} {word} {b} is {c}.|The answer is {c}.]", rng
-    )
+    answer = expand(f"[{a} {op} {b} = {c}.|{a} {op} {b} = {c}.|{a} {word} {b} is {c}.|The answer is {c}.]", rng)
     return [ask(question), say(answer, worked(op, a, b, c))]
 
 
@@ -505,11 +486,7 @@ def _word_problem(rng: Random) -> list[Turn]:
     a, b = rng.randint(2, 50), rng.randint(1, 50)
     if rng.random() < 0.5:
         more = expand(f"[gets {b} more|finds {b} more|buys {b} more]", rng)
-        question, op, c = (
-            f"{who} has {a} {thing} and {more}. How many {thing} does {who} have now?",
-            "+",
-            a + b,
-        )
+        question, op, c = (f"{who} has {a} {thing} and {more}. How many {thing} does {who} have now?", "+", a + b)
     else:
         a, b = max(a, b) + 1, min(a, b)
         less = expand(f"[gives away {b}|loses {b}|sells {b}]", rng)

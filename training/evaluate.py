@@ -157,9 +157,7 @@ def _calls(answer: str) -> str:
     return answer[answer.index("<tool_call>") :].strip() if "<tool_call>" in answer else answer
 
 
-def story_scores(
-    subject: Subject, lengths: list[int], n_each: int
-) -> tuple[dict[int, dict[str, float]], list[str]]:
+def story_scores(subject: Subject, lengths: list[int], n_each: int) -> tuple[dict[int, dict[str, float]], list[str]]:
     """For each asked length: mean words, share that names the animal, share that came to an end, repeated sentences."""
     rng = Random(HELD_OUT_SEED)
     cases = [(n, rng.choice(ANIMALS).noun) for n in lengths for _ in range(n_each)]
@@ -203,13 +201,7 @@ def samples(subject: Subject, prompts: tuple[str, ...], max_new: int) -> list[st
     jobs: list[tuple[str, str]] = [(p, subject.prompt([chats.ask(p)])) for p in prompts]
     jobs += [(f"(thinking) {p}", subject.prompt([chats.ask(p)], thinking=True)) for p in prompts[-6:]]
     exchange = weather.exchange(rng)
-    calls = (
-        exchange[:1],
-        exchange[:3],
-        calculator.exchange(rng)[:1],
-        weather.pair(rng)[:1],
-        [chats.ask("Hello!")],
-    )
+    calls = (exchange[:1], exchange[:3], calculator.exchange(rng)[:1], weather.pair(rng)[:1], [chats.ask("Hello!")])
     for turns in calls:
         for thinking in (False, True):
             text = str(turns[-1]["content"])
@@ -226,9 +218,7 @@ def samples(subject: Subject, prompts: tuple[str, ...], max_new: int) -> list[st
     jobs.append(("(plain text) Once upon a time, in", "Once upon a time, in"))
     lines = []
     for temperature in (0.0, 0.7):
-        for (label, _), answer in zip(
-            jobs, subject.answers([p for _, p in jobs], max_new, temperature), strict=True
-        ):
+        for (label, _), answer in zip(jobs, subject.answers([p for _, p in jobs], max_new, temperature), strict=True):
             lines.append(f"[temperature {temperature}] {label}\n    {answer.strip()}")
     return lines
 
@@ -246,16 +236,10 @@ def table(scores: dict[str, Any]) -> str:
             f"stories of {n} words: words written · on topic · came to an end · sentences said twice",
             f"{s['words']:.0f} · {s['on topic']:.0%} · {s['ended']:.0%} · {s['repeated sentences']:.1%}",
         ))  # fmt: skip
-    rows.append(
-        (
-            f"known words in the last third of {scores['endurance tokens']} tokens",
-            f"{scores['endurance']:.1%}",
-        )
-    )
+    rows.append((f"known words in the last third of {scores['endurance tokens']} tokens", f"{scores['endurance']:.1%}"))
     rows += [(f"held-out loss: {kind}", f"{loss:.3f}") for kind, loss in scores["loss"].items()]
     rows += [
-        (f"loss of long stories, tokens {span}", f"{loss:.3f}")
-        for span, loss in scores["loss by position"].items()
+        (f"loss of long stories, tokens {span}", f"{loss:.3f}") for span, loss in scores["loss by position"].items()
     ]
     return "\n".join(["| score | value |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)])
 
@@ -271,9 +255,7 @@ def write_card(path: Path, scores: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=DEMO / "model.safetensors")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="few and short cases, for a CPU")
@@ -303,9 +285,7 @@ def main() -> None:
     lengths = [50, 100] if quick else [50, 100, 200, 400, 800, 1500]
     scores["stories"], texts = timed("stories", lambda: story_scores(subject, lengths, 2 if quick else 12))
     scores["endurance tokens"] = 200 if quick else 3000
-    scores["endurance"] = timed(
-        "endurance", lambda: endurance(subject, scores["endurance tokens"], 2 if quick else 8)
-    )
+    scores["endurance"] = timed("endurance", lambda: endurance(subject, scores["endurance tokens"], 2 if quick else 8))
     scores["loss"] = timed("losses", lambda: losses(subject, 2 if quick else 16))
     scores["loss by position"] = timed("long losses", lambda: loss_by_position(subject, 1 if quick else 8))
     print("\n\n".join(["", *texts]))

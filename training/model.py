@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHUNK = 64
-RESET = (
-    -60.0
-)  # log decay at a document's start: exp(-60) ~ 1e-26 of the old state is left, and sums stay exact
+RESET = -60.0  # log decay at a document's start: exp(-60) ~ 1e-26 of the old state is left, and sums stay exact
 
 
 @dataclass(frozen=True)
@@ -136,11 +134,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()
-        return (
-            x
-            * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-            * (self.offset + self.weight.float())
-        )
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.offset + self.weight.float())
 
 
 class Projection(nn.Module):
@@ -202,9 +196,7 @@ class _StateScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         m, s = ctx.saved_tensors
         out = grads[0].contiguous()
-        db = torch.zeros_like(
-            out
-        )  # db[i] is the gradient of S_{i+1}; nothing depends on the state after the last step
+        db = torch.zeros_like(out)  # db[i] is the gradient of S_{i+1}; nothing depends on the state after the last step
         n = m.shape[0]
         mt = m.mT
         for i in range(n - 2, -1, -1):
@@ -237,9 +229,7 @@ def before_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tup
     total = g.cumsum(-1)
     c = g.shape[-1]
     lower = torch.ones(c, c, dtype=torch.bool, device=g.device).tril()
-    gap = (total[..., :, None] - total[..., None, :]).masked_fill(
-        ~lower, -1e30
-    )  # masked before exp: no overflow
+    gap = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -1e30)  # masked before exp: no overflow
     decay = gap.exp()
     kk = (k @ k.mT).repeat_interleave(r, 1)
     scores = (q @ k.mT).repeat_interleave(r, 1) * decay
@@ -428,9 +418,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, borders: Borders, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.input_layernorm(x)
-        mixed = (
-            self.linear_attn(normed, borders) if self.is_linear else self.self_attn(normed, borders, cos, sin)
-        )
+        mixed = self.linear_attn(normed, borders) if self.is_linear else self.self_attn(normed, borders, cos, sin)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -504,9 +492,7 @@ class Hybrid(nn.Module):
                 d = geo.gdn_head_dim
                 channels = (2 * geo.gdn_n_k_heads + geo.gdn_n_v_heads) * d
                 conv = torch.zeros(n_sequences, geo.conv_width - 1, channels, device=device)
-                states.append(
-                    {"conv": conv, "s": torch.zeros(n_sequences, geo.gdn_n_v_heads, d, d, device=device)}
-                )
+                states.append({"conv": conv, "s": torch.zeros(n_sequences, geo.gdn_n_v_heads, d, d, device=device)})
             else:
                 shape = (n_sequences, length, geo.n_kv_heads, geo.head_dim)
                 dtype = Projection.compute_dtype
@@ -523,12 +509,7 @@ class Hybrid(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self,
-        prompts: list[list[int]],
-        max_new: list[int],
-        stop_ids: set[int],
-        temperature: float,
-        seed: int = 0,
+        self, prompts: list[list[int]], max_new: list[int], stop_ids: set[int], temperature: float, seed: int = 0
     ) -> list[list[int]]:
         """Sampled (greedy at temperature 0) continuations, stop token left out. All sequences go in lockstep.
 

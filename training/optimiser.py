@@ -36,8 +36,7 @@ class Optimiser:
             else:
                 self._others.append((name, p))
         self._momentum = {
-            shape: torch.zeros(len(group), *shape, device=group[0][1].device)
-            for shape, group in self._matrices.items()
+            shape: torch.zeros(len(group), *shape, device=group[0][1].device) for shape, group in self._matrices.items()
         }
         self._mean = [torch.zeros_like(p) for _, p in self._others]
         self._square = [torch.zeros_like(p) for _, p in self._others]

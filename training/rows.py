@@ -54,9 +54,7 @@ def pack(documents: Iterator[Row], row_length: int, pad_id: int) -> Iterator[Row
             fitting = [0] if used == 0 else [i for i, d in enumerate(at_hand) if len(d) <= row_length - used]
             if not fitting:
                 break
-            chosen = at_hand.pop(
-                max(fitting, key=lambda i: len(at_hand[i])) if row_length - used < 512 else fitting[0]
-            )
+            chosen = at_hand.pop(max(fitting, key=lambda i: len(at_hand[i])) if row_length - used < 512 else fitting[0])
             row[used : used + len(chosen)] = chosen
             used += len(chosen)
         if used < row_length:

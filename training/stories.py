@@ -4,16 +4,7 @@ from dataclasses import dataclass
 from random import Random
 
 from training.animals import ANIMALS, BOYS, GIRLS, HABITATS, PREPOSITION, RARE, Animal, animal_of
-from training.episodes import (
-    ENDINGS,
-    EPISODES,
-    LATER,
-    NEXT_PLOT,
-    OPENINGS,
-    SHORT_ENDINGS,
-    SHORT_FILL,
-    SHORT_OPENINGS,
-)
+from training.episodes import ENDINGS, EPISODES, LATER, NEXT_PLOT, OPENINGS, SHORT_ENDINGS, SHORT_FILL, SHORT_OPENINGS
 from training.grammar import article, prose
 from training.plots import PLOTS, Plot
 
@@ -165,9 +156,7 @@ def cast(rng: Random, noun: str, name: str | None, friend_animal: str | None, n_
         "animal": noun,
         "animal_cap": noun.capitalize(),
         "an_animal": article(noun),
-        "a_looks": article(
-            f"{rng.choice(('little', 'young', hero.looks, 'clever', 'friendly', 'cheerful'))}"
-        ),
+        "a_looks": article(f"{rng.choice(('little', 'young', hero.looks, 'clever', 'friendly', 'cheerful'))}"),
         "feature": feature,
         "a_feature": feature if plural or feature.startswith("neat") else article(feature),
         "moves": hero.moves,
@@ -225,9 +214,7 @@ def _short(rng: Random, story: Story, n_words: int) -> str:
     return " ".join(opening + middle + last)
 
 
-def _plot_parts(
-    rng: Random, story: Story, plot: Plot, n_words: int, is_first: bool
-) -> tuple[list[str], list[str]]:
+def _plot_parts(rng: Random, story: Story, plot: Plot, n_words: int, is_first: bool) -> tuple[list[str], list[str]]:
     """One plot in at most about `n_words` words: what comes before it, and the plot itself in one piece."""
     values = story.values
     values["moral"] = prose(plot.moral, rng, values)
@@ -260,9 +247,7 @@ def _paragraphs(rng: Random, story: Story, n_words: int) -> str:
         end = share * (number + 1)
         fixed = _n_words(parts)
         start, body = _plot_parts(rng, story, plot, int(end - fixed - (45 if is_last else 0)), number == 0)
-        last = (
-            [prose(rng.choice(ENDINGS if n_words > 160 else SHORT_ENDINGS), rng, values)] if is_last else []
-        )
+        last = [prose(rng.choice(ENDINGS if n_words > 160 else SHORT_ENDINGS), rng, values)] if is_last else []
         spare = end - fixed - _n_words([*start, *body, *last])
         parts += start
         scenes(fixed + _n_words(start) + spare * rng.choice((0.3, 0.5, 0.7, 1.0)))
@@ -287,6 +272,4 @@ def story_title(rng: Random, story: Story) -> str:
     words = story.plots[0].title.replace("{thing}", story.thing).split()
     small = {"the", "to", "and", "of", "a"}
     title = " ".join(w if i and w in small else w.capitalize() for i, w in enumerate(words))
-    return (
-        f"{story.name} and {title}" if rng.random() < 0.7 else f"{story.name} the {story.animal.capitalize()}"
-    )
+    return f"{story.name} and {title}" if rng.random() < 0.7 else f"{story.name} the {story.animal.capitalize()}"

@@ -51,9 +51,7 @@ ADDED = [
     "<tts_text_bos_single>",
     "<|audio_pad|>",
 ]
-PLAIN = frozenset(
-    ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-)
+PLAIN = frozenset(("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"))
 N_BASE = 1560  # with the 33 added tokens 1,593 ids; the embedding has 1,600 rows
 
 
@@ -129,9 +127,7 @@ def write_files(directory: Path, tokenizer: Tokenizer) -> None:
         },
     }
     for name, content in files.items():
-        (directory / name).write_text(
-            json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        (directory / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:

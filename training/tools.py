@@ -225,25 +225,12 @@ class Weather:
             rng,
         )
         self.place_key = rng.choice(
-            [
-                "city",
-                "city",
-                "city",
-                "location",
-                "location",
-                "place",
-                "town",
-                "where",
-                "query",
-                "region",
-                "name",
-            ]
+            ["city", "city", "city", "location", "location", "place", "town", "where", "query", "region", "name"]
         )
         self.unit_key = rng.choice(("unit", "units", "")) if rng.random() < 0.7 else ""
         self.units = rng.choice((("celsius", "fahrenheit"), ("C", "F")))
         about = expand(
-            "[Get|Look up|Return|Find] the [current |]weather [in a city|for a city|of a place|at a location].",
-            rng,
+            "[Get|Look up|Return|Find] the [current |]weather [in a city|for a city|of a place|at a location].", rng
         )
         place = expand("[The city|The name of the city|City name|Where to look|The city, e.g. Paris]", rng)
         keys: dict[str, dict[str, object]] = {self.place_key: {"type": "string", "description": place}}
@@ -291,21 +278,16 @@ class Weather:
             {"role": "tool", "content": result},
             say(
                 answer,
-                expand(
-                    f"[The tool says {sky}, {degrees} degrees|I have the weather now: {sky}, {degrees}].", rng
-                ),
+                expand(f"[The tool says {sky}, {degrees} degrees|I have the weather now: {sky}, {degrees}].", rng),
             ),
         ]
 
     def pair(self, rng: Random) -> list[Turn]:
         """Two cities, two calls in a row."""
         places = [city(rng), city(rng)]
-        values = [
-            (rng.randint(-15, 38), rng.choice(["sunny", "cloudy", "rainy", "snowy", "windy"])) for _ in places
-        ]
+        values = [(rng.randint(-15, 38), rng.choice(["sunny", "cloudy", "rainy", "snowy", "windy"])) for _ in places]
         question = expand(
-            f"[What is the weather in|How is the weather in|Compare the weather in] {places[0]} and {places[1]}?",
-            rng,
+            f"[What is the weather in|How is the weather in|Compare the weather in] {places[0]} and {places[1]}?", rng
         )
         results: list[Turn] = [
             {"role": "tool", "content": f'{{"temperature": {d}, "conditions": "{s}"}}'} for d, s in values
@@ -346,9 +328,7 @@ class Calculator:
                     "solve",
                 ]
             )
-            self.keys = [
-                rng.choice(["expression", "expression", "expression", "input", "expr", "formula", "text"])
-            ]
+            self.keys = [rng.choice(["expression", "expression", "expression", "input", "expr", "formula", "text"])]
             properties: dict[str, dict[str, object]] = {
                 self.keys[0]: {"type": "string", "description": "The expression, e.g. 2 + 3"}
             }
@@ -389,10 +369,7 @@ class Calculator:
                 expand(f"[I call {self.name} for this|This is a calculation, so I call {self.name}].", rng),
             ),
             {"role": "tool", "content": result},
-            say(
-                expand(f"[{a} {op} {b} = {c}.|The answer is {c}.|{a} {word} {b} is {c}.]", rng),
-                f"The result is {c}.",
-            ),
+            say(expand(f"[{a} {op} {b} = {c}.|The answer is {c}.|{a} {word} {b} is {c}.]", rng), f"The result is {c}."),
         ]
 
 
@@ -402,9 +379,7 @@ def sloppy_question(rng: Random, text: str) -> str:
 
 def call(rng: Random, calls: list[tuple[str, dict[str, object]]], thought: str) -> Turn:
     """An assistant turn that calls tools; now and then with a word before."""
-    content = (
-        rng.choice(("Let me look.", "One moment, please.", "I will check.")) if rng.random() < 0.08 else ""
-    )
+    content = rng.choice(("Let me look.", "One moment, please.", "I will check.")) if rng.random() < 0.08 else ""
     made = [{"type": "function", "function": {"name": name, "arguments": args}} for name, args in calls]
     return {"role": "assistant", "content": content, "reasoning_content": thought, "tool_calls": made}
 
@@ -433,10 +408,7 @@ def _simple_call(rng: Random) -> tuple[dict[str, object], list[Turn]]:
         where = city(rng)
         hour = f"{rng.randint(0, 23)}:{rng.randint(0, 59):02d}"
         tool = _tool(
-            "get_time",
-            "Tell the time in a city.",
-            {"city": {"type": "string", "description": "The city"}},
-            ["city"],
+            "get_time", "Tell the time in a city.", {"city": {"type": "string", "description": "The city"}}, ["city"]
         )
         question, arguments, result, answer = (
             f"What time is it in {where}?",
@@ -447,29 +419,13 @@ def _simple_call(rng: Random) -> tuple[dict[str, object], list[Turn]]:
     elif kind == 1:
         n = rng.randint(1, 90)
         tool = _tool(
-            "set_timer",
-            "Start a timer.",
-            {"minutes": {"type": "integer", "description": "How long"}},
-            ["minutes"],
+            "set_timer", "Start a timer.", {"minutes": {"type": "integer", "description": "How long"}}, ["minutes"]
         )
-        question = expand(
-            f"[Set a timer for {n} minutes|Start a timer of {n} minutes|Wake me in {n} minutes].", rng
-        )
+        question = expand(f"[Set a timer for {n} minutes|Start a timer of {n} minutes|Wake me in {n} minutes].", rng)
         arguments, result, answer = {"minutes": n}, "ok", f"The timer is set for {n} minutes."
     elif kind == 2:
         room = rng.choice(
-            [
-                "kitchen",
-                "bathroom",
-                "bedroom",
-                "hall",
-                "office",
-                "garage",
-                "garden",
-                "attic",
-                "cellar",
-                "library",
-            ]
+            ["kitchen", "bathroom", "bedroom", "hall", "office", "garage", "garden", "attic", "cellar", "library"]
         )
         tool = _tool(
             "turn_on_light",
@@ -483,10 +439,7 @@ def _simple_call(rng: Random) -> tuple[dict[str, object], list[Turn]]:
         arguments, result, answer = {"room": room}, "done", f"The light in the {room} is on."
     else:
         tool = _tool(
-            "send_email",
-            "Send an email to a person.",
-            {"to": {"type": "string", "description": "Who gets it"}},
-            ["to"],
+            "send_email", "Send an email to a person.", {"to": {"type": "string", "description": "Who gets it"}}, ["to"]
         )
         question = expand(f"[Send an email to {who}|Write {who} an email|Email {who}].", rng)
         arguments, result, answer = {"to": who}, "sent", f"I have sent an email to {who}."
@@ -518,9 +471,7 @@ def with_tools(rng: Random) -> tuple[list[dict[str, object]], list[Turn]]:
         with_sum = tools[0] is calculator.schema
         turns = rng.choice((small_talk, knowledge, small_talk if with_sum else arithmetic))(rng)
     offered = {str(t["function"]["name"]) for t in tools}  # type: ignore[index]
-    for extra in rng.sample(
-        (weather.schema, calculator.schema, _unrelated(rng)), rng.choice((0, 0, 1, 1, 2))
-    ):
+    for extra in rng.sample((weather.schema, calculator.schema, _unrelated(rng)), rng.choice((0, 0, 1, 1, 2))):
         name = str(extra["function"]["name"])  # type: ignore[index]
         needs_sum = draw >= 0.9 and extra is calculator.schema
         if name not in offered and not needs_sum:

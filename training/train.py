@@ -19,17 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import training.model as model_module
-from training.model import (
-    Attention,
-    DeltaNet,
-    Geometry,
-    Hybrid,
-    Mlp,
-    Norm,
-    Packed,
-    Projection,
-    checkpoint_tensors,
-)
+from training.model import Attention, DeltaNet, Geometry, Hybrid, Mlp, Norm, Packed, Projection, checkpoint_tensors
 from training.optimiser import Optimiser
 from training.rows import FIRST, ID_MASK, LEARN, LONG_ROW, SHORT_ROW, Batches, Row, Supply
 
@@ -94,9 +84,7 @@ def resume(directory: Path, model: Hybrid, optimiser: Optimiser) -> float:
     """Load what `save` wrote -> seconds trained before."""
     missing = [n for n in ("state-0", "state-1", "state-2") if not (directory / f"{n}.safetensors").exists()]
     if missing:
-        raise SystemExit(
-            f"cannot resume: {directory} has no {missing[0]}.safetensors; train without --resume first"
-        )
+        raise SystemExit(f"cannot resume: {directory} has no {missing[0]}.safetensors; train without --resume first")
     model.load_state_dict(
         {**load_file(directory / "state-0.safetensors"), **load_file(directory / "state-1.safetensors")}
     )
@@ -207,9 +195,7 @@ class Training:
                 save(given.out, self.model, self.optimiser, self.before + now)
                 saved = self.elapsed()
         save(given.out, self.model, self.optimiser, self.before + self.elapsed())
-        self.report(
-            f"{self.elapsed():6.0f} s  saved after step {self.optimiser.n_steps} ({n_done} in this run)"
-        )
+        self.report(f"{self.elapsed():6.0f} s  saved after step {self.optimiser.n_steps} ({n_done} in this run)")
         if given.steps or self.elapsed() < given.minutes * 60 - 1:
             self.report(f"{self.elapsed():6.0f} s  {self.validate()}")
         if self.device.type == "cuda":
@@ -217,16 +203,12 @@ class Training:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
     parser.add_argument("--minutes", type=float, default=20.0, help="wall clock of the whole program")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="run eagerly (default: torch.compile on a GPU)"
-    )
+    parser.add_argument("--no-compile", action="store_true", help="run eagerly (default: torch.compile on a GPU)")
     parser.add_argument("--batch-tokens", type=int, default=0, help="tokens a step, a multiple of 4096")
     parser.add_argument("--workers", type=int, default=0, help="processes that make the corpus")
     parser.add_argument("--steps", type=int, default=0, help="stop after this many steps")

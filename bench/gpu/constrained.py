@@ -41,9 +41,7 @@ def ms_a_token(engine: Engine, n: int, n_constrained: int, n_output: int, gramma
     """Of the whole batch, where nobody starts and nobody ends."""
     for i in range(n):
         constraint = Constraint(grammar=grammar) if i < n_constrained else None
-        params = SamplingParams(
-            max_tokens=n_output, temperature=1.0, seed=i, ignore_eos=True, constraint=constraint
-        )
+        params = SamplingParams(max_tokens=n_output, temperature=1.0, seed=i, ignore_eos=True, constraint=constraint)
         prompt = [(7 * i + j) % 1000 for j in range(65)]
         engine.add(Request(id=f"{name}-{i}", prompt_ids=prompt, params=params))
     seconds, n_tokens = [], []

@@ -20,9 +20,7 @@ M, K = 2048, 2048
 
 
 @triton.jit
-def product(
-    p_x, p_w, p_out, n_tokens, M, K, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def product(p_x, p_w, p_out, n_tokens, M, K, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
     """out[t, m] = sum_k w[m, k] x[t, k]; K is a multiple of BLOCK_K, M of BLOCK_M."""
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -65,20 +63,10 @@ def tiles(row: Callable[..., None], dtype: torch.dtype) -> None:
                 try:
                     all_ = multiply(x, w, block_m, block_t, block_k, num_stages=2 if block_k == 128 else 3)
                     one = multiply(
-                        x[5:6].contiguous(),
-                        w,
-                        block_m,
-                        block_t,
-                        block_k,
-                        num_stages=2 if block_k == 128 else 3,
+                        x[5:6].contiguous(), w, block_m, block_t, block_k, num_stages=2 if block_k == 128 else 3
                     )
                 except Exception as error:
-                    row(
-                        block_m=block_m,
-                        block_t=block_t,
-                        block_k=block_k,
-                        failed=str(error).splitlines()[-1][:100],
-                    )
+                    row(block_m=block_m, block_t=block_t, block_k=block_k, failed=str(error).splitlines()[-1][:100])
                     continue
                 row(
                     block_m=block_m, block_t=block_t, block_k=block_k, all_equal=same_bits(all_, expected),
@@ -89,10 +77,7 @@ def tiles(row: Callable[..., None], dtype: torch.dtype) -> None:
 def main() -> None:
     run(
         "e3_tiles",
-        {
-            "bfloat16": lambda row: tiles(row, torch.bfloat16),
-            "e4m3": lambda row: tiles(row, torch.float8_e4m3fn),
-        },
+        {"bfloat16": lambda row: tiles(row, torch.bfloat16), "e4m3": lambda row: tiles(row, torch.float8_e4m3fn)},
     )
 
 

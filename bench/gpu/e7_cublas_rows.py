@@ -62,8 +62,7 @@ def model(row: Callable[..., None], linears: dict[str, tuple[int, int]]) -> None
 
 def main() -> None:
     run(
-        "e7_cublas_rows",
-        {name: (lambda row, linears=linears: model(row, linears)) for name, linears in MODELS.items()},
+        "e7_cublas_rows", {name: (lambda row, linears=linears: model(row, linears)) for name, linears in MODELS.items()}
     )
 
 

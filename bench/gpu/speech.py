@@ -41,17 +41,7 @@ N_TOKENS = 400
 
 def targets(row: Row, arguments: argparse.Namespace) -> None:
     """One server, three loads: raises when it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "deltic",
-        "bench",
-        "speech",
-        "--dummy",
-        arguments.dummy,
-        "--device",
-        "cuda",
-    ]
+    command = [sys.executable, "-m", "deltic", "bench", "speech", "--dummy", arguments.dummy, "--device", "cuda"]
     command += ["--n", "1,16", "--poisson", "10", "--warmup", "2", "--no-plot"]
     command += ["--out", str(arguments.out)] if arguments.out else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -82,9 +72,7 @@ class Frames:
         if self._made:
             return
         begin = time.perf_counter()
-        config = EngineConfig(
-            dummy=self._dummy, device="cuda", prefix_cache=False, max_num_seqs=max(64, *self.sizes)
-        )
+        config = EngineConfig(dummy=self._dummy, device="cuda", prefix_cache=False, max_num_seqs=max(64, *self.sizes))
         runner = build_runner(config, lambda stage, done: None)
         assert isinstance(runner, GpuSpeechRunner)
         self.runner = runner
@@ -97,9 +85,7 @@ class Frames:
         ids = self.runner.plan.shape.ids
         prompt = [row_id(100 + i, codec_side(ids.codec_pad)) for i in range(24)]
         for i in range(n):
-            params = SamplingParams(
-                max_tokens=N_TOKENS, min_tokens=N_TOKENS, temperature=0.9, top_k=50, seed=i
-            )
+            params = SamplingParams(max_tokens=N_TOKENS, min_tokens=N_TOKENS, temperature=0.9, top_k=50, seed=i)
             speech = Speech(trailing_ids=tuple(range(100, 130)), temperature=0.9, top_k=50)
             self.engine.add(Request(id=f"{i}", prompt_ids=prompt, params=params, speech=speech))
         for _ in range(8):
@@ -165,12 +151,7 @@ class Frames:
                 **replayed(recording, vocoder.stream),
             )
         for f, recording in sorted(vocoder._skims.items()):
-            row(
-                what="skim",
-                frames=f,
-                launches=recording.n_launches,
-                **replayed(recording, vocoder.stream),
-            )
+            row(what="skim", frames=f, launches=recording.n_launches, **replayed(recording, vocoder.stream))
 
     def beside(self, row: Row) -> None:
         """Decodes and first chunks of the vocoder at once, on their two streams."""
@@ -253,12 +234,7 @@ def main() -> None:
     arguments = flags.parse_args()
     frames = Frames(arguments)
     parts = {} if arguments.no_targets else {"targets": lambda row: targets(row, arguments)}
-    parts |= {
-        "served": frames.served,
-        "alone": frames.alone,
-        "beside": frames.beside,
-        "kernels": frames.kernels,
-    }
+    parts |= {"served": frames.served, "alone": frames.alone, "beside": frames.beside, "kernels": frames.kernels}
     run(f"frames-{arguments.dummy}", parts, arguments)
 
 

@@ -41,9 +41,7 @@ def step_of(n_streams: int) -> Step:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-tts-0.6b")
     parser.add_argument("--quantize")
     parser.add_argument("--streams", default="1,2,4,8")
@@ -67,9 +65,7 @@ def main() -> None:
             runner.step(step)
             seconds[n].append(time.perf_counter() - start)
     roof_ms = 1000 * n_bytes / bandwidth
-    print(
-        f"{given.model} {given.quantize or 'bf16'}, {runner.plan.n_threads} threads: {n_bytes / 1e9:.2f} GB a step"
-    )
+    print(f"{given.model} {given.quantize or 'bf16'}, {runner.plan.n_threads} threads: {n_bytes / 1e9:.2f} GB a step")
     print(f"{bandwidth / 1e9:.1f} GB/s: roof {roof_ms:.0f} ms; a frame is 80 ms of audio")
     rows = []
     for n, times in seconds.items():

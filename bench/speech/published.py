@@ -86,10 +86,7 @@ def measure(model: Any, n_frames: int, seed: int) -> dict[str, float]:
     begin, cpu = time.perf_counter(), time.process_time()
     try:
         (wave,), _ = model.generate_custom_voice(
-            text="A small engine, oddly shaped.",
-            language="English",
-            speaker="vivian",
-            max_new_tokens=n_frames + 1,
+            text="A small engine, oddly shaped.", language="English", speaker="vivian", max_new_tokens=n_frames + 1
         )
     finally:
         model.model.speech_tokenizer.decode = decode

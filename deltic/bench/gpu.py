@@ -68,9 +68,7 @@ class Model:
         return Engine(GpuTextRunner(plan, self.weights, levers))
 
 
-def decode(
-    engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0
-) -> tuple[list[float], list[list[int]]]:
+def decode(engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0) -> tuple[list[float], list[list[int]]]:
     """Seconds of each step in which all n sequences decode, and the tokens drawn."""
     draw = random.Random(seed)
     for i in range(n):
@@ -105,11 +103,7 @@ def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> list[float]:
     for i in range(n + 1):
         draw = random.Random(1000 + i)
         prompt = [draw.randrange(engine.info.vocab_size) for _ in range(n_tokens)]
-        engine.add(
-            Request(
-                id=f"prefill {i}", prompt_ids=prompt, params=SamplingParams(max_tokens=1, temperature=0.0)
-            )
-        )
+        engine.add(Request(id=f"prefill {i}", prompt_ids=prompt, params=SamplingParams(max_tokens=1, temperature=0.0)))
         torch.cuda.synchronize()
         begin = time.perf_counter()
         while engine.has_work():
@@ -119,12 +113,7 @@ def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> list[float]:
 
 
 def decode_row(
-    engine: Engine,
-    shape: ModelShape,
-    roofs: GpuRoofs,
-    n: int,
-    rounds: Sequence[Sequence[float]],
-    context: int,
+    engine: Engine, shape: ModelShape, roofs: GpuRoofs, n: int, rounds: Sequence[Sequence[float]], context: int
 ) -> dict[str, Any]:
     """What the rounds (seconds of each step) of n sequences come to. context: the mean of their steps."""
     times = sorted(second for found in rounds for second in found)
@@ -174,7 +163,9 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     context = arguments.prompt + arguments.output // 2
     measured = [decode_row(engine, model.shape, roofs, n, found, context) for n, found in decodes.items()]
     prefill = {n: prefill_row(model.shape, roofs, n, found) for n, found in prefills.items()}
-    title = f"{shape_name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
+    title = (
+        f"{shape_name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
+    )
     Console().print(_table(title, measured))
     for n_tokens, row in prefill.items():
         print(

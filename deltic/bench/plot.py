@@ -54,18 +54,12 @@ def draw(paths: Sequence[Path], picture: Path) -> None:
     One row of four panels for each mode found in the files; percentiles are lines of one colour per file.
     """
     results = [json.loads(path.read_text()) for path in paths]
-    modes = [
-        mode for mode in ("closed", "open") if any(row["mode"] == mode for r in results for row in r["rows"])
-    ]
+    modes = [mode for mode in ("closed", "open") if any(row["mode"] == mode for r in results for row in r["rows"])]
     figure, axes = pyplot.subplots(len(modes), 4, figsize=(18, 4.2 * len(modes)), squeeze=False)
     for line, mode in zip(axes, modes, strict=True):
         label = "requests in flight" if mode == "closed" else "requests a second"
-        for result, color in zip(
-            results, pyplot.rcParams["axes.prop_cycle"].by_key()["color"] * 9, strict=False
-        ):
-            rows = sorted(
-                (row for row in result["rows"] if row["mode"] == mode), key=lambda row: row["value"]
-            )
+        for result, color in zip(results, pyplot.rcParams["axes.prop_cycle"].by_key()["color"] * 9, strict=False):
+            rows = sorted((row for row in result["rows"] if row["mode"] == mode), key=lambda row: row["value"])
             if rows:
                 _draw_rows(line, rows, result["bench"], color, result["label"])
         for axis in line:

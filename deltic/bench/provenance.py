@@ -23,9 +23,7 @@ def machine() -> dict[str, Any]:
         "cpu_id": f"{cpuinfo('cpu family')}/{cpuinfo('model')}",
         "cores": n_usable_cpus(),
         "memory_gb": round(int(total[1]) / 2**20, 1) if total else None,
-        "isa": [
-            name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if name in has
-        ],
+        "isa": [name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if name in has],
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     }

@@ -211,9 +211,7 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     file = Path(arguments.text) if arguments.text else TEXT
     documents = read_documents(file, tokenizer)
     longest = max(len(document.ids) for document in documents) + ANSWER_TOKENS
-    config = dataclasses.replace(
-        config, max_num_seqs=1, max_step_tokens=PAGE_SIZE, max_model_len=longest, n_pages=None
-    )
+    config = dataclasses.replace(config, max_num_seqs=1, max_step_tokens=PAGE_SIZE, max_model_len=longest, n_pages=None)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         runners = _load(config, formats, progress)
@@ -222,9 +220,7 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         summaries = compare(runners, documents, lambda n: progress.advance(bar, n))
         prompts = [document.prompt for document in documents[:N_ANSWERS]]
         answers = {name: [answer(runner, prompt) for prompt in prompts] for name, runner in runners.items()}
-    rows = [
-        {"format": name, **sizes(runner.model.weights), **summaries[name]} for name, runner in runners.items()
-    ]
+    rows = [{"format": name, **sizes(runner.model.weights), **summaries[name]} for name, runner in runners.items()]
     n_tokens = sum(sum(document.counts) for document in documents)
     model = model_name(config)
     head = {

@@ -27,11 +27,7 @@ from deltic.config import ConfigError
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows for people."""
     out = Table(title=title, title_justify="left")
-    spreads = {
-        "TTFT ms": "\np50 / p95 / p99",
-        "ITL ms per event": "\np50 / p95 / p99",
-        "E2E s": "\np50 / p95 / p99",
-    }
+    spreads = {"TTFT ms": "\np50 / p95 / p99", "ITL ms per event": "\np50 / p95 / p99", "E2E s": "\np50 / p95 / p99"}
     rates = {"decode tok/s": "\nper request", "output tok/s": "\nall", "prompt tok/s": "\nall"}
     columns = {"": ""} | spreads | rates | {"requests": "\nerrors"}
     for name, what in columns.items():

@@ -91,9 +91,7 @@ async def audio(reply: Reply) -> AsyncGenerator[tuple[float, bytes], None]:
         raise EndpointError("the stream ended without speech.audio.done")
 
 
-async def measure(
-    endpoint: Endpoint, body: dict[str, Any], zero: float, leave_s: float | None = None
-) -> Heard:
+async def measure(endpoint: Endpoint, body: dict[str, Any], zero: float, leave_s: float | None = None) -> Heard:
     """Sends one request and times its audio. Failures end up in `Heard.error`. leave_s: goes away then."""
     begin = time.perf_counter()
     heard = Heard(begin - zero, len(body["input"]))
@@ -152,9 +150,7 @@ class Leaver:
 
 def spread(values: Sequence[float], scale: float = 1.0, digits: int = 3) -> dict[str, float | None]:
     """Mean and percentiles."""
-    found = {"mean": mean(values) if values else None} | {
-        f"p{q}": percentile(values, q) for q in (50, 95, 99)
-    }
+    found = {"mean": mean(values) if values else None} | {f"p{q}": percentile(values, q) for q in (50, 95, 99)}
     return {name: None if value is None else round(value * scale, digits) for name, value in found.items()}
 
 
@@ -224,10 +220,7 @@ async def left_behind(endpoint: Endpoint) -> dict[str, float]:
 async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measures every point. Raises EndpointError when a first small request fails."""
     name = getattr(arguments, "model", None) if arguments.url else None
-    body: dict[str, Any] = {
-        "model": name or await model_name(endpoint, speaks=True),
-        "response_format": "pcm",
-    }
+    body: dict[str, Any] = {"model": name or await model_name(endpoint, speaks=True), "response_format": "pcm"}
     if not arguments.whole:
         body["stream_format"] = "audio"
     body = await with_voice(endpoint, body | fields(arguments, ("stream", "stream_format")))
@@ -273,18 +266,9 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         "bench": "speech", "label": label, "date": now().isoformat(), "machine": machine(), "client": code(),
     }  # fmt: skip
     said = f"texts of {load['words']} words, {'whole' if arguments.whole else 'streamed'}"
-    title = ", ".join(
-        [f"{label}: {said}", *(str(load[name]) for name in ("voice", "language") if name in load)]
-    )
+    title = ", ".join([f"{label}: {said}", *(str(load[name]) for name in ("voice", "language") if name in load)])
     rows = table(result["rows"], title)
-    report(
-        head | {"title": title} | result,
-        rows,
-        arguments.out,
-        _draw if arguments.plot else None,
-        "samples",
-        NOTE,
-    )
+    report(head | {"title": title} | result, rows, arguments.out, _draw if arguments.plot else None, "samples", NOTE)
     if result["in_use"]:
         print(f"not given back after {QUIET_S:.0f} s: {result['in_use']}")
     return 1 if result["in_use"] or any(row["errors"] for row in result["rows"]) else 0

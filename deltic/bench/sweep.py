@@ -93,9 +93,7 @@ def bodies(point: Point, make: Callable[[], Body]) -> Iterator[Body]:
         yield make()
 
 
-async def closed_loop(
-    send: Send[Sample], work: Iterator[Body], n_streams: int, done: Callable[[Sample], None]
-) -> None:
+async def closed_loop(send: Send[Sample], work: Iterator[Body], n_streams: int, done: Callable[[Sample], None]) -> None:
     """`n_streams` clients, each sending its next request when the last is answered, until `work` ends."""
     zero = time.perf_counter()
 
@@ -150,9 +148,7 @@ async def measure_point(work: Work[Sample], point: Point, warmup: int, progress:
     return row | {"samples": [work.raw(sample) for sample in samples]}
 
 
-async def measure_all(
-    work: Work[Sample], arguments: argparse.Namespace, console: Console
-) -> list[dict[str, Any]]:
+async def measure_all(work: Work[Sample], arguments: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """The rows of all points; says what went wrong in them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -178,9 +174,7 @@ async def _measure(
     try:
         with console.status("starting the server") as status:
             begin = time.perf_counter()
-            endpoint = await server.wait_ready(
-                lambda stage, done: status.update(f"server: {stage} {done:.0%}")
-            )
+            endpoint = await server.wait_ready(lambda stage, done: status.update(f"server: {stage} {done:.0%}"))
             ready_s = round(time.perf_counter() - begin, 2)
         return await sweep(endpoint, arguments, console) | {"ready_s": ready_s, "serve": serve}
     finally:

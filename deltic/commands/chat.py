@@ -19,15 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deltic.commands.endpoint import (
-    DONE,
-    Endpoint,
-    EndpointError,
-    LocalServer,
-    ServerFailed,
-    error_message,
-    model_name,
-)
+from deltic.commands.endpoint import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 from deltic.logs import counted
 
 HELP = """\
@@ -101,13 +93,8 @@ class Conversation:
                 with contextlib.suppress(ValueError):
                     body = json.loads(data)
                     answer.error = error_message(body, reply.status)
-                    if (
-                        isinstance(body, dict)
-                        and (body.get("error") or {}).get("code") == "context_length_exceeded"
-                    ):
-                        answer.error = (
-                            "the conversation no longer fits the model's context; /clear starts a new one"
-                        )
+                    if isinstance(body, dict) and (body.get("error") or {}).get("code") == "context_length_exceeded":
+                        answer.error = "the conversation no longer fits the model's context; /clear starts a new one"
                 answer.error = answer.error or f"HTTP {reply.status}"
                 return
             async with contextlib.aclosing(reply.events()) as events:

@@ -38,21 +38,13 @@ ASSERTED = (
 
 GPU_PROMISES = (
     ("P1 batch", "holds", "a sequence's logits have the same bits alone and in any batch"),
-    (
-        "P2 chunking",
-        "holds",
-        "a prompt is cut at multiples of 64 only; whichever of them, the bits are the same",
-    ),
+    ("P2 chunking", "holds", "a prompt is cut at multiples of 64 only; whichever of them, the bits are the same"),
     (
         "P3 cache",
         "holds",
         "as on the CPU; what was decoded is not shared, the next turn's prompt is computed by prefill",
     ),
-    (
-        "P4 life",
-        "holds",
-        "as on the CPU; lost tokens of an answer come back one decode each, in the same bits",
-    ),
+    ("P4 life", "holds", "as on the CPU; lost tokens of an answer come back one decode each, in the same bits"),
     ("P5 speculation", "not yet", "there is no speculative decoding"),
     ("P6 sampling", "holds", "a token depends on its logits, the seed and the position only"),
 )
@@ -94,9 +86,7 @@ def report() -> str:
 
 def _cpu(console: Console) -> None:
     n_cpus = n_usable_cpus()
-    console.print(
-        f"{cpu_model()} · {n_cpus} usable CPUs · {free_memory_bytes() / 1e9:.1f} GB free{memory_bound()}"
-    )
+    console.print(f"{cpu_model()} · {n_cpus} usable CPUs · {free_memory_bytes() / 1e9:.1f} GB free{memory_bound()}")
     try:
         name = instruction_set()
     except KernelError as error:
@@ -115,8 +105,7 @@ def _cpu(console: Console) -> None:
             "decodes of few sequences, are what it brings.[/]"
         )
     console.print(
-        f"instruction set: {name}"
-        + ("" if better[0] == name else f" (the CPU could run {better[0]}: install again)")
+        f"instruction set: {name}" + ("" if better[0] == name else f" (the CPU could run {better[0]}: install again)")
     )
     _tables(console, "on the CPU", tuple(chosen().items()), PROMISES, ASSERTED)
 

@@ -157,9 +157,7 @@ class Reply:
                 if connection.complete:
                     break
                 if connection.closed:
-                    raise EndpointError(
-                        f"{self._endpoint.url}: the connection broke in the middle of an answer"
-                    )
+                    raise EndpointError(f"{self._endpoint.url}: the connection broke in the middle of an answer")
                 await connection.changed()
         finally:
             self.close()
@@ -243,9 +241,7 @@ class Endpoint:
         JSON; `headers` are whole lines. Raises EndpointError. A cancelled wait closes the connection.
         """
         data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        lines = (
-            f"{method} {self._root}{path} HTTP/1.1\r\n{self._head}{headers}Content-Length: {len(data)}\r\n"
-        )
+        lines = f"{method} {self._root}{path} HTTP/1.1\r\n{self._head}{headers}Content-Length: {len(data)}\r\n"
         if body is not None:
             lines += "Content-Type: application/json\r\n"
         while True:
@@ -362,9 +358,7 @@ class LocalServer:
         deadline, last = time.monotonic() + timeout_s, ("", 0.0)
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise ServerFailed(
-                    f"the server ended with status {self.process.returncode}:\n{self.log_tail()}"
-                )
+                raise ServerFailed(f"the server ended with status {self.process.returncode}:\n{self.log_tail()}")
             with contextlib.suppress(EndpointError):
                 status, body = await endpoint.json("GET", "/ready")
                 if status == 200:

@@ -93,9 +93,7 @@ def _memory_table(plan: Plan[Any], on_gpu: bool) -> Table:
         stored, floats, unit = "matrices of talker and predictor", "bfloat16 tables", "rows or frames"
         step, host = f"a step of up to {plan.n_rows} rows", "for preempted sequences"
     if on_gpu:
-        step = (
-            f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} {unit.split()[0]}"
-        )
+        step = f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} {unit.split()[0]}"
         host = f"not on the device: {host}"
     table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
     rows = {
@@ -128,11 +126,7 @@ def _fit_table(plan: Plan[Any]) -> Table:
     what, unit, longest = "sequences", "tokens", f"{plan.max_model_len} tokens"
     if plan.speaks:
         lengths = {str(s): PAGE_SIZE + int(s * ROWS_PER_S) for s in (10, 30, 120, 300)}
-        what, unit, longest = (
-            "utterances",
-            "seconds of audio",
-            f"{plan.max_model_len} rows of prompt and frames",
-        )
+        what, unit, longest = ("utterances", "seconds of audio", f"{plan.max_model_len} rows of prompt and frames")
     title = f"{what.capitalize()} of a length that run at once (longest: {longest})"
     table = Table(unit, what, "limited by", title=title, title_justify="left")
     for name, length in lengths.items():

@@ -22,24 +22,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from deltic.batch_lines import N_TRIES, ForeignFile, Job, parse, read_results, wait_s
-from deltic.commands.endpoint import (
-    Endpoint,
-    EndpointError,
-    LocalServer,
-    ServerFailed,
-    error_message,
-    model_name,
-)
+from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 from deltic.logs import counted
 
 MAX_UNAVAILABLE = 60
@@ -66,9 +52,7 @@ def finished(out: BinaryIO) -> dict[str | int, bool]:
     try:
         return {key_of(result): result.get("error") is not None for result in read_results(out, is_result)}
     except ForeignFile as error:
-        raise Stopped(
-            f"line {error.line} of the output is no result of deltic run; give another output file"
-        ) from None
+        raise Stopped(f"line {error.line} of the output is no result of deltic run; give another output file") from None
 
 
 def without_errors(path: Path, out: BinaryIO) -> BinaryIO:
@@ -213,9 +197,7 @@ async def work(
         raise failures.exceptions[0] from None
 
 
-async def _run(
-    arguments: argparse.Namespace, server_arguments: list[str], source: BinaryIO, out: BinaryIO
-) -> Tally:
+async def _run(arguments: argparse.Namespace, server_arguments: list[str], source: BinaryIO, out: BinaryIO) -> Tally:
     console = Console(stderr=True)
     done = finished(out)
     n_lines = sum(1 for line in source if line.strip())

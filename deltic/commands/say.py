@@ -158,9 +158,7 @@ async def speak(endpoint: Endpoint, body: dict[str, Any], sink: Sink) -> str:
     return " · ".join(parts)
 
 
-async def _say(
-    arguments: argparse.Namespace, server_arguments: list[str], body: dict[str, Any], sink: Sink
-) -> str:
+async def _say(arguments: argparse.Namespace, server_arguments: list[str], body: dict[str, Any], sink: Sink) -> str:
     server = None if arguments.url else LocalServer(server_arguments)
     try:
         if server is None:

@@ -176,10 +176,7 @@ class Engine:
     """Requests in, outputs out, one step at a time, in the caller's thread."""
 
     def __init__(
-        self,
-        runner: StepRunner,
-        max_itl_ms: float | None = None,
-        tokenizer_file: Callable[[], Path] | None = None,
+        self, runner: StepRunner, max_itl_ms: float | None = None, tokenizer_file: Callable[[], Path] | None = None
     ) -> None:
         """tokenizer_file: says where the tokenizer.json is, for grammars; asked when the first one comes."""
         self.runner = runner
@@ -336,8 +333,7 @@ class Engine:
             log.exception("a step of %s failed", logs.counted(len(step.chunks), "sequence"))
             self.n_failures += 1
             failed = self.scheduler.fail(
-                step,
-                f"the engine could not run this step ({type(error).__name__}: {error}); send the request again",
+                step, f"the engine could not run this step ({type(error).__name__}: {error}); send the request again"
             )
             ended += failed
             return self._traced(ended if self.stage is None else self.stage.hold(ended))

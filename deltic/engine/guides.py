@@ -94,9 +94,7 @@ class Guide:
         "is_satisfied", "matcher", "n_alone", "sequence", "words",
     )  # fmt: skip
 
-    def __init__(
-        self, sequence: Sequence, constraint: Constraint, n_ids: int, lexicon: Lexicon | None = None
-    ) -> None:
+    def __init__(self, sequence: Sequence, constraint: Constraint, n_ids: int, lexicon: Lexicon | None = None) -> None:
         """lexicon: the request's, if it says what may be drawn anywhere."""
         self.sequence, self.constraint, self._n_ids = sequence, constraint, n_ids
         self._lexicon = lexicon
@@ -303,9 +301,7 @@ class Guides:
         """
         if not self.n_busy:
             return []
-        late = [
-            g for s in decodes if (g := s.guide) is not None and not (g.is_ready or g.is_late or g.n_alone)
-        ]
+        late = [g for s in decodes if (g := s.guide) is not None and not (g.is_ready or g.is_late or g.n_alone)]
         ended: list[Guide] = []
         longest = min(LONGEST_WAIT_S, step_s * len(late) / max(1, len(decodes)))
         deadline = time.monotonic() + longest
@@ -454,9 +450,7 @@ class Guides:
                     if not specials:
                         raise
                     # Their first is the end of a text, which no grammar names.
-                    self._tokenizer = llguidance.LLTokenizer(
-                        sealed, n_vocab=self.n_ids, eos_token=specials[:1]
-                    )
+                    self._tokenizer = llguidance.LLTokenizer(sealed, n_vocab=self.n_ids, eos_token=specials[:1])
                     self._foreign_end = specials[0]
             return self._tokenizer
 

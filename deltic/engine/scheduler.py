@@ -50,7 +50,9 @@ from deltic.ops.geometry import PAGE_SIZE
 
 log = logging.getLogger("deltic.engine")
 
-NOT_FINITE = "nothing can be drawn: the model gave logits that are not finite (is the checkpoint damaged?) or all ids are banned"
+NOT_FINITE = (
+    "nothing can be drawn: the model gave logits that are not finite (is the checkpoint damaged?) or all ids are banned"
+)
 NOTHING_ALLOWED = (
     "nothing can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar leave no token "
     "(or the logits are not finite)"
@@ -266,9 +268,7 @@ class Scheduler:
         """Ends every sequence of a step that could not be run, with an error."""
         for chunk in step.chunks:
             self.cache.drop_snapshots(chunk)
-        sequences = {
-            id(s): s for s in chain((c.sequence for c in step.chunks), (d.sequence for d in step.draws))
-        }
+        sequences = {id(s): s for s in chain((c.sequence for c in step.chunks), (d.sequence for d in step.draws))}
         failed = [s for sequence in sequences.values() for s in [*sequence.siblings, sequence]]
         return [self._end(sequence, "error", message) for sequence in failed]
 
@@ -484,9 +484,7 @@ class Scheduler:
         """
         if sequence.wants_prompt_logprobs:
             return False
-        ending = (
-            chunk.sequence for chunk in step.chunks if not chunk.is_decode
-        )  # no prefill after this step
+        ending = (chunk.sequence for chunk in step.chunks if not chunk.is_decode)  # no prefill after this step
         for other in chain(ending, self._prefills):
             n_common = self.cache.n_common(sequence, other)
             if other.n_computed < n_common > n_usable and _rank(other) < _rank(sequence):

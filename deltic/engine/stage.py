@@ -146,9 +146,7 @@ def to_pcm(samples: Samples) -> bytes:
 class SpeechStage:
     """The open streams of one engine."""
 
-    def __init__(
-        self, vocoder: StreamVocoder, n_slots: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, vocoder: StreamVocoder, n_slots: int, clock: Callable[[], float] = time.monotonic) -> None:
         """n_slots: streams that the vocoder may have at once; others wait for a slot."""
         self.n_slots = n_slots
         self.step_s = self.frame_s = 0.0
@@ -216,6 +214,7 @@ class SpeechStage:
             if stream is None and t == 0:
                 stream = self._open(sequence, now)
             if stream is not None and t == len(stream.codes):  # not one that was computed again
+                assert result.codes is not None
                 stream.codes.append(np.array(result.codes[i], np.int32))
                 if stream.is_stalled and stream.dry_at is not None:
                     stream.dry_at = max(stream.dry_at, now)  # it was late for want of text

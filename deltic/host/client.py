@@ -447,9 +447,7 @@ class EngineClient:
         if stats.n_steps > last.n_steps:
             n_prompt = stats.n_prompt_tokens - last.n_prompt_tokens
             n_generated = stats.n_generated_tokens - last.n_generated_tokens
-            self.recent_steps.append(
-                (time.monotonic(), stats.last_step_ms, stats.n_running, n_prompt, n_generated)
-            )
+            self.recent_steps.append((time.monotonic(), stats.last_step_ms, stats.n_running, n_prompt, n_generated))
 
     def _forget_gauges(self) -> None:
         """Nothing runs any more; the counters keep what they have."""

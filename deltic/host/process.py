@@ -227,9 +227,7 @@ class EngineProcess:
                 model.build(build)
         except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
             text = str(error)
-            out_of_memory = (
-                isinstance(error, MemoryError) or "t allocate memory" in text or "out of memory" in text
-            )
+            out_of_memory = isinstance(error, MemoryError) or "t allocate memory" in text or "out of memory" in text
             if isinstance(error, RuntimeError) and not out_of_memory:
                 raise
             name = f"{model.name}: " if len(self.models) > 1 else ""

@@ -83,9 +83,7 @@ def _locked(parent: Path) -> tuple[Path, int]:
     """A new directory that only its owner can enter, and the descriptor that holds its lock. Raises OSError."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # another server took it for a stale one, before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another server took it for a stale one, before it was locked
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(directory, fcntl.LOCK_EX)

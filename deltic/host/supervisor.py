@@ -118,10 +118,7 @@ class EngineHost:
         self._n_oom_kills = n_oom_kills()
         try:
             launch = Launch(
-                models=[
-                    client.open(self._context, f"ipc://{directory}/{i}")
-                    for i, client in enumerate(self.clients)
-                ],
+                models=[client.open(self._context, f"ipc://{directory}/{i}") for i, client in enumerate(self.clients)],
                 parent_pid=os.getpid(),
                 started_at=time.time(),
                 log_format=self._log_format,

@@ -58,9 +58,7 @@ def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
         return vocab_size
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{directory / 'tokenizer.json'}: not a tokenizer file ({error})") from None
-    highest = max(
-        [*file.model.vocab.values(), *(token.id for token in file.added_tokens)], default=vocab_size - 1
-    )
+    highest = max([*file.model.vocab.values(), *(token.id for token in file.added_tokens)], default=vocab_size - 1)
     if config.tokenizer is not None and highest >= vocab_size:
         raise CheckpointError(
             f"--tokenizer {config.tokenizer}: has ids up to {highest}, but the model's vocabulary has {vocab_size}; it is of another "
@@ -83,9 +81,7 @@ def resolve_model(
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.exists():
         if revision is not None:
-            raise CheckpointError(
-                f"{name}: --revision is of a name on the hub, and this is a path here; leave it out"
-            )
+            raise CheckpointError(f"{name}: --revision is of a name on the hub, and this is a path here; leave it out")
         return _no_gguf(name, path)
     if not is_hub_name(name):
         raise CheckpointError(f"{name}: no such directory, and not a hub name of the form owner/model")

@@ -65,9 +65,7 @@ class DownloadFailed(CheckpointError, MayPass):
 
 def is_hub_name(name: str) -> bool:
     """Whether it can only be a name on the hub: of its form, and nothing here."""
-    return (
-        not Path(name).expanduser().exists() and bool(_HUB_NAME.fullmatch(name)) and not name.startswith(".")
-    )
+    return not Path(name).expanduser().exists() and bool(_HUB_NAME.fullmatch(name)) and not name.startswith(".")
 
 
 def download(wanted: Download) -> Path:
@@ -135,9 +133,7 @@ class _Watch:
             for entry in os.scandir(self._blobs):
                 with contextlib.suppress(OSError):  # renamed meanwhile
                     stat = entry.stat()
-                    sizes[entry.name] = min(
-                        stat.st_size, stat.st_blocks * 512
-                    )  # some are made at full size, empty
+                    sizes[entry.name] = min(stat.st_size, stat.st_blocks * 512)  # some are made at full size, empty
         return sizes
 
 

@@ -182,9 +182,7 @@ class Declaration:
     def mlp(self, p: str, width: int, h: int, down: Role) -> Mlp:
         """SwiGLU under the prefix p; down: the role of that matrix."""
         return Mlp(
-            gate_up=self.matrix(
-                h, Stored(f"{p}gate_proj.weight", (width,)), Stored(f"{p}up_proj.weight", (width,))
-            ),
+            gate_up=self.matrix(h, Stored(f"{p}gate_proj.weight", (width,)), Stored(f"{p}up_proj.weight", (width,))),
             down=self.matrix(width, Stored(f"{p}down_proj.weight", (h,)), role=down),
         )
 
@@ -288,8 +286,7 @@ def fill_dummy(
             fill_vector(name, values, generator)
             part.copy_(values)
         else:
-            is_table = isinstance(part, Tensor) or name == "embed"
-            scale = 0.1 if is_table else part.k**-0.5
+            scale = part.k**-0.5 if isinstance(part, Matrix) and name != "embed" else 0.1
             if scale not in scaled:
                 scaled[scale] = (block * scale).to(memory.device, torch.bfloat16)
             offset = (offset + 7919 * 131) % _DUMMY_BLOCK

@@ -115,9 +115,7 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
             "with --weights-cache"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(
-            f"--out {target}: exists and is not an empty directory; give another, or remove it first"
-        )
+        raise ConfigError(f"--out {target}: exists and is not an empty directory; give another, or remove it first")
     if speaks(config):
         raise ConfigError(
             f"{config.model}: speech models are not packed into a model; `deltic serve` can keep their packed weights with "
@@ -146,9 +144,7 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
         # The weights last: a directory without them is no model yet, and is not taken for one.
         _copy_model_files(source, target)
         file = target / PACKED
-        save_packed(
-            weights, file, config.quantize, notices, lambda done, total: progress("writing", done / total)
-        )
+        save_packed(weights, file, config.quantize, notices, lambda done, total: progress("writing", done / total))
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
         if isinstance(error, OSError):
@@ -245,10 +241,7 @@ def cache_file(config: EngineConfig, directory: Path) -> Path:
         ]
         what = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = hashlib.sha256(json.dumps([VERSION, config.quantize, what]).encode()).hexdigest()[:16]
-    return (
-        config.weights_cache
-        / f"{Path(model_name(config)).name}-{config.quantize or 'bf16'}-{key}.safetensors"
-    )
+    return config.weights_cache / f"{Path(model_name(config)).name}-{config.quantize or 'bf16'}-{key}.safetensors"
 
 
 def through_cache(

@@ -80,9 +80,7 @@ class Matrix:
         return math.ceil(n / STRIP) * STRIP * (k * format.bits // 8 + scales)
 
     @classmethod
-    def empty(
-        cls, n: int, k: int, format: MatrixFormat, n_matrices: int = 1, device: str | None = None
-    ) -> Matrix:
+    def empty(cls, n: int, k: int, format: MatrixFormat, n_matrices: int = 1, device: str | None = None) -> Matrix:
         """Room for the matrices; `pack` fills it. Raises KernelError unless k is a multiple of 32."""
         check("matrix", k % 32 == 0, f"K a multiple of 32, found {k}")
         size = (n_matrices, cls.n_bytes_of(n, k, format))

@@ -91,13 +91,7 @@ def naive_gdn(
 
 
 def chunk_gdn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    chunk: int = 64,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, chunk: int = 64
 ) -> tuple[Tensor, Tensor]:
     """The same as `naive_gdn`, a chunk at a time: what a chunk adds is solved for at once.
 
@@ -161,9 +155,7 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, precision: Precision) -> Te
     return linear(F.silu(gate) * up, down, precision)
 
 
-def route(
-    x: Tensor, router: Tensor, k: int, renormalise: bool, precision: Precision
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Tensor, k: int, renormalise: bool, precision: Precision) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the k largest, lower ids first on ties. -> weights, ids, both [T, k]."""
     p = linear(x, router, precision).softmax(-1)
     weights, ids = (y[:, :k] for y in p.sort(dim=-1, descending=True, stable=True))

@@ -119,9 +119,7 @@ def forward(
     trace: list[Tensor] | None = None,
 ) -> Tensor:
     """Logits [T, V] float32; row t is what follows token_ids[: t + 1]. See `hidden_states`."""
-    return linear(
-        hidden_states(weights, shape, token_ids, precision, chunked, trace), weights.lm_head, precision
-    )
+    return linear(hidden_states(weights, shape, token_ids, precision, chunked, trace), weights.lm_head, precision)
 
 
 def generate_greedy(

@@ -95,8 +95,7 @@ def transformer(
 
         y = rms_norm(x, weight("input_layernorm"), eps)
         q, k, v = (
-            linear(y, weight(f"self_attn.{name}_proj"), precision).unflatten(-1, (-1, head_dim))
-            for name in "qkv"
+            linear(y, weight(f"self_attn.{name}_proj"), precision).unflatten(-1, (-1, head_dim)) for name in "qkv"
         )
         if f"{layer}.self_attn.q_norm.weight" in weights:
             q, k = rms_norm(q, weight("self_attn.q_norm"), eps), rms_norm(k, weight("self_attn.k_norm"), eps)

@@ -87,8 +87,8 @@ class Encoded(ABC, Generic[C, T, A]):
     """What an item is called in messages, such as "voice"."""
     source: str
     """What a client would have to send again."""
-    refusals: tuple[type[Exception], ...] = ()
-    """Exceptions of `make` whose text is the answer; CheckpointError is one of them everywhere."""
+    refusals: tuple[type[Exception], ...] = (CheckpointError,)
+    """Exceptions of `make`, and of the fingerprint, whose text is the answer."""
 
     def __init__(self, directory: Path | None, model: Callable[[], str]) -> None:
         """directory: where items are kept; None: in memory only. model: the fingerprint, asked for once, in the other thread."""
@@ -279,7 +279,7 @@ class Encoded(ABC, Generic[C, T, A]):
                 return found
             made = self.make(command)
             return found if made is None and isinstance(found, str) else made
-        except (*self.refusals, CheckpointError) as error:
+        except self.refusals as error:
             return str(error)
         except Exception as error:
             log.exception("a %s could not be encoded", self.noun)

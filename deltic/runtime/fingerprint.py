@@ -41,9 +41,7 @@ _CODE = ("engine", "models", "ops", "runtime")
 Progress = Callable[[int, int], None]  # bytes hashed, bytes to hash
 
 
-def fingerprint(
-    config: EngineConfig, directory: Path, kernels: Path | str, on_progress: Progress | None = None
-) -> str:
+def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_progress: Progress | None = None) -> str:
     """32 hex digits. config.quantize: resolved, as a packed model has it. directory: the checkpoint's, or one safetensors
     file. kernels: the library in use; or, of kernels that are sources here, a text with everything else that they depend on.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.messages import EncodeVoice, VoiceEncoded
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.vocoder.encoder import AudioError, VoiceEncoder
 from deltic.private import make_private
 from deltic.runtime.encoded import Encoded
@@ -76,7 +76,7 @@ class VoiceParts(Protocol):
 class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
     """The encoded voices of one speech model. All public methods are for the engine's thread."""
 
-    noun, source, refusals = "voice", "recording", (AudioError,)
+    noun, source, refusals = "voice", "recording", (AudioError, CheckpointError)
 
     def __init__(
         self, encoder: VoiceEncoder, parts: VoiceParts, directory: Path | None, model: Callable[[], str]
@@ -137,17 +137,13 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
         return VoiceEncoded(key, 0 if item is None else item.n_frames, error)
 
 
-def open_voices(
-    config: EngineConfig, checkpoint: Path, width: int, parts: VoiceParts, kernels: Path | str
-) -> Voices:
+def open_voices(config: EngineConfig, checkpoint: Path, width: int, parts: VoiceParts, kernels: Path | str) -> Voices:
     """Of a Base model. width: of the talker. kernels: as `fingerprint` takes them. Raises CheckpointError and UnsupportedModelError
     when the encoders cannot be used, ConfigError when the directory cannot."""
     is_dummy = config.dummy is not None
     encoder = VoiceEncoder.dummy(width, config.seed) if is_dummy else VoiceEncoder.open(checkpoint)
     if encoder.shape.width != width:
-        raise UnsupportedModelError(
-            "speaker_encoder_config.enc_dim", encoder.shape.width, f"{width}, as hidden_size"
-        )
+        raise UnsupportedModelError("speaker_encoder_config.enc_dim", encoder.shape.width, f"{width}, as hidden_size")
     directory = config.voices_dir or (config.cache_dir / "voices" if config.cache_dir else None)
     try:
         if directory is not None:

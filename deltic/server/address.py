@@ -130,9 +130,7 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
         try:
             context.load_verify_locations(config.ssl_ca_certs)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used ({_reason(error)})"
-            ) from error
+            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used ({_reason(error)})") from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

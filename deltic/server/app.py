@@ -127,10 +127,7 @@ def create_app(server: Server) -> FastAPI:
                 ticket.account = request.scope[BATCH]
             else:
                 ticket.account = access.check(
-                    request,
-                    open_=route.open_,
-                    any_type=route.form or route.any_type,
-                    is_shared=route.is_shared,
+                    request, open_=route.open_, any_type=route.form or route.any_type, is_shared=route.is_shared
                 )
             if route.generates:
                 ticket.enter()
@@ -214,9 +211,7 @@ def _usual_path(path: str) -> str:
     return f"/v1{path}" if path[1:].partition("/")[0] in _V1 else path
 
 
-def _answering(
-    endpoint: Callable[[Request], Awaitable[ASGIApp]],
-) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+def _answering(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Coroutine[Any, Any, Any]]:
     """An endpoint whose errors become error bodies."""
 
     async def answering(request: Request) -> ASGIApp:
@@ -242,11 +237,7 @@ DECLINED = {
         ("moderations",): "judges no text",
         ("uploads", "vector_stores", "containers"): "keeps no such files; see /v1/files",
         ("fine_tuning", "evals"): "runs no such jobs; see /v1/batches",
-        (
-            "assistants",
-            "threads",
-            "conversations",
-        ): "keeps no threads; use /v1/responses with previous_response_id",
+        ("assistants", "threads", "conversations"): "keeps no threads; use /v1/responses with previous_response_id",
         tuple(
             f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs")
         ): "serves what it was started with",
@@ -288,9 +279,7 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next(
-            (value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), ""
-        )
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope["deltic.request_id"] = request_id
         status = n_bytes = 0
@@ -315,9 +304,7 @@ class Envelope:
                 async with asyncio.timeout(None if is_whole else ticket.left_s()):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(
-                    408, "the body did not come in time", code="request_timeout", headers=CLOSE
-                ) from None
+                raise ApiError(408, "the body did not come in time", code="request_timeout", headers=CLOSE) from None
             is_whole = not message.get("more_body", False)
             n_bytes += len(message.get("body", b""))
             if self._server.config.log_prompts and scope.get("deltic.route") != FILES:
@@ -343,9 +330,7 @@ class Envelope:
             if n_bytes > LARGE_BYTES:
                 self._server.trim_soon()
             if route not in QUIET:
-                log_request(
-                    scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-")
-                )
+                log_request(scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-"))
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A WebSocket: its line in the log, and its count, when it has ended. The limits are those of what is said through it."""
@@ -372,9 +357,7 @@ class Envelope:
             log_request("WEBSOCKET", route, status, ticket, request_id, "-")
 
 
-def log_request(
-    method: str, route: str, status: int, ticket: Ticket, request_id: str, answer_id: str
-) -> None:
+def log_request(method: str, route: str, status: int, ticket: Ticket, request_id: str, answer_id: str) -> None:
     """The line of a request that has ended."""
     fields: dict[str, Any] = {"method": method, "route": route, "status": status}
     fields["seconds"] = round(time.monotonic() - ticket.started_s, 3)
@@ -389,9 +372,7 @@ def log_request(
         more["generated_tokens"] = usage.completion_tokens
     if ticket.body:
         more["body"] = ticket.body.decode("utf-8", "replace")
-    text += "".join(
-        f" {name}={json.dumps(value) if name == 'body' else value}" for name, value in more.items()
-    )
+    text += "".join(f" {name}={json.dumps(value) if name == 'body' else value}" for name, value in more.items())
     ids = {"request_id": request_id, "answer_id": answer_id}
     level = logging.DEBUG if ticket.is_batch else logging.INFO  # of a batch its end is told
     log.log(level, "%s %s %s", text, request_id, answer_id, extra={"fields": fields | more | ids})
@@ -481,9 +462,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
         info = service.client.info
         n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)
         if asked.tokens and max(asked.tokens) >= n_ids:
-            raise bad_request(
-                "tokens", f"{max(asked.tokens)} is not a token id; they go from 0 to {n_ids - 1}"
-            )
+            raise bad_request("tokens", f"{max(asked.tokens)} is not a token id; they go from 0 to {n_ids - 1}")
         return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
     return LargeResponse(await service.prepare(len(body), work, request))
@@ -599,13 +578,7 @@ ROUTES = (
     Route("GET", "/v1/batches/{batch_id}", batches.get_batch),
     Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
     Route(
-        "POST",
-        "/api/chat",
-        ollama.chat,
-        ollama_protocol.ChatRequest,
-        generates=True,
-        any_type=True,
-        gives=OLLAMA_GIVES,
+        "POST", "/api/chat", ollama.chat, ollama_protocol.ChatRequest, generates=True, any_type=True, gives=OLLAMA_GIVES
     ),
     Route(
         "POST",
@@ -638,7 +611,5 @@ ROUTES = (
 )
 """Every route there is: the application and its document in server/openapi.py are made from it."""
 
-_V1 = {
-    path.split("/")[2] for path in [*(route.path for route in ROUTES), *DECLINED] if path.startswith("/v1/")
-}
+_V1 = {path.split("/")[2] for path in [*(route.path for route in ROUTES), *DECLINED] if path.startswith("/v1/")}
 """First parts of the paths behind `/v1`."""

@@ -214,9 +214,7 @@ class HttpConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         refusal = self._refusal
         if refusal is None:
-            self._refuse(
-                "malformed", ApiError(400, "this is not HTTP as the server reads it", code="invalid_http")
-            )
+            self._refuse("malformed", ApiError(400, "this is not HTTP as the server reads it", code="invalid_http"))
         else:
             self._refuse("head", refusal)
 
@@ -233,9 +231,7 @@ class HttpConnection(HttpToolsProtocol):
         self._n_same = self._n_same + 1 if n_unsent and n_unsent == self._n_unsent else 0
         self._n_unsent = n_unsent
         if self._n_same * (timeout_s or KEEP_ALIVE_S) / 4 >= KEEP_ALIVE_S:
-            log.warning(
-                "a client took nothing of its answer for %d s: its connection was closed", KEEP_ALIVE_S
-            )
+            log.warning("a client took nothing of its answer for %d s: its connection was closed", KEEP_ALIVE_S)
             self.cut("stalled")
             return
         if not timeout_s or self.transport.is_closing() or self.flow.read_paused:
@@ -264,8 +260,7 @@ class HttpConnection(HttpToolsProtocol):
             body = error.body()
             self.transport.write(
                 STATUS_LINE[error.status]
-                + b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-                % len(body)
+                + b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
                 + body
             )
         self._all.closed[why] += 1
@@ -357,9 +352,7 @@ class HttpServer(uvicorn.Server):
         silent[handshake] = None
         try:
             await loop.connect_accepted_socket(
-                lambda: made(
-                    config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
-                ),
+                lambda: made(config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop),
                 accepted,
                 **secure,
             )

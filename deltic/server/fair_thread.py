@@ -24,9 +24,7 @@ class FairThread:
         self._most = most
         self._thread = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
-        self._waiting: list[
-            tuple[int, int, Future[Any], Callable[[], Any]]
-        ] = []  # a heap, by turn and arrival
+        self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []  # a heap, by turn and arrival
         self._n_submitted = 0
         self._turn = 0
         """Of what was begun last."""

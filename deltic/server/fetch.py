@@ -157,13 +157,7 @@ def _shown(name: str) -> Iterator[Show]:
     """Takes progress, for a bar in a terminal, else a line every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bars
 
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -48,13 +48,7 @@ class Account:
     """What one name has taken. Keys of one name share it."""
 
     def __init__(
-        self,
-        name: str,
-        max_concurrent: int,
-        tokens_per_minute: int,
-        *,
-        is_admin: bool = True,
-        party: str = "",
+        self, name: str, max_concurrent: int, tokens_per_minute: int, *, is_admin: bool = True, party: str = ""
     ) -> None:
         """Limits of 0 are none. is_admin: whether it may see and reset what all keys share. party: accounts of one party find
         each other's prefixes in the cache."""
@@ -79,9 +73,7 @@ class Account:
         """Raises ApiError (429) while none are left."""
         if self._tokens_per_minute and self._fill() <= 0:
             wait_s = math.ceil((1 - self._level) * 60 / self._tokens_per_minute)
-            raise self._refusal(
-                "tokens", f"has used up its {self._tokens_per_minute} tokens a minute", wait_s
-            )
+            raise self._refusal("tokens", f"has used up its {self._tokens_per_minute} tokens a minute", wait_s)
 
     def leave(self) -> None:
         self.numbers.n_open -= 1
@@ -219,9 +211,7 @@ class Accounts:
                 raise ConfigError(f"API key {name!r}: keys without a name are called so; give it another")
             limits = (
                 config.max_concurrent_per_key if entry.max_concurrent is None else entry.max_concurrent,
-                config.tokens_per_minute_per_key
-                if entry.tokens_per_minute is None
-                else entry.tokens_per_minute,
+                config.tokens_per_minute_per_key if entry.tokens_per_minute is None else entry.tokens_per_minute,
             )
             account = Account(
                 name,

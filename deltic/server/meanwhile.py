@@ -33,9 +33,7 @@ class Meanwhile:
         self.stage, self.done = "", 0.0
         self._root = config.root_path
         self._access = Access(config, Accounts(config))
-        self._http = HttpServer(
-            self, Connections(config.client_timeout_s), ws="none", timeout_graceful_shutdown=1
-        )
+        self._http = HttpServer(self, Connections(config.client_timeout_s), ws="none", timeout_graceful_shutdown=1)
         self._http.config.load()
         self._http.config.ssl = secured
         self._running = asyncio.create_task(self._http.serve([listener.dup()]))

@@ -47,9 +47,7 @@ OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error":
 def document(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
     """OpenAPI 3.1. routes: rows of http.ROUTES; root_path: the prefix under which a proxy offers them."""
     bodies = {route.body for route in routes if route.body is not None}
-    schemas, components = msgspec.json.schema_components(
-        list(bodies), ref_template="#/components/schemas/{name}"
-    )
+    schemas, components = msgspec.json.schema_components(list(bodies), ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, Any] = {}
     for route in routes:
@@ -78,9 +76,7 @@ def _operation(route: Any, path: str) -> dict[str, Any]:
     form = "OllamaError" if path.startswith(OLLAMA) else "Error"
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     gives = (*route.gives, "text/event-stream") if route.generates else route.gives
-    responses: dict[str, Any] = {
-        "200": {"description": "The answer.", "content": {kind: {} for kind in gives}}
-    }
+    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": {kind: {} for kind in gives}}}
     for status, text in FAILURES.items():
         if not route.open_ or status in _OF_OPEN_ROUTES:
             responses[str(status)] = {"description": text, "content": error}

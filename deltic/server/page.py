@@ -73,6 +73,4 @@ async def live(service: Service, request: Request) -> ASGIApp:
         "stats": msgspec.structs.asdict(client.stats) | {"cache": msgspec.structs.asdict(client.stats.cache)},
         "steps": [[round(now_s - at_s, 3), *rest] for at_s, *rest in client.recent_steps],
     }
-    return Response(
-        msgspec.json.encode(told), headers={"cache-control": "no-store"}, media_type="application/json"
-    )
+    return Response(msgspec.json.encode(told), headers={"cache-control": "no-store"}, media_type="application/json")

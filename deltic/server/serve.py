@@ -68,10 +68,7 @@ class Served(NamedTuple):
 
 
 def serve(
-    models: Sequence[tuple[EngineConfig, ModelConfig]],
-    config: ServerConfig,
-    *,
-    program: tuple[str, ...] = PROGRAM,
+    models: Sequence[tuple[EngineConfig, ModelConfig]], config: ServerConfig, *, program: tuple[str, ...] = PROGRAM
 ) -> int:
     """Serves until a signal; returns the exit status, `exit_status`'s or 1 when a model cannot be served.
 
@@ -124,9 +121,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        self._came: queue.SimpleQueue[int] = (
-            queue.SimpleQueue()
-        )  # its `put` may be called in a signal handler
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may be called in a signal handler
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self._came.put(number))
         loop = asyncio.get_running_loop()
@@ -195,11 +190,7 @@ async def _serve(
                 http.force_exit = True
             http.should_exit = True
             await asyncio.gather(running, return_exceptions=True)
-    except (
-        ConfigError,
-        CheckpointError,
-        OSError,
-    ) as error:  # a model's files, the port, no process to be had
+    except (ConfigError, CheckpointError, OSError) as error:  # a model's files, the port, no process to be had
         log.error("%s", error)
         return exit_status(error)
     finally:
@@ -260,9 +251,7 @@ def _service(server: Server, model: Served) -> Service:
         voices = voices_directory(engine) if shape.variant == "base" else None
         taken = {other.speech.voices.directory for other in server.models.values() if other.speech}
         if voices is not None and voices in taken:
-            raise ConfigError(
-                f"two models would keep voices in {voices}; give one of them its own --voices-dir"
-            )
+            raise ConfigError(f"two models would keep voices in {voices}; give one of them its own --voices-dir")
         aliases = voice_aliases(model.about.voice_alias, shape)
         speech = SpeechParts(prompts, VoiceStore(client, voices, server.config), aliases)
     elif model.about.voice_alias:
@@ -299,9 +288,7 @@ async def _until_stopped(
 ) -> int:
     """Serves until the first signal and through the drain, or until the HTTP server, `running`, ends; the exit status."""
     url = url_of(listener, server.config)
-    log.info(
-        "listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, " and ".join(server.models)
-    )
+    log.info("listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, " and ".join(server.models))
     services = list(server.models.values())
     first = asyncio.create_task(signals.first.wait())
     ready = asyncio.gather(*(service.client.ready() for service in services))
@@ -327,9 +314,7 @@ async def _until_stopped(
         await asyncio.gather(first, ready, showing, return_exceptions=True)
 
 
-def _tell_ready(
-    services: list[Service], ready: asyncio.Future[list[EngineInfo]], url: str, started_s: float
-) -> bool:
+def _tell_ready(services: list[Service], ready: asyncio.Future[list[EngineInfo]], url: str, started_s: float) -> bool:
     """Logs what became of the start; False when a model cannot be served."""
     several = len(services) > 1
     try:

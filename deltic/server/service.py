@@ -149,9 +149,7 @@ class Server:
         if self._unknown_s.get(place, -math.inf) + UNKNOWN_AGAIN_S > now_s:
             return
         if len(self._unknown_s) >= MAX_UNKNOWN:  # whoever makes up names finds them counted only
-            self._unknown_s = {
-                name: at_s for name, at_s in self._unknown_s.items() if at_s + UNKNOWN_AGAIN_S > now_s
-            }
+            self._unknown_s = {name: at_s for name, at_s in self._unknown_s.items() if at_s + UNKNOWN_AGAIN_S > now_s}
             if len(self._unknown_s) >= MAX_UNKNOWN:
                 return
         self._unknown_s[place] = now_s
@@ -184,18 +182,13 @@ class Server:
         """For /health and /ready: of the model that is worst off; when there are several, of each by its name."""
         each = {name: service.status() for name, service in self.models.items()}
         # Of those that load the last that has begun: the ones before it have loaded, and wait for the others.
-        worst = min(
-            reversed(each),
-            key=lambda name: (STATES.index(each[name]["status"]), "loading" not in each[name]),
-        )
+        worst = min(reversed(each), key=lambda name: (STATES.index(each[name]["status"]), "loading" not in each[name]))
         if len(each) == 1:
             return each[worst]
         status = dict(each[worst])
         if "message" in status and not self.draining:
             status["message"] = f"{worst}: {status['message']}"
-        return status | {
-            "models": {name: told | {"kind": self.models[name].kind} for name, told in each.items()}
-        }
+        return status | {"models": {name: told | {"kind": self.models[name].kind} for name, told in each.items()}}
 
 
 @dataclass
@@ -211,11 +204,7 @@ class SpeechParts:
 
     def voice_names(self) -> list[str]:
         """Speakers of the checkpoint, aliases, and voices that were uploaded."""
-        return [
-            *sorted(self.prompts.shape.speakers),
-            *self.aliases,
-            *(voice.name for voice in self.voices.all()),
-        ]
+        return [*sorted(self.prompts.shape.speakers), *self.aliases, *(voice.name for voice in self.voices.all())]
 
 
 @dataclass

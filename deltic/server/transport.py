@@ -79,11 +79,7 @@ async def read_body(request: Request, max_mb: float, is_json: bool = True) -> by
         n_commas += part.count(b",")
         if len(body) > limit:
             raise too_large
-    if (
-        is_json
-        and n_brackets > MAX_CONTAINERS
-        and await _n_outside(body, b"[{", MAX_CONTAINERS) > MAX_CONTAINERS
-    ):
+    if is_json and n_brackets > MAX_CONTAINERS and await _n_outside(body, b"[{", MAX_CONTAINERS) > MAX_CONTAINERS:
         said = f"the body has more than {MAX_CONTAINERS} JSON objects and arrays"
         raise bad_request(None, said, "too_many_containers")
     if is_json and n_commas > MAX_VALUES and await _n_outside(body, b",", MAX_VALUES) > MAX_VALUES:
@@ -185,9 +181,7 @@ class EventStream:
         if self._sending is not None:
             await self._sending
         if self._is_cut:
-            said = (
-                f"the client left {self.max_unsent_bytes} bytes of its stream unread: the rest was not kept"
-            )
+            said = f"the client left {self.max_unsent_bytes} bytes of its stream unread: the rest was not kept"
             error = ApiError(408, said, code="stream_not_read")
         if error is not None and not self._started:
             await error_response(error, scope)(scope, receive, send)
@@ -304,11 +298,7 @@ class LargeResponse:
     What turns out to be small is sent as any other answer, with its length.
     """
 
-    def __init__(
-        self,
-        value: bytes | dict[str, Any],
-        headers: list[tuple[bytes, bytes]] | None = None,
-    ) -> None:
+    def __init__(self, value: bytes | dict[str, Any], headers: list[tuple[bytes, bytes]] | None = None) -> None:
         """value: as of `json_pieces`, or what is made already. headers: where it is no JSON."""
         self._pieces = json_pieces(value) if isinstance(value, dict) else _parts(value)
         self._headers = headers or [(b"content-type", b"application/json")]
@@ -343,9 +333,7 @@ class LargeResponse:
 
 
 def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:
-    return Response(
-        body if isinstance(body, bytes) else msgspec.json.encode(body), status, None, "application/json"
-    )
+    return Response(body if isinstance(body, bytes) else msgspec.json.encode(body), status, None, "application/json")
 
 
 def forget_frames(error: BaseException | None) -> None:

@@ -53,11 +53,7 @@ def missing() -> str | None:
     """Why nothing can be run here."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return "compares with the x86-64 kernels of this machine"
-    for tool, package in (
-        (COMPILER, "g++-aarch64-linux-gnu"),
-        (EMULATOR, "qemu-user-static"),
-        ("cmake", "cmake"),
-    ):
+    for tool, package in ((COMPILER, "g++-aarch64-linux-gnu"), (EMULATOR, "qemu-user-static"), ("cmake", "cmake")):
         if shutil.which(tool) is None:
             return f"no {tool} (apt install {package})"
     return None if shutil.which(native_compiler()) else f"no {native_compiler()}"
@@ -96,24 +92,14 @@ def steps() -> list[Step]:
     def sequence(slot: int, n_tokens: int, **params: object) -> Sequence:
         request = Request(id=str(slot), prompt_ids=[], params=SamplingParams(**params))
         tokens = array("i", [(i * i * 37 + i * 11 + 5 + n_tokens) % 256 for i in range(n_tokens)])
-        return Sequence(
-            request, 0, 1234, tokens, n_tokens, pages=[2 * slot, 2 * slot + 1], place=slot, slot=slot
-        )
+        return Sequence(request, 0, 1234, tokens, n_tokens, pages=[2 * slot, 2 * slot + 1], place=slot, slot=slot)
 
     a = sequence(0, 72, temperature=0.0, logprobs=5)
     b = sequence(1, 72, temperature=0.8, top_k=40, top_p=0.95, logprobs=0)
-    c = sequence(
-        2, 10, temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.1, min_p=0.01, logprobs=0
-    )
-    chunks = [
-        [(a, 0, 70), (c, 0, 9)],
-        [(a, 70, 1), (b, 0, 71)],
-        [(a, 71, 1)],
-        [(b, 71, 1), (c, 9, 1)],
-    ]
+    c = sequence(2, 10, temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.1, min_p=0.01, logprobs=0)
+    chunks = [[(a, 0, 70), (c, 0, 9)], [(a, 70, 1), (b, 0, 71)], [(a, 71, 1)], [(b, 71, 1), (c, 9, 1)]]
     return [
-        Step([Chunk(*chunk) for chunk in step], [Draw(i, chunk[0]) for i, chunk in enumerate(step)])
-        for step in chunks
+        Step([Chunk(*chunk) for chunk in step], [Draw(i, chunk[0]) for i, chunk in enumerate(step)]) for step in chunks
     ]
 
 
@@ -162,9 +148,7 @@ def replay(directory: Path, kind: str, quantize: str | None, library: str, n_thr
     command(*program, str(n_threads), out)
     words = np.fromfile(out, np.int32).reshape(-1, sum(sizes))[1:]  # the first step is the engine's warm-up
     logits, tokens, logprobs = np.split(words, np.cumsum(sizes)[:-1], axis=1)
-    return Replayed(
-        logits.view(np.float32).reshape(len(words), 3, VOCAB_SIZE), tokens, logprobs.view(np.float32)
-    )
+    return Replayed(logits.view(np.float32).reshape(len(words), 3, VOCAB_SIZE), tokens, logprobs.view(np.float32))
 
 
 def drawn(replayed: Replayed) -> np.ndarray:
@@ -218,9 +202,7 @@ def test_dot_products(directory: Path, kind: str, quantize: str | None) -> None:
 @pytest.mark.parametrize(("library", "quantize"), list(product(LIBRARIES, (None, "int8", "int4"))))
 def test_threads(directory: Path, library: str, quantize: str | None) -> None:
     """The bits do not depend on the number of threads, nor does the pool of threads fail here."""
-    assert_same_bits(
-        replay(directory, "moe", quantize, library, 3), replay(directory, "moe", quantize, library)
-    )
+    assert_same_bits(replay(directory, "moe", quantize, library, 3), replay(directory, "moe", quantize, library))
 
 
 @needs_emulator

@@ -26,9 +26,7 @@ def test_the_tool_runner_of_anthropic(served: Served, stream: bool) -> None:
         asked.append(city)
         return "snowy, -7 degrees"
 
-    with anthropic.Anthropic(
-        base_url=served.process.url, api_key=served.process.api_key, max_retries=0
-    ) as client:
+    with anthropic.Anthropic(base_url=served.process.url, api_key=served.process.api_key, max_retries=0) as client:
         runner: Any = client.beta.messages.tool_runner(
             model=served.model,
             max_tokens=300,

@@ -22,9 +22,7 @@ def ask(served: Served, provider: str, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("provider", ["openai", "custom_openai", "hosted_vllm", "litellm_proxy", "anthropic"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_loop_gives_back_the_message_as_the_library_made_it(
-    served: Served, provider: str, stream: bool
-) -> None:
+def test_a_tool_loop_gives_back_the_message_as_the_library_made_it(served: Served, provider: str, stream: bool) -> None:
     messages: list[Any] = [QUESTION]
     said = ask(served, provider, messages=messages, tools=[make.WEATHER], stream=stream)
     if stream:

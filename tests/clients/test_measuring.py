@@ -22,9 +22,7 @@ def test_guidellm(served: Served, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("guidellm")
     program = shutil.which("guidellm", path=str(Path(sys.executable).parent)) or "guidellm"
     report = tmp_path / "report.json"
-    backend = (
-        f"kind=openai_http,target={served.process.url},request_format={kind},api_key={served.process.api_key}"
-    )
+    backend = f"kind=openai_http,target={served.process.url},request_format={kind},api_key={served.process.api_key}"
     subprocess.run(
         [
             program, "run", "--backend", backend, "--profile", "kind=concurrent,streams=2",

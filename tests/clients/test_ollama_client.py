@@ -58,6 +58,4 @@ def test_the_package_reads_our_errors() -> None:
         with pytest.raises(ollama.ResponseError, match="makes no embeddings"):
             client.embed("fake", "x")
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-        assert (
-            client.chat("fake", [{"role": "user", "content": "x"}], format=schema).message.content == "Hello"
-        )
+        assert client.chat("fake", [{"role": "user", "content": "x"}], format=schema).message.content == "Hello"

@@ -43,9 +43,7 @@ def test_pipecat(speaking: Served) -> None:
     async def go() -> list[Any]:
         access = {"base_url": f"{speaking.process.url}/v1", "api_key": speaking.process.api_key}
         service = OpenAITTSService(
-            **access,
-            settings=OpenAITTSService.Settings(model=speaking.model, voice="alloy"),
-            sample_rate=24000,
+            **access, settings=OpenAITTSService.Settings(model=speaking.model, voice="alloy"), sample_rate=24000
         )
         service._sample_rate = 24000  # what its pipeline's start would set
         return [frame async for frame in service.run_tts(TEXT, "1")]

@@ -62,9 +62,7 @@ def test_an_agent_with_a_tool_thinks_calls_and_reads_the_result(served: Served, 
     question = ask("What is the weather in Oslo?")
     settings: Any = {"tools": [WEATHER], "thinking": {"type": "adaptive"}, "system": "You help travellers."}
     while True:  # until the answer is certain to fill a page of 64 tokens
-        n_prompt = client.messages.count_tokens(
-            model=served.model, messages=[question], **settings
-        ).input_tokens
+        n_prompt = client.messages.count_tokens(model=served.model, messages=[question], **settings).input_tokens
         if n_prompt % 64 > 40:
             break
         settings["system"] += " Be kind."
@@ -79,11 +77,7 @@ def test_an_agent_with_a_tool_thinks_calls_and_reads_the_result(served: Served, 
         "tool_use_id": call.id,
         "content": [{"type": "text", "text": "snowy, -7 degrees"}],
     }
-    turns: Any = (
-        question,
-        {"role": "assistant", "content": first.content},
-        {"role": "user", "content": [result]},
-    )
+    turns: Any = (question, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]})
     second = client.messages.create(**fields(served, *turns, **settings))
     assert second.stop_reason == "end_turn"
     said = second.content[-1].text
@@ -99,9 +93,7 @@ def test_thinking(served: Served, client: Any, display: Any) -> None:
     assert [block.type for block in plain.content] == ["text"] and "42" in plain.content[0].text
     thinking: Any = {"type": "adaptive", "display": display}
     thought = client.messages.create(**fields(served, question, thinking=thinking))
-    assert [block.type for block in thought.content] == ["thinking", "text"] and "42" in thought.content[
-        1
-    ].text
+    assert [block.type for block in thought.content] == ["thinking", "text"] and "42" in thought.content[1].text
     assert bool(thought.content[0].thinking) == (display == "summarized") and thought.content[0].signature
     details = thought.usage.output_tokens_details
     assert details and 0 < details.thinking_tokens < thought.usage.output_tokens
@@ -113,9 +105,7 @@ def test_thinking(served: Served, client: Any, display: Any) -> None:
 def test_a_budget_ends_the_thought(served: Served, client: Any) -> None:
     question = ask("What is 19 plus 23?")
     free = client.messages.create(**fields(served, question, thinking={"type": "adaptive"}))
-    short = client.messages.create(
-        **fields(served, question, thinking={"type": "enabled", "budget_tokens": 4})
-    )
+    short = client.messages.create(**fields(served, question, thinking={"type": "enabled", "budget_tokens": 4}))
     assert [block.type for block in short.content] == ["thinking", "text"]
     assert len(short.content[0].thinking) < len(free.content[0].thinking)
     assert free.content[0].thinking.startswith(short.content[0].thinking)
@@ -142,9 +132,7 @@ def test_an_answer_of_a_given_form(served: Served, client: Any) -> None:
         degrees: Annotated[int, pydantic.Field(ge=-50, le=50)]
         windy: bool
 
-    message = client.messages.parse(
-        **fields(served, ask("How is the weather in Oslo?"), output_format=Weather)
-    )
+    message = client.messages.parse(**fields(served, ask("How is the weather in Oslo?"), output_format=Weather))
     assert isinstance(message.parsed_output, Weather)
     bad: Any = {"format": {"type": "json_schema", "schema": {"type": "objec"}}}
     with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format\.schema"):
@@ -154,9 +142,7 @@ def test_an_answer_of_a_given_form(served: Served, client: Any) -> None:
 def test_stops_and_prefill(served: Served, client: Any) -> None:
     whole = client.messages.create(**fields(served, *STORY)).content[0].text
     at = len(whole) // 2
-    stopped = client.messages.create(
-        **fields(served, *STORY, stop_sequences=["never written", whole[at : at + 9]])
-    )
+    stopped = client.messages.create(**fields(served, *STORY, stop_sequences=["never written", whole[at : at + 9]]))
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", whole[at : at + 9])
     assert whole.startswith(stopped.content[0].text)
     short = client.messages.create(**fields(served, *STORY) | {"max_tokens": 5})
@@ -199,9 +185,7 @@ def test_streams_that_are_left_free_their_memory(served: Served, client: Any) ->
         key, url = served.process.api_key, served.process.url
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as http:
             leaving = [leave(http, i % 3) for i in range(12)]
-            async with anthropic.AsyncAnthropic(
-                base_url=url, api_key=key, max_retries=0, timeout=60
-            ) as other:
+            async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=60) as other:
                 message, *_ = await asyncio.gather(other.messages.create(**fields(served, *STORY)), *leaving)
         return str(message.content[0].text)
 

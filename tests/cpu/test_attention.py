@@ -26,9 +26,7 @@ def i32(*values: int) -> Tensor:
 class Sequences:
     """Sequences over shuffled pages, their projections, and a way to run chunks of them."""
 
-    def __init__(
-        self, library: str, heads: AttentionHeads = HEADS, lengths: tuple[int, ...] = LENGTHS
-    ) -> None:
+    def __init__(self, library: str, heads: AttentionHeads = HEADS, lengths: tuple[int, ...] = LENGTHS) -> None:
         torch.manual_seed(0)
         self.kernels, self.heads, self.lengths = library, heads, lengths
         self.proj = [torch.randn(n, heads.row) for n in lengths]
@@ -40,9 +38,7 @@ class Sequences:
         for row, pages in zip(self.table, order.split(n_pages), strict=True):
             row[: len(pages)] = pages
         self.pages = torch.full((sum(n_pages), 2, heads.n_kv, 64, heads.dim), float("nan"), dtype=BF16)
-        self.inv_freq = torch.tensor(
-            [1e4 ** (-2 * i / ROTARY) for i in range(ROTARY // 2)], dtype=torch.float64
-        )
+        self.inv_freq = torch.tensor([1e4 ** (-2 * i / ROTARY) for i in range(ROTARY // 2)], dtype=torch.float64)
         angles = (torch.arange(max(lengths))[:, None] * self.inv_freq).float()
         self.cos, self.sin = angles.cos(), angles.sin()
         self.q_norm, self.k_norm = 0.1 * torch.randn(heads.dim), 0.1 * torch.randn(heads.dim)

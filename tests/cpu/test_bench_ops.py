@@ -15,13 +15,7 @@ from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import OPERATORS
 
 PEAKS = {"bf16": 1e11, "int8": 2e11, "int4": 3e11}
-SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "n_experts": 16,
-    "moe_intermediate_size": 32,
-    "n_experts_per_tok": 2,
-}
+SMALL = {"vocab_size": 512, "hidden_size": 64, "n_experts": 16, "moe_intermediate_size": 32, "n_experts_per_tok": 2}
 MIXTURE = dataclasses.replace(PUBLISHED["qwen3.5-35b-a3b"], shared_intermediate_size=32, **SMALL)
 
 
@@ -34,18 +28,7 @@ def few_copies(monkeypatch: pytest.MonkeyPatch):
 def test_every_dense_operator_is_timed_and_written(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr(ops, "read_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(ops, "multiply_peak", lambda n_threads, format: PEAKS[format])
-    asked = [
-        "--rows",
-        "1,65",
-        "--seconds",
-        "0",
-        "--out",
-        str(tmp_path),
-        "--quantize",
-        "int4",
-        "--threads",
-        "1",
-    ]
+    asked = ["--rows", "1,65", "--seconds", "0", "--out", str(tmp_path), "--quantize", "int4", "--threads", "1"]
     assert main(asked) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = json.loads(Path(line["file"]).read_text())["rows"]

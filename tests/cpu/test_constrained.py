@@ -87,19 +87,14 @@ def test_answers_are_valid(llm: LLM, temperature: float) -> None:
 
 def test_bits(llm: LLM) -> None:
     """Alone or among constrained ones, a free sequence draws the same; so does a constrained one."""
-    free = [
-        request(llm, f"free {i}", None, temperature=t, max_tokens=40, logprobs=3)
-        for i, t in enumerate((0.0, 1.0))
-    ]
+    free = [request(llm, f"free {i}", None, temperature=t, max_tokens=40, logprobs=3) for i, t in enumerate((0.0, 1.0))]
     guided = [
         request(llm, "guided", Constraint(grammar=GRAMMAR), temperature=1.0, logprobs=3),
         request(llm, "thought", thinking(llm), temperature=1.0, logprobs=3, top_k=20),
     ]  # fmt: skip
 
     def drawn(*requests: Request) -> dict[tuple[str, int], list[Any]]:
-        return {
-            key: [o.logprobs for o in outputs if o.token_ids] for key, outputs in run(llm, *requests).items()
-        }
+        return {key: [o.logprobs for o in outputs if o.token_ids] for key, outputs in run(llm, *requests).items()}
 
     together = drawn(*free, *guided)
     for r in (*free, *guided):
@@ -117,9 +112,7 @@ def test_stop_strings_and_the_end(llm: LLM) -> None:
     assert whole.finish_reason == "stop"
     (cut,) = llm.generate(QUESTION, params, stop='"age"')
     assert whole.text.startswith(cut.text) and cut.text.endswith(",") and cut.finish_reason == "stop"
-    (short,) = llm.generate(
-        QUESTION, SamplingParams(temperature=0.0, max_tokens=4, constraint=params.constraint)
-    )
+    (short,) = llm.generate(QUESTION, SamplingParams(temperature=0.0, max_tokens=4, constraint=params.constraint))
     assert short.finish_reason == "length" and whole.text.startswith(short.text)
     llm._engine.check()
 

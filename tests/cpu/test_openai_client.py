@@ -157,11 +157,7 @@ def test_parsed_response(client: openai.OpenAI, model: str) -> None:
         for _ in stream:
             pass
         assert stream.get_final_response().output_parsed == said.output_parsed
-    called = client.responses.parse(
-        tools=[openai.pydantic_function_tool(GetWeather)],
-        tool_choice="required",
-        **fields,
-    )
+    called = client.responses.parse(tools=[openai.pydantic_function_tool(GetWeather)], tool_choice="required", **fields)
     *_, call = called.output
     assert call.type == "function_call" and call.parsed_arguments
     named: Any = {"type": "function", "name": "get_weather"}
@@ -231,9 +227,7 @@ def test_chat_stream_helper(client: openai.OpenAI, model: str) -> None:
 def test_completions_and_models(server: LocalServer, client: openai.OpenAI, model: str) -> None:
     whole = client.completions.create(model=model, prompt="Once upon a time", max_tokens=8, temperature=0)
     chunks = list(
-        client.completions.create(
-            model=model, prompt="Once upon a time", max_tokens=8, temperature=0, stream=True
-        )
+        client.completions.create(model=model, prompt="Once upon a time", max_tokens=8, temperature=0, stream=True)
     )
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert client.models.retrieve(model).id == model

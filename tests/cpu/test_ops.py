@@ -165,9 +165,7 @@ def test_quantised_products_are_equal_on_all_instruction_sets_but_for_the_last_s
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(
-    program: Program, format: str, bad: float
-) -> None:
+def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(program: Program, format: str, bad: float) -> None:
     x, w = torch.randn(5, 288).to(BF16), packed(torch.randn(20, 288).to(BF16), format)
     clean, out, space = poison(5, 20), poison(5, 20), workspace(5, 288)
     linear(program, x, w, clean, space, count(5))
@@ -239,9 +237,7 @@ class GdnCase:
         self.columns = poison(n_slots, 3, heads.channels, dtype=BF16)
 
     def projection(self, n_tokens: int) -> Tensor:
-        return torch.randn(
-            n_tokens, self.heads.channels + self.heads.n_v * self.heads.v_dim + 2 * self.heads.n_v
-        )
+        return torch.randn(n_tokens, self.heads.channels + self.heads.n_v * self.heads.v_dim + 2 * self.heads.n_v)
 
     def run(
         self,
@@ -416,9 +412,7 @@ def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
         q, gate, k, v = proj[s].split([n_q * dim, n_q * dim, n_kv * dim, n_kv * dim], -1)
         at = torch.arange(length)
         q, k = (
-            oracle.rounded(
-                oracle.rope(oracle.rms_norm(x.unflatten(-1, (-1, dim)), w, eps), at, inv_freq), "bfloat16"
-            )
+            oracle.rounded(oracle.rope(oracle.rms_norm(x.unflatten(-1, (-1, dim)), w, eps), at, inv_freq), "bfloat16")
             for x, w in ((q, q_norm), (k, k_norm))
         )
         o = oracle.attention(q, k, oracle.rounded(v, "bfloat16").unflatten(-1, (-1, dim))).flatten(1)
@@ -561,9 +555,7 @@ def test_sample_refuses_logits_that_are_not_finite(program: Program, bad: float,
     logits = torch.randn(4, 300)
     logits[:, 290:] = float("nan")  # padding ids do not count
     logits[1:3, at] = bad
-    params = [
-        SamplingParams(seed=1, **kw) for kw in ({}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 400})
-    ]
+    params = [SamplingParams(seed=1, **kw) for kw in ({}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 400})]
     tokens = Draws(program, logits, 289, [(p, 0, [], []) for p in params]).tokens.tolist()
     assert tokens[1] == tokens[2] == -1 and min(tokens[0], tokens[3]) >= 0
 
@@ -578,9 +570,7 @@ def test_logprobs(program: Program) -> None:
     logits[0, 10:14] = logits.max()
     logprob, ids, top = poison(n), torch.full((n, 8), -1, dtype=I32), poison(n, 8)
     target = i32(0, 288, 17, 3, 3)
-    logprobs(
-        program, logits, n_real, count(n), i32(0, 1, 2, 3, 0), target, i32(8, 0, -1, 3, 1), logprob, ids, top
-    )
+    logprobs(program, logits, n_real, count(n), i32(0, 1, 2, 3, 0), target, i32(8, 0, -1, 3, 1), logprob, ids, top)
     program.run()
     for i, (row, n_top) in enumerate(((0, 8), (1, 0), (2, -1), (3, 3), (0, 1))):
         expected = sample_oracle.token_logprobs(logits[row], n_real)

@@ -258,9 +258,7 @@ def test_the_name_changes_with_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "another version", "a directory"])
-def test_a_damaged_cache_costs_a_load_and_is_packed_again(
-    damage: str, tmp_path: Path, loads: list[Path]
-) -> None:
+def test_a_damaged_cache_costs_a_load_and_is_packed_again(damage: str, tmp_path: Path, loads: list[Path]) -> None:
     source, cache = tiny_checkpoint("dense"), tmp_path / "cache"
     good = start(source, cache)
     (file,) = cache.iterdir()
@@ -312,9 +310,7 @@ def test_pack_writes_a_model_that_answers(tmp_path: Path, loads: list[Path], cap
     # What it is, all commands know; what it is not, they say.
     assert main(["plan", str(target)]) == 0
     assert "int4 matrices" in capsys.readouterr().out
-    with pytest.raises(
-        ConfigError, match=r"--quantize int8: .*small holds weights packed as int4; leave the flag out"
-    ):
+    with pytest.raises(ConfigError, match=r"--quantize int8: .*small holds weights packed as int4; leave the flag out"):
         LLM(str(target), quantize="int8", **settings)
     LLM(str(target), quantize="int4", **settings)
     assert main(["pack", str(target), "--out", str(tmp_path / "again")]) == 2

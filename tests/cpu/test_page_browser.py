@@ -163,9 +163,7 @@ def test_an_answer_streams_with_its_thoughts_folded(page: Page) -> None:
     page.set(thinking="off")
     page.ask(STORY)
     assert len(page.run("return lengths")) > 3, "it came in one piece"
-    assert (
-        "finish: stop" in page.figures() and "tokens/s" in page.figures() and "first after" in page.figures()
-    )
+    assert "finish: stop" in page.figures() and "tokens/s" in page.figures() and "first after" in page.figures()
     page.ask(STORY)
     page.ask(SUM)
     prompt, cached = page.figures().split(" · prompt ")[1].removesuffix(" cached").split(", ")
@@ -185,10 +183,7 @@ def test_settings_are_sent_and_kept_and_the_key_is_not(page: Page) -> None:
     )
     page.ask(STORY)
     (body,) = page.run("return sent")
-    assert body.pop("messages") == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": STORY},
-    ]
+    assert body.pop("messages") == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": STORY}]
     assert body == {
         "model": "built-in", "temperature": 0.5, "top_p": 0.9, "top_k": 30, "max_tokens": 7, "seed": 11, "min_p": 0.01,
         "stream": True, "stream_options": {"include_usage": True},
@@ -273,9 +268,7 @@ def test_the_last_message_is_edited_and_chats_are_kept(page: Page) -> None:
     page.run(
         "for (let i = 0; i < 30; i++) save({ id: `n${i}`, title: `t${i}`, messages: [{ role: 'user', content: 'x'.repeat(90000) }] })"
     )
-    kept = page.run(
-        "return [savedChats().length, localStorage['deltic.chats'].length, savedChats()[0].title]"
-    )
+    kept = page.run("return [savedChats().length, localStorage['deltic.chats'].length, savedChats()[0].title]")
     assert 10 < kept[0] <= 40 and kept[1] <= 2_000_000 and kept[2] == "t29"
 
 
@@ -359,15 +352,11 @@ def test_keys_are_enough(page: Page) -> None:
     stops = []
     for _ in range(40):
         page.type(Keys.TAB)
-        stops.append(
-            page.run("const e = document.activeElement; return e.id || e.name || e.hash || e.textContent")
-        )
+        stops.append(page.run("const e = document.activeElement; return e.id || e.name || e.hash || e.textContent"))
         if stops[-1] == "prompt":
             break
         assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none", stops
-    assert stops[:3] == ["#prompt", "#chat", "#live"] and {"new", "system", "seed", "key", "log"} <= set(
-        stops
-    )
+    assert stops[:3] == ["#prompt", "#chat", "#live"] and {"new", "system", "seed", "key", "log"} <= set(stops)
     page.type("What is", Keys.SHIFT + Keys.ENTER + Keys.NULL, "19 plus 23?")
     assert page.one("#prompt").get_attribute("value") == "What is\n19 plus 23?" and not page.all(".turn")
     page.type(Keys.ENTER)
@@ -377,9 +366,7 @@ def test_keys_are_enough(page: Page) -> None:
     page.type(Keys.ESCAPE)
     assert not page.one("#editing").is_displayed() and page.one("#prompt").get_attribute("value") == ""
     assert all(
-        page.run(
-            "return [...document.querySelectorAll('input, select, textarea')].map(e => e.labels.length > 0)"
-        )
+        page.run("return [...document.querySelectorAll('input, select, textarea')].map(e => e.labels.length > 0)")
     )
     assert page.one("#log").get_attribute("aria-live") == "polite"
 
@@ -393,11 +380,7 @@ def test_a_phone(page: Page) -> None:
     )
     assert page.width() == (320, 320)
     page.one("#menu").click()
-    assert (
-        page.one("#side").is_displayed()
-        and not page.one("#talk").is_displayed()
-        and page.width() == (320, 320)
-    )
+    assert page.one("#side").is_displayed() and not page.one("#talk").is_displayed() and page.width() == (320, 320)
     page.type(Keys.ESCAPE)
     assert page.one("#talk").is_displayed()
     page.driver.find_element(By.LINK_TEXT, "Live").click()
@@ -412,9 +395,7 @@ everybody at home. If a child asks for a sum, a fact or a joke, give it in one s
 
 def load(server: LocalServer) -> None:
     """Some conversations that share a beginning, of several turns each, four at a time."""
-    client = httpx.Client(
-        base_url=server.url, headers={"authorization": f"Bearer {server.api_key}"}, timeout=60
-    )
+    client = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {server.api_key}"}, timeout=60)
 
     def talk(animal: str) -> None:
         messages = [{"role": "system", "content": SYSTEM}]
@@ -437,11 +418,7 @@ def test_live_shows_the_engine_while_it_is_looked_at(page: Page) -> None:
     page.driver.find_element(By.LINK_TEXT, "Live").click()
     wait_for(lambda: len(page.all("#tree rect")) > 8)
     shown = dict(
-        zip(
-            (name.text for name in page.all("#tiles dt")),
-            (value.text for value in page.all("#tiles dd")),
-            strict=True,
-        )
+        zip((name.text for name in page.all("#tiles dt")), (value.text for value in page.all("#tiles dd")), strict=True)
     )
     assert shown["Running"] == "0 of 8" and shown["Waiting"] == "0"
     assert int(shown["From the cache"].split()[0]) > 20 and float(shown["Step, median"].split()[0]) > 0
@@ -500,9 +477,7 @@ def test_pictures(page: Page, scheme: str, tmp_path: Path) -> None:
     ground = page.run("return getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(14, 21, 23)") == (scheme == "dark")
     page.size(1280, 980)
-    page.set(
-        system=SYSTEM, thinking="on", temperature="0.6", seed="7", more=json.dumps({"tools": [make.WEATHER]})
-    )
+    page.set(system=SYSTEM, thinking="on", temperature="0.6", seed="7", more=json.dumps({"tools": [make.WEATHER]}))
     page.ask("Write a 50-word story about a rabbit.")
     page.ask(make.QUESTION["content"]).find_element(By.TAG_NAME, "textarea").send_keys(make.RESULT["content"])
     page.press("Send result")

@@ -205,9 +205,7 @@ class Users:
         r = self.random
         boundaries = list(itertools.accumulate(len(message.ids) for message in messages))
         greedy = SamplingParams(max_tokens=r.choice([1, 9, 30, MAX_TOKENS]), temperature=0.0, ignore_eos=True)
-        request = Request(
-            id=f"{self.name}-{len(self.asked)}", prompt_ids=ids, params=greedy, boundaries=boundaries
-        )
+        request = Request(id=f"{self.name}-{len(self.asked)}", prompt_ids=ids, params=greedy, boundaries=boundaries)
         if not self.plain:
             params = msgspec.structs.replace(
                 greedy,
@@ -476,9 +474,7 @@ def test_damaged_files(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert_as_cold(setup, [*users.asked, *again])
 
 
-def outputs_of(
-    engine: Engine, requests: list[Request], spoil_at: int = -1
-) -> dict[tuple[str, int], list[Any]]:
+def outputs_of(engine: Engine, requests: list[Request], spoil_at: int = -1) -> dict[tuple[str, int], list[Any]]:
     """What came of each sequence: tokens, log-probabilities, cached tokens. Before step spoil_at all memory is spoilt."""
     for request in requests:
         engine.add(request)
@@ -527,9 +523,7 @@ def test_files_that_are_not_finite(tmp_path: Path) -> None:
         serve(watched, turns)
         stats = watched.engine.stats()
         assert stats.n_recomputed > 0 == stats.cache.n_damaged
-        again = [
-            Asked(msgspec.structs.replace(asked.request, id=f"{i}"), [], {}) for i, asked in enumerate(turns)
-        ]
+        again = [Asked(msgspec.structs.replace(asked.request, id=f"{i}"), [], {}) for i, asked in enumerate(turns)]
         serve(watched, again)
         assert watched.engine.stats().n_recomputed == stats.n_recomputed
     assert_as_cold(setup, [*turns, *again])

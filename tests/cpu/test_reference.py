@@ -83,11 +83,7 @@ def test_yarn_frequencies_equal_the_published_ones() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = tiny_config("next", tied=False, layout="flat")
-    config["rope_parameters"] |= {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 4096,
-    }
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](Qwen3NextConfig(**config), torch.device("cpu"))
     shape = ModelShape.from_config(config)
     torch.testing.assert_close(torch.tensor(shape.inv_freq()), expected, rtol=1e-6, atol=0)
@@ -194,9 +190,7 @@ def test_penalties_apply_in_order_and_bans_win() -> None:
     logits = torch.tensor([2.0, -1.0, 0.5, 3.0, 4.0, 9.0])
     row = sample.processed_logits(
         logits,
-        params(
-            repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5, logit_bias={2: -1.5, 3: 1.0}
-        ),
+        params(repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5, logit_bias={2: -1.5, 3: 1.0}),
         prompt_ids=[0],
         output_ids=[2, 3, 3],
         banned=[4],

@@ -209,8 +209,7 @@ def test_words_that_may_and_may_not_come(served: Served) -> None:
     for choice in say(guided_choice=["a", "b"], bad_words=["a"], n=4, temperature=2.0):
         assert choice["message"]["content"] == "b"
     answer = served.http.post(
-        "/v1/completions",
-        json={"prompt": "a", "guided_choice": ["yes"], "allowed_token_ids": two, "max_tokens": 5},
+        "/v1/completions", json={"prompt": "a", "guided_choice": ["yes"], "allowed_token_ids": two, "max_tokens": 5}
     )
     assert "leave no token" in answer.json()["error"]["message"]
     for thinking in (False, True):
@@ -243,9 +242,7 @@ def test_named_required_and_strict(client: openai.OpenAI, model: str) -> None:
             assert call.type == "function" and call.function.name == "weather"
             check(json.loads(call.function.arguments), schema)
     ask: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
-    chunks = client.chat.completions.create(
-        model=model, messages=ask, tools=[CITY], stream=True, temperature=0
-    )
+    chunks = client.chat.completions.create(model=model, messages=ask, tools=[CITY], stream=True, temperature=0)
     pieces = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     arguments = "".join(piece.arguments or "" for piece in pieces if piece)
     if pieces:
@@ -273,9 +270,7 @@ def test_regex_choice_grammar_and_completions(client: openai.OpenAI, model: str)
         ({"structured_outputs": {"regex": "[ab]{2}"}}, {"aa", "ab", "ba", "bb"}),
         ({"guided_grammar": 'root ::= "x" ("1" | "2")'}, {"x1", "x2"}),
     ):
-        answer = client.chat.completions.create(
-            model=model, messages=ASK, n=4, temperature=2.0, extra_body=extra
-        )
+        answer = client.chat.completions.create(model=model, messages=ASK, n=4, temperature=2.0, extra_body=extra)
         assert {choice.message.content for choice in answer.choices} <= allowed
         text = client.completions.create(model=model, prompt=["a", "b"], temperature=2.0, extra_body=extra)
         assert {choice.text for choice in text.choices} <= allowed
@@ -288,14 +283,7 @@ def test_structural_tags(served: Served) -> None:
         "triggers": ["o"],
     }
     for thinking in (False, True):
-        body = {
-            "messages": ASK,
-            "n": 3,
-            "max_tokens": 40,
-            "temperature": 1.0,
-            "seed": 1,
-            "enable_thinking": thinking,
-        }
+        body = {"messages": ASK, "n": 3, "max_tokens": 40, "temperature": 1.0, "seed": 1, "enable_thinking": thinking}
         body |= {"thinking_budget": 3, "response_format": tags}
         answer = served.http.post("/v1/chat/completions", json=body).raise_for_status().json()
         texts = [choice["message"]["content"] for choice in answer["choices"]]

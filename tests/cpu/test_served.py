@@ -52,12 +52,7 @@ def said(message: Any, finish_reason: str) -> dict[str, Any]:
     """What the client got, in the form of the golden file."""
     calls = [[call.function.name, json.loads(call.function.arguments)] for call in message.tool_calls or ()]
     reasoning = getattr(message, "reasoning_content", None) or ""
-    return {
-        "content": message.content or "",
-        "reasoning": reasoning,
-        "calls": calls,
-        "finish_reason": finish_reason,
-    }
+    return {"content": message.content or "", "reasoning": reasoning, "calls": calls, "finish_reason": finish_reason}
 
 
 def streamed(chunks: Any) -> dict[str, Any]:
@@ -95,10 +90,7 @@ def test_chat_is_the_golden_one_streamed_or_not(served: Served, name: str) -> No
     got = said(whole.choices[0].message, whole.choices[0].finish_reason)
     chunks = streamed(served.chat(messages, **fields, stream=True, stream_options={"include_usage": True}))
     usage = chunks.pop("usage")
-    assert (usage.prompt_tokens, usage.completion_tokens) == (
-        whole.usage.prompt_tokens,
-        whole.usage.completion_tokens,
-    )
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
     cached = usage.prompt_tokens_details.cached_tokens  # the same prompt was answered just now
     assert cached == (whole.usage.prompt_tokens - 1) // 64 * 64
     assert chunks == got
@@ -190,9 +182,7 @@ def test_an_answer_does_not_depend_on_the_others(served: Served) -> None:
     alone = [asyncio.run(among(served, [body], []))[0] for body in bodies]
     n_preemptions = served.metric("preemptions_total")
     assert asyncio.run(among(served, bodies, crowd(seed=1, n=31))) == alone
-    assert served.metric("preemptions_total") > n_preemptions, (
-        "the crowd is to be so large that pages run out"
-    )
+    assert served.metric("preemptions_total") > n_preemptions, "the crowd is to be so large that pages run out"
 
 
 def test_n_answers_with_a_seed_come_again(served: Served) -> None:
@@ -227,11 +217,7 @@ def test_tool_round_trip(served: Served) -> None:
 
 @pytest.mark.parametrize(
     "switch",
-    [
-        {"enable_thinking": True},
-        {"chat_template_kwargs": {"enable_thinking": True}},
-        {"reasoning_effort": "low"},
-    ],
+    [{"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}],
 )
 def test_thinking_is_apart_from_the_answer(served: Served, switch: dict[str, Any]) -> None:
     question = [make.user("What is 8 times 7?")]
@@ -430,9 +416,7 @@ def test_sigterm_lets_streams_finish() -> None:
 
 def deltic(*arguments: str) -> str:
     """What a command prints. It must end with 0."""
-    done = subprocess.run(
-        [sys.executable, "-m", "deltic", *arguments], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-m", "deltic", *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -449,10 +433,7 @@ def test_run_answers_a_file_of_requests(served: Served, tmp_path: Path) -> None:
     for i, body in enumerate(bodies):
         answer = results[i + 1]["response"]["body"]["choices"][0]["message"]["content"]
         assert str(i + 6) in answer
-        assert (
-            answer
-            == served.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-        )
+        assert answer == served.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
         assert results[i + 1]["custom_id"] == f"sum {i}"
     # Complete already: nothing is asked again.
     written = target.read_bytes()

@@ -75,8 +75,7 @@ async def among_others(served: Served, fields: dict[str, Any], seed: int) -> tup
     url, key = f"{served.process.url}/v1", served.process.api_key
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as client:
         crowd = [
-            asyncio.create_task(choices(client, other(generator, long=i < N_OTHERS // 2)))
-            for i in range(N_OTHERS)
+            asyncio.create_task(choices(client, other(generator, long=i < N_OTHERS // 2))) for i in range(N_OTHERS)
         ]
         await asyncio.sleep(generator.uniform(0.0, 0.1))
         got = await choices(client, fields)

@@ -21,14 +21,7 @@ from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
 from deltic.models.fields import CheckpointError
 from deltic.models.loading import Declaration
-from deltic.models.tts.shape import (
-    FRAME,
-    PUBLISHED_SPEECH,
-    SPEAKER,
-    SpeechShape,
-    codec_side,
-    row_id,
-)
+from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShape, codec_side, row_id
 from deltic.models.tts.weights import declare_speech, load_speech_weights
 from deltic.reference import speech as oracle
 from deltic.reference.vocoder import decode
@@ -60,9 +53,7 @@ class Speaking:
     def __init__(self, variant: str = "custom_voice", wide: bool = False, **settings: Any) -> None:
         self.path = tiny_speech(variant, wide=wide)
         config = EngineConfig(
-            model=str(self.path),
-            device="cpu",
-            **{"threads": 2, "max_model_len": 512, "memory_gb": 1} | settings,
+            model=str(self.path), device="cpu", **{"threads": 2, "max_model_len": 512, "memory_gb": 1} | settings
         )
         runner = build_runner(config, lambda stage, done: None)
         assert isinstance(runner, SpeechRunner)
@@ -104,9 +95,7 @@ class Speaking:
         last = {}
         while self.engine.has_work():
             for output in self.engine.step():
-                self.audio[output.id, output.index] = (
-                    self.audio.get((output.id, output.index), b"") + output.audio
-                )
+                self.audio[output.id, output.index] = self.audio.get((output.id, output.index), b"") + output.audio
                 if output.finish_reason is not None:
                     last[output.id, output.index] = output
         self.engine.check()
@@ -139,9 +128,7 @@ def rows_of(shape: SpeechShape, case: dict[str, Any], n_frames: int = 0) -> tupl
     codes = [codec_side(ids.codec_bos)] + [FRAME + r for r in range(n_frames)]
     if case["is_streaming"]:
         beside = texts[: len(codes)] + [ids.tts_pad] * (len(codes) - len(texts))
-        return rows + [row_id(i, side) for i, side in zip(beside, codes, strict=True)], tuple(
-            texts[len(codes) :]
-        )
+        return rows + [row_id(i, side) for i, side in zip(beside, codes, strict=True)], tuple(texts[len(codes) :])
     rows += [row_id(i, codec_side(ids.codec_pad)) for i in texts]
     return rows + [row_id(ids.tts_pad, side) for side in codes], ()
 
@@ -153,9 +140,7 @@ def request_of(
     key, n_frames = "", 0
     if "voice" in case:
         tensors = load_file(GOLDEN / "tensors.safetensors")
-        name = next(
-            n for n in tensors if case["voice"] in n and n.endswith("speaker") and fits(speaking, tensors[n])
-        )
+        name = next(n for n in tensors if case["voice"] in n and n.endswith("speaker") and fits(speaking, tensors[n]))
         codes = tensors[name.removesuffix("speaker") + "codes"].int()
         key = f"{case['voice']}-{bool(case['ref_ids'])}"
         frames = speaking.runner.frame_embeddings(codes)
@@ -224,9 +209,7 @@ def test_greedy_codes_are_the_oracles(variant: str, wide: bool) -> None:
 def drawn(speaking: Speaking) -> list[Request]:
     """Four requests with other texts, lengths and seeds, drawn with the published parameters."""
     cases = [
-        case
-        for case in CASES
-        if case["variant"] == "custom_voice" and case["wide"] == speaking.shape.has_projection
+        case for case in CASES if case["variant"] == "custom_voice" and case["wide"] == speaking.shape.has_projection
     ]
     return [
         request_of(speaking, case, f"drawn {i}", 0.9, seed=i, max_tokens=5 + 2 * i, top_p=1.0 if i else 0.8)
@@ -254,10 +237,7 @@ def long_request(speaking: Speaking, n_rows: int, id: str = "long") -> Request:
     """A prompt of n_rows rows, of all kinds."""
     request = request_of(speaking, CASES[0], id, 0.9, max_tokens=6)
     ids = speaking.shape.ids
-    middle = [
-        row_id(5 + i % 200, codec_side(ids.codec_pad + i % 7))
-        for i in range(n_rows - len(request.prompt_ids))
-    ]
+    middle = [row_id(5 + i % 200, codec_side(ids.codec_pad + i % 7)) for i in range(n_rows - len(request.prompt_ids))]
     return msgspec.structs.replace(request, prompt_ids=request.prompt_ids[:3] + middle + request.prompt_ids[3:])  # fmt: skip
 
 
@@ -272,9 +252,7 @@ def test_cuts_and_the_cache_change_nothing(quantize: str | None) -> None:
     assert cut.n_prefill_tokens == 170
     # No checkpoint is needed: every full page will do, but for the row that is drawn from.
     last = cut.run(request)
-    assert (
-        last["long", 0].cached_tokens == 0 and cut.codes["long", 0] == expected
-    )  # told with the first token
+    assert last["long", 0].cached_tokens == 0 and cut.codes["long", 0] == expected  # told with the first token
     assert cut.n_prefill_tokens == 170 + 170 - 128
     for n_rows, n_new in ((128, 64), (129, 1), (192, 64)):
         prompt = (request.prompt_ids + request.prompt_ids)[:n_rows]
@@ -312,9 +290,7 @@ def test_preemption_changes_nothing(host_gb: float) -> None:
     requests = []
     for i in range(3):
         request = long_request(whole, 100 + i, f"{i}")
-        params = msgspec.structs.replace(
-            request.params, max_tokens=60, ignore_eos=False, seed=i, min_tokens=60
-        )
+        params = msgspec.structs.replace(request.params, max_tokens=60, ignore_eos=False, seed=i, min_tokens=60)
         requests.append(msgspec.structs.replace(request, params=params))
     expected = [whole.frames(request) for request in requests]
     last = cramped.run(*requests)
@@ -399,9 +375,7 @@ def test_siblings_share_the_prompt() -> None:
     request = long_request(speaking, 100)
     alone = speaking.frames(request)
     before = speaking.n_prefill_tokens
-    both = msgspec.structs.replace(
-        request, params=msgspec.structs.replace(request.params, n=2), use_cache=False
-    )
+    both = msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, n=2), use_cache=False)
     speaking.run(both)
     assert speaking.n_prefill_tokens == before + 100
     assert speaking.codes["long", 0] == alone != speaking.codes["long", 1]
@@ -422,9 +396,7 @@ def test_a_voice_that_is_not_finite_harms_its_own_request_only() -> None:
 def test_what_cannot_be_spoken_is_refused() -> None:
     speaking = Speaking("base")
     shape = speaking.shape
-    good = request_of(
-        speaking, next(c for c in CASES if c["variant"] == "base" and c["ref_ids"] and not c["wide"])
-    )
+    good = request_of(speaking, next(c for c in CASES if c["variant"] == "base" and c["ref_ids"] and not c["wide"]))
     key = good.speech.voice if good.speech else ""
     speech = msgspec.structs.replace
 

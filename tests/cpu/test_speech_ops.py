@@ -10,16 +10,7 @@ from torch import Tensor
 
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.cpu.speech import (
-    SIDE_KEPT,
-    SIDE_NONE,
-    SIDE_VOICE,
-    add_bias,
-    code_rows,
-    gather,
-    keep_rows,
-    talker_rows,
-)
+from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_NONE, SIDE_VOICE, add_bias, code_rows, gather, keep_rows, talker_rows
 from deltic.ops.geometry import AttentionHeads
 
 WIDTHS = (16, 96, 1024)
@@ -87,11 +78,7 @@ def test_codes(library: str, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     table, past = torch.randn(50, width).bfloat16(), torch.randn(5, width).bfloat16()
     first, second, slot = ints(3, 49, 0), ints(1, -1, 2), ints(4, 0, 2)
-    sums, rows, next_rows = (
-        poisoned(4, width),
-        poisoned(8, width, dtype=dtype),
-        poisoned(4, width, dtype=dtype),
-    )
+    sums, rows, next_rows = (poisoned(4, width), poisoned(8, width, dtype=dtype), poisoned(4, width, dtype=dtype))
     program = Program(2, library)
     code_rows(program, first, table, sums, count(3), rows=rows, past=past, slot=slot)
     code_rows(program, second, table, sums, count(3), rows=next_rows)
@@ -100,9 +87,7 @@ def test_codes(library: str, width: int, dtype: torch.dtype) -> None:
     t = table.float()
     expected = t[first] + t[second.clamp(min=0)] + t[first]
     assert torch.equal(sums[[0, 2]], expected[[0, 2]]) and sums[[1, 3]].isnan().all()
-    assert torch.equal(rows[0:6:2], past[[4, 0, 2]].to(dtype)) and torch.equal(
-        rows[1:6:2], table[first].to(dtype)
-    )
+    assert torch.equal(rows[0:6:2], past[[4, 0, 2]].to(dtype)) and torch.equal(rows[1:6:2], table[first].to(dtype))
     assert torch.equal(next_rows[[0, 2]], table[[1, 2]].to(dtype)) and rows[6:].isnan().all()
 
 
@@ -121,10 +106,7 @@ def test_attention_without_gates(library: str, n_q: int, n_kv: int, dim: int) ->
         pages, out = torch.zeros(2, 2, n_kv, 64, dim, dtype=torch.bfloat16), []
         for start, end in itertools.pairwise(cuts):
             t, place = end - start, ints(0)
-            query, mixed = (
-                poisoned(t, n_q * dim, dtype=torch.bfloat16),
-                poisoned(t, n_q * dim, dtype=torch.bfloat16),
-            )
+            query, mixed = (poisoned(t, n_q * dim, dtype=torch.bfloat16), poisoned(t, n_q * dim, dtype=torch.bfloat16))
             program = Program(2, library)
             attn_prepare(
                 program, proj[start:end].contiguous(), heads, norms[0], norms[1], 1e-6, n_tokens=count(t),

@@ -56,8 +56,7 @@ def test_every_frame_of_the_corpus_expands(tokenizer: Tokenizer) -> None:
         for _ in range(120):
             text = "".join(text for text, _ in corpus.draw(kind).segments)
             assert not any(
-                mark in text.replace("[", "", text.count("<tools>") * 100)
-                for mark in ("{name}", "{he}", "|]")
+                mark in text.replace("[", "", text.count("<tools>") * 100) for mark in ("{name}", "{he}", "|]")
             )
 
 
@@ -83,9 +82,12 @@ def test_tokenizer_encodes_anything_and_has_the_family_tokens(tokenizer: Tokeniz
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
     assert len(tokenizer.encode("1234", add_special_tokens=False).ids) == 4
     start = tokenizer.token_to_id("<|endoftext|>")
-    assert [
-        tokenizer.token_to_id(t) - start for t in ("<|im_end|>", "<tool_call>", "</think>", "<|audio_pad|>")
-    ] == [2, 14, 25, 32]
+    assert [tokenizer.token_to_id(t) - start for t in ("<|im_end|>", "<tool_call>", "</think>", "<|audio_pad|>")] == [
+        2,
+        14,
+        25,
+        32,
+    ]
     assert tokenizer.decode(tokenizer.encode("<|im_end|><think><tool_call>").ids) == "<think><tool_call>"
     assert tokenizer.get_vocab_size() < Geometry().vocab_size
 
@@ -98,19 +100,14 @@ def test_template_turns_thinking_on_and_off() -> None:
 
 
 def test_template_drops_old_thoughts_and_keeps_those_of_a_tool_loop() -> None:
-    call = {
-        "type": "function",
-        "function": {"name": "f", "arguments": {"a": "x", "n": 2, "l": [1, "é"], "b": True}},
-    }
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "x", "n": 2, "l": [1, "é"], "b": True}}}
     turns = [
         ask("one"), say("1", "old thought"), ask("two"),
         {"role": "assistant", "content": None, "reasoning_content": "new thought", "tool_calls": [call]},
         {"role": "tool", "content": "r1"}, {"role": "tool", "content": "r2"},
     ]  # fmt: skip
     text = Template().render(turns, [WEATHER], thinking=True)
-    assert (
-        "old thought" not in text and "<think>\nnew thought\n</think>\n\n<tool_call>\n<function=f>\n" in text
-    )
+    assert "old thought" not in text and "<think>\nnew thought\n</think>\n\n<tool_call>\n<function=f>\n" in text
     assert (
         '<parameter=l>\n[1, "é"]\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call><|im_end|>\n'
         in text
@@ -119,10 +116,7 @@ def test_template_drops_old_thoughts_and_keeps_those_of_a_tool_loop() -> None:
         "<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
         in text
     )
-    assert (
-        text.startswith("<|im_start|>system\n# Tools\n")
-        and '{"type": "function", "function": {"name": ' in text
-    )
+    assert text.startswith("<|im_start|>system\n# Tools\n") and '{"type": "function", "function": {"name": ' in text
     inline = Template().render(
         [ask("q"), {"role": "assistant", "content": "<think>\nt\n</think>\n\na"}], generate=False
     )
@@ -147,10 +141,7 @@ def test_rows_hold_whole_documents_and_learn_answers_only(tokenizer: Tokenizer) 
             ids = (row[a:b] & ID_MASK).tolist()
             learned = [i for i, t in zip(ids, row[a:b], strict=True) if t & LEARN]
             if learned:  # not the padding
-                assert learned[-1] in (
-                    tokenizer.token_to_id("<|im_end|>"),
-                    tokenizer.token_to_id("<|endoftext|>"),
-                )
+                assert learned[-1] in (tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>"))
                 assert "<|im_start|>" not in tokenizer.decode(learned, skip_special_tokens=False)
 
 

@@ -24,13 +24,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams, Speech
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, codec_side, row_id
-from deltic.models.vocoder.cpu import (
-    MAX_POSITIONS,
-    PASS_FRAMES,
-    SEEN_FRAMES,
-    allocate_vocoder,
-    check_vocoder,
-)
+from deltic.models.vocoder.cpu import MAX_POSITIONS, PASS_FRAMES, SEEN_FRAMES, allocate_vocoder, check_vocoder
 from deltic.models.vocoder.shape import MAX_REF_FRAMES, VocoderShape
 from deltic.models.vocoder.weights import FILE, dummy_vocoder, load_vocoder, vocoder_weight_bytes
 from deltic.ops.contract import KernelError
@@ -58,13 +52,7 @@ def vocoder(
 ) -> VocoderStreams:
     tensors = load_vocoder(tiny_speech("custom_voice"), shape())
     made = VocoderStreams(
-        shape(),
-        tensors,
-        n_streams=n_streams,
-        n_threads=n_threads,
-        n_frames=n_frames,
-        library=library,
-        half=half,
+        shape(), tensors, n_streams=n_streams, n_threads=n_threads, n_frames=n_frames, library=library, half=half
     )
     assert not tensors, "tensors that nothing reads"
     for rows in made.buffers.rows:
@@ -190,15 +178,7 @@ def test_memory_is_what_was_planned() -> None:
     arena = Arena()
     allocate_vocoder(shape(), 4, arena.allocate, n_frames=8)
     buffers = vocoder().buffers
-    held = [
-        buffers.states,
-        buffers.codes,
-        buffers.start,
-        buffers.slot,
-        buffers.n,
-        *buffers.rows,
-        buffers.audio,
-    ]
+    held = [buffers.states, buffers.codes, buffers.start, buffers.slot, buffers.n, *buffers.rows, buffers.audio]
     assert arena.n_bytes == sum(tensor.nbytes for tensor in held)
     assert vocoder_weight_bytes(VocoderShape()) == 4 * 114_323_137 - 4 * 2 * 512 * 256  # without input_proj
 
@@ -223,9 +203,7 @@ def test_odd_geometries_have_room() -> None:
     small = VocoderShape(decoder_dim=256, latent_dim=16)
     for odd in (replace(small, hidden_size=1 << 16), replace(small, intermediate_size=1 << 16)):
         check_vocoder(odd)
-        buffers = allocate_vocoder(
-            odd, 1, lambda name, size, dtype: torch.empty(size, dtype=dtype, device="meta")
-        )
+        buffers = allocate_vocoder(odd, 1, lambda name, size, dtype: torch.empty(size, dtype=dtype, device="meta"))
         assert all(rows.numel() >= PASS_FRAMES << 16 for rows in buffers.rows)
 
 
@@ -238,11 +216,7 @@ def test_a_stream_is_as_long_as_a_sequence_can_be() -> None:
 def test_snake_and_activations(library: str) -> None:
     """Through a convolution that does nothing, against float64."""
     n, width = 4000, 32
-    x = (
-        torch.cat([torch.linspace(-60, 60, n - 400), torch.randn(400)])
-        .repeat_interleave(width)
-        .view(n, width)
-    )
+    x = torch.cat([torch.linspace(-60, 60, n - 400), torch.randn(400)]).repeat_interleave(width).view(n, width)
     x = x + torch.linspace(0, 0.01, width)
     states, index = torch.zeros(1, 16), torch.tensor([0, n], dtype=torch.int32)
     batch = Batch(index, index[:1], torch.tensor(1, dtype=torch.int32), states)

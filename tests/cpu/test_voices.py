@@ -194,10 +194,7 @@ def test_a_speaker_vector_may_be_given(open_store: Any) -> None:
     assert torch.equal(store.voices.get("v").speaker, vector)
     for bad, words in ((torch.zeros(63), "64 values, not 63"), (vector * torch.inf, "not finite")):
         assert words in store.encode("w", speaker=bad.numpy().tobytes()).error
-    assert (
-        "stands for the recording"
-        in store.encode("w", speaker=vector.numpy().tobytes(), needs_codes=True).error
-    )
+    assert "stands for the recording" in store.encode("w", speaker=vector.numpy().tobytes(), needs_codes=True).error
 
 
 def test_what_goes_wrong_is_said_and_the_next_voice_is_made(open_store: Any, tmp_path: Path) -> None:
@@ -357,9 +354,7 @@ def test_files_are_bound_to_the_content_of_the_checkpoint(tmp_path: Path) -> Non
 def test_the_engines_voice_is_the_oracles_and_its_vocoder_goes_on_from_it() -> None:
     path = tiny_speech("base", wide=True)
     runner = build_runner(
-        EngineConfig(
-            model=str(path), device="cpu", threads=1, max_model_len=256, max_num_seqs=1, memory_gb=2
-        ),
+        EngineConfig(model=str(path), device="cpu", threads=1, max_model_len=256, max_num_seqs=1, memory_gb=2),
         lambda *_: None,
     )
     assert isinstance(runner, SpeechRunner) and runner.voices is not None

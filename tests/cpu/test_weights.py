@@ -68,9 +68,7 @@ def test_sizes_are_those_that_the_shape_predicts(kind: str) -> None:
     weights, notices, shape = load(tiny_checkpoint(kind))
     assert notices == []
     assert weights.n_bytes == weight_bytes(shape, None)
-    sizes = [
-        p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.numel() for _, p in weights.named_parts()
-    ]
+    sizes = [p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.numel() for _, p in weights.named_parts()]
     assert sum(sizes) == shape.n_params
     assert all(t.is_contiguous() for _, t in weights.named_tensors())
     assert [isinstance(layer, AttnLayer) for layer in weights.layers] == [False, False, False, True]

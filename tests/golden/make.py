@@ -67,11 +67,7 @@ CALLED = {
     "role": "assistant",
     "content": None,
     "tool_calls": [
-        {
-            "id": "call_1",
-            "type": "function",
-            "function": {"name": "get_weather", "arguments": {"city": "Rome"}},
-        }
+        {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     ],
 }
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 3, "conditions": "rainy"}'}
@@ -145,7 +141,9 @@ def write(instruction_set: str, answers: dict[str, dict[str, Any]]) -> None:
     for name, said in answers.items():
         fields = (f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in said.items())
         lines.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(fields) + "\n  }")
-    head = f'{{\n "made_by": "python -m tests.golden.make",\n "kernels": "{kernels(instruction_set)}",\n "answers": {{\n'
+    head = (
+        f'{{\n "made_by": "python -m tests.golden.make",\n "kernels": "{kernels(instruction_set)}",\n "answers": {{\n'
+    )
     PATH.write_text(head + ",\n".join(lines) + "\n }\n}\n")
 
 

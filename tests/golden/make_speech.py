@@ -69,9 +69,7 @@ def load_package() -> Any:
     return qwen_tts.Qwen3TTSModel
 
 
-def answer(
-    model: Any, request: dict[str, Any], is_streaming: bool
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def answer(model: Any, request: dict[str, Any], is_streaming: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What the package makes of a request: what goes into cases.json, and tensors by the names of this file's docstring."""
     kept: dict[str, Any] = {}
     generate, talk = model.model.generate, model.model.talker.generate
@@ -90,11 +88,7 @@ def answer(
 
     model.model.generate, model.model.talker.generate = watch, watch_talker
     greedy = {"do_sample": False, "subtalker_dosample": False, "max_new_tokens": MAX_NEW_TOKENS}
-    asked = {
-        "text": request["text"],
-        "language": request.get("language"),
-        "non_streaming_mode": not is_streaming,
-    }
+    asked = {"text": request["text"], "language": request.get("language"), "non_streaming_mode": not is_streaming}
     try:
         if request["variant"] == "base":
             audio = (tiny_audio(*VOICES[request["voice"]]).numpy(), 24000)
@@ -148,9 +142,7 @@ def main() -> None:
     tensors["vocoder.wave"] = to_int16(torch.from_numpy(waves[0])[::VOCODER_STRIDE])
     tensors["vocoder.codes"] = tensors["vocoder.codes"].to(torch.int16)
     DIRECTORY.mkdir(exist_ok=True)
-    save_file(
-        {name: value.contiguous() for name, value in tensors.items()}, DIRECTORY / "tensors.safetensors"
-    )
+    save_file({name: value.contiguous() for name, value in tensors.items()}, DIRECTORY / "tensors.safetensors")
     lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
     head = f'"made_by": "make oracle", "max_new_tokens": {MAX_NEW_TOKENS}'
     text = f'{{\n {head},\n "cases": [\n{lines}\n ]\n}}\n'

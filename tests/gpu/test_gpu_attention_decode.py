@@ -46,9 +46,7 @@ class Case:
     sin: Tensor
 
 
-def make(
-    device: str, heads: AttentionHeads, half: int, lengths: list[int], n_partials: int = 1, seed: int = 0
-) -> Case:
+def make(device: str, heads: AttentionHeads, half: int, lengths: list[int], n_partials: int = 1, seed: int = 0) -> Case:
     """Everything no row may read is NaN."""
     g = torch.Generator().manual_seed(seed)
 
@@ -163,8 +161,7 @@ TINY = AttentionHeads(n_q=2, n_kv=1, dim=32)
 
 
 @pytest.mark.parametrize(
-    ("n_q", "n_kv", "dim", "half"),
-    [(4, 2, 32, 8), (6, 1, 64, 8), (2, 2, 64, 32), (9, 1, 32, 4), (3, 1, 32, 16)],
+    ("n_q", "n_kv", "dim", "half"), [(4, 2, 32, 8), (6, 1, 64, 8), (2, 2, 64, 32), (9, 1, 32, 4), (3, 1, 32, 16)]
 )
 def test_ragged_rows_agree_with_the_reference(device: str, n_q: int, n_kv: int, dim: int, half: int) -> None:
     case = make(device, AttentionHeads(n_q, n_kv, dim), half, [0, 1, 63, 64, 200], n_partials=2)
@@ -233,9 +230,7 @@ def test_a_scratch_serves_step_after_step(device: str) -> None:
 
 def test_what_does_not_fit_is_refused(device: str) -> None:
     case = make(device, TINY, 8, [3])
-    scratch = attention_scratch(
-        TINY, 1, 64, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device)
-    )
+    scratch = attention_scratch(TINY, 1, 64, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device))
     with pytest.raises(KernelError, match="scratch"):
         run(case, [0], scratch=scratch, max_len=128)
     with pytest.raises(KernelError, match="query heads"):
@@ -251,9 +246,7 @@ def test_shapes_of_the_models(device: str, n_q: int, n_kv: int) -> None:
     every, _ = run(case, list(range(9)) * 14, max_len=20_000)
     for place in range(9):
         alone, _ = run(case, [place], max_len=lengths[place] + 1)
-        same = [
-            torch.equal(alone[0].view(torch.int16), every[r].view(torch.int16)) for r in range(place, 126, 9)
-        ]
+        same = [torch.equal(alone[0].view(torch.int16), every[r].view(torch.int16)) for r in range(place, 126, 9)]
         assert all(same), f"{lengths[place]} keys: alone and among 125 others"
 
 

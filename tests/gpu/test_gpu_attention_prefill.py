@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.geometry import AttentionHeads
-from deltic.ops.gpu.attention_prefill import (
-    FlashTile,
-    attention_prefill,
-    flash,
-    flash_tile,
-    prepare,
-)
+from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash, flash_tile, prepare
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers
 from deltic.reference import layers
@@ -64,11 +58,7 @@ class World:
         self.pages = self.all_pages[:, LAYER]
 
     def step(
-        self,
-        parts: list[tuple[int, int, int]],
-        spare: int = 0,
-        tile: FlashTile | None = None,
-        n_launches: int = 1,
+        self, parts: list[tuple[int, int, int]], spare: int = 0, tile: FlashTile | None = None, n_launches: int = 1
     ) -> list[Tensor]:
         """Prefills parts (sequence, start, stop) in one call with `spare` unused blocks; their rows of out, in order. n_launches: of
         the second kernel with `tile`, all of which must agree."""
@@ -77,9 +67,7 @@ class World:
 
         def row(values: list[int]) -> Tensor:
             # unused blocks hold what an earlier step may have left there
-            return torch.tensor(
-                values + [0] * (capacity - len(values)), dtype=torch.int32, device=self.device
-            )
+            return torch.tensor(values + [0] * (capacity - len(values)), dtype=torch.int32, device=self.device)
 
         pages = [int(self.page_table[i, p // BLOCK]) for i, p, _ in rows]
         nothing = row([])
@@ -186,9 +174,7 @@ def test_bits_do_not_depend_on_cuts_or_neighbours(layout: tuple[int, int, int, i
     world.clear()
     cuts = [n // 2 // BLOCK * BLOCK for n in world.lengths]
     first = [world.step([(i, 0, cut)])[0] if cut else together[i][:0] for i, cut in enumerate(cuts)]
-    rest = world.step(
-        [(i, cut, n) for i, (cut, n) in enumerate(zip(cuts, world.lengths, strict=True))], spare=1
-    )
+    rest = world.step([(i, cut, n) for i, (cut, n) in enumerate(zip(cuts, world.lengths, strict=True))], spare=1)
     for i, out in enumerate(together):
         assert torch.equal(out, torch.cat([first[i], rest[i]]))
     assert torch.equal(kept.view(torch.int16), world.all_pages.view(torch.int16))

@@ -26,9 +26,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     model = SimpleNamespace(shape=published_shape("qwen3.5-27b"), engine=lambda levers, n: engine)
     order: list[tuple[str, int]] = []
 
-    def decode(
-        engine: object, n: int, n_prompt: int, n_output: int, seed: int
-    ) -> tuple[list[float], list[list[int]]]:
+    def decode(engine: object, n: int, n_prompt: int, n_output: int, seed: int) -> tuple[list[float], list[list[int]]]:
         order.append(("decode", n))
         return [0.01 * (1 + 0.1 * len(order))] * n_output, []
 

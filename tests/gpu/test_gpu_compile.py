@@ -29,9 +29,7 @@ FEW = ("_silu_mul_kernel", "scan", "finish")
 
 def run(what: str, cache: Path, timeout: float = 300) -> dict[str, Any]:
     """The result of one of the functions below, in a process of its own with this cache."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(cache)
-    }
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.test_gpu_compile", what], env=environment, capture_output=True, text=True, timeout=timeout,
         cwd=Path(__file__).parents[2],
@@ -88,9 +86,7 @@ def test_failures_are_logged_and_passed_over(compiled: dict[str, Any]) -> None:
     assert compiled["dead"] == 1 and compiled["broken"] is None
 
 
-def test_keys_do_not_depend_on_what_was_walked_before(
-    collected: dict[str, Any], compiled: dict[str, Any]
-) -> None:
+def test_keys_do_not_depend_on_what_was_walked_before(collected: dict[str, Any], compiled: dict[str, Any]) -> None:
     """A second model of a process finds what workers compiled; Triton 3.6 alone gives other keys to functions of the sampler."""
     assert collected["keys"] == compiled["keys"] and len(compiled["keys"]) > 100
 
@@ -114,9 +110,7 @@ def _pretend() -> None:
     chip = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)
     triton.runtime.driver.set_active(
         SimpleNamespace(
-            get_current_target=lambda: target,
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
     )  # type: ignore[arg-type]
     torch.cuda.get_device_capability = lambda *_: (9, 0)
@@ -177,11 +171,7 @@ def _collected() -> dict[str, Any]:
     speech_plan = _plan("speech")
     jobs = collecting.collect(speech_plan, levers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            collecting,
-            "empty_speech_weights",
-            lambda shape, *_: dummy_speech_weights(shape, layout="rows"),
-        )
+        patch.setattr(collecting, "empty_speech_weights", lambda shape, *_: dummy_speech_weights(shape, layout="rows"))
         patch.setattr(collecting, "empty_vocoder", dummy_vocoder)
         with_memory = collecting.collect(speech_plan, levers)
     found["speech"] = {"kernels": len(jobs), "with_memory": difference(jobs, with_memory)}
@@ -241,10 +231,7 @@ def _compiled() -> dict[str, Any]:
     kernels = gpu_compile.begin_compiling(plan, levers, lambda *_: few)
     report = kernels.wait(lambda stage, done: None)
     assert report is not None
-    found: dict[str, Any] = {
-        "n_kernels": len(few),
-        "report": [report.n_kernels, report.n_compiled, report.n_failed],
-    }
+    found: dict[str, Any] = {"n_kernels": len(few), "report": [report.n_kernels, report.n_compiled, report.n_failed]}
     marker = gpu_compile._marker(plan, levers)
     found["first_marked"] = marker.exists()
     found["second_had_work"] = (
@@ -322,9 +309,7 @@ def _recorded() -> dict[str, Any]:
         triton.knobs.compilation.listener = None
         report = begin_compiling(plan, Levers(), collect).wait(lambda stage, done: None)
         assert report is not None and report.n_failed == 0
-        triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: (
-            cache_hit or misses.append(src.name)
-        )
+        triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or misses.append(src.name)
         if kind == "speech":
             weights = dummy_speech_weights(plan.shape, layout="rows", device="cuda")
             GpuSpeechRunner(plan, weights, dummy_vocoder(plan.shape.vocoder), Levers())

@@ -38,9 +38,7 @@ from deltic.runtime.gpu.text import GpuTextRunner
 HAS_GPU = torch.cuda.is_available()
 KINDS = ("dense", "moe", "next")
 N_TOKENS = 48 if HAS_GPU else 4
-needs_gpu = pytest.mark.skipif(
-    not HAS_GPU, reason="needs a GPU: minutes in the interpreter, or nothing to see there"
-)
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: minutes in the interpreter, or nothing to see there")
 
 LOGPROB_TOLERANCE = 0.12
 """The oracle rounds at the same places but for the projections, which a GPU's prefill keeps in bfloat16, and adds in another
@@ -81,9 +79,7 @@ def request(name: str, ids: list[int], n_tokens: int = N_TOKENS, **params: Any) 
     return Request(id=name, prompt_ids=ids, params=SamplingParams(**arguments))
 
 
-def answers(
-    engine: Engine, preempt: dict[int, str] | None = None, spoil_at: int = -1
-) -> dict[str, list[Entry]]:
+def answers(engine: Engine, preempt: dict[int, str] | None = None, spoil_at: int = -1) -> dict[str, list[Entry]]:
     """Everything drawn, by request id and index. preempt: which request loses its place before which step. spoil_at: the step before
     which nothing in the memory is finite any more."""
     found: dict[str, list[Entry]] = {}
@@ -115,9 +111,7 @@ def _spoil(memory: GpuMemory) -> None:
 def _note(found: dict[str, list[Entry]], output: Output) -> None:
     assert output.error is None, output.error
     for entry in output.logprobs or []:
-        found.setdefault(f"{output.id}/{output.index}", []).append(
-            (entry.token_id, entry.logprob, tuple(entry.top))
-        )
+        found.setdefault(f"{output.id}/{output.index}", []).append((entry.token_id, entry.logprob, tuple(entry.top)))
 
 
 def alone(kind: str, ids: list[int], levers: tuple[str, ...] = (), **params: Any) -> list[Entry]:
@@ -135,16 +129,11 @@ def test_against_the_oracle(kind: str) -> None:
         ids = prompt(length, length)
         drawn = alone(kind, ids)
         tokens = [entry[0] for entry in drawn]
-        expected = forward(
-            plain(inner.model.weights), inner.plan.shape, ids + tokens[:-1], precision="bfloat16"
-        )
+        expected = forward(plain(inner.model.weights), inner.plan.shape, ids + tokens[:-1], precision="bfloat16")
         expected = expected[length - 1 :, :N_REAL_VOCAB].log_softmax(-1)
         for row, (token, logprob, top) in zip(expected, drawn, strict=True):
             best = row.topk(2).values
-            errors = [
-                abs(logprob - float(row[token])),
-                *(abs(value - float(row[other])) for other, value in top[:3]),
-            ]
+            errors = [abs(logprob - float(row[token])), *(abs(value - float(row[other])) for other, value in top[:3])]
             far = max(errors) > LOGPROB_TOLERANCE
             n_far += far
             if not far and best[0] - best[1] > 2 * LOGPROB_TOLERANCE:
@@ -346,10 +335,7 @@ _collect = Guides.collect
 @needs_gpu
 def test_late_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence whose mask takes longer than steps do sits them out; what it had computed ahead is drawn from when the mask is there."""
-    slow, quick = (
-        guided_request("slow", prompt(50, 70), seed=1),
-        guided_request("quick", prompt(51, 6), seed=2),
-    )
+    slow, quick = (guided_request("slow", prompt(50, 70), seed=1), guided_request("quick", prompt(51, 6), seed=2))
     free = request("free", prompt(52, 64), n_tokens=3 * N_TOKENS)
     expected = run(slow) | run(quick) | run(free)
     do = Guides._do
@@ -413,10 +399,7 @@ def test_constrained_and_preempted() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    "lever",
-    ("run_ahead=off", "silu_epilogue=off", "pdl=off", "graphs=off"),
-)
+@pytest.mark.parametrize("lever", ("run_ahead=off", "silu_epilogue=off", "pdl=off", "graphs=off"))
 def test_levers_that_say_exact_are(lever: str) -> None:
     """Every lever that says it leaves the bits as they are does so."""
     ids = prompt(13, 67)
@@ -443,9 +426,7 @@ def test_prompt_logprobs() -> None:
 @needs_gpu
 def test_real_widths() -> None:
     """P1 and P2 where the vendor's library multiplies too: decodes of 1, 31, 32 and 64 rows, chunks of 64 rows and of thousands."""
-    config = EngineConfig(
-        dummy="qwen3.5-0.8b", max_num_seqs=64, max_model_len=8192, memory_gb=20.0, prefix_cache=False
-    )
+    config = EngineConfig(dummy="qwen3.5-0.8b", max_num_seqs=64, max_model_len=8192, memory_gb=20.0, prefix_cache=False)
     inner = build_runner(config, lambda stage, done: None, Gpu())
 
     def run(ids: list[int], n_others: int = 0, step_tokens: int = 8192, n_tokens: int = 12) -> list[Entry]:

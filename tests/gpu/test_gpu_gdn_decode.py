@@ -24,9 +24,7 @@ SMALL = [
     GdnHeads(n_k=1, n_v=2, k_dim=16, v_dim=16),
     GdnHeads(n_k=2, n_v=2, k_dim=32, v_dim=16),
     GdnHeads(n_k=1, n_v=3, k_dim=48, v_dim=80),  # neither a power of 2 nor equal
-    GdnHeads(
-        n_k=1, n_v=1, k_dim=256, v_dim=128
-    ),  # more than fits the registers at once: two tiles of value rows
+    GdnHeads(n_k=1, n_v=1, k_dim=256, v_dim=128),  # more than fits the registers at once: two tiles of value rows
 ]
 REAL = [
     GdnHeads(n_k=16, n_v=16, k_dim=128, v_dim=128),
@@ -63,10 +61,7 @@ class Case:
     def step(self, levers: Levers | None = None) -> Tensor:
         device = self.proj.device
         out = torch.full(
-            (len(self.slots), self.heads.n_v * self.heads.v_dim),
-            torch.nan,
-            dtype=torch.bfloat16,
-            device=device,
+            (len(self.slots), self.heads.n_v * self.heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device
         )
         gdn_decode(
             self.proj, self.heads, self.weights, EPS,
@@ -111,18 +106,12 @@ def make(
             columns[slot, LAYER, p % 4] = normal(c).bfloat16()
         if position > 0:
             states[slot, LAYER] = normal(heads.n_v, heads.v_dim, heads.k_dim) * 0.3
-    weights = GdnWeights(
-        *(w.to(device) for w in (weights.conv, weights.a_log, weights.dt_bias, weights.norm))
-    )
+    weights = GdnWeights(*(w.to(device) for w in (weights.conv, weights.a_log, weights.dt_bias, weights.norm)))
     return Case(heads, weights, slots, positions, proj.to(device), columns.to(device), states.to(device))
 
 
 def reference(
-    heads: GdnHeads,
-    weights: GdnWeights,
-    proj: Tensor,
-    window: Tensor | None = None,
-    state: Tensor | None = None,
+    heads: GdnHeads, weights: GdnWeights, proj: Tensor, window: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """T tokens of one sequence: proj [S, T, R], window [C, 3], state [Hv, dk, dv] -> out [T, Hv dv] and the state."""
     total = proj[0].clone()

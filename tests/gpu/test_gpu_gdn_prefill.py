@@ -88,9 +88,7 @@ def run(
     n_blocks, n_segments = sum(sizes) + spare, max(segments, len(parts))
     n, position, snapshot, owner = ([0] * n_blocks for _ in range(4))
     begin = [0]
-    proj = torch.full(
-        (n_blocks * BLOCK, parts[0].proj.shape[1]), torch.nan, dtype=torch.bfloat16, device=device
-    )
+    proj = torch.full((n_blocks * BLOCK, parts[0].proj.shape[1]), torch.nan, dtype=torch.bfloat16, device=device)
     for s, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         first = begin[-1]
         proj[first * BLOCK : first * BLOCK + len(part.proj)] = part.proj
@@ -120,9 +118,7 @@ def run(
     scratch = gdn_scratch(
         heads, n_blocks, lambda _, shape, dtype: torch.full(shape, torch.nan, dtype=dtype, device=device)
     )
-    out = torch.full(
-        (n_blocks * BLOCK, heads.n_v * heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device
-    )
+    out = torch.full((n_blocks * BLOCK, heads.n_v * heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device)
     weights = weights_of(heads, device)
 
     def step() -> None:
@@ -198,11 +194,7 @@ def test_against_reference(heads: GdnHeads, n: int, device: str) -> None:
 @pytest.mark.parametrize("cut, tail, in_place", [(64, 66, True), (64, 2, False), (64, 1, True)])
 def test_cuts_keep_bits(heads: GdnHeads, cut: int, tail: int, in_place: bool, device: str) -> None:
     """P2: a sequence in one chunk, or in two through its slot, gives the same outputs, state and columns."""
-    proj, whole, parts = (
-        proj_of(heads, cut + tail, device),
-        memory(heads, 3, device),
-        memory(heads, 3, device),
-    )
+    proj, whole, parts = (proj_of(heads, cut + tail, device), memory(heads, 3, device), memory(heads, 3, device))
     (out,) = run([Part(proj, 0, 0, 1)], heads, whole, device)
     (head,) = run([Part(proj[:cut], 0, 2, 0)], heads, parts, device, spare=1)
     final = 0 if in_place else 1
@@ -221,11 +213,7 @@ def test_neighbours_keep_bits(heads: GdnHeads, device: str) -> None:
     projs = [proj_of(heads, n, device, seed) for seed, n in enumerate(lengths)]
     m = memory(heads, 6, device)
     run([Part(projs[0], 0, 5, 0)], heads, m, device)
-    parts = [
-        Part(projs[1], 64, 0, 1),
-        Part(projs[2], 64, 0, 2),
-        Part(projs[3], 0, 0, 3, {0: 4}),
-    ]
+    parts = [Part(projs[1], 64, 0, 1), Part(projs[2], 64, 0, 2), Part(projs[3], 0, 0, 3, {0: 4})]
     together = m.clone()
     outs = run(parts, heads, together, device, spare=2, segments=5)
     for part, out in zip(parts, outs, strict=True):
@@ -265,11 +253,7 @@ def test_chunks_keep_bits(heads: GdnHeads, chunk: int, device: str) -> None:
     projs = [proj_of(heads, n, device, seed) for seed, n in enumerate([70, 150, 64])]
     m = memory(heads, 6, device)
     run([Part(projs[2], 0, 0, 0)], heads, m, device)
-    parts = [
-        Part(projs[0], 0, 1, 1),
-        Part(projs[1], 64, 0, 0, {0: 3, 1: 4}),
-        Part(projs[2], 0, 2, 2),
-    ]
+    parts = [Part(projs[0], 0, 1, 1), Part(projs[1], 64, 0, 0, {0: 3, 1: 4}), Part(projs[2], 0, 2, 2)]
     whole, chunked = m.clone(), m.clone()
     outs = run(parts, heads, whole, device, chunk=0)
     others = run(parts, heads, chunked, device, spare=2, segments=4, chunk=chunk)

@@ -105,12 +105,7 @@ def test_embed(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("n", "width", "n_partials", "dtype"),
-    [
-        (1, 96, 0, torch.float32),
-        (3, 512, 1, torch.bfloat16),
-        (5, 1056, 2, torch.float32),
-        (2, 2560, 11, torch.float32),
-    ],
+    [(1, 96, 0, torch.float32), (3, 512, 1, torch.bfloat16), (5, 1056, 2, torch.float32), (2, 2560, 11, torch.float32)],
 )
 def test_add_norm(device: str, n: int, width: int, n_partials: int, dtype: torch.dtype) -> None:
     residual = torch.randn(n, width).to(device)
@@ -195,10 +190,7 @@ def test_a_row_does_not_see_its_neighbours(device: str) -> None:
     assert torch.equal(clean[:, [0, 2, 3]], dirty[:, [0, 2, 3]])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [Narrow(64, 32, 4, 2), Narrow(64, 128, 4, 3), Narrow(128, 64, 8, 3)],
-)
+@pytest.mark.parametrize("config", [Narrow(64, 32, 4, 2), Narrow(64, 128, 4, 3), Narrow(128, 64, 8, 3)])
 def test_configurations_do_not_change_bits(device: str, config: Narrow) -> None:
     x, w = values(2, 256, device=device), values(200, 256, device=device, seed=1)
     expected, out = poisoned(2, 2, 200, device=device), poisoned(2, 2, 200, device=device)
@@ -270,9 +262,7 @@ def test_splits_follow_the_shape() -> None:
 
 
 @pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])
-def test_configurations_fit_into_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, sms: int, shared: int
-) -> None:
+def test_configurations_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, sms: int, shared: int) -> None:
     monkeypatch.setattr(linear_module, "_chip", lambda: (sms, shared))
     for shapes in SHAPES.values():
         for m, k in shapes:

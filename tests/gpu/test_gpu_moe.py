@@ -188,10 +188,7 @@ def test_ties_go_to_the_lower_expert(device: str) -> None:
     expected = layer.parts(x)
     _close(layer.decode(x), expected)
     _close(layer.decode(x[:1]), expected[:, :1])
-    _close(
-        layer.prefill(layer.rows(64).index_copy_(0, torch.arange(6, device=device), x), [6])[:6],
-        expected.sum(0),
-    )
+    _close(layer.prefill(layer.rows(64).index_copy_(0, torch.arange(6, device=device), x), [6])[:6], expected.sum(0))
 
 
 def test_one_expert_takes_all_rows(device: str) -> None:

@@ -49,26 +49,20 @@ def sequence(place: int, tokens: list[int], n_prompt: int, **params: Any) -> Seq
 def test_whole_numbers_are_floats() -> None:
     """As whoever writes Python gives them: temperature=1 is not the smallest float above 0."""
     table = Table()
-    table.places.refresh(
-        sequence(1, [1], 1, temperature=1, top_p=1, repetition_penalty=2, presence_penalty=1)
-    )
-    assert [
-        table.row(name, 1, torch.float32) for name in ("temperature", "top_p", "repetition", "presence")
-    ] == [1, 1, 2, 1]
+    table.places.refresh(sequence(1, [1], 1, temperature=1, top_p=1, repetition_penalty=2, presence_penalty=1))
+    assert [table.row(name, 1, torch.float32) for name in ("temperature", "top_p", "repetition", "presence")] == [
+        1,
+        1,
+        2,
+        1,
+    ]
     assert table.row("seed", 1, torch.int64)[0] == 5 - 2**63
 
 
 def test_bans_stops_and_history() -> None:
     table = Table()
     one = sequence(
-        2,
-        [7, 8, 9],
-        2,
-        min_tokens=3,
-        stop_token_ids=(11,),
-        frequency_penalty=0.5,
-        logit_bias={4: 1},
-        max_tokens=5,
+        2, [7, 8, 9], 2, min_tokens=3, stop_token_ids=(11,), frequency_penalty=0.5, logit_bias={4: 1}, max_tokens=5
     )
     table.places.refresh(one)
     assert table.row("stop_ids", 2)[:2] == table.row("banned", 2)[:2] == [2, 11]

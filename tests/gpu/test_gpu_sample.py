@@ -16,14 +16,7 @@ from torch import Tensor
 
 from deltic.engine.messages import SamplingParams
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import (
-    PlaceParameters,
-    SampleScratch,
-    prompt_logprobs,
-    sample,
-    sample_decode,
-    sample_scratch,
-)
+from deltic.ops.gpu.sample import PlaceParameters, SampleScratch, prompt_logprobs, sample, sample_decode, sample_scratch
 from deltic.reference.sample import candidates, processed_logits, token_logprobs
 from deltic.reference.sample import sample as reference_sample
 
@@ -60,9 +53,7 @@ class Sequence:
 def places_of(sequences: list[Sequence], device: str) -> PlaceParameters:
     p, i32 = len(sequences), torch.int32
     h = torch.full((p, MAX_LEN), -7, dtype=i32)
-    bias_ids, banned, stop = (
-        torch.full((p, N_IDS), 3, dtype=i32) for _ in range(3)
-    )  # rows behind n count for nothing
+    bias_ids, banned, stop = (torch.full((p, N_IDS), 3, dtype=i32) for _ in range(3))  # rows behind n count for nothing
     bias = torch.full((p, N_IDS), torch.nan)
     for i, s in enumerate(sequences):
         h[i, : s.position] = torch.tensor(s.prompt + s.output, dtype=i32)
@@ -223,9 +214,7 @@ def test_draws_equal_the_reference(device: str, cap: int) -> None:
     """Every filter, short lists in registers and long ones through memory; peaked and flat rows, and rows full of ties."""
     g = torch.Generator().manual_seed(cap)
     n_vocab, n_real = 200, 197
-    kinds = (
-        ("peaked", "flat", "ties") if device == "cuda" else ("peaked",) if cap > n_vocab else ("flat", "ties")
-    )
+    kinds = ("peaked", "flat", "ties") if device == "cuda" else ("peaked",) if cap > n_vocab else ("flat", "ties")
     differ, total = [], 0
     for kind in kinds:
         rows, sequences = [], []
@@ -292,9 +281,7 @@ def test_every_u_of_a_row(device: str) -> None:
     logits = torch.randn(1, 200, generator=g)
     n = 24
     sequences = [
-        Sequence(
-            params(temperature=1.0), seed=(-1) ** i * (i * 0x123456789ABCDEF % 2**63), prompt=[0] * (i + 1)
-        )
+        Sequence(params(temperature=1.0), seed=(-1) ** i * (i * 0x123456789ABCDEF % 2**63), prompt=[0] * (i + 1))
         for i in range(n)
     ]
     tokens, _, _ = draw(logits.to(device), sequences, 200, rows=[0] * n)
@@ -376,9 +363,7 @@ def test_real_sizes_equal_the_reference() -> None:
         for scale in (0.5, 2.0, 5.0):
             rows.append(torch.randn(n_vocab, generator=g) * scale)
             sequences.append(
-                Sequence(
-                    params(**({"temperature": 1.0, "logprobs": 5} | filters)), seed=len(rows), output=[9]
-                )
+                Sequence(params(**({"temperature": 1.0, "logprobs": 5} | filters)), seed=len(rows), output=[9])
             )
     logits = torch.stack(rows)
     tokens, out, _ = draw(logits.cuda(), sequences, n_real, tile=2048, cap=2048)

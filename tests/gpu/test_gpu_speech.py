@@ -109,9 +109,7 @@ def said(variant: str, wide: bool) -> tuple[SpeakingGpu, list[dict[str, Any]], l
 
 @pytest.mark.parametrize(
     ("variant", "wide"),
-    [(v, w) for v in ("custom_voice", "voice_design", "base") for w in (False, True)]
-    if IS_LONG
-    else [("base", True)],
+    [(v, w) for v in ("custom_voice", "voice_design", "base") for w in (False, True)] if IS_LONG else [("base", True)],
 )
 def test_greedy_codes_are_the_oracles(variant: str, wide: bool) -> None:
     """Every code is the oracle's choice behind the same codes, or one that bfloat16 cannot tell from it."""
@@ -132,9 +130,7 @@ def test_what_was_lost_is_computed_again() -> None:
     request = requests[-1]
     frame = speaking.codes[request.id, 0][0]
     n = len(request.prompt_ids)
-    sequence = Sequence(
-        request, 0, 1, array("i", [*request.prompt_ids, frame[0]]), n, pages=[1, 0], place=1, slot=2
-    )
+    sequence = Sequence(request, 0, 1, array("i", [*request.prompt_ids, frame[0]]), n, pages=[1, 0], place=1, slot=2)
     assert request.speech is not None
     sequence.voice = speaking.voices[request.speech.voice]
     for chunk in (Chunk(sequence, 0, n), Chunk(sequence, n, 1)):
@@ -146,9 +142,7 @@ def test_what_was_lost_is_computed_again() -> None:
 def drawn(speaking: Speaking, n: int) -> list[Request]:
     """Requests with other texts, seeds and lengths, drawn with the published parameters."""
     cases = [
-        case
-        for case in CASES
-        if case["variant"] == "custom_voice" and case["wide"] == speaking.shape.has_projection
+        case for case in CASES if case["variant"] == "custom_voice" and case["wide"] == speaking.shape.has_projection
     ]
     return [
         request_of(
@@ -239,16 +233,12 @@ def check_audio(n_frames: int, n_primed: int) -> None:
     speaking = SpeakingGpu()
     runner, vocoder, engine = speaking.runner, speaking.vocoder, speaking.engine
     runner.vocoder, engine.stage = vocoder, SpeechStage(vocoder, runner.n_streams)
-    voice = torch.randint(
-        0, N_CODES, (n_primed + 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32
-    )
+    voice = torch.randint(0, N_CODES, (n_primed + 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     state, n_done = None, 0
     requests = drawn(speaking, 4 if n_frames > 1 else 1)
     for request in requests:
         engine.add(
-            msgspec.structs.replace(
-                request, params=msgspec.structs.replace(request.params, min_tokens=n_frames + 1)
-            )
+            msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, min_tokens=n_frames + 1))
         )
     audio = {request.id: b"" for request in requests}
     while engine.has_work() or n_done < n_primed:
@@ -341,9 +331,7 @@ def test_memory_is_planned_and_refused() -> None:
             plan(free_gb, **settings)
 
 
-def test_texts_are_projected_and_their_table_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_texts_are_projected_and_their_table_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The plan does not count the table; the rows are those of one product."""
     directory = tiny_speech("custom_voice", wide=True)
     shape = SpeechShape.from_directory(directory)
@@ -380,9 +368,7 @@ def test_a_code_is_drawn_by_the_rule(device: str) -> None:
         rows.slot[4] = -1
         residual = torch.full((n, h), -1.0, device=device)
         inner = table if step < 15 else None
-        draw_code(
-            logits.to(device), step, parameters, rows, table, inner, residual, texts, 3, levers=Levers()
-        )
+        draw_code(logits.to(device), step, parameters, rows, table, inner, residual, texts, 3, levers=Levers())
         codes = rows.codes.cpu()
         for i in range(4):
             temperature, top_k, top_p = settings[i]

@@ -82,9 +82,7 @@ def raw_tensors(shape: VocoderShape, seed: int = 0) -> dict[str, Tensor]:
             values *= 0.2
         elif not name.endswith("embedding_sum"):
             is_transposed = ".block.1." in name or (name.startswith("upsample") and ".0.conv" in name)
-            values *= (size[0] if is_transposed else math.prod(size[1:])) ** -0.5 * (
-                0.5 if ".block." in name else 1
-            )
+            values *= (size[0] if is_transposed else math.prod(size[1:])) ** -0.5 * (0.5 if ".block." in name else 1)
         tensors["decoder." + name] = values
     last = f"decoder.decoder.{len(shape.upsample_rates) + 2}.conv.weight"
     tensors[last] *= 0.05
@@ -110,9 +108,7 @@ def weights(shape: VocoderShape, device: str, directory: Path) -> VocoderWeights
 
 
 @pytest.fixture(scope="module")
-def make(
-    device: str, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], tuple[VocoderGpu, ChunkBuffers]]:
+def make(device: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[VocoderGpu, ChunkBuffers]]:
     directory = tmp_path_factory.mktemp("vocoder")
 
     def made(shape: VocoderShape = SHAPE, n_slots: int = 4) -> tuple[VocoderGpu, ChunkBuffers]:
@@ -246,9 +242,7 @@ def test_bad_codes_stay_inside_the_tables(make: Any) -> None:
     assert say(make(), 0, codes, [1]).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "tile", [Tile(64, 16, 4, 2, True), Tile(64, 64, 4, 2, False), Tile(128, 128, 8, 2, False)]
-)
+@pytest.mark.parametrize("tile", [Tile(64, 16, 4, 2, True), Tile(64, 64, 4, 2, False), Tile(128, 128, 8, 2, False)])
 def test_tiles_leave_the_bits_alone(device: str, tile: Tile) -> None:
     """A convolution whose K is in 8 slices, added by one program or by the last of several."""
     c, m, taps, n = (1024, 192, 7, 80) if HAS_GPU else (64, 64, 7, 48)

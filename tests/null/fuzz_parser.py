@@ -36,24 +36,7 @@ TAGS = [
     '<function name="now">', "<function=now\n", "<function=", "<function==weather>", "</function>", "<parameter=city>", "<parameter=days>",
     '<parameter name="at">', "<parameter=new>", "<parameter=", "</parameter>",
 ]  # fmt: skip
-TEXTS = [
-    "\n",
-    "\n",
-    "\n\n",
-    " ",
-    ">",
-    "<",
-    "{",
-    "}",
-    '"',
-    "\\",
-    "42",
-    "True",
-    "null",
-    "é😀",
-    "```json\n",
-    "[",
-]
+TEXTS = ["\n", "\n", "\n\n", " ", ">", "<", "{", "}", '"', "\\", "42", "True", "null", "é😀", "```json\n", "["]
 SPACES = ["\n" * 64, " " * 65, " \n" * 130, "\n" * 300, " " * 300]
 WHOLE = [
     "<tool_call>\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>",
@@ -141,9 +124,7 @@ def main() -> None:
     start = time.monotonic()
     seeds = range(options.seed, options.seed + options.n)
     with multiprocessing.Pool(options.jobs) as pool:
-        counts = pool.imap_unordered(
-            check_seeds, (seeds[at : at + 1000] for at in range(0, len(seeds), 1000))
-        )
+        counts = pool.imap_unordered(check_seeds, (seeds[at : at + 1000] for at in range(0, len(seeds), 1000)))
         n_characters, n_calls = map(sum, zip(*counts, strict=True))
     took = round(time.monotonic() - start, 1)
     print(json.dumps({"texts": options.n, "characters": n_characters, "calls": n_calls, "seconds": took}))

@@ -38,36 +38,16 @@ class Pki:
         self.directory = directory
         self._make("ca", "-addext", "basicConstraints=critical,CA:TRUE")
         self._make("stranger")
-        self._make(
-            "server",
-            "-CA",
-            self["ca.pem"],
-            "-CAkey",
-            self["ca.key"],
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-        )
+        self._make("server", "-CA", self["ca.pem"], "-CAkey", self["ca.key"], "-addext", "subjectAltName=IP:127.0.0.1")
         self._make("client", "-CA", self["ca.pem"], "-CAkey", self["ca.key"])
-        self._run(
-            "ec", "-in", self["server.key"], "-out", self["locked.key"], "-aes256", "-passout", "pass:open"
-        )
+        self._run("ec", "-in", self["server.key"], "-out", self["locked.key"], "-aes256", "-passout", "pass:open")
 
     def __getitem__(self, name: str) -> str:
         return str(self.directory / name)
 
     def _make(self, name: str, *more: str) -> None:
-        key = (
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-keyout",
-            self[f"{name}.key"],
-        )
-        self._run(
-            "req", "-x509", *key, "-out", self[f"{name}.pem"], "-subj", f"/CN={name}", "-days", "2", *more
-        )
+        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", self[f"{name}.key"])
+        self._run("req", "-x509", *key, "-out", self[f"{name}.pem"], "-subj", f"/CN={name}", "-days", "2", *more)
 
     def _run(self, *words: str) -> None:
         subprocess.run(["openssl", *words], check=True, capture_output=True)
@@ -118,9 +98,7 @@ def test_https_lets_in_who_has_a_certificate(pki: Pki) -> None:
         ({"ssl_certfile": "server.pem", "ssl_keyfile": "server.key", "ssl_ca_certs": "ca.key"}, "--ssl-ca-certs .* cannot"),
     ],
 )  # fmt: skip
-def test_certificates_that_cannot_be_used_are_told(
-    pki: Pki, settings: dict[str, str], complaint: str
-) -> None:
+def test_certificates_that_cannot_be_used_are_told(pki: Pki, settings: dict[str, str], complaint: str) -> None:
     given = {name: Path(pki[file]) for name, file in settings.items()}
     with pytest.raises(ConfigError, match=complaint):
         tls(ServerConfig(**given))  # type: ignore[arg-type]
@@ -187,9 +165,7 @@ def test_a_proxys_prefix_may_be_there_or_not(prefixed: str, prefix: str) -> None
 
 def test_a_prefix_is_a_path_of_its_own(prefixed: str) -> None:
     reply = httpx.get(f"{prefixed}/llm/one")
-    assert reply.status_code == 307 and reply.headers["location"].endswith("/llm/one/"), (
-        "the page's links are relative"
-    )
+    assert reply.status_code == 307 and reply.headers["location"].endswith("/llm/one/"), "the page's links are relative"
     assert httpx.get(f"{prefixed}/llm/one2/health").status_code == 404
     for wrong in ("llm", "/llm/", "/a b", "/"):
         with pytest.raises(ConfigError, match="--root-path"):

@@ -95,9 +95,7 @@ def test_a_replay_reuses_no_more_than_was_there(own: bool) -> None:
     runner = FakeRunner(n_pages=400, max_num_seqs=2, max_model_len=3000)
     rows = Replay(Engine(runner), tokenizer, template, trace, n_parallel=2, own=own).run(3)
     assert {row["session"] for row in rows} == {0, 1, 2}
-    assert [row["turn"] for row in rows if row["session"] == 0] == list(
-        range(sum(r["session"] == 0 for r in rows))
-    )
+    assert [row["turn"] for row in rows if row["session"] == 0] == list(range(sum(r["session"] == 0 for r in rows)))
     for row in rows:
         assert row["cached_tokens"] <= row["best_waiting_tokens"] < row["prompt_tokens"] < 3000
         assert row["best_tokens"] <= row["best_exact_tokens"] < row["best_tokens"] + PAGE_SIZE
@@ -140,8 +138,6 @@ def test_the_quick_size_runs(tmp_path: Path) -> None:
     assert runs["all"]["n_requests"] == QUICK["sessions"] * QUICK["turns"]
     assert runs["off"]["cached_tokens"] == 0
     # What was asked does not depend on the engine.
-    asked = [
-        {(row["session"], row["turn"], row["prompt_tokens"]) for row in run["rows"]} for run in runs.values()
-    ]
+    asked = [{(row["session"], row["turn"], row["prompt_tokens"]) for row in run["rows"]} for run in runs.values()]
     assert all(one == asked[0] for one in asked)
     assert len(result["cold"]) == 1

@@ -23,15 +23,7 @@ from deltic.server.api.messages import template_messages
 from deltic.server.chat.answer import Piece, Usage
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
 from deltic.server.errors import ApiError
-from tests.fake_engine import (
-    TEMPLATE,
-    FakeEngineClient,
-    byte_tokenizer,
-    make_app,
-    named_events,
-    saying,
-    served,
-)
+from tests.fake_engine import TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
 from tests.null.test_http import post
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -115,9 +107,7 @@ def test_thinking_effort_format_and_kept_thoughts() -> None:
     assert chat(thinking={"type": "adaptive", "display": "summarized"}).enable_thinking is True
     assert chat(thinking={"type": "enabled", "budget_tokens": 5}).thinking_budget == 5
     assert chat(output_config={"effort": "high"}).chat_template_kwargs == {"reasoning_effort": "high"}
-    form = chat(
-        output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    ).response_format
+    form = chat(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}}).response_format
     assert form["type"] == "json_schema" and form["json_schema"]["schema"] == {"type": "object"}
     one: Any = {"edits": [{"type": "clear_thinking_20251015"}]}
     assert chat({"preserve_thinking"}, context_management=one).chat_template_kwargs is None
@@ -129,10 +119,7 @@ def test_thinking_effort_format_and_kept_thoughts() -> None:
 
 def test_system_blocks_and_the_line_that_is_not_for_us() -> None:
     line = "x-anthropic-billing-header: cc_version=2.1; cch=%s;"
-    blocks = [
-        {"type": "text", "text": t, "cache_control": {"type": "ephemeral"}}
-        for t in (line % "1a2b3", "A", "B")
-    ]
+    blocks = [{"type": "text", "text": t, "cache_control": {"type": "ephemeral"}} for t in (line % "1a2b3", "A", "B")]
     assert told(system=blocks)[0] == {"role": "system", "content": "A\n\nB"}
     assert told(system=f"{line % 'ffff0'}\nA")[0] == {"role": "system", "content": "A"}
     assert [m["role"] for m in told(system=line % "00000")] == ["user"]
@@ -192,9 +179,7 @@ def test_many_results_take_no_time() -> None:
 def test_hidden_thoughts_come_back_in_their_signature() -> None:
     def reasoning(text: str, signed: str) -> Any:
         block = {"type": "thinking", "thinking": text, "signature": signed}
-        return told(messages=[*HELLO, {"role": "assistant", "content": [block]}, *HELLO])[1].get(
-            "reasoning_content"
-        )
+        return told(messages=[*HELLO, {"role": "assistant", "content": [block]}, *HELLO])[1].get("reasoning_content")
 
     assert reasoning("", signature("héhé", hidden=True)) == "héhé"
     assert reasoning("mine", signature("", hidden=False)) == "mine"
@@ -310,12 +295,9 @@ def test_events(batch: int) -> None:
     start, *blocks, delta, stop = got
     assert start["message"]["content"] == [] and start["message"]["usage"]["cache_read_input_tokens"] == 8
     assert start["message"]["stop_reason"] is None
-    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and stop == {
-        "type": "message_stop"
-    }
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and stop == {"type": "message_stop"}
     assert (
-        delta["usage"]["output_tokens"]
-        == len(byte_tokenizer().encode(f"Hm.\n</think>\n\nLook:\n\n{CALL}\n{CALL}")) + 1
+        delta["usage"]["output_tokens"] == len(byte_tokenizer().encode(f"Hm.\n</think>\n\nLook:\n\n{CALL}\n{CALL}")) + 1
     )
     shown: list[dict[str, str]] = []
     is_open = False
@@ -409,9 +391,7 @@ FRAGMENTS = (
 
 
 @hypothesis.settings(max_examples=300, deadline=None, database=None)
-@hypothesis.given(
-    fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12), data=st.data(), omits=st.booleans()
-)
+@hypothesis.given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12), data=st.data(), omits=st.booleans())
 def test_the_events_of_any_text_add_up_to_the_whole_answer(
     fragments: list[str], data: st.DataObject, omits: bool
 ) -> None:
@@ -420,8 +400,7 @@ def test_the_events_of_any_text_add_up_to_the_whole_answer(
     parser = OutputParser(thinking=data.draw(st.booleans()), tools={"weather": WEATHER[0]["input_schema"]})
     said = MessageAnswer("msg_1", "m", silent=False, clipped=False, omits=omits)
     written = b"".join(
-        said.events(Piece(0, parser.push(text[a:b])))
-        for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
+        said.events(Piece(0, parser.push(text[a:b]))) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
     )
     written += said.events(Piece(0, parser.finish(), finish_reason="stop"))
     blocks: list[dict[str, Any]] = []
@@ -455,10 +434,7 @@ def test_a_quiet_stream_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "PING_S", 0.05)
     engine = FakeEngineClient()
     engine.hold = True
-    with (
-        served(make_app(engine)) as url,
-        httpx.stream("POST", f"{url}/v1/messages", json=asked(stream=True)) as stream,
-    ):
+    with served(make_app(engine)) as url, httpx.stream("POST", f"{url}/v1/messages", json=asked(stream=True)) as stream:
         lines = stream.iter_lines()
         assert [next(lines) for _ in range(6)] == ["event: ping", 'data: {"type":"ping"}', ""] * 2
         engine.hold = False
@@ -546,11 +522,7 @@ def test_client() -> None:
             final = stream.get_final_message()
         assert {"thinking", "text", "signature", "input_json", "message_stop"} <= kinds
         whole = client.beta.messages.create(**fields, betas=["interleaved-thinking-2025-05-14"])
-        assert (
-            [b.type for b in final.content]
-            == [b.type for b in whole.content]
-            == ["thinking", "text", "tool_use"]
-        )
+        assert [b.type for b in final.content] == [b.type for b in whole.content] == ["thinking", "text", "tool_use"]
         assert final.usage.output_tokens == whole.usage.output_tokens
         n_tokens = client.messages.count_tokens(model="fake", messages=HELLO).input_tokens
         assert n_tokens == 30 and client.models.list().data[0].id == "fake"
@@ -574,11 +546,7 @@ def test_client() -> None:
         engine.max_open = 0
         with pytest.raises(anthropic.InternalServerError) as raised:
             client.messages.create(**fields)
-        assert (
-            raised.value.status_code == 529
-            and raised.value.type == "overloaded_error"
-            and raised.value.request_id
-        )
+        assert raised.value.status_code == 529 and raised.value.type == "overloaded_error" and raised.value.request_id
 
 
 def test_leaving_a_stream_aborts() -> None:
@@ -598,30 +566,13 @@ def test_leaving_a_stream_aborts() -> None:
 def test_bodies_of_any_shape_are_answered() -> None:
     """Random JSON under the API's own names becomes a chat or a 400."""
     leaf: Any = st.sampled_from(
-        [
-            None,
-            True,
-            0,
-            -1,
-            0.5,
-            "",
-            "text",
-            "user",
-            "assistant",
-            "tool_use",
-            "tool_result",
-            "enabled",
-            [],
-            {},
-        ]
+        [None, True, 0, -1, 0.5, "", "text", "user", "assistant", "tool_use", "tool_result", "enabled", [], {}]
     )
     names = st.sampled_from(
         ["type", "text", "content", "role", "id", "name", "input", "tool_use_id", "input_schema", "thinking"]
     )
     value = st.recursive(
-        leaf,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4),
-        max_leaves=8,
+        leaf, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4), max_leaves=8
     )
     fields = st.sampled_from([*MessagesRequest.__struct_fields__])
 

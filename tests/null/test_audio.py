@@ -72,11 +72,7 @@ def test_headers_are_what_a_reader_expects() -> None:
     data = pcm(tone(0.1))
     samples, rate = soundfile.read(io.BytesIO(wav_header(24000, len(data)) + data), dtype="int16")
     assert rate == 24000 and samples.tobytes() == data
-    assert (
-        struct.unpack("<I", wav_header(8000)[4:8])
-        == struct.unpack("<I", wav_header(8000)[40:])
-        == (2**32 - 1,)
-    )
+    assert struct.unpack("<I", wav_header(8000)[4:8]) == struct.unpack("<I", wav_header(8000)[40:]) == (2**32 - 1,)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +145,7 @@ def test_a_header_that_lies_about_the_length_is_not_believed() -> None:
     ],
     ids=range(4),
 )
-def test_a_decoder_that_fails_takes_nobody_with_it(
-    program: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_that_fails_takes_nobody_with_it(program: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audio, "PROGRAM", (sys.executable, "-c", program))
     monkeypatch.setattr(audio, "DECODE_S", 0.5)
     before_s = time.monotonic()

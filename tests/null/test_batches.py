@@ -66,8 +66,7 @@ class Site:
 
     def ended(self, batch: Any, key: str = "none") -> Any:
         return until(
-            lambda: self.client(key).batches.retrieve(batch.id),
-            lambda b: b.status not in batch_runner.UNFINISHED,
+            lambda: self.client(key).batches.retrieve(batch.id), lambda b: b.status not in batch_runner.UNFINISHED
         )
 
     def content(self, file_id: str, key: str = "none") -> dict[str, Any]:
@@ -89,12 +88,7 @@ def test_the_flow_of_the_library(tmp_path: Path) -> None:
     with Site(tmp_path / "d") as site:
         client = site.client()
         file = site.upload(rows)
-        assert (file.object, file.purpose, file.filename, file.status) == (
-            "file",
-            "batch",
-            "in.jsonl",
-            "processed",
-        )
+        assert (file.object, file.purpose, file.filename, file.status) == ("file", "batch", "in.jsonl", "processed")
         assert file.bytes == len(jsonl(rows)) and file.expires_at == file.created_at + 30 * 86_400
         assert client.files.content(file.id).content == jsonl(rows)
         batch = client.batches.create(
@@ -103,12 +97,7 @@ def test_the_flow_of_the_library(tmp_path: Path) -> None:
         )  # fmt: skip
         assert batch.status in ("validating", "in_progress") and batch.expires_at == batch.created_at + 86_400
         done = site.ended(batch)
-        assert (done.status, done.metadata, done.endpoint, done.model) == (
-            "completed",
-            {"night": "1"},
-            CHAT,
-            "fake",
-        )
+        assert (done.status, done.metadata, done.endpoint, done.model) == ("completed", {"night": "1"}, CHAT, "fake")
         assert done.request_counts.to_dict() == {"total": 20, "completed": 19, "failed": 1}
         assert done.in_progress_at and done.finalizing_at and done.completed_at and not done.errors
         answers, errors = site.content(done.output_file_id), site.content(done.error_file_id)
@@ -148,9 +137,7 @@ def test_lists_have_pages(tmp_path: Path) -> None:
     with Site(tmp_path) as site:
         made = [site.run([line("a")]).id for _ in range(5)]
         client = site.client()
-        assert [b.id for b in client.batches.list(limit=2)] == made[::-1], (
-            "the library asks for the next page"
-        )
+        assert [b.id for b in client.batches.list(limit=2)] == made[::-1], "the library asks for the next page"
         page = client.batches.list(limit=2, after=made[3])
         assert ([b.id for b in page.data], page.has_more) == ([made[2], made[1]], True)
         assert [f.id for f in client.files.list(order="asc", limit=3)] == [
@@ -188,9 +175,7 @@ def test_a_long_list_is_made_as_it_is_sent(tmp_path: Path) -> None:
         ([], "empty_file", None),
     ],
 )  # fmt: skip
-def test_a_file_is_checked_before_anything_is_sent(
-    rows: list[Any], code: str, at: int | None, tmp_path: Path
-) -> None:
+def test_a_file_is_checked_before_anything_is_sent(rows: list[Any], code: str, at: int | None, tmp_path: Path) -> None:
     with Site(tmp_path) as site:
         done = site.ended(site.run(rows))
         assert done.status == "failed" and done.failed_at and done.errors.object == "list"
@@ -208,9 +193,7 @@ def test_models_may_not_be_mixed(tmp_path: Path) -> None:
         server.add(service_of(server, other, "other"))
         mixed = site.ended(site.run([line("a"), line("b", model="other")]))
         assert mixed.errors.data[0].code == "mismatched_model"
-        assert (
-            site.ended(site.run([line("a", model="other"), line("b", model="other")])).status == "completed"
-        )
+        assert site.ended(site.run([line("a", model="other"), line("b", model="other")])).status == "completed"
         assert (len(site.engine.requests), len(other.requests)) == (0, 2)
 
 
@@ -280,11 +263,7 @@ def test_what_a_file_is_refused_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_without_a_directory_it_is_refused_by_the_flags_name() -> None:
     with served(make_app(FakeEngineClient())) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        for ask in (
-            client.files.list,
-            client.batches.list,
-            lambda: client.files.create(file=b"x", purpose="batch"),
-        ):
+        for ask in (client.files.list, client.batches.list, lambda: client.files.create(file=b"x", purpose="batch")):
             with pytest.raises(openai.NotFoundError, match="--batch-dir"):
                 ask()
 
@@ -334,16 +313,9 @@ def test_a_batch_takes_half_the_places_and_keys_share_them(tmp_path: Path) -> No
         time.sleep(0.1)
         assert engine.n_open == 8, "of 16 places"
         second = site.run([line(f"r{i}") for i in range(30)], "b")
-        until(
-            lambda: site.client("b").batches.retrieve(second.id).status,
-            lambda status: status == "in_progress",
-        )
+        until(lambda: site.client("b").batches.retrieve(second.id).status, lambda status: status == "in_progress")
         engine.hold = False
-        assert (
-            site.ended(first, "a").request_counts.completed
-            == site.ended(second, "b").request_counts.completed
-            == 30
-        )
+        assert site.ended(first, "a").request_counts.completed == site.ended(second, "b").request_counts.completed == 30
         owners = [request.owner for request in engine.requests]
         assert owners[8:28].count("bob/batches") >= 6, "they take turns"
 
@@ -459,9 +431,7 @@ def test_what_others_keep_in_the_directory_stays(tmp_path: Path) -> None:
         done = site.ended(site.run([line("a")]))
     batch = (tmp_path / "batches" / f"{done.id}.json").read_bytes()
     foreign = {tmp_path / "files" / name: b"x" for name in ("thesis.txt", "file-1", "file-1.json", "a.part")}
-    foreign |= {
-        tmp_path / "batches" / name: batch for name in ("notes.json", f"{done.id} (copy).json", "a.out")
-    }
+    foreign |= {tmp_path / "batches" / name: batch for name in ("notes.json", f"{done.id} (copy).json", "a.out")}
     for path, data in foreign.items():
         path.write_bytes(data)
     (tmp_path / "files" / "below.json").mkdir()
@@ -472,9 +442,7 @@ def test_what_others_keep_in_the_directory_stays(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in foreign} == foreign
 
 
-def test_a_card_that_cannot_be_read_stops_the_start_and_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_that_cannot_be_read_stops_the_start_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Site(tmp_path) as site:
         done = site.ended(site.run([line("a")]))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*[-_]*") if path.is_file()}
@@ -552,9 +520,7 @@ def test_files_go_when_their_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
 def test_nothing_is_kept_that_others_may_read(tmp_path: Path) -> None:
     with Site(tmp_path / "d") as site:
         site.ended(site.run([line("a")]))
-        modes = {
-            path: path.stat().st_mode & 0o077 for path in (tmp_path / "d").rglob("*") if path.name != "lock"
-        }
+        modes = {path: path.stat().st_mode & 0o077 for path in (tmp_path / "d").rglob("*") if path.name != "lock"}
         assert len(modes) >= 6 and not any(modes.values()), modes
 
 
@@ -596,9 +562,7 @@ def test_a_full_disk_delays_any_step_of_a_batch_and_loses_none(
         assert site.ended(site.run([line("b")])).status == "completed", "the key's next one runs"
 
 
-def test_a_batch_that_cannot_even_fail_does_not_stop_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_cannot_even_fail_does_not_stop_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Site(tmp_path) as site:
         work = site.runner._work
 
@@ -615,9 +579,7 @@ def test_a_batch_that_cannot_even_fail_does_not_stop_the_next(
         assert site.ended(site.run([line("b")])).status == "completed"
 
 
-def test_a_cancel_that_cannot_be_written_is_told_and_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancel_that_cannot_be_written_is_told_and_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngineClient()
     engine.hold = True
     with Site(tmp_path, engine) as site:
@@ -667,9 +629,7 @@ def test_a_batch_that_waits_is_cancelled_at_once(tmp_path: Path) -> None:
         assert site.ended(first).status == site.ended(third).status == "completed"
 
 
-def test_a_batch_waits_for_a_server_that_has_its_key(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_batch_waits_for_a_server_that_has_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngineClient()
     engine.hold = True
     with Site(tmp_path, engine, api_key=("alice=a",)) as site:

@@ -23,11 +23,7 @@ from tests.fake_openai import FakeOpenAI
 pytest.importorskip("msgspec")
 
 
-@given(
-    st.lists(st.text("ab{}:", max_size=9), max_size=6),
-    st.lists(st.integers(1, 9), max_size=30),
-    st.booleans(),
-)
+@given(st.lists(st.text("ab{}:", max_size=9), max_size=6), st.lists(st.integers(1, 9), max_size=30), st.booleans())
 def test_events_do_not_depend_on_where_the_bytes_are_cut(payloads, cuts, crlf):
     end = "\r\n" if crlf else "\n"
     body = "".join(f": comment{end}{end}event: x{end}data: {p}{end}{end}" for p in payloads).encode()
@@ -98,11 +94,7 @@ def test_a_server_that_refuses_extensions_is_measured_without_them(kind):
     async def run() -> Sample:
         endpoint, load = Endpoint(server.url), Load("fake", kind=kind)
         dialect = await loads.find_dialect(endpoint, load)
-        assert (dialect.ignore_eos, dialect.include_usage, dialect.limit) == (
-            False,
-            False,
-            "max_completion_tokens",
-        )
+        assert (dialect.ignore_eos, dialect.include_usage, dialect.limit) == (False, False, "max_completion_tokens")
         return await loads.measure(endpoint, load, dialect.body(load, "hi", 7), 0.0)
 
     with FakeOpenAI(refused=("ignore_eos", "stream_options", "max_tokens")) as server:
@@ -162,10 +154,7 @@ def test_a_leak_of_a_kilobyte_a_request_breaks_the_soak():
 @pytest.mark.parametrize(("n_restarts", "n_violations"), [(2.0, 0), (1.0, 1), (3.0, 1)])
 def test_restarts_that_are_no_kills_break_the_soak(n_restarts, n_violations):
     run = soak(0, 0.0)
-    run.recoveries_s, run.gauges = (
-        [0.4, 0.5],
-        gauges(f'deltic_engine_restarts_total{{model="m"}} {n_restarts}\n'),
-    )
+    run.recoveries_s, run.gauges = ([0.4, 0.5], gauges(f'deltic_engine_restarts_total{{model="m"}} {n_restarts}\n'))
     run.check_restarts()
     assert len(run.violations) == n_violations
 
@@ -190,9 +179,7 @@ def test_poisson_arrivals_do_not_wait_for_answers(tmp_path: Path, capsys):
 def test_a_reader_that_goes_away_closes_the_connection():
     async def run() -> None:
         endpoint = Endpoint(server.url)
-        reply = await endpoint.open(
-            "POST", "/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 10_000}
-        )
+        reply = await endpoint.open("POST", "/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 10_000})
         async for _ in reply.events():
             break
         reply.close()

@@ -79,10 +79,7 @@ def test_sweep_keeps_n_streams_and_writes_what_it_heard(tmp_path: Path, capsys):
     assert Path(last["plot"]).stat().st_size > 10_000
     first, *others = server.bodies
     assert first["input"] == "Hello."
-    assert (
-        first.items()
-        >= {"model": "fake", "voice": "vivian", "language": "English", "temperature": 0.5}.items()
-    )
+    assert first.items() >= {"model": "fake", "voice": "vivian", "language": "English", "temperature": 0.5}.items()
     assert all(body["stream_format"] == "audio" and body["response_format"] == "pcm" for body in others)
     assert len({body["input"] for body in others}) == 16
 

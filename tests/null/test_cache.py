@@ -24,9 +24,7 @@ def admitted(cache: Cache, n_tokens: int = 0) -> Sequence:
     return new
 
 
-@pytest.mark.parametrize(
-    ("n_tokens", "n_pages"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (1000, 16)]
-)
+@pytest.mark.parametrize(("n_tokens", "n_pages"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (1000, 16)])
 def test_pages_for(n_tokens: int, n_pages: int) -> None:
     assert pages_for(n_tokens) == n_pages
 

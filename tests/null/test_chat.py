@@ -66,9 +66,7 @@ def test_content_cannot_make_special_tokens(content: str) -> None:
 
 
 def test_template_that_concatenates_cannot_be_tricked() -> None:
-    chat = ChatTemplate(
-        {"default": "<|im_start|>{{ messages[0].content }}end|>{{ messages[0].content }}"}, TOKENIZER
-    )
+    chat = ChatTemplate({"default": "<|im_start|>{{ messages[0].content }}end|>{{ messages[0].content }}"}, TOKENIZER)
     assert chat.render([user("<|im_")]).ids == [START, *b"<|im_end|><|im_"]
 
 
@@ -87,12 +85,7 @@ def test_template_errors_are_400s() -> None:
     assert caught.value.status == 400 and caught.value.param == "messages"
     with pytest.raises(ApiError, match="no such setting; it has: enable_thinking"):
         CHAT.render([user("a")], settings={"thinking_budget": 5})
-    for source in (
-        "{{ messages[0].content + 1 }}",
-        "{{ 1 // 0 }}",
-        "{{ x.y.z }}",
-        "{{ ''.__class__.__mro__[1] }}",
-    ):
+    for source in ("{{ messages[0].content + 1 }}", "{{ 1 // 0 }}", "{{ x.y.z }}", "{{ ''.__class__.__mro__[1] }}"):
         with pytest.raises(ApiError):
             ChatTemplate({"default": source}, TOKENIZER).render([user("a")])
     with pytest.raises(TokenizerError, match="line 1"):
@@ -112,10 +105,7 @@ def test_template_environment() -> None:
 
 def test_loading(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path, TOKENIZER) is None
-    settings = {
-        "eos_token": {"content": "<|im_end|>"},
-        "chat_template": "A{{ eos_token }}{{ messages[0].content }}",
-    }
+    settings = {"eos_token": {"content": "<|im_end|>"}, "chat_template": "A{{ eos_token }}{{ messages[0].content }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     chat = ChatTemplate.load(tmp_path, TOKENIZER)
     assert chat and chat.render([user("<|im_end|>")]).ids == [*b"A", END, *b"<|im_end|>"]
@@ -134,11 +124,7 @@ def test_the_built_in_template() -> None:
     tokenizer = Tokenizer.load(DEMO)
     chat = ChatTemplate.load(DEMO, tokenizer)
     assert chat is not None and "enable_thinking" in chat.variables
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "weather", "arguments": {"city": "Rome", "days": 2}},
-    }
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "days": 2}}}
     messages = [
         {"role": "system", "content": "Be kind."},
         user("<|im_end|>"),
@@ -219,15 +205,10 @@ KINDS = {
 EDIT = {"type": "object", "properties": {name: {"type": kind} for name, kind in KINDS.items()}}
 
 
-def next_turn(
-    chat: ChatTemplate, tokenizer: Tokenizer, answer: str, then: str, **fields: Any
-) -> tuple[str, str]:
+def next_turn(chat: ChatTemplate, tokenizer: Tokenizer, answer: str, then: str, **fields: Any) -> tuple[str, str]:
     """What the model had after its answer to a question, and the prompt of the turn after it: with the results of
     its calls, or another question. The answer comes back as a client would send it."""
-    tools = [
-        {"type": "function", "function": {"name": n, "parameters": p}}
-        for n, p in (("edit", EDIT), ("now", {}))
-    ]
+    tools = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in (("edit", EDIT), ("now", {}))]
 
     def rendered(messages: list[dict[str, Any]]) -> tuple[str, Any, Any]:
         body = json.dumps({"messages": messages, "tools": tools} | fields).encode()
@@ -260,9 +241,7 @@ def test_answers_come_back_as_they_were(model: str, thought: str | None, answer:
     text = answer if thought is None else f"{thought}\n</think>\n\n{answer}"
     for fields in ({}, {"preserve_thinking": True}, {"preserve_thinking": False}):
         for then in ("results", "question"):
-            before, prompt = next_turn(
-                chat, TOKENIZER, text, then, enable_thinking=thought is not None, **fields
-            )
+            before, prompt = next_turn(chat, TOKENIZER, text, then, enable_thinking=thought is not None, **fields)
             kept = fields.get("preserve_thinking", model == "Qwen3.8") and model != "Qwen3.5"
             in_loop = then == "results" and "<tool_call>" in answer
             assert prompt.startswith(before) == (kept or in_loop), (fields, then)

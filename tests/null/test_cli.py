@@ -139,15 +139,7 @@ def test_a_child_keeps_what_shapes_answers_and_nothing_that_is_the_main_servers(
         monkeypatch.setenv(f"DELTIC_{name}", "x")
     monkeypatch.setenv("DELTIC_THREAD", "a typo, which the child will tell of")
     kept = {name.removeprefix("DELTIC_") for name in own_environment() if name.startswith("DELTIC_")}
-    assert kept >= {
-        "MODEL",
-        "THREADS",
-        "CACHE_DIR",
-        "VOICE_ALIAS",
-        "MAX_QUEUE",
-        "DEFAULT_MAX_TOKENS",
-        "THREAD",
-    }
+    assert kept >= {"MODEL", "THREADS", "CACHE_DIR", "VOICE_ALIAS", "MAX_QUEUE", "DEFAULT_MAX_TOKENS", "THREAD"}
     assert names - kept == {
         "API_KEY", "API_KEY_FILE", "BATCH_DIR", "BATCH_DISK_GB", "BATCH_IN_FLIGHT", "CORS_ORIGIN", "HOST",
         "MAX_CONCURRENT_PER_KEY", "METRICS_NAMES", "PORT", "ROOT_PATH", "SHARE_CACHE", "SSL_CA_CERTS", "SSL_CERTFILE",
@@ -166,9 +158,7 @@ def test_a_server_that_cannot_start_says_why():
 
 def test_chat_streams_keeps_the_conversation_and_obeys_commands(monkeypatch, capsys, tmp_path: Path):
     saved = tmp_path / "chat.json"
-    typed = iter(
-        ["/system Be brief.", "/think on", "hello\\", "you", "again", f"/save {saved}", "/nonsense", "/quit"]
-    )
+    typed = iter(["/system Be brief.", "/think on", "hello\\", "you", "again", f"/save {saved}", "/nonsense", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(typed))
     with FakeOpenAI(n_words=3) as server:
         assert main(["chat", "--url", server.url, "--temperature", "0.5"]) == 0
@@ -227,9 +217,7 @@ def test_ctrl_c_ends_the_answer_only(monkeypatch, capsys, interruptible):
 
 
 def test_half_a_surrogate_pair_can_be_saved(tmp_path: Path):
-    conversation = Conversation(
-        Endpoint("http://x"), "m", messages=[{"role": "user", "content": "gr\udcfc\u00df"}]
-    )
+    conversation = Conversation(Endpoint("http://x"), "m", messages=[{"role": "user", "content": "gr\udcfc\u00df"}])
     assert command(conversation, f"/save {tmp_path / 'chat.json'}") == f"saved to {tmp_path / 'chat.json'}"
     assert json.loads((tmp_path / "chat.json").read_text("utf-8"))[0]["content"] == "gr?\u00df"
     assert "cannot write" in (command(conversation, f"/save {tmp_path}") or "")

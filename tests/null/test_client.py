@@ -94,10 +94,7 @@ def reasons(outputs: list[Output]) -> list[str | None]:
 
 @asynccontextmanager
 async def engine(
-    max_queue: int = 100,
-    step_ms: float = 0.0,
-    on_event: Callable[[Event], None] | None = None,
-    **config: Any,
+    max_queue: int = 100, step_ms: float = 0.0, on_event: Callable[[Event], None] | None = None, **config: Any
 ) -> AsyncIterator[EngineClient]:
     """A client whose engine is ready."""
     client = EngineClient(EngineConfig(**config), max_queue, on_event)
@@ -135,9 +132,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
     """Runs a test in event loops of its own, asyncio's and the one the server has, for at most half a minute."""
 
-    @pytest.mark.parametrize(
-        "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-    )
+    @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
     def run(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(asyncio.wait_for(test(), 30))
@@ -196,10 +191,7 @@ async def test_abort_of_a_request_and_of_one_sequence() -> None:
 @in_loop
 async def test_abort_of_what_waits_spares_what_has_begun() -> None:
     async with engine(step_ms=2.0, max_num_seqs=2) as client:
-        running, waiting = (
-            submit(client, request("runs", max_tokens=60, n=2)),
-            submit(client, request("waits", n=2)),
-        )
+        running, waiting = (submit(client, request("runs", max_tokens=60, n=2)), submit(client, request("waits", n=2)))
         await anext(running)
         for id in ("runs", "waits", "runs"):
             client.abort(id, if_waiting=True)
@@ -212,9 +204,7 @@ async def test_abort_of_what_waits_spares_what_has_begun() -> None:
 async def test_abort_storm() -> None:
     """Hundreds of requests, most of them aborted at any moment; each ends once, and nothing stays in use."""
     rng = random.Random(5)
-    async with engine(
-        max_queue=500, max_num_seqs=8, n_pages=40, max_model_len=2048, max_step_tokens=128
-    ) as client:
+    async with engine(max_queue=500, max_num_seqs=8, n_pages=40, max_model_len=2048, max_step_tokens=128) as client:
 
         async def one(i: int) -> None:
             await asyncio.sleep(rng.random() * 0.5)
@@ -225,9 +215,7 @@ async def test_abort_storm() -> None:
             if kind < 0.3:
                 client.abort(r.id)
             elif kind < 0.6:
-                asyncio.get_running_loop().call_later(
-                    rng.random() * 0.1, client.abort, r.id, rng.randrange(n)
-                )
+                asyncio.get_running_loop().call_later(rng.random() * 0.1, client.abort, r.id, rng.randrange(n))
             outputs = await collect(stream)
             assert len(reasons(outputs)) == n
             if "length" in [o.finish_reason for o in outputs if o.index == 0]:
@@ -328,9 +316,7 @@ def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() ->
             n_pages=9, n_checkpoints=8,
         )  # fmt: skip
         speech = SpeechStats(n_streams_used=1, n_streams=4, n_frames=10, n_underruns=1, vocoder_s=0.5)
-        return Stats(
-            n_running=2, n_steps=5, n_prompt_tokens=300, last_step_ms=4.0, cache=cache, speech=speech
-        )
+        return Stats(n_running=2, n_steps=5, n_prompt_tokens=300, last_step_ms=4.0, cache=cache, speech=speech)
 
     client._count(stats())
     assert client.stats == stats()
@@ -401,9 +387,7 @@ async def time_queue(n: int, n_tokens: int) -> None:
         start, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(collect(submit(client, r)) for r in requests))
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-        print(
-            f"N = {n:3}: {cpu / n / n_tokens * 1e6:5.1f} us of the client, {wall / n_tokens * 1e6:6.0f} us a step"
-        )
+        print(f"N = {n:3}: {cpu / n / n_tokens * 1e6:5.1f} us of the client, {wall / n_tokens * 1e6:6.0f} us a step")
 
 
 if __name__ == "__main__":

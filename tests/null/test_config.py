@@ -115,14 +115,7 @@ def test_a_switch_is_a_flag_without_a_value() -> None:
         given = vars(parser.parse_args(words))
         assert given == {"pin_threads": pinned}
         assert flags(EngineConfig, given) == words, "a server started for a command gets it on"
-    for text, pinned in (
-        ("on", True),
-        ("1", True),
-        ("True", True),
-        ("off", False),
-        ("0", False),
-        ("no", False),
-    ):
+    for text, pinned in (("on", True), ("1", True), ("True", True), ("off", False), ("0", False), ("no", False)):
         assert resolve(EngineConfig, {}, {"DELTIC_PIN_THREADS": text}).pin_threads is pinned
 
 

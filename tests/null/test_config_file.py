@@ -83,10 +83,7 @@ def test_a_variable_names_the_file_and_the_line_another_model(
     file.write_text('model = "a"\nthreads = 2')
     monkeypatch.setenv("DELTIC_CONFIG", str(file))
     assert main(["serve", "b", "--and", "c"]) == 0
-    assert [engine for engine, _ in started[0]] == [
-        EngineConfig(model="b", threads=2),
-        EngineConfig(model="c"),
-    ]
+    assert [engine for engine, _ in started[0]] == [EngineConfig(model="b", threads=2), EngineConfig(model="c")]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +148,7 @@ def test_a_file_that_is_none(
     assert complaint in error and error.count("\n") == 1
 
 
-def test_plan_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fit = types.ModuleType("deltic.commands.plan")
     fit.report = lambda config: f"{config.max_num_seqs} sequences"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deltic.commands.plan", fit)

@@ -55,9 +55,7 @@ def engine(request: Any, tokenizer_file: Path) -> Iterator[Engine]:
     made.close(0)
 
 
-def request(
-    id: str = "a", n_prompt: int = 10, constraint: Constraint | None = None, **params: Any
-) -> Request:
+def request(id: str = "a", n_prompt: int = 10, constraint: Constraint | None = None, **params: Any) -> Request:
     params = {"seed": 1, "max_tokens": 200, "ignore_eos": True, "constraint": constraint} | params
     prompt = [20 + (ord(id[0]) * 31 + 7 * i) % 900 for i in range(n_prompt)]
     return Request(id=id, prompt_ids=prompt, params=SamplingParams(**params))
@@ -106,9 +104,7 @@ def test_pages_may_be_short(tokenizer_file: Path) -> None:
         for n_pages in (256, 14):
             runner = FakeRunner(n_pages=n_pages, gpu=gpu, n_lookahead=int(gpu), max_model_len=640)
             made = Engine(runner, tokenizer_file=lambda: tokenizer_file)
-            constraint = Constraint(
-                grammar=WORD, think_end_id=THINK_END, think_budget=30, close_ids=(THINK_END,)
-            )
+            constraint = Constraint(grammar=WORD, think_end_id=THINK_END, think_budget=30, close_ids=(THINK_END,))
             drawn.append(run(made, *(request(f"{i}", 100, constraint, max_tokens=180) for i in range(6))))
             made.close(0)
         assert made.scheduler.n_preemptions > 0
@@ -165,9 +161,7 @@ def test_an_answer_does_not_end_inside_its_thought(engine: Engine) -> None:
     """Where a grammar is to follow; without one it may."""
     stop = expected_tokens(request().prompt_ids, request().params)[3]
     for grammar in (GRAMMAR, ""):
-        constraint = Constraint(
-            grammar=grammar, think_end_id=THINK_END, think_budget=8, close_ids=(THINK_END,)
-        )
+        constraint = Constraint(grammar=grammar, think_end_id=THINK_END, think_budget=8, close_ids=(THINK_END,))
         found: list[Guide] = []
         original = FakeRunner.step
 
@@ -240,9 +234,7 @@ def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_wrong_harms_nobody_else(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(
-        engine, request("x", constraint=Constraint(grammar="no grammar"), n=2), request("f", max_tokens=5)
-    )
+    found = run(engine, request("x", constraint=Constraint(grammar="no grammar"), n=2), request("f", max_tokens=5))
     for index in range(2):
         (output,) = found["x", index]
         assert output.finish_reason == "error" and "Expected token" in (output.error or "")
@@ -329,9 +321,7 @@ def test_bad_words_where_pages_are_short() -> None:
             runner = FakeRunner(n_pages=n_pages, gpu=gpu, n_lookahead=int(gpu), max_model_len=640)
             made = Engine(runner)
             few = Constraint(allowed=bits(range(30, 40)), bad_ids=((31, 32), (32, 31), (35, 36, 37), (39,)))
-            drawn.append(
-                run(made, *(request(f"{i}", 100, few, max_tokens=180, n=1 + i % 2) for i in range(5)))
-            )
+            drawn.append(run(made, *(request(f"{i}", 100, few, max_tokens=180, n=1 + i % 2) for i in range(5))))
             made.close(0)
         assert made.scheduler.n_preemptions > 0
         assert {k: ids(v) for k, v in drawn[0].items()} == {k: ids(v) for k, v in drawn[1].items()}

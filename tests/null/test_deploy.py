@@ -66,17 +66,9 @@ def test_the_image_is_made_of_what_is_there() -> None:
     names = {name for line in copied for name in line.split()}
     assert all((ROOT / name).exists() for name in names)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {
-        "pyproject.toml",
-        "CMakeLists.txt",
-        project["readme"],
-        *project["license-files"],
-        "deltic",
-    } == names
+    assert {"pyproject.toml", "CMakeLists.txt", project["readme"], *project["license-files"], "deltic"} == names
     kept = {
-        line[1:]
-        for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
-        if line.startswith("!")
+        line[1:] for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines() if line.startswith("!")
     }
     assert kept == names
     (torch,) = (each for each in project["dependencies"] if each.startswith("torch"))

@@ -93,9 +93,7 @@ def test_chunks_are_padded(url: str) -> None:
         assert len({chunk["obfuscation"] for chunk in said}) > 1
     body = {"input": "x", "stream": True, "stream_options": {"include_obfuscation": True}}
     text = httpx.post(f"{url}/v1/responses", json=body).text
-    deltas = [
-        json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if ".delta" in block[:40]
-    ]
+    deltas = [json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if ".delta" in block[:40]]
     assert deltas and all("obfuscation" in delta for delta in deltas)
 
 
@@ -164,11 +162,7 @@ def test_prompts_are_cut_at_their_beginning(engine: FakeEngineClient, url: str) 
     for unbounded in ({}, {"n_predict": -1}, {"max_tokens": 1024}, {"max_tokens": 90_000}):
         completion(url, prompt="x" * 9000, truncate_prompt_tokens=-1, **unbounded)
         assert len(engine.requests[-1].prompt_ids) == 1024 - 16
-    chat(
-        url,
-        messages=[*HELLO, {"role": "assistant", "content": "x" * 9000}, *HELLO],
-        truncate_prompt_tokens=40,
-    )
+    chat(url, messages=[*HELLO, {"role": "assistant", "content": "x" * 9000}, *HELLO], truncate_prompt_tokens=40)
     sent = engine.requests[-1]
     assert len(sent.prompt_ids) == 40 and sent.prompt_ids[-1:] == byte_tokenizer().encode("\n")
     assert sent.boundaries and all(0 < at < 40 for at in sent.boundaries)
@@ -265,11 +259,7 @@ def test_wishes_that_are_declined(url: str) -> None:
         include=["web_search_call.action.sources", "file_search_call.results"], reasoning={"effort": "max"},
         prompt_cache_retention="24h", extra_body={"prompt_cache_options": {"mode": "explicit"}},
     )  # fmt: skip
-    assert (response.service_tier, response.text.verbosity, response.max_tool_calls) == (
-        "default",
-        "medium",
-        3,
-    )
+    assert (response.service_tier, response.text.verbosity, response.max_tool_calls) == ("default", "medium", 3)
 
 
 def test_marks_of_a_cache_are_not_shown_to_the_model(engine: FakeEngineClient, url: str) -> None:
@@ -355,11 +345,7 @@ def test_unknown_fields_pass_where_the_server_is_told_so(url: str, caplog: pytes
     ):
         for _ in range(3):
             assert chat(lenient, colour="secret", echo=True, size=None)["choices"]
-        post(
-            f"{lenient}/v1/messages",
-            200,
-            {"model": "fake", "max_tokens": 9, "messages": HELLO, "colour": 1},
-        )
+        post(f"{lenient}/v1/messages", 200, {"model": "fake", "max_tokens": 9, "messages": HELLO, "colour": 1})
         post(f"{lenient}/v1/responses", 200, {"input": "x", "colour": 1})
         post(f"{lenient}/tokenize", 200, {"prompt": "x", "colour": 1})
         post(f"{lenient}/api/chat", 200, {"model": "fake", "messages": HELLO, "stream": False, "colour": 1})
@@ -374,11 +360,7 @@ def test_unknown_fields_pass_where_the_server_is_told_so(url: str, caplog: pytes
 
 def test_functions_of_the_older_form(engine: FakeEngineClient, url: str) -> None:
     engine.answer = saying('Hm.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
-    fields = {
-        "functions": [
-            {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
-        ]
-    }
+    fields = {"functions": [{"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}]}
     choice = chat(url, **fields, function_call="auto")["choices"][0]
     called = choice["message"].pop("function_call")
     assert (called["name"], json.loads(called["arguments"])) == ("f", {"x": 1})
@@ -404,10 +386,7 @@ def test_functions_of_the_older_form(engine: FakeEngineClient, url: str) -> None
         assert both["param"] == "function_call" and "tool_choice" in both["message"]
         assert chat(url, 400, tool_choice="always", **given)["param"] == "tool_choice"
     for wrong, param in (
-        (
-            {"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]},
-            "functions",
-        ),
+        ({"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"functions": [{"name": "f g"}]}, "functions[0].name"),
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),

@@ -92,9 +92,7 @@ def test_code_and_libraries_are_in_it(model: Model, monkeypatch: pytest.MonkeyPa
         patch.setattr(fingerprint_module, "_version", lambda name: f"another {name}")
         another_torch = model.name()
     hashed = fingerprint_module._hash
-    monkeypatch.setattr(
-        fingerprint_module, "_hash", lambda file: "other" if file.name == "qwen.py" else hashed(file)
-    )
+    monkeypatch.setattr(fingerprint_module, "_hash", lambda file: "other" if file.name == "qwen.py" else hashed(file))
     assert len({first, another_torch, model.name()}) == 3
 
 
@@ -113,16 +111,12 @@ def test_all_that_the_engine_imports_is_in_it(model: Model, monkeypatch: pytest.
     monkeypatch.setattr(fingerprint_module, "_hash", hash_and_note)
     model.name()
     graph = import_graph()
-    used = {"engine.build", "engine.loop"}.union(
-        *(reachable(graph, name) for name in ("engine.build", "engine.loop"))
-    )
+    used = {"engine.build", "engine.loop"}.union(*(reachable(graph, name) for name in ("engine.build", "engine.loop")))
     files = {module_name(path).removesuffix(".__init__"): path for path in FILES}
     assert {name for name in used if files[name] not in seen} == DECIDE_NO_BITS
 
 
-def test_folders_are_hashed_at_any_depth(
-    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_folders_are_hashed_at_any_depth(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / "ops" / "one" / "two" / "kernel.py"
     deep.parent.mkdir(parents=True)
     monkeypatch.setattr(fingerprint_module, "__file__", str(tmp_path / "runtime" / "fingerprint.py"))
@@ -151,9 +145,7 @@ def test_large_files_are_hashed_once(model: Model, monkeypatch: pytest.MonkeyPat
     hashed: list[Path] = []
     segment = fingerprint_module._hash_segment
     monkeypatch.setattr(
-        fingerprint_module,
-        "_hash_segment",
-        lambda file, start: (hashed.append(file), segment(file, start))[1],
+        fingerprint_module, "_hash_segment", lambda file, start: (hashed.append(file), segment(file, start))[1]
     )
     assert model.name() == first and not hashed
     os.utime(model.files[1], ns=(OLD + 5, OLD + 5))
@@ -196,7 +188,5 @@ def test_one_file_and_a_file_that_is_missing(model: Model) -> None:
 
 
 def test_imports_no_torch() -> None:
-    code = (
-        "import deltic.runtime.fingerprint, deltic.engine.cache.tiers, sys; sys.exit('torch' in sys.modules)"
-    )
+    code = "import deltic.runtime.fingerprint, deltic.engine.cache.tiers, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -63,9 +63,7 @@ def say(chat: dict[str, Any], seed: int = 0, thought: str | None = None, form: C
         assert constraint.think_end_id is not None
         ids = [*TOKENIZER.encode(thought), constraint.think_end_id, *constraint.begin_ids, *ids]
     parser = OutputParser(
-        thinking=thought is not None,
-        tools=tool_schemas(asked.tools, asked.tool_choice),
-        fixed=is_fixed(asked),
+        thinking=thought is not None, tools=tool_schemas(asked.tools, asked.tool_choice), fixed=is_fixed(asked)
     )
     text, found = Detokenizer(TOKENIZER), parser.push("")
     for id in ids:
@@ -85,10 +83,7 @@ def object_of(key: str, value: Any) -> dict[str, Any]:
 def check(text: str, seed: int = 0) -> None:
     """In every place where a text may be forced."""
     thought = [None, "so", "<tool_call>\n<function=f>\n</function>"][seed % 3]
-    for fields in (
-        {"guided_choice": [text]},
-        {"structured_outputs": {"grammar": f"start: {quoted(text)}"}},
-    ):
+    for fields in ({"guided_choice": [text]}, {"structured_outputs": {"grammar": f"start: {quoted(text)}"}}):
         assert say(fields, seed, thought) == text
     for value in ({"enum": [text]}, {"const": text}):
         formatted = {"response_format": json_format(object_of("k", value))}
@@ -99,10 +94,7 @@ def check(text: str, seed: int = 0) -> None:
         called = forced | {"tools": [tool("f", object_of("k", {"type": "string", "enum": [text]}))]}
         if form == "json" or not re.search(_ENDS, f"\n{text}"):
             assert say(called, seed, thought, form) == {"k": text}  # type: ignore[arg-type]
-    beside = {
-        "tools": [tool("f", object_of("k", {"const": 1}))],
-        "response_format": json_format({"const": text}),
-    }
+    beside = {"tools": [tool("f", object_of("k", {"const": 1}))], "response_format": json_format({"const": text})}
     found = say(beside, seed, thought)
     assert found == {"k": 1} or json.loads(found) == text
 
@@ -131,9 +123,7 @@ def test_added_tokens_that_the_vocabulary_has_too(tmp_path: Path) -> None:
     assert guides._get_tokenizer().is_special_token(TOKENIZER.markers["<think>"])
 
 
-TAGS = st.sampled_from(
-    [*TEXTS, "<", ">", "|", "\u0301", "\u0327", "\u1161", "\u11ab", "im_end", "think", "\n"]
-)
+TAGS = st.sampled_from([*TEXTS, "<", ">", "|", "\u0301", "\u0327", "\u1161", "\u11ab", "im_end", "think", "\n"])
 CHARACTERS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3)
 
 

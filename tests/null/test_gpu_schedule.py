@@ -182,10 +182,7 @@ def test_what_was_parked_goes_on_with_the_token_that_ran_ahead(n_steps: int, use
 def test_what_was_lost_is_prefilled_and_decoded_again() -> None:
     """Beside others, which go on; nothing is drawn twice."""
     rng, session = Random(5), gpu_session(max_num_seqs=4, max_step_tokens=128)
-    lost, other = (
-        session.ask(some_ids(rng, 200), max_tokens=90),
-        session.ask(some_ids(rng, 90), max_tokens=90),
-    )
+    lost, other = (session.ask(some_ids(rng, 200), max_tokens=90), session.ask(some_ids(rng, 90), max_tokens=90))
     for _ in range(50):
         session.step()
     scheduler, steps = session.engine.scheduler, []
@@ -252,10 +249,7 @@ def test_who_comes_back_decodes_beside_a_prefill_that_goes_first() -> None:
     session.ask(some_ids(rng, 100), max_tokens=5, priority=-1)
     step = session.engine.scheduler.plan()
     assert step is not None
-    assert [(c.sequence is sequence, c.start, c.length) for c in step.chunks] == [
-        (True, 64, 1),
-        (False, 0, 100),
-    ]
+    assert [(c.sequence is sequence, c.start, c.length) for c in step.chunks] == [(True, 64, 1), (False, 0, 100)]
     assert [step.chunks[draw.chunk].sequence for draw in step.draws] == [draw.sequence for draw in step.draws]
     session.take(session.engine.scheduler.commit(step, session.runner.step(step)))
     session.run()
@@ -273,9 +267,7 @@ def test_what_is_decoded_again_waits_for_no_prefill_and_keeps_its_room(n_prompt:
     (sequence,) = session.engine.scheduler._decodes
     session.engine.scheduler._preempt(sequence)
     session.step()
-    session.ask(
-        some_ids(rng, n_prompt), max_tokens=1, priority=-1
-    )  # 7 or 8 pages; it has 1, and comes to need 5
+    session.ask(some_ids(rng, n_prompt), max_tokens=1, priority=-1)  # 7 or 8 pages; it has 1, and comes to need 5
     for i in range(7):
         session.step()
         assert sequence.n_computed == 61 + i
@@ -288,9 +280,7 @@ def test_what_is_decoded_again_waits_for_no_prefill_and_keeps_its_room(n_prompt:
 # Pages ahead.
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "n_pages"), [(1, 1), (4, 1), (5, 1), (6, 2), (68, 2), (69, 2), (70, 3)]
-)
+@pytest.mark.parametrize(("max_tokens", "n_pages"), [(1, 1), (4, 1), (5, 1), (6, 2), (68, 2), (69, 2), (70, 3)])
 def test_pages_are_there_one_token_ahead_but_never_beyond_the_end(max_tokens: int, n_pages: int) -> None:
     session = gpu_session(max_num_seqs=1)
     session.ask(some_ids(Random(7), 60), max_tokens=max_tokens)
@@ -315,9 +305,7 @@ def test_nobody_makes_way_for_a_page_ahead() -> None:
     session.run()
     session.check_answers()
     assert session.engine.stats().n_preemptions == 0
-    assert (
-        session.runner.n_ran_ahead == 39 + 4
-    )  # after all draws but one, and the one behind which nothing comes
+    assert session.runner.n_ran_ahead == 39 + 4  # after all draws but one, and the one behind which nothing comes
 
 
 # Blocks.
@@ -361,10 +349,7 @@ def test_one_token_behind_a_hit_is_a_prefill() -> None:
 @pytest.mark.parametrize("n_prompt", [64, 100, 128])
 def test_siblings_and_prompt_logprobs_stay_on_the_grid(n_prompt: int) -> None:
     """Those that find no page start over; the rows of logits cut a prompt."""
-    rng, session = (
-        Random(12),
-        gpu_session(n_pages=6, max_model_len=384, max_num_seqs=4, max_logit_rows=68 + 32),
-    )
+    rng, session = (Random(12), gpu_session(n_pages=6, max_model_len=384, max_num_seqs=4, max_logit_rows=68 + 32))
     session.ask(some_ids(rng, n_prompt), n=4, max_tokens=30, prompt_logprobs=1)
     session.ask(some_ids(rng, 300), max_tokens=3, prompt_logprobs=0)
     session.run()
@@ -378,9 +363,7 @@ def test_steps_of_part_of_a_block_are_refused() -> None:
 
 
 def test_a_decode_is_one_generated_token() -> None:
-    sequence = Sequence(
-        Request(id="", prompt_ids=[], params=SamplingParams()), 0, 0, array("i", range(80)), 65
-    )
+    sequence = Sequence(Request(id="", prompt_ids=[], params=SamplingParams()), 0, 0, array("i", range(80)), 65)
     cases = {(64, 1): False, (65, 1): True, (70, 1): True, (0, 64): False, (65, 5): False}
     assert {at: Chunk(sequence, *at).is_decode for at in cases} == cases
 

@@ -42,9 +42,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 TOKENIZER = byte_tokenizer()
 BYTES = llguidance.LLTokenizer(TOKENIZER._backend.to_str(), eos_token=END)
 THINK_END = 264
-JSON_TEMPLATE = TEMPLATE.replace("<function=", "<call=").replace(
-    "<tool_call>", '<tool_call>{"name": "arguments"}'
-)
+JSON_TEMPLATE = TEMPLATE.replace("<function=", "<call=").replace("<tool_call>", '<tool_call>{"name": "arguments"}')
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer"}, "label": {"type": "string"}},
@@ -58,9 +56,7 @@ def tool(name: str, parameters: Any = None, strict: bool | None = None) -> dict[
     return {"type": "function", "function": function | ({} if strict is None else {"strict": strict})}
 
 
-def constraint_of(
-    path: str = "/v1/chat/completions", template: str = TEMPLATE, **fields: Any
-) -> Constraint | None:
+def constraint_of(path: str = "/v1/chat/completions", template: str = TEMPLATE, **fields: Any) -> Constraint | None:
     """What the engine gets."""
     engine = FakeEngineClient()
     body = fields | ({"messages": HELLO} if "chat" in path else {"prompt": "hello"})
@@ -109,11 +105,7 @@ def json_format(schema: Any, **more: Any) -> dict[str, Any]:
         ({"response_format": json_format(POINT)}, '{"x": 1, "label": "a"}', '{"x": 1.5}'),
         ({"response_format": json_format(POINT, strict=False)}, '{\n  "x": 1\n}', '{"x": 1, "y": 2}'),
         ({"response_format": json_format(None)}, "{}", "1"),
-        (
-            {"response_format": json_format({"type": "array", "items": {"enum": ["a", None]}})},
-            '["a", null]',
-            '["b"]',
-        ),
+        ({"response_format": json_format({"type": "array", "items": {"enum": ["a", None]}})}, '["a", null]', '["b"]'),
         ({"guided_json": POINT}, '{"x": 1}', "{}"),
         ({"guided_json": json.dumps(POINT)}, '{"x": 1}', "{}"),
         ({"guided_regex": r"[a-c]+/\d"}, "abc/1", "abd/1"),
@@ -125,14 +117,7 @@ def json_format(schema: Any, **more: Any) -> dict[str, Any]:
         ({"regex": "a{3}", "guided_decoding_backend": "guidance"}, "aaa", "aa"),
         ({"json_schema": POINT}, '{"x": 1}', "{}"),
         ({"json_schema": json.dumps(POINT), "guided_json": POINT}, '{"x": 1}', "{}"),
-        (
-            {
-                "guided_grammar": "start: A\nA: /b+/",
-                "structured_outputs": {"grammar": "start: A\nA: /b+/"},
-            },
-            "bb",
-            "a",
-        ),
+        ({"guided_grammar": "start: A\nA: /b+/", "structured_outputs": {"grammar": "start: A\nA: /b+/"}}, "bb", "a"),
         ({"guided_grammar": 'start: a ";"\na[capture, max_tokens=2]: A\nA: /[a-z]*/'}, "bb;", "b"),
         ({"structured_outputs": {"json": POINT}}, '{"x": 1}', "{}"),
         ({"structured_outputs": {"json_object": True}}, "{}", "[]"),
@@ -159,12 +144,7 @@ def test_what_asks_for_nothing_is_not_constrained(fields: dict[str, Any]) -> Non
 def test_thoughts() -> None:
     gap, line = (10, 10), 10
     free = constraint_of(enable_thinking=True, response_format={"type": "json_object"})
-    assert free and (free.think_end_id, free.think_budget, free.close_ids, free.begin_ids) == (
-        THINK_END,
-        None,
-        (),
-        gap,
-    )
+    assert free and (free.think_end_id, free.think_budget, free.close_ids, free.begin_ids) == (THINK_END, None, (), gap)
     for fields in ({"thinking_budget": 7}, {"chat_template_kwargs": {"thinking_budget": 7}}):
         budget = constraint_of(enable_thinking=True, **fields)
         assert budget == Constraint(think_end_id=THINK_END, think_budget=7, close_ids=(line, THINK_END, *gap))
@@ -200,15 +180,7 @@ def test_structural_tags() -> None:
             'e![{"a": "!<say="}]',
         ):
             assert accepts(text, good), good
-        for bad in (
-            "a <say=1>2</say>",
-            "<say=3>",
-            "<say=1>1",
-            "<tool_call>",
-            "!",
-            "! a",
-            said.replace("1", '"1"'),
-        ):
+        for bad in ("a <say=1>2</say>", "<say=3>", "<say=1>1", "<tool_call>", "!", "! a", said.replace("1", '"1"')):
             assert not accepts(text, bad), bad
 
 
@@ -260,10 +232,7 @@ def test_limits_that_show_only_in_a_text() -> None:
 
 
 def test_tool_choice() -> None:
-    tools = [
-        tool("f"),
-        tool("g", {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}),
-    ]
+    tools = [tool("f"), tool("g", {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]})]
     two = f"{xml('f', x='1')}\n{xml('g', s='a')}"
     required = grammar_of(tools=tools, tool_choice="required")
     assert accepts(required, xml("f", x="1")) and accepts(required, two) and not accepts(required, "hello")
@@ -271,11 +240,7 @@ def test_tool_choice() -> None:
     once = grammar_of(tools=tools, tool_choice="required", parallel_tool_calls=False)
     assert accepts(once, xml("g", s="a")) and not accepts(once, two)
     named = grammar_of(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})
-    assert (
-        accepts(named, xml("g", s="<b>\n"))
-        and not accepts(named, xml("f", x="1"))
-        and not accepts(named, two)
-    )
+    assert accepts(named, xml("g", s="<b>\n")) and not accepts(named, xml("f", x="1")) and not accepts(named, two)
     for mode in ("auto", "required"):
         some = {
             "type": "allowed_tools",
@@ -424,9 +389,7 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
 )  # fmt: skip
 def test_what_a_refusal_says(fields: dict[str, Any], said: str) -> None:
     """In terms of what was sent, not of what it became."""
-    message = error_of(post(FakeEngineClient(), "/v1/chat/completions", {"messages": HELLO} | fields))[
-        "message"
-    ]
+    message = error_of(post(FakeEngineClient(), "/v1/chat/completions", {"messages": HELLO} | fields))["message"]
     assert said in message and "coerce" not in message
 
 
@@ -499,9 +462,7 @@ def test_hostile_schemas_end_soon(which: str) -> None:
     """Refused, or taken and compiled: in bounded time, and the next request is answered."""
     engine = FakeEngineClient(max_model_len=10**7, n_pages=200_000)
     started_s = time.process_time()
-    response = post(
-        engine, "/v1/chat/completions", {"messages": HELLO, "response_format": json_format(HOSTILE[which])}
-    )
+    response = post(engine, "/v1/chat/completions", {"messages": HELLO, "response_format": json_format(HOSTILE[which])})
     assert time.process_time() - started_s < 4.0
     assert response.status_code in (200, 400)
     if response.status_code == 400:
@@ -561,11 +522,7 @@ def test_chains_of_references(where: str) -> None:
 
 
 def test_multiples() -> None:
-    for good in (
-        {"multipleOf": 1e-9},
-        {"multipleOf": 0.25},
-        {"allOf": [{"multipleOf": 12}, {"multipleOf": 0.5}]},
-    ):
+    for good in ({"multipleOf": 1e-9}, {"multipleOf": 0.25}, {"allOf": [{"multipleOf": 12}, {"multipleOf": 0.5}]}):
         format_grammar(good)
     for bad in ("2", 0, -1, True, 20_001, 0.20001):
         with pytest.raises(schemas.GrammarError):
@@ -598,14 +555,9 @@ def random_schema(rng: random.Random, depth: int = 2, bounded: bool = False) -> 
     """A schema of the kinds that requests have. bounded: its values cannot be long."""
     kinds: list[Callable[[], dict[str, Any]]] = [
         lambda: (
-            {"type": "string", "maxLength": rng.randint(0, 12)}
-            if bounded or rng.random() < 0.5
-            else {"type": "string"}
+            {"type": "string", "maxLength": rng.randint(0, 12)} if bounded or rng.random() < 0.5 else {"type": "string"}
         ),
-        lambda: {
-            "type": "string",
-            "pattern": rng.choice(["^[a-f]{1,6}$", "^(on|off)$", r"^[0-9]{4}-[0-9]{2}$"]),
-        },
+        lambda: {"type": "string", "pattern": rng.choice(["^[a-f]{1,6}$", "^(on|off)$", r"^[0-9]{4}-[0-9]{2}$"])},
         lambda: {"type": "string", "format": rng.choice(["date", "uuid", "ipv4"])},
         lambda: {"enum": rng.sample(["red", "green", "12", 12, None, True, 1.5], rng.randint(1, 4))},
         lambda: {"const": rng.choice(["x", 3, False, None])},

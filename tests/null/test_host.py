@@ -319,9 +319,7 @@ def test_a_step_may_take_long_where_it_computes(change: str, lives: bool) -> Non
 async def test_a_process_that_waits_for_nothing_but_requests_lives() -> None:
     """Several times as long as it may hang, with a question open that it answers late."""
     client = EngineClient(EngineConfig(), 100)
-    async with hosted(
-        client, timeout_s=0.3, program=program("process.ServedModel.step = lambda self: False")
-    ) as host:
+    async with hosted(client, timeout_s=0.3, program=program("process.ServedModel.step = lambda self: False")) as host:
         pid = host.pid
         stream = submit(client, request())
         await asyncio.sleep(1.5)
@@ -407,9 +405,7 @@ async def test_two_models_serve_the_same_ids_at_the_same_time() -> None:
         assert [client.info and client.info.n_pages for client in clients] == [128, 64]
         requests = [request(str(i), 100 + i, max_tokens=20 + i, n=1 + i % 3) for i in range(6)]
         sent = [(r, submit(client, r)) for r in requests for client in clients]
-        for r, outputs in zip(
-            [r for r, _ in sent], await asyncio.gather(*(collect(s) for _, s in sent)), strict=True
-        ):
+        for r, outputs in zip([r for r, _ in sent], await asyncio.gather(*(collect(s) for _, s in sent)), strict=True):
             assert tokens(outputs) == expected_tokens(r.prompt_ids, r.params)
             assert reasons(outputs) == ["length"] * r.params.n
         assert all(client.stats.n_steps > 0 and client.n_open == 0 for client in clients)
@@ -501,8 +497,6 @@ async def test_stop_drains_all_models() -> None:
         short = [submit(client, request("short", max_tokens=20)) for client in clients]
         long = [submit(client, request("long", max_tokens=3000)) for client in clients]
         await host.stop(drain_s=0.4)
-        assert [reasons(await collect(stream)) for stream in short + long] == [["length"]] * 2 + [
-            ["abort"]
-        ] * 2
+        assert [reasons(await collect(stream)) for stream in short + long] == [["length"]] * 2 + [["abort"]] * 2
         assert host.pid is None and not Path(f"/proc/{pid}").exists()
         assert [client.state for client in clients] == ["stopped"] * 2

@@ -124,11 +124,7 @@ def test_a_head_below_the_limit_is_read(live: str) -> None:
     client = Raw(live)  # whose head begins where a body ends
     body = b'{"prompt": "' + b"a" * 100_000 + b'"}'
     client.send(
-        START
-        + b"content-length: %d\r\n\r\n" % len(body)
-        + body
-        + b"GET /health HTTP/1.1\r\nx: "
-        + b"y" * 60_000
+        START + b"content-length: %d\r\n\r\n" % len(body) + body + b"GET /health HTTP/1.1\r\nx: " + b"y" * 60_000
     )
     client.send(b"\r\nconnection: close\r\n\r\n")
     assert re.findall(rb"HTTP/1.1 (\d+)", client.answer()) == [b"400", b"200"]  # the prompt is too long
@@ -161,8 +157,7 @@ def test_silence_ends(engine: FakeEngineClient, sent: bytes, status: bytes | Non
 
 
 @pytest.mark.parametrize(
-    ("start", "drop"),
-    [(b"GET /health HTTP/1.1\r\nx: ", b"y"), (START + b"content-length: 1000\r\n\r\n", b" ")],
+    ("start", "drop"), [(b"GET /health HTTP/1.1\r\nx: ", b"y"), (START + b"content-length: 1000\r\n\r\n", b" ")]
 )
 def test_drops_do_not_keep_a_connection(engine: FakeEngineClient, start: bytes, drop: bytes) -> None:
     with served(make_app(engine), client_timeout_s=SHORT_S) as url:
@@ -206,9 +201,7 @@ def test_an_answer_before_the_end_of_its_body_is_the_only_one(engine: FakeEngine
         assert client.answer().startswith(b"HTTP/1.1 200 ")
 
 
-def test_idle_connections_end_after_a_late_body_too(
-    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_connections_end_after_a_late_body_too(engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "KEEP_ALIVE_S", SHORT_S)
     with served(make_app(engine, api_key=("a=k",)), client_timeout_s=100) as url:
         client = Raw(url)
@@ -263,15 +256,10 @@ def test_a_body_that_comes_slowly_is_read(engine: FakeEngineClient) -> None:
 
     with served(make_app(engine), client_timeout_s=SHORT_S) as url:
         headers = {"content-type": "application/json"}
-        assert (
-            HTTP.post(f"{url}/v1/completions", content=drops(), headers=headers, timeout=30).status_code
-            == 200
-        )
+        assert HTTP.post(f"{url}/v1/completions", content=drops(), headers=headers, timeout=30).status_code == 200
 
 
-def test_who_reads_nothing_of_a_stream_is_cut(
-    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_reads_nothing_of_a_stream_is_cut(engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.server.transport.EventStream.max_unsent_bytes", 100_000)
     engine.answer, engine.batch = lambda request, index: [*b"a" * 200_000, END], 100
     assert engine.info
@@ -318,9 +306,7 @@ def test_a_stream_with_a_gap_has_no_proper_end(monkeypatch: pytest.MonkeyPatch) 
     assert b"stream_not_read" in last and b"[DONE]" not in last
 
 
-def test_who_takes_nothing_of_an_answer_is_cut(
-    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_takes_nothing_of_an_answer_is_cut(engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "KEEP_ALIVE_S", SHORT_S)
     app = make_app(engine)
     app.add_route("/large", lambda request: Response(bytes(20_000_000)))
@@ -381,9 +367,7 @@ def test_an_error_of_any_kind_has_a_body_and_is_counted(
     monkeypatch.setattr(app.state.server, "status", panics)
     with served(app) as url:
         answer = HTTP.get(f"{url}/health")
-        assert (
-            answer.status_code == 500 and answer.headers["x-request-id"] in answer.json()["error"]["message"]
-        )
+        assert answer.status_code == 500 and answer.headers["x-request-id"] in answer.json()["error"]["message"]
         assert app.state.server.metrics.responses["/health", 500] == 1
 
 
@@ -429,16 +413,10 @@ def test_the_server_may_have_as_many_descriptors_as_there_are() -> None:
     assert int(soft) == min(int(hard) if int(hard) > 0 else 1 << 20, 1 << 20)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("MANY_CONNECTIONS"), reason="ten thousand connections; set MANY_CONNECTIONS=1"
-)
+@pytest.mark.skipif(not os.environ.get("MANY_CONNECTIONS"), reason="ten thousand connections; set MANY_CONNECTIONS=1")
 def test_ten_thousand_idle_connections() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", FEW.format(n=12_000)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", FEW.format(n=12_000)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout
     url = process.stdout.readline().strip()

@@ -88,17 +88,14 @@ def test_config(config: Any) -> None:
         assert all(math.isfinite(frequency) for frequency in shape.inv_freq())
 
 
-@pytest.mark.parametrize(
-    "change", [{"num_hidden_layers": 10**7, "layer_types": None}, {"architectures": [[]]}]
-)
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**7, "layer_types": None}, {"architectures": [[]]}])
 def test_configs_that_once_hung_or_crashed(change: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError):
         ModelShape.from_config(CONFIG | change)
 
 
 @pytest.mark.parametrize(
-    "value",
-    [{"temperature": -1}, {"top_p": 7}, {"top_k": 1e30}, {"repetition_penalty": 0}, {"min_p": math.nan}],
+    "value", [{"temperature": -1}, {"top_p": 7}, {"top_k": 1e30}, {"repetition_penalty": 0}, {"min_p": math.nan}]
 )
 def test_defaults_that_no_request_may_have(tmp_path: Path, value: dict[str, float]) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(value))
@@ -130,9 +127,7 @@ def read_all(directory: Path) -> None:
     n_real_ids(EngineConfig(model=str(directory)), directory, shape)
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     "content",
     [
@@ -178,18 +173,14 @@ def test_gguf_is_refused_by_name(tmp_path: Path, model: str) -> None:
     else:
         path.touch()
     for files in (TEXT_FILES, ALL_FILES):
-        with pytest.raises(
-            CheckpointError, match=rf"{model}: GGUF is not supported yet; give .* safetensors"
-        ):
+        with pytest.raises(CheckpointError, match=rf"{model}: GGUF is not supported yet; give .* safetensors"):
             resolve_model(path, files)
     if path.is_dir():
         (path / "config.json").touch()
         assert resolve_model(path) == path, "beside a checkpoint such a file does no harm"
 
 
-def test_a_repository_of_gguf_on_the_hub_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repository_of_gguf_on_the_hub_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "README.md").touch()
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(CheckpointError, match="owner/model-GGUF: GGUF is not supported yet"):
@@ -220,10 +211,7 @@ def test_small_files(directory: Path, name: str, data: st.DataObject) -> None:
 TOKENIZER = json.loads((DEMO / "tokenizer.json").read_text())
 SMALL_TOKENIZER = TOKENIZER | {
     "model": TOKENIZER["model"]
-    | {
-        "vocab": dict(list(TOKENIZER["model"]["vocab"].items())[:300]),
-        "merges": TOKENIZER["model"]["merges"][:5],
-    }
+    | {"vocab": dict(list(TOKENIZER["model"]["vocab"].items())[:300]), "merges": TOKENIZER["model"]["merges"][:5]}
 }
 
 

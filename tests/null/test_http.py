@@ -35,10 +35,7 @@ JSON = {"content-type": "application/json"}
 WEATHER: Any = [
     {
         "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
     }
 ]
 
@@ -63,9 +60,7 @@ def post(
     return asyncio.run(go())
 
 
-def get(
-    engine: FakeEngineClient, path: str, headers: dict[str, str] | None = None, **config: Any
-) -> httpx.Response:
+def get(engine: FakeEngineClient, path: str, headers: dict[str, str] | None = None, **config: Any) -> httpx.Response:
     async def go() -> httpx.Response:
         async with client_of(engine, **config) as client:
             return await client.get(path, headers=headers)
@@ -75,9 +70,7 @@ def get(
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     """The chunks of a stream, which must be well-formed to the letter."""
-    assert (
-        response.status_code == 200 and response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    )
+    assert response.status_code == 200 and response.headers["content-type"] == "text/event-stream; charset=utf-8"
     *chunks, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     assert all(chunk.startswith("data: {") for chunk in chunks)
@@ -112,18 +105,14 @@ def test_openai_client_chat(engine: FakeEngineClient, live: str) -> None:
     usage = chunks[-1].usage
     assert chunks[-1].choices == [] and usage and usage.completion_tokens == 6
     assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens == 8
-    assert [set(u.timing) for u in (answer.usage, usage)] == [
-        {"queue_ms", "prefill_ms", "decode_ms", "total_ms"}
-    ] * 2
+    assert [set(u.timing) for u in (answer.usage, usage)] == [{"queue_ms", "prefill_ms", "decode_ms", "total_ms"}] * 2
     assert len({chunk.id for chunk in chunks}) == 1
 
 
 def test_openai_client_completion(engine: FakeEngineClient, live: str) -> None:
     client = openai.OpenAI(base_url=f"{live}/v1", api_key="none", max_retries=0)
     answer = client.completions.create(model="fake", prompt=["a", "b"], n=2, max_tokens=3)
-    assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [
-        (i, "Hel", "length") for i in range(4)
-    ]
+    assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [(i, "Hel", "length") for i in range(4)]
     assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 12)
     stream = client.completions.create(model="fake", prompt=[[97], [98]], stream=True, echo=True)
     texts = {0: "", 1: ""}
@@ -149,11 +138,7 @@ def test_openai_client_tool_call(engine: FakeEngineClient, live: str) -> None:
             arguments += delta.function.arguments or ""
         reason = chunk.choices[0].finish_reason
     assert (name, json.loads(arguments), reason) == ("weather", {"city": "Paris"}, "tool_calls")
-    answered = [
-        *HELLO,
-        choice.message.model_dump(),
-        {"role": "tool", "tool_call_id": "x", "content": "sunny"},
-    ]
+    answered = [*HELLO, choice.message.model_dump(), {"role": "tool", "tool_call_id": "x", "content": "sunny"}]
     engine.answer = saying("Sunny.")
     again = client.chat.completions.create(model="fake", messages=answered, tools=WEATHER)
     assert again.choices[0].message.content == "Sunny."
@@ -227,9 +212,7 @@ def test_n_choices_are_streamed_by_index(engine: FakeEngineClient) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_end_the_sequence_and_are_not_shown(
-    engine: FakeEngineClient, batch: int, stream: bool
-) -> None:
+def test_stop_strings_end_the_sequence_and_are_not_shown(engine: FakeEngineClient, batch: int, stream: bool) -> None:
     engine.answer, engine.batch = saying("one two three four"), batch
     body = {"prompt": "x", "stop": ["three", "nothing"], "max_tokens": 50, "n": 2, "stream": stream}
     response = post(engine, "/v1/completions", body)
@@ -278,9 +261,7 @@ def test_completion_logprobs_and_echo(engine: FakeEngineClient) -> None:
     }
     scored = post(engine, "/v1/completions", body | {"max_tokens": 0}).json()
     assert scored["choices"][0]["text"] == "ab" and scored["choices"][0]["finish_reason"] == "length"
-    assert (
-        scored["choices"][0]["logprobs"]["tokens"] == ["a", "b"] and scored["usage"]["completion_tokens"] == 0
-    )
+    assert scored["choices"][0]["logprobs"]["tokens"] == ["a", "b"] and scored["usage"]["completion_tokens"] == 0
     streamed = events(post(engine, "/v1/completions", body | {"stream": True}))
     assert [t for c in streamed for t in c["choices"][0]["logprobs"]["tokens"]] == ["a", "b", "H", "e"]
 
@@ -357,10 +338,7 @@ def test_a_token_that_reaches_into_a_stop_string_is_scored() -> None:
     choice = Choice(0, tokenizer, stops=[tokenizer.decode(ids[1:])], logprobs=True)
     whole = Choice(0, tokenizer, stops=[tokenizer.decode(ids)[2:]], logprobs=True)
     output = Output("r", 0, ids, [TokenLogprob(i, -1.0) for i in ids])
-    assert (choice.push(output).scores, choice.finish_reason) == (
-        Scores(ids[:1], output.logprobs[:1], [0]),
-        "stop",
-    )
+    assert (choice.push(output).scores, choice.finish_reason) == (Scores(ids[:1], output.logprobs[:1], [0]), "stop")
     piece = whole.push(output)
     assert piece.delta.content == " e" and piece.scores and piece.scores.token_ids == ids[:1]
 
@@ -387,10 +365,7 @@ def test_continue_final_message(engine: FakeEngineClient) -> None:
     body = {"messages": messages, "continue_final_message": True}
     assert post(engine, "/v1/chat/completions", body).status_code == 200
     assert engine.requests[0].prompt_ids[-4:] == list(b"Once")
-    assert (
-        engine.requests[0].boundaries
-        and engine.requests[0].prompt_ids[engine.requests[0].boundaries[0]] == 257
-    )
+    assert engine.requests[0].boundaries and engine.requests[0].prompt_ids[engine.requests[0].boundaries[0]] == 257
     error = error_of(post(engine, "/v1/chat/completions", body | {"messages": HELLO}))
     assert error["param"] == "continue_final_message"
 
@@ -411,10 +386,7 @@ def test_tokenize_and_detokenize(engine: FakeEngineClient) -> None:
     told = post(engine, "/tokenize", {"prompt": "aé<|im_end|>", "return_token_strs": True}).json()
     assert told["tokens"] == [97, 0xC3, 0xA9, 258] and told["count"] == 4 and told["max_model_len"] == 1024
     assert told["token_strs"][3] == "<|im_end|>"
-    assert (
-        post(engine, "/tokenize", {"prompt": "<|im_end|>", "parse_special_tokens": False}).json()["count"]
-        == 10
-    )
+    assert post(engine, "/tokenize", {"prompt": "<|im_end|>", "parse_special_tokens": False}).json()["count"] == 10
     chat = post(engine, "/tokenize", {"messages": HELLO}).json()["tokens"]
     post(engine, "/v1/chat/completions", {"messages": HELLO})
     assert engine.requests[0].prompt_ids == chat
@@ -540,15 +512,10 @@ def test_what_the_cache_holds_is_shown_and_emptied(engine: FakeEngineClient) -> 
     assert post(engine, "/cache/reset", {}).json() == emptied == get(engine, "/cache").json()
 
 
-def test_an_engine_that_cannot_tell_of_its_cache(
-    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_tell_of_its_cache(engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.server.service.CACHE_ANSWER_S", 0.02)
     engine.cache_s = 5.0
-    for response, said in (
-        (get(engine, "/cache"), "answer"),
-        (post(engine, "/cache/reset", {}), "it will empty"),
-    ):
+    for response, said in ((get(engine, "/cache"), "answer"), (post(engine, "/cache/reset", {}), "it will empty")):
         assert response.status_code == 504 and response.headers["retry-after"]
         assert error_of(response)["code"] == "engine_timeout" and said in error_of(response)["message"]
     engine.state = "restarting"
@@ -667,12 +634,7 @@ def test_a_web_page_cannot_drive_a_server_without_keys(engine: FakeEngineClient)
         assert post(engine, "/tokenize", body, {"content-type": kind}).status_code == 415
     for kind in ("application/json", "Application/JSON; charset=utf-8"):
         assert post(engine, "/v1/completions", body, {"content-type": kind}).status_code == 200
-    for host in (
-        "evil.example",
-        "evil.example:8000",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-    ):
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"):
         for path in ("/v1/models", "/metrics", "/health", "/version"):
             response = get(engine, path, {"host": host})
             assert response.status_code == 403 and error_of(response)["code"] == "host_not_allowed", host
@@ -708,14 +670,9 @@ def test_a_path_cannot_write_into_the_log(
     assert r"\r\x1b[2Kforged" in said and said.isprintable()
 
 
-def test_the_log_has_both_ids_of_a_request(
-    engine: FakeEngineClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_has_both_ids_of_a_request(engine: FakeEngineClient, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "deltic.server"):
-        for path, body in (
-            ("/v1/completions", {"prompt": "x"}),
-            ("/v1/chat/completions", {"messages": HELLO}),
-        ):
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": HELLO})):
             for stream in (False, True):
                 response = post(engine, path, body | {"stream": stream}, {"x-request-id": "mine"})
                 answer = events(response)[0] if stream else response.json()
@@ -765,9 +722,7 @@ def test_full_queue(engine: FakeEngineClient, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(("state", "status"), [("ready", 429), ("starting", 503), ("failed", 503)])
-def test_what_cannot_run_is_refused_before_its_body_is_read(
-    engine: FakeEngineClient, state: Any, status: int
-) -> None:
+def test_what_cannot_run_is_refused_before_its_body_is_read(engine: FakeEngineClient, state: Any, status: int) -> None:
     engine.state, engine.max_open = state, 0
 
     async def go(path: str) -> httpx.Response:
@@ -805,9 +760,7 @@ def test_large_bodies_that_wait_are_bounded_and_left_when_their_client_has_gone(
             body = {"prompt": "x", "metadata": {"a": "x" * 12_000}}
 
             def ask(n: int) -> list[asyncio.Task[httpx.Response]]:
-                return [
-                    asyncio.create_task(client.post(f"{url}/v1/completions", json=body)) for _ in range(n)
-                ]
+                return [asyncio.create_task(client.post(f"{url}/v1/completions", json=body)) for _ in range(n)]
 
             first = ask(1)
             while not begun:
@@ -893,9 +846,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
 
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_request(
-    engine: FakeEngineClient, live: str, stream: bool, hold: bool
-) -> None:
+def test_a_client_that_leaves_frees_its_request(engine: FakeEngineClient, live: str, stream: bool, hold: bool) -> None:
     """Waiting for the first token, or in the middle of the answer."""
     engine.hold, engine.token_s = hold, 0.01
     engine.answer = lambda request, index: [97] * 1000
@@ -917,8 +868,7 @@ def test_a_client_that_leaves_frees_its_request(
     assert time.monotonic() - left_s < 0.5
     assert sorted(engine.aborts) == sorted((request.id, None) for request in engine.requests)
     assert (
-        'deltic_sequences_finished_total{finish_reason="abort",model="fake"} 4.0'
-        in httpx.get(f"{live}/metrics").text
+        'deltic_sequences_finished_total{finish_reason="abort",model="fake"} 4.0' in httpx.get(f"{live}/metrics").text
     )
 
 
@@ -968,9 +918,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(engine: FakeEngineC
         engine.hold = True
         answers: list[httpx.Response] = []
         thread = threading.Thread(
-            target=lambda: answers.append(
-                httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=10)
-            )
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=10))
         )
         thread.start()
         wait_for(lambda: engine.requests)
@@ -983,9 +931,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(engine: FakeEngineC
         assert answers[0].json()["choices"][0]["text"] == "Hello"
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/models/", "/models", "/models/", "/v1/models/fake/", "/models/fake", "/health/"]
-)
+@pytest.mark.parametrize("path", ["/v1/models/", "/models", "/models/", "/v1/models/fake/", "/models/fake", "/health/"])
 def test_paths_as_some_clients_write_them(engine: FakeEngineClient, path: str) -> None:
     answer = get(engine, path)
     assert answer.status_code == 200
@@ -1013,9 +959,7 @@ def test_head_is_answered_as_get(engine: FakeEngineClient, live: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/x", "/v1/nothing", "/v1/embeddings", "/tokenize"])
-def test_anthropic_clients_get_errors_in_their_form_on_every_route(
-    engine: FakeEngineClient, path: str
-) -> None:
+def test_anthropic_clients_get_errors_in_their_form_on_every_route(engine: FakeEngineClient, path: str) -> None:
     answer = get(engine, path, headers={"anthropic-version": "2023-06-01"}).json()
     assert answer["type"] == "error" and answer.keys() == {"type", "error", "request_id"}
     assert "type" not in get(engine, path).json()
@@ -1043,11 +987,7 @@ def test_a_large_answer_is_made_as_it_is_sent(engine: FakeEngineClient, live: st
     assert "content-length" not in answer.headers and len(answer.content) > 2_000_000
     for choice in answer.json()["choices"]:
         assert len(choice["logprobs"]["content"]) == 3000
-        assert [entry["token"] for entry in choice["logprobs"]["content"][5]["top_logprobs"]] == [
-            "a",
-            "A",
-            "B",
-        ]
+        assert [entry["token"] for entry in choice["logprobs"]["content"][5]["top_logprobs"]] == ["a", "A", "B"]
     assert "content-length" in httpx.post(f"{live}/v1/chat/completions", json={"messages": HELLO}).headers
 
 
@@ -1104,10 +1044,7 @@ def test_a_body_of_numbers_is_refused_and_text_full_of_commas_is_not(engine: Fak
     error = error_of(post(engine, "/detokenize", b'{"tokens": [' + b"1," * 1_000_001 + b"1]}"))
     assert error["code"] == "too_many_values" and "several requests" in error["message"]
     assert post(engine, "/tokenize", b'{"prompt": "' + b",a" * 1_100_000 + b'"}').status_code == 200
-    assert (
-        post(engine, "/detokenize", b'{"tokens": [' + b"65," * 50_000 + b"65]}").json()["prompt"]
-        == "A" * 50_001
-    )
+    assert post(engine, "/detokenize", b'{"tokens": [' + b"65," * 50_000 + b"65]}").json()["prompt"] == "A" * 50_001
 
 
 def test_no_large_answer_holds_the_event_loop(engine: FakeEngineClient) -> None:

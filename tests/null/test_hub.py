@@ -22,14 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from deltic.commands.endpoint import LocalServer, ServerFailed
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
-from deltic.models.checkpoint import (
-    DEMO,
-    model_name,
-    n_real_ids,
-    resolve_model,
-    text_directory,
-    tokenizer_directory,
-)
+from deltic.models.checkpoint import DEMO, model_name, n_real_ids, resolve_model, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.shape import ModelShape
 from deltic.server import fetch
@@ -83,9 +76,7 @@ def test_a_model_is_downloaded_once_and_found_again(
         assert found is not None
         directory = Path(found.model)
         assert (directory / "config.json").read_bytes() == b'{"old": 1}'
-        assert (directory / "model.safetensors").read_bytes() == SMALL["model.safetensors"], (
-            "though it was cut off"
-        )
+        assert (directory / "model.safetensors").read_bytes() == SMALL["model.safetensors"], "though it was cut off"
         assert not (directory / "README.md").exists()
         assert directory.is_relative_to(tmp_path / "cache") and directory.name == COMMITS["old"]
         assert found == dataclasses.replace(config, model=str(directory), revision=None)
@@ -98,9 +89,7 @@ def test_a_model_is_downloaded_once_and_found_again(
     assert go(config) == found, "the hub has gone"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert go(config) == found
-    with pytest.raises(
-        CheckpointError, match=r"owner/model at main: not a directory, not .*the hub cannot be reached"
-    ):
+    with pytest.raises(CheckpointError, match=r"owner/model at main: not a directory, not .*the hub cannot be reached"):
         go(dataclasses.replace(config, revision="main"))
 
 
@@ -126,15 +115,11 @@ def test_a_download_that_fails_says_why(
 def test_there_is_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_with(SMALL) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        with pytest.raises(
-            CheckpointError, match="owner/other: neither a directory here nor a model on the hub"
-        ):
+        with pytest.raises(CheckpointError, match="owner/other: neither a directory here nor a model on the hub"):
             go(EngineConfig(model="owner/other"))
 
 
-def test_a_download_ends_at_once_and_leaves_nothing_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_ends_at_once_and_leaves_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_with(SMALL, rate=4_000) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         cache = tmp_path / "cache"
@@ -195,9 +180,7 @@ def test_a_server_that_downloads_tells_and_obeys_signals(monkeypatch: pytest.Mon
             other = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={})
             assert other.status_code == 503 and other.headers["retry-after"]
             assert "downloading owner/model: 0 %" in other.json()["error"]["message"]
-            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions").status_code == 415, (
-                "it may be a page"
-            )
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions").status_code == 415, "it may be a page"
             server.process.send_signal(signal.SIGINT)
             assert server.end(5) == 0
         said = "".join(server.log)
@@ -221,9 +204,7 @@ def test_a_tokenizer_of_another_directory(tmp_path: Path, monkeypatch: pytest.Mo
     shape = ModelShape.from_directory(DEMO)
     plain = n_real_ids(EngineConfig(), DEMO, shape)
     assert n_real_ids(config, DEMO, shape) == plain
-    with pytest.raises(
-        CheckpointError, match=f"has ids up to {plain - 1}, but the model's vocabulary has 1000"
-    ):
+    with pytest.raises(CheckpointError, match=f"has ids up to {plain - 1}, but the model's vocabulary has 1000"):
         n_real_ids(config, DEMO, dataclasses.replace(shape, vocab_size=1000))
     (other / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
@@ -239,10 +220,7 @@ def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         found = go(EngineConfig(tokenizer="owner/model", download_dir=tmp_path))
         assert found is not None and found.tokenizer is not None and found.model == BUILT_IN
-        assert sorted(file.name for file in Path(found.tokenizer).iterdir()) == [
-            "config.json",
-            "tokenizer.json",
-        ]
+        assert sorted(file.name for file in Path(found.tokenizer).iterdir()) == ["config.json", "tokenizer.json"]
 
 
 def test_the_lines_of_a_download_are_json() -> None:

@@ -39,9 +39,7 @@ def test_both_forms_are_answered_with_many_in_flight(tmp_path: Path):
     rows = results(out)
     assert {row["custom_id"] for row in rows} == {f"job {i}" for i in range(30)} | {None}
     assert all(row["response"]["status_code"] == 200 and row["error"] is None for row in rows)
-    assert {body["model"] for body in server.bodies} == {"fake", "other"}, (
-        "a model is filled in, not replaced"
-    )
+    assert {body["model"] for body in server.bodies} == {"fake", "other"}, "a model is filled in, not replaced"
     assert next(row for row in rows if row["line"] == 31)["response"]["body"]["choices"][0]["message"]
 
 
@@ -82,9 +80,7 @@ def test_bad_lines_and_refused_requests_do_not_end_the_run(tmp_path: Path, capsy
         assert "was used before" in by_line[4]["error"]["message"]
         assert by_line[6]["error"]["code"] == "bad_line"
         n_sent = len(server.bodies)
-        assert main(["run", str(source), str(out), "--url", server.url]) == 1, (
-            "nothing to do, errors are left"
-        )
+        assert main(["run", str(source), str(out), "--url", server.url]) == 1, "nothing to do, errors are left"
         assert (len(server.bodies), len(results(out))) == (n_sent, 5)
         assert "it holds 3 errors" in capsys.readouterr().err
 

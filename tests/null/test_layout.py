@@ -103,9 +103,7 @@ def test_imports_run_one_way(path: Path) -> None:
         above = set().union(*LAYERS[:rank]) | beside
         assert not {u for u in used if u.split(".")[0] in above}, f"{part} imports from above or beside"
     if any(name == free or name.startswith(free + ".") for free in WITHOUT_TORCH):
-        assert not {i for i in imports(path, everywhere=False) if i.split(".")[0] == "torch"}, (
-            f"{name} imports torch"
-        )
+        assert not {i for i in imports(path, everywhere=False) if i.split(".")[0] == "torch"}, f"{name} imports torch"
 
 
 CYCLES: list[set[str]] = []
@@ -140,11 +138,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 def test_modules_do_not_import_each_other() -> None:
     graph = import_graph()
     ways = {name: reachable(graph, name) for name in graph}
-    rings = {
-        frozenset(other for other in ways[name] if name in ways[other])
-        for name in graph
-        if name in ways[name]
-    }
+    rings = {frozenset(other for other in ways[name] if name in ways[other]) for name in graph if name in ways[name]}
     assert sorted(map(sorted, rings)) == sorted(map(sorted, CYCLES))
 
 
@@ -169,14 +163,7 @@ def test_server_process_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def n_code_lines(path: Path) -> int:

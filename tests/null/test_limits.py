@@ -47,9 +47,7 @@ async def reached(engine: FakeEngineClient, n: int, tasks: list[asyncio.Task[htt
     """Waits until the engine has n requests."""
     async with asyncio.timeout(5):
         while len(engine.requests) < n:
-            assert not any(task.done() for task in tasks), [
-                task.result().text for task in tasks if task.done()
-            ]
+            assert not any(task.done() for task in tasks), [task.result().text for task in tasks if task.done()]
             await asyncio.sleep(0.002)
 
 
@@ -78,10 +76,7 @@ def test_a_key_that_might_be_meant_otherwise_is_refused_and_not_shown(key: str) 
 def test_no_party_has_the_name_of_a_key_without_one(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text('[key-1]\nkey = "other"\n')
-    for config in (
-        ServerConfig(api_key=("plain", "key-2=x")),
-        ServerConfig(api_key=("plain",), api_key_file=path),
-    ):
+    for config in (ServerConfig(api_key=("plain", "key-2=x")), ServerConfig(api_key=("plain",), api_key_file=path)):
         with pytest.raises(ConfigError, match=r"'key-[12]': keys without a name are called so"):
             Accounts(config)
 
@@ -105,9 +100,7 @@ def test_key_file(tmp_path: Path) -> None:
         account = Accounts(config).find(key)
         assert account
         told[account.name] = {name.decode(): value.decode() for name, value in account.headers()}
-    limits = {
-        name: (h.get("x-ratelimit-limit-requests"), h["x-ratelimit-limit-tokens"]) for name, h in told.items()
-    }
+    limits = {name: (h.get("x-ratelimit-limit-requests"), h["x-ratelimit-limit-tokens"]) for name, h in told.items()}
     assert limits == {"alice": ("3", "60"), "bob": (None, "9"), "carol": ("5", "60")}
 
 
@@ -150,13 +143,7 @@ def test_limits_of_keys_need_keys() -> None:
 
 # Parties: what a key may see.
 
-SHARED = [
-    ("GET", "/metrics"),
-    ("GET", "/cache"),
-    ("POST", "/cache/reset"),
-    ("GET", "/live"),
-    ("GET", "/load"),
-]
+SHARED = [("GET", "/metrics"), ("GET", "/cache"), ("POST", "/cache/reset"), ("GET", "/live"), ("GET", "/load")]
 
 
 def seen(engine: FakeEngineClient, key: str, **config: Any) -> set[int]:
@@ -190,9 +177,7 @@ def test_what_all_keys_share_is_for_administrators(engine: FakeEngineClient, tmp
 
 @pytest.mark.parametrize(("path", "body"), DOORS)
 @pytest.mark.parametrize("share", [False, True])
-def test_a_named_key_is_a_party(
-    engine: FakeEngineClient, path: str, body: dict[str, Any], share: bool
-) -> None:
+def test_a_named_key_is_a_party(engine: FakeEngineClient, path: str, body: dict[str, Any], share: bool) -> None:
     keys = ("alice=a", "bob=b", "alice=a2", "operator", "other")
 
     async def go() -> list[str]:
@@ -206,15 +191,7 @@ def test_a_named_key_is_a_party(
 
 def test_parties_find_nothing_of_each_other() -> None:
     bench, cached = Bench(FakeRunner()), {}
-    asked = [
-        ("alice", ""),
-        ("bob", ""),
-        ("", ""),
-        ("", "alice"),
-        ("", "alice\n"),
-        ("alice", "\n"),
-        ("alice", ""),
-    ]
+    asked = [("alice", ""), ("bob", ""), ("", ""), ("", "alice"), ("", "alice\n"), ("alice", "\n"), ("alice", "")]
     for i, (party, salt) in enumerate(asked):
         params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
         request = Request(id=str(i), prompt_ids=[7] * 300, params=params, party=party, cache_salt=salt)
@@ -289,9 +266,7 @@ def test_tokens_a_minute_are_a_bucket_with_debt(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("path", "body"), DOORS)
-def test_tokens_a_minute_hold_on_every_door(
-    engine: FakeEngineClient, path: str, body: dict[str, Any]
-) -> None:
+def test_tokens_a_minute_hold_on_every_door(engine: FakeEngineClient, path: str, body: dict[str, Any]) -> None:
     async def go() -> None:
         async with client_of(engine, "a", api_key=("alice=a",), tokens_per_minute_per_key=60) as client:
             answers = [await client.post(path, json=body) for _ in range(12)]
@@ -388,9 +363,7 @@ def served_order(
     for i, (owner, n) in enumerate(requests):
         params = SamplingParams(max_tokens=2, n=n, seed=1, ignore_eos=True)
         priority = (priorities or {}).get(i, 0)
-        scheduler.add(
-            Request(id=str(i), prompt_ids=[50 + i] * 5, params=params, owner=owner, priority=priority)
-        )
+        scheduler.add(Request(id=str(i), prompt_ids=[50 + i] * 5, params=params, owner=owner, priority=priority))
     order: list[str] = []
     while step := scheduler.plan():
         for output in scheduler.commit(step, runner.step(step)):
@@ -444,14 +417,9 @@ def test_of_one_owner_the_priority_decides_and_then_the_arrival(asked: list[tupl
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(1, 300), st.integers(1, 90)),
-        max_size=12,
-    )
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(1, 300), st.integers(1, 90)), max_size=12)
 )
-def test_everybody_is_served_with_the_same_tokens_when_memory_is_short(
-    asked: list[tuple[str, int, int, int]],
-) -> None:
+def test_everybody_is_served_with_the_same_tokens_when_memory_is_short(asked: list[tuple[str, int, int, int]]) -> None:
     bench = Bench(FakeRunner(max_num_seqs=3, n_pages=12))
     prompts = {}
     for i, (owner, n, n_prompt, max_tokens) in enumerate(asked):

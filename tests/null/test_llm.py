@@ -94,9 +94,7 @@ def test_defaults_are_the_checkpoints(llm: LLM):
 
 
 def test_chat_renders_the_template_and_splits_reasoning(llm: LLM):
-    answers = llm.chat(
-        [{"role": "user", "content": "hi"}], SamplingParams(max_tokens=5), enable_thinking=True
-    )
+    answers = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=5), enable_thinking=True)
     prompt = llm.tokenizer.decode(answers[0].prompt_ids, skip_special_tokens=False)
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert (answers[0].text, bool(answers[0].reasoning)) == ("", True), "the thinking block was not closed"
@@ -106,20 +104,14 @@ def test_chat_renders_the_template_and_splits_reasoning(llm: LLM):
 
 
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
-    }
+    {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}
 ]
 
 
 def test_chat_takes_messages_as_the_server_does(llm: LLM):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     history = [
-        {
-            "role": "developer",
-            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}],
-        },
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},

@@ -127,8 +127,7 @@ def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
     """What a template gets of items of a response's input."""
     asked = responses.ResponsesRequest()
     parsed: Any = [
-        (f"input[{i}]", responses.parse_item(json.dumps(item).encode(), f"input[{i}]"))
-        for i, item in enumerate(given)
+        (f"input[{i}]", responses.parse_item(json.dumps(item).encode(), f"input[{i}]")) for i, item in enumerate(given)
     ]
     return template_messages(responses.chat_request(asked, parsed).messages)
 
@@ -177,10 +176,7 @@ def test_blocks_of_a_model_may_have_further_fields_and_types() -> None:
     ]
     message = said(content, id="msg_1", type="message", stop_reason="tool_use", usage={})
     text = {"type": "text", "text": "r", "x": 1}
-    result = {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": "1", "content": [text], "x": 1}],
-    }
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [text], "x": 1}]}
     assert blocks(message, result) == [
         said("a", reasoning_content="t", tool_calls=[SHOWN_CALL]),
         {"role": "tool", "tool_call_id": "1", "content": "r"},

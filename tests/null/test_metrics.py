@@ -52,10 +52,7 @@ def test_exposition_has_the_engine_s_numbers_of_the_moment() -> None:
 
 def test_of_several_models_a_family_comes_once() -> None:
     """As Prometheus' own parser reads it; names may have anything in them."""
-    stats = {
-        "a/text": Stats(n_running=1),
-        'b "speech"\n': Stats(n_running=2, speech=SpeechStats(n_streams=4)),
-    }
+    stats = {"a/text": Stats(n_running=1), 'b "speech"\n': Stats(n_running=2, speech=SpeechStats(n_streams=4))}
     every = exposition(
         *(
             (name, Metrics(lambda s=s: s, lambda: 0, lambda: True, has_speech=s.speech is not None))

@@ -55,9 +55,7 @@ def test_a_chat_comes_in_lines_unless_asked_for_whole() -> None:
     assert all(line["created_at"].endswith("Z") for line in told)
     assert (last["done"], last["done_reason"], last["message"]["content"]) == (True, "stop", "")
     assert last["eval_count"] == 6 and last["prompt_eval_count"] > 10
-    durations = [
-        last[name] for name in ("total_duration", "prompt_eval_duration", "eval_duration", "load_duration")
-    ]
+    durations = [last[name] for name in ("total_duration", "prompt_eval_duration", "eval_duration", "load_duration")]
     assert all(isinstance(ns, int) and ns > 0 for ns in durations)
     whole = chat(stream=False)
     assert whole.headers["content-type"] == "application/json"
@@ -78,13 +76,7 @@ def test_thoughts_and_calls_are_told_whole() -> None:
     # The history comes back, with what a library adds to it; results have names and no ids.
     history = [
         *HELLO,
-        {
-            "role": "assistant",
-            "content": "",
-            "thinking": "hm",
-            "tool_calls": [call | {"type": "function"}],
-            "extra": 1,
-        },
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call | {"type": "function"}], "extra": 1},
         {"role": "tool", "tool_name": "weather", "content": "fine"},
     ]
     chat(engine, messages=history, tools=WEATHER, stream=False)
@@ -111,17 +103,8 @@ def test_options_reach_the_engine() -> None:
     assert chat(engine, options=options, keep_alive="5m", stream=False).status_code == 200
     got = engine.requests[0].params
     assert (got.max_tokens, got.temperature, got.top_k, got.top_p, got.min_p) == (7, 0.5, 3, 0.9, 0.1)
-    assert (got.seed, got.repetition_penalty, got.presence_penalty, got.frequency_penalty) == (
-        5,
-        1.5,
-        0.25,
-        0.75,
-    )
-    chat(
-        engine,
-        options={"num_predict": -1, "seed": -1, "repeat_penalty": 1.2, "repeat_last_n": 0},
-        stream=False,
-    )
+    assert (got.seed, got.repetition_penalty, got.presence_penalty, got.frequency_penalty) == (5, 1.5, 0.25, 0.75)
+    chat(engine, options={"num_predict": -1, "seed": -1, "repeat_penalty": 1.2, "repeat_last_n": 0}, stream=False)
     got = engine.requests[1].params
     assert (got.max_tokens + len(engine.requests[1].prompt_ids), got.seed) == (1024, None)
     assert got.repetition_penalty == 1.0, "it counts no tokens"
@@ -134,9 +117,7 @@ def test_num_ctx_bounds_prompt_and_answer() -> None:
     assert len(sent.prompt_ids) + sent.params.max_tokens == 128
     said = refused(chat(options={"num_ctx": 16}))
     assert "maximum context length is 16 tokens" in said
-    assert chat(options={"num_ctx": 131072}, stream=False).status_code == 200, (
-        "there is no more than there is"
-    )
+    assert chat(options={"num_ctx": 131072}, stream=False).status_code == 200, "there is no more than there is"
 
 
 @pytest.mark.parametrize(
@@ -182,16 +163,10 @@ def test_what_generate_refuses(fields: Any, said: str) -> None:
 def test_generate_with_a_system_prompt_raw_and_empty() -> None:
     engine = FakeEngineClient()
     assert (
-        generate(engine, system="Be brief.", suffix="", context=[], images=[], stream=False).json()[
-            "response"
-        ]
+        generate(engine, system="Be brief.", suffix="", context=[], images=[], stream=False).json()["response"]
         == "Hello"
     )
-    assert (
-        byte_tokenizer()
-        .decode(engine.requests[0].prompt_ids, False)
-        .startswith("<|im_start|>system\nBe brief.")
-    )
+    assert byte_tokenizer().decode(engine.requests[0].prompt_ids, False).startswith("<|im_start|>system\nBe brief.")
     assert "".join(line["response"] for line in lines(generate(engine))) == "Hello"
     said = generate(engine, raw=True, stream=False, options={"num_predict": 3}).json()
     assert (said["response"], said["done_reason"]) == ("Hel", "length")
@@ -296,9 +271,7 @@ def test_what_there_is() -> None:
     st.booleans(),
 )  # fmt: skip
 def test_a_stream_and_a_whole_answer_say_the_same(parts: list[str], size: int, thinking: bool) -> None:
-    parser = OutputParser(
-        thinking=thinking, tools={"weather": {}}, call_id=iter(map(str, range(99))).__next__
-    )
+    parser = OutputParser(thinking=thinking, tools={"weather": {}}, call_id=iter(map(str, range(99))).__next__)
     said = LinesAnswer("m", is_chat=True, scored=ChatAnswer("ollama-1", "m", byte_tokenizer()))
     text = "".join(parts)
     pieces = [Piece(0, parser.push(text[start : start + size])) for start in range(0, len(text), size)]

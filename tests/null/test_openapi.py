@@ -118,12 +118,7 @@ def test_hostile_json_is_refused_soon(body: type[msgspec.Struct], text: bytes) -
 
 
 @SCHEMA.parametrize()
-@settings(
-    max_examples=N_EXAMPLES,
-    deadline=None,
-    derandomize=N_EXAMPLES < 10,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=N_EXAMPLES, deadline=None, derandomize=N_EXAMPLES < 10, suppress_health_check=list(HealthCheck))
 def test_nothing_that_is_sent_breaks_the_server(case: schemathesis.Case, live: str) -> None:
     case.call_and_validate(base_url=live, checks=CHECKS, timeout=LONGEST_S)
 
@@ -135,12 +130,7 @@ def speaks() -> Iterator[str]:
 
 
 @SCHEMA.include(path_regex="^/v1/audio/").parametrize()
-@settings(
-    max_examples=N_EXAMPLES,
-    deadline=None,
-    derandomize=N_EXAMPLES < 10,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=N_EXAMPLES, deadline=None, derandomize=N_EXAMPLES < 10, suppress_health_check=list(HealthCheck))
 def test_nothing_that_is_sent_breaks_speech(case: schemathesis.Case, speaks: str) -> None:
     case.call_and_validate(base_url=speaks, checks=CHECKS, timeout=LONGEST_S)
 
@@ -152,12 +142,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @SCHEMA.include(path_regex="^/v1/(files|batches)").parametrize()
-@settings(
-    max_examples=N_EXAMPLES,
-    deadline=None,
-    derandomize=N_EXAMPLES < 10,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=N_EXAMPLES, deadline=None, derandomize=N_EXAMPLES < 10, suppress_health_check=list(HealthCheck))
 def test_nothing_that_is_sent_breaks_batches(case: schemathesis.Case, batches: str) -> None:
     case.call_and_validate(base_url=batches, checks=CHECKS, timeout=LONGEST_S)
 

@@ -46,9 +46,7 @@ def test_a_templates_settings_hold_where_a_request_does_not_say() -> None:
         requests = asked({"default_chat_template_kwargs": default}, "/v1/chat/completions", chat, *said)
         assert [request.prompt_ids for request in requests] == [expected, *plain]
         (request,) = asked({"default_chat_template_kwargs": default}, "/v1/responses", {"input": "Hi"})
-        (same,) = asked(
-            {}, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]} | default
-        )
+        (same,) = asked({}, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]} | default)
         assert request.prompt_ids == same.prompt_ids
 
 

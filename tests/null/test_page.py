@@ -45,16 +45,12 @@ def test_it_is_asked_for_again_and_sent_when_it_changed() -> None:
     assert first.headers["cache-control"] == "no-cache"
     for tag in (first.headers["etag"], f"W/{first.headers['etag']}"):
         again = fetch("/", {"if-none-match": tag})
-        assert (
-            again.status_code == 304 and not again.content and again.headers["etag"] == first.headers["etag"]
-        )
+        assert again.status_code == 304 and not again.content and again.headers["etag"] == first.headers["etag"]
     assert fetch("/", {"if-none-match": '"older"'}).content == PAGE
 
 
 def test_policy_allows_this_script_and_this_style_only() -> None:
-    policy = dict(
-        part.strip().split(" ", 1) for part in fetch("/").headers["content-security-policy"].split(";")
-    )
+    policy = dict(part.strip().split(" ", 1) for part in fetch("/").headers["content-security-policy"].split(";"))
     for tag in ("script", "style"):
         (inline,) = re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
@@ -66,9 +62,7 @@ def test_policy_allows_this_script_and_this_style_only() -> None:
 def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup() -> None:
     assert set(re.findall(r"\w+://[\w./-]+", TEXT)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"\bsrc=|@import|url\(|<link(?! rel=\"icon\" href=\"data:)", TEXT)
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", TEXT
-    )
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", TEXT)
     assert not re.search(r"<[^>]*\s(?:on\w+|style)=", TEXT), "an attribute that the policy would block"
 
 
@@ -83,8 +77,7 @@ def test_fields_of_its_settings_are_the_requests() -> None:
 def test_text_can_be_read(scheme: str) -> None:
     """WCAG AA: 4.5 to 1."""
     light, dark = (
-        dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", rule))
-        for rule in re.findall(r":root \{(.*?)\}", TEXT, re.S)
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", rule)) for rule in re.findall(r":root \{(.*?)\}", TEXT, re.S)
     )
     colours = light if scheme == "light" else light | dark
 
@@ -99,18 +92,14 @@ def test_text_can_be_read(scheme: str) -> None:
         dim, bright = sorted((luminance(text), luminance(ground)))
         return (bright + 0.05) / (dim + 0.05)
 
-    pairs = [
-        (text, ground) for text in ("ink", "soft", "accent") for ground in ("bg", "card", "tint", "code")
-    ]
+    pairs = [(text, ground) for text in ("ink", "soft", "accent") for ground in ("bg", "card", "tint", "code")]
     for text, ground in [*pairs, ("on-accent", "accent"), ("bad", "card"), ("bad", "bg")]:
         assert contrast(text, ground) >= 4.5, (text, ground, contrast(text, ground))
 
 
 def test_live_tells_what_the_server_knows() -> None:
     engine = FakeEngineClient()
-    engine.stats = Stats(
-        n_running=2, n_pages=64, n_steps=9, cache=CacheStats(n_hits=3, read_bytes={"host": 5})
-    )
+    engine.stats = Stats(n_running=2, n_pages=64, n_steps=9, cache=CacheStats(n_hits=3, read_bytes={"host": 5}))
     engine.recent_steps.append((time.monotonic() - 1.5, 7.5, 2, 10, 3))
     response = get(engine, "/live")
     told = response.json()

@@ -24,11 +24,7 @@ from tests.null import fuzz_parser
 from tests.null.fuzz_parser import TOOLS, parse
 
 DRIFT = json.loads((Path(__file__).parent / "drift" / "cases.json").read_text())
-CASES = [
-    pytest.param(case, id=f"{group}: {case['name']}")
-    for group, cases in DRIFT["cases"].items()
-    for case in cases
-]
+CASES = [pytest.param(case, id=f"{group}: {case['name']}") for group, cases in DRIFT["cases"].items() for case in cases]
 
 XML = "<tool_call>\n<function=weather>\n{}</function>\n</tool_call>"
 CITY = "<parameter=city>\nParis\n</parameter>\n"
@@ -100,8 +96,7 @@ def test_any_string_is_an_argument(value: str) -> None:
 
 
 PIECES = st.lists(
-    st.sampled_from([*fuzz_parser.TAGS, *fuzz_parser.TEXTS, HERMES, XML, CITY, XML.format(CITY), "Paris"]),
-    max_size=14,
+    st.sampled_from([*fuzz_parser.TAGS, *fuzz_parser.TEXTS, HERMES, XML, CITY, XML.format(CITY), "Paris"]), max_size=14
 )
 
 
@@ -166,8 +161,7 @@ def test_numbers_too_large_for_clients_are_the_largest() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [["</parameter></function>"], {"a": ["</parameter><parameter=x>", 1]}, ["\\</parameter></tool_call>"]],
+    "value", [["</parameter></function>"], {"a": ["</parameter><parameter=x>", 1]}, ["\\</parameter></tool_call>"]]
 )
 def test_markup_in_strings_of_json(value: Any) -> None:
     tools = {"weather": {"properties": {"at": {"type": ["object", "array"]}, "city": {"type": "string"}}}}
@@ -176,9 +170,7 @@ def test_markup_in_strings_of_json(value: Any) -> None:
     assert json.loads(whole[0].calls[0].arguments) == {"at": value, "city": "Paris"}
     assert parse(list(text), tools=tools) == whole
     broken = text.replace('"', "", 1)  # then the next tag in a line of its own ends it
-    assert parse([broken], tools=tools)[0].calls and parse(list(broken), tools=tools) == parse(
-        [broken], tools=tools
-    )
+    assert parse([broken], tools=tools)[0].calls and parse(list(broken), tools=tools) == parse([broken], tools=tools)
 
 
 def test_only_a_call_that_was_cut_is_open() -> None:
@@ -224,9 +216,7 @@ class Counted:
     ],
     ids=["ends", "openers", "quotes", "escapes", "escaped quotes", "broken"],
 )
-def test_malformed_json_is_read_a_bounded_number_of_times(
-    parts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_malformed_json_is_read_a_bounded_number_of_times(parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(markup, "IN_STRING", Counted(markup.IN_STRING))
     monkeypatch.setattr(markup, "OUTSIDE_STRING", Counted(markup.OUTSIDE_STRING))
     n_decoded = 0

@@ -88,9 +88,7 @@ def test_disturbed_figures_count_only_where_there_are_no_others() -> None:
     found[0]["others"] = 1.0
     summary = summarise(found, roofs, [A, B], COSTS)
     assert ratio_cells(summary)[1] == [["decode 1", "1.25 (0.50 .. 2.00) *"]]
-    assert speed_cells(summary)[1] == [
-        ["decode 1", "12.5 (5.0 .. 20.0; 125%) *", "10.0 (10.0 .. 10.0; 100%)"]
-    ]
+    assert speed_cells(summary)[1] == [["decode 1", "12.5 (5.0 .. 20.0; 125%) *", "10.0 (10.0 .. 10.0; 100%)"]]
 
 
 def test_the_roof_is_memory_for_one_row_and_multiplies_for_many() -> None:
@@ -137,9 +135,7 @@ def test_models_that_do_not_fit_together_are_refused(monkeypatch) -> None:
     peers.check_memory([A, B], PUBLISHED["qwen3.5-4b"])
 
 
-@pytest.mark.parametrize(
-    "flags", [["--n", "1,zero"], ["--prefill", "0"], ["--rounds", "0"], ["--shape", "gpt"]]
-)
+@pytest.mark.parametrize("flags", [["--n", "1,zero"], ["--prefill", "0"], ["--rounds", "0"], ["--shape", "gpt"]])
 def test_a_bad_flag_is_refused_before_anything_is_made(flags: list[str], capsys) -> None:
     assert peers.main([*flags, "--engines", "deltic"]) == 1
     assert capsys.readouterr().err.startswith("bench.peers: ")

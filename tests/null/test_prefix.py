@@ -41,12 +41,7 @@ def random_runner(rng: Random, disk: Disk | None) -> FakeRunner:
     )
     if disk is not None or rng.random() < 0.7:
         runner.tiers = FakeTiers(
-            runner,
-            rng.choice([0, 2, 6, 30]),
-            disk,
-            rng.choice([30, 300, 10_000]),
-            rng,
-            rng.choice([0.0, 0.05]),
+            runner, rng.choice([0, 2, 6, 30]), disk, rng.choice([30, 300, 10_000]), rng, rng.choice([0.0, 0.05])
         )
     return runner
 
@@ -154,9 +149,7 @@ def test_the_same_prompt_again_computes_the_rest_of_its_last_page(n: int) -> Non
     session, prompt = session_with(), some_ids(Random(n), n)
     answer, n_cached, n_run = session.complete(prompt, max_tokens=3)
     assert (n_cached, n_run) == (0, n + 2)
-    n_known = (
-        (n - 1) // PAGE_SIZE * PAGE_SIZE
-    )  # the last token is computed in any case: its logits are wanted
+    n_known = (n - 1) // PAGE_SIZE * PAGE_SIZE  # the last token is computed in any case: its logits are wanted
     assert session.complete(prompt, max_tokens=3) == (answer, n_known, n - n_known + 2)
 
 
@@ -285,9 +278,7 @@ def spoil_all(session: Session, disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_prefix_that_is_not_finite_leaves_every_tier(
-    is_restarted: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prefix_that_is_not_finite_leaves_every_tier(is_restarted: bool, caplog: pytest.LogCaptureFixture) -> None:
     rng = Random(14)
     disk: Disk = {}
     session = session_with(n_units=8, disk=disk)
@@ -355,10 +346,7 @@ def test_an_answer_whose_memory_is_spoilt_goes_on(use_cache: bool) -> None:
     """Nothing comes twice, nothing is left out, and who shares the prefix goes on, too."""
     rng, session = Random(15), session_with()
     base = some_ids(rng, 200)
-    ids = [
-        session.ask([*base, i], max_tokens=90, n=n, use_cache=use_cache, logprobs=1)
-        for i, n in ((20, 3), (30, 1))
-    ]
+    ids = [session.ask([*base, i], max_tokens=90, n=n, use_cache=use_cache, logprobs=1) for i, n in ((20, 3), (30, 1))]
     scored = session.ask([*base, 40], max_tokens=90, prompt_logprobs=1, use_cache=use_cache)
     for _ in range(30):
         session.step()
@@ -438,10 +426,7 @@ def test_what_runs_loses_nothing_to_others() -> None:
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_preemption_brings_everything_back(use_cache: bool) -> None:
     """Two that do not fit together, and host memory for one: every token is computed once."""
-    rng, session = (
-        Random(14),
-        session_with(n_units=16, n_pages=8, max_model_len=512, max_num_seqs=2, n_slots=4),
-    )
+    rng, session = (Random(14), session_with(n_units=16, n_pages=8, max_model_len=512, max_num_seqs=2, n_slots=4))
     for n in (200, 190):
         session.ask(some_ids(rng, n), max_tokens=150, use_cache=use_cache)
     n_run = session.run()
@@ -480,10 +465,7 @@ def test_what_is_not_used_any_more_leaves() -> None:
 
 
 def test_host_memory_gives_back_what_the_pools_could_not_hold() -> None:
-    rng, session = (
-        Random(17),
-        session_with(n_units=200, n_pages=20, n_slots=4, max_num_seqs=2, max_model_len=1280),
-    )
+    rng, session = (Random(17), session_with(n_units=200, n_pages=20, n_slots=4, max_num_seqs=2, max_model_len=1280))
     prompts = [some_ids(rng, 600) for _ in range(8)]
     first = [session.complete(prompt) for prompt in prompts]
     again = [session.complete(prompt) for prompt in prompts]
@@ -524,14 +506,10 @@ def test_a_disk_that_lost_a_page_serves_what_does_not_need_it() -> None:
         session.complete(turn)
     session.settle()
     pages = {key: saved.depth for (kind, key), saved in disk.items() if kind == "page"}
-    assert sorted(pages.values()) == sorted(
-        [*range(64, 449, 64), *(d for d in range(512, 769, 64) for _ in turns)]
-    )
+    assert sorted(pages.values()) == sorted([*range(64, 449, 64), *(d for d in range(512, 769, 64) for _ in turns)])
     del disk["page", next(key for key, depth in pages.items() if depth == 704)]
     restarted = session_with(disk=disk, rng=rng)
-    assert (
-        len([kind for kind, _ in disk if kind == "page"]) == len(pages) - 2
-    )  # the one behind it is of no use
+    assert len([kind for kind, _ in disk if kind == "page"]) == len(pages) - 2  # the one behind it is of no use
     assert sorted(restarted.complete(turn)[1] for turn in turns) == [448, 768, 768]
 
 
@@ -556,10 +534,7 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
     failed = session.ask([*prompt[:190], POISON, *prompt[190:]])
     session.run()
     assert session.outputs[failed, 0][-1].finish_reason == "error"
-    assert session.complete(prompt)[1] in (
-        0,
-        64,
-    )  # the state at 128 was in the slot that the failed chunk wrote
+    assert session.complete(prompt)[1] in (0, 64)  # the state at 128 was in the slot that the failed chunk wrote
     session.check_answers()
 
 
@@ -585,10 +560,7 @@ def test_reset_forgets_everything_everywhere() -> None:
 
 
 def test_the_summary_adds_up() -> None:
-    rng, session = (
-        Random(22),
-        session_with(n_units=40, n_pages=20, n_slots=6, max_num_seqs=2, max_model_len=1280),
-    )
+    rng, session = (Random(22), session_with(n_units=40, n_pages=20, n_slots=6, max_num_seqs=2, max_model_len=1280))
     for _ in range(12):
         session.complete(chat(rng, 250), max_tokens=70)
     turn = chat(rng, 250)
@@ -597,18 +569,13 @@ def test_the_summary_adds_up() -> None:
     summary = msgspec.json.decode(msgspec.json.encode(session.engine.cache_summary()))
     tiers, checkpoints = summary["tiers"], summary["checkpoints"]
     assert summary["enabled"] and summary["page_tokens"] == PAGE_SIZE
-    assert (
-        tiers["device"]["pages_in_use"] == 0
-        and tiers["device"]["pages"] <= tiers["device"]["pages_total"] == 20
-    )
+    assert tiers["device"]["pages_in_use"] == 0 and tiers["device"]["pages"] <= tiers["device"]["pages_total"] == 20
     for name, tier in tiers.items():
         assert tier["checkpoints"] == sum(name in c["tiers"] for c in checkpoints)
     assert tiers["host"]["bytes_used"] == tiers["host"]["pages"] + 2 * tiers["host"]["checkpoints"] <= 40
     for i, checkpoint in enumerate(checkpoints):
         above = checkpoint["above"]
-        assert checkpoint["id"] == i and (
-            above is None or checkpoints[above]["tokens"] < checkpoint["tokens"]
-        )
+        assert checkpoint["id"] == i and (above is None or checkpoints[above]["tokens"] < checkpoint["tokens"])
     check_what_is_left(session, None, 0)
 
 

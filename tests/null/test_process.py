@@ -106,9 +106,7 @@ def test_the_process_serves_and_stops(process: Process) -> None:
     process.send(Abort("gone"))
     process.send(Abort("unknown"))
     outputs = process.receive_last(6)
-    assert [t for o in outputs if o.id == "good" for t in o.token_ids] == expected_tokens(
-        good.prompt_ids, good.params
-    )
+    assert [t for o in outputs if o.id == "good" for t in o.token_ids] == expected_tokens(good.prompt_ids, good.params)
     assert [(o.index, o.finish_reason) for o in outputs if o.id == "bad"] == [(i, "error") for i in range(3)]
     assert [o.error for o in outputs if o.id == "odd"] == ["Expected `int`, got `str` - at `$.params.top_k`"]
     assert [o.finish_reason for o in outputs if o.id == "gone"][-1] == "abort"
@@ -229,9 +227,7 @@ def test_models_take_turns_of_one_step(tmp_path: Path) -> None:
     assert order == ["a", "b"] * 10 + ["a"] * 20
 
 
-def test_only_the_model_whose_turn_it_is_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_model_whose_turn_it_is_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(ServedModel, "progress", lambda model, stage, done: said.append(model.name))
     monkeypatch.setitem(sys.modules, "deltic.runtime.build", SimpleNamespace(build_runner=None))  # no torch
@@ -259,8 +255,7 @@ def known(engine: Engine) -> Engine:
 def test_steps_in_turns_share_the_shortest_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCost, "observe", lambda *_: None)  # a fake's steps take no time
     engine, other, third = (
-        known(Engine(FakeRunner(max_step_tokens=4096, prefix_cache=False), max_itl_ms=ms))
-        for ms in (1000, 400, 2000)
+        known(Engine(FakeRunner(max_step_tokens=4096, prefix_cache=False), max_itl_ms=ms)) for ms in (1000, 400, 2000)
     )
     without_target = Engine(FakeRunner())
 

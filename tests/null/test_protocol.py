@@ -194,20 +194,13 @@ def test_both_apis_refuse(fields: dict[str, Any], param: str) -> None:
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}
-                ]
-            },
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
         (
             {
                 "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": '"\\udcff"'}}],
-                    }
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '"\\udcff"'}}]}
                 ]
             },
             "messages[0].tool_calls[0].function.arguments",
@@ -226,11 +219,7 @@ def test_both_apis_refuse(fields: dict[str, Any], param: str) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
         ({"tools": [{"function": {"name": "f"}}, {"function": {"name": "f"}}]}, "tools[1].function.name"),
         (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "a b", "arguments": ""}}]}
-                ]
-            },
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a b", "arguments": ""}}]}]},
             "messages[0].tool_calls[0].function.name",
         ),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
@@ -321,8 +310,7 @@ def test_a_prompt_that_is_too_long_is_told_the_limit_and_its_length() -> None:
     request = protocol.parse(b'{"prompt": "x"}', protocol.CompletionRequest)
     for n_prompt in (100, 5000):
         with pytest.raises(
-            ApiError,
-            match=rf"maximum context length is 100 tokens. However, your prompt has {n_prompt} tokens",
+            ApiError, match=rf"maximum context length is 100 tokens. However, your prompt has {n_prompt} tokens"
         ) as caught:
             protocol.answer_length(request, n_prompt, INFO, None)
         assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
@@ -379,16 +367,10 @@ def test_thinking_switches(kind: Any) -> None:
 
 def test_a_null_field_that_is_not_known_asks_for_nothing() -> None:
     """Client libraries write their structs with every field they have."""
-    call = {
-        "id": "1",
-        "type": "function",
-        "async": None,
-        "function": {"name": "f", "arguments": "{}", "x": None},
-    }
+    call = {"id": "1", "type": "function", "async": None, "function": {"name": "f", "arguments": "{}", "x": None}}
     said = {"role": "assistant", "content": "a", "parsed": None, "tool_calls": [call, call]}
     request = protocol.parse(
-        json.dumps({"messages": [*HELLO, said, said], "foo": None, "bar": None}).encode(),
-        protocol.ChatRequest,
+        json.dumps({"messages": [*HELLO, said, said], "foo": None, "bar": None}).encode(), protocol.ChatRequest
     )
     assert len(request.messages) == 3
     assert refused(chat, messages=[HELLO[0] | {"foo": 1}]).param == "messages[0].foo"
@@ -405,7 +387,5 @@ def test_a_null_field_that_is_not_known_asks_for_nothing() -> None:
         ("[1", None),
     ],
 )
-def test_arguments_that_were_cut_short_come_back_as_far_as_they_go(
-    text: str, read: dict[str, Any] | None
-) -> None:
+def test_arguments_that_were_cut_short_come_back_as_far_as_they_go(text: str, read: dict[str, Any] | None) -> None:
     assert given_arguments(text) == read

@@ -104,9 +104,7 @@ def test_an_answer(door: Door) -> None:
         "total_tokens": n_prompt + 6,
         "timing": said["usage"]["timing"],
     }
-    assert door.prompt().startswith(
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
-    )
+    assert door.prompt().startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n")
 
 
 def test_events_of_reasoning_text_and_a_call(door: Door) -> None:
@@ -134,11 +132,7 @@ def test_events_of_reasoning_text_and_a_call(door: Door) -> None:
     assert events[0]["response"]["status"] == events[1]["response"]["status"] == "in_progress"
     assert events[0]["response"]["output"] == []
     for index, item in enumerate(done["output"]):
-        own = [
-            event
-            for event in events
-            if event.get("output_index") == index and event["type"] != "response.created"
-        ]
+        own = [event for event in events if event.get("output_index") == index and event["type"] != "response.created"]
         assert {event["item_id"] for event in own if "item_id" in event} == {item["id"]}
         text = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
         assert text == (item["arguments"] if index == 2 else item["content"][0]["text"])
@@ -188,10 +182,7 @@ def test_logprobs_are_those_of_the_message(door: Door) -> None:
     assert [entry["token"] for entry in part["logprobs"]] == ["H", "e", "y"]
     assert [top["token"] for top in part["logprobs"][0]["top_logprobs"]] == ["H", "A"]
     streamed = [
-        entry
-        for event in events
-        if event["type"] == "response.output_text.delta"
-        for entry in event["logprobs"]
+        entry for event in events if event["type"] == "response.output_text.delta" for entry in event["logprobs"]
     ]
     assert streamed == part["logprobs"]
     door.engine.answer = saying("a<b")  # what could have been a tag is held back
@@ -290,9 +281,7 @@ def test_reasoning_comes_back_in_any_of_its_forms(door: Door) -> None:
 
 
 def test_the_request_reaches_the_engine(door: Door) -> None:
-    door.post(
-        top_k=7, seed=3, min_p=0.1, max_output_tokens=5, top_p=0.5, cache_salt="s", stop=["x"], priority=2
-    )
+    door.post(top_k=7, seed=3, min_p=0.1, max_output_tokens=5, top_p=0.5, cache_salt="s", stop=["x"], priority=2)
     sent = door.engine.requests[-1]
     params = sent.params
     assert (params.top_k, params.seed, params.min_p, params.max_tokens, params.top_p) == (7, 3, 0.1, 5, 0.5)
@@ -324,10 +313,7 @@ def test_functions_of_a_namespace(door: Door) -> None:
 
 
 def test_forms_of_chats() -> None:
-    assert wire.chat_tool_choice({"type": "function", "name": "f"}) == {
-        "type": "function",
-        "function": {"name": "f"},
-    }
+    assert wire.chat_tool_choice({"type": "function", "name": "f"}) == {"type": "function", "function": {"name": "f"}}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
     assert wire.chat_tool_choice(allowed) == {
         "type": "allowed_tools",
@@ -407,10 +393,7 @@ def test_what_is_refused_is_named(door: Door, body: dict[str, Any], param: str) 
 
 def test_hosted_tools_are_left_out_where_the_server_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngineClient()
-    hosted = [
-        {"type": "web_search", "external_web_access": True},
-        {"type": "image_generation", "output_format": "png"},
-    ]
+    hosted = [{"type": "web_search", "external_web_access": True}, {"type": "image_generation", "output_format": "png"}]
     wire._note_skipped.cache_clear()
     with served(make_app(engine, skip_hosted_tools=True)) as url, caplog.at_level("INFO", "deltic.server"):
         door = Door(url, engine)
@@ -461,19 +444,13 @@ def test_input_tokens(door: Door) -> None:
 
 def test_a_response_is_continued(door: Door) -> None:
     door.engine.answer = saying(f"I look.\n\n{CALL}")
-    first = door.post(
-        tools=[WEATHER], instructions="Be kind.", input=[{"role": "user", "content": "Weather?"}]
-    )
+    first = door.post(tools=[WEATHER], instructions="Be kind.", input=[{"role": "user", "content": "Weather?"}])
     told = door.engine.requests[-1].prompt_ids + byte_tokenizer().encode(f"I look.\n\n{CALL}")
     door.engine.answer = saying("Sunny.")
-    output = {
-        "type": "function_call_output",
-        "call_id": first["output"][1]["call_id"],
-        "output": "sunny",
-    }
-    second = door.stream(
-        tools=[WEATHER], instructions="Be brief.", previous_response_id=first["id"], input=[output]
-    )[-1]["response"]
+    output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "sunny"}
+    second = door.stream(tools=[WEATHER], instructions="Be brief.", previous_response_id=first["id"], input=[output])[
+        -1
+    ]["response"]
     assert second["previous_response_id"] == first["id"]
     prompt = door.prompt()
     assert "Be brief." in prompt and "Be kind." not in prompt  # instructions are each request's own
@@ -516,9 +493,7 @@ def test_responses_are_shown_and_deleted(door: Door) -> None:
 
 
 def test_a_response_that_is_held_is_streamed_again(door: Door) -> None:
-    door.engine.answer = saying(
-        'Hm.\n</think>\n\nHey<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
-    )
+    door.engine.answer = saying('Hm.\n</think>\n\nHey<tool_call>{"name": "weather", "arguments": {}}</tool_call>')
     include = ["message.output_text.logprobs"]
     live = door.stream(tools=[WEATHER], include=include, top_logprobs=1, **THINK)
     merged = [live[0]]

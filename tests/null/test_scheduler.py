@@ -91,9 +91,7 @@ def test_one_request_from_prompt_to_length() -> None:
     bench = Bench(FakeRunner())
     prompt = bench.add("a", 100, max_tokens=70)
     bench.run()
-    assert bench.tokens("a") == expected_tokens(
-        prompt, SamplingParams(max_tokens=70, seed=1, ignore_eos=True)
-    )
+    assert bench.tokens("a") == expected_tokens(prompt, SamplingParams(max_tokens=70, seed=1, ignore_eos=True))
     assert bench.reason("a") == "length"
     assert len(bench.steps) == 70
     assert bench.scheduler.n_generated_tokens == 70 and bench.scheduler.n_prompt_tokens == 100
@@ -106,19 +104,13 @@ def test_stop_ids_eos_and_ignore_eos() -> None:
     third = bench.tokens("free")[2]
     first = bench.tokens("free").index(third)
     bench.scheduler.add(
-        Request(
-            id="stop",
-            prompt_ids=prompt,
-            params=SamplingParams(max_tokens=50, seed=1, stop_token_ids=(third,)),
-        )
+        Request(id="stop", prompt_ids=prompt, params=SamplingParams(max_tokens=50, seed=1, stop_token_ids=(third,)))
     )
     bench.run()
     assert bench.tokens("stop") == bench.tokens("free")[: first + 1]
     assert bench.reason("stop") == "stop" and bench.outputs["stop", 0][-1].stop_token_id == third
     # Find a seed that meets eos early; the same one with ignore_eos runs on.
-    seed = next(
-        s for s in range(1000) if expected_tokens(prompt, SamplingParams(seed=s, max_tokens=20))[-1] == EOS
-    )
+    seed = next(s for s in range(1000) if expected_tokens(prompt, SamplingParams(seed=s, max_tokens=20))[-1] == EOS)
     for id, ignore_eos in (("eos", False), ("on", True)):
         params = SamplingParams(max_tokens=20, seed=seed, ignore_eos=ignore_eos)
         bench.scheduler.add(Request(id=id, prompt_ids=prompt, params=params))

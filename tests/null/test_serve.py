@@ -63,9 +63,7 @@ class Server:
             names=names,
             server={"port": 0} | server,
         )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -251,9 +249,7 @@ def test_the_engine_dies_under_load_and_comes_back() -> None:
 def test_a_model_that_cannot_be_served() -> None:
     with server_of(engine={"model": "/no/such/model"}) as server:
         assert server.end(20) == 2
-    assert "/no/such/model: no such directory" in "".join(server.log) and "Traceback" not in "".join(
-        server.log
-    )
+    assert "/no/such/model: no such directory" in "".join(server.log) and "Traceback" not in "".join(server.log)
 
 
 def test_ready_tells_the_stage_while_loading() -> None:
@@ -284,9 +280,7 @@ def test_of_two_servers_on_one_port_the_second_fails() -> None:
         port = first.getsockname()[1]
         with server_of(port=port) as second:
             assert second.end(20) == 1
-    assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another" in "".join(
-        second.log
-    )
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another" in "".join(second.log)
     assert "ready on" not in "".join(second.log)
 
 
@@ -329,9 +323,7 @@ module._tell_ready = block
 @pytest.mark.parametrize(
     ("block", "patience", "n_signals"), [("while True: pass", 0.2, 1), ("while True: pass", 60.0, 2)]
 )
-def test_a_signal_ends_a_process_whose_event_loop_is_blocked(
-    block: str, patience: float, n_signals: int
-) -> None:
+def test_a_signal_ends_a_process_whose_event_loop_is_blocked(block: str, patience: float, n_signals: int) -> None:
     with server_of(before=BLOCKING.format(block=block, patience=patience)) as server:
         server.url()
         engine = server.engine_pid()
@@ -346,9 +338,7 @@ def test_a_signal_ends_a_process_whose_event_loop_is_blocked(
 def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
     """Killed once and stopped once in the middle of it; each line has one answer in the end."""
     body = {"prompt": [5, 6, 7], "max_tokens": 20, "ignore_eos": True}
-    lines = [
-        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(60)
-    ]
+    lines = [{"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(60)]
     settings: dict[str, Any] = {"before": "from pathlib import PosixPath", "batch_dir": tmp_path / "d"}
     settings |= {"batch_in_flight": 2}
 
@@ -359,9 +349,7 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
     with server_of(step_ms=3, **settings) as server:
         url = server.url()
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        file = httpx.post(
-            f"{url}/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"}
-        ).json()
+        file = httpx.post(f"{url}/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"}).json()
         asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         assert httpx.post(f"{url}/v1/batches", json=asked).status_code == 200
         wait_for(lambda: counts(url)["request_counts"]["completed"] >= 5)
@@ -392,18 +380,14 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
         ({}, {"batch_dir": "/tmp"}, "--batch-dir /tmp"),
     ],
 )
-def test_a_wrong_setting_found_late_is_status_2(
-    engine: dict[str, Any], server: dict[str, Any], complaint: str
-) -> None:
+def test_a_wrong_setting_found_late_is_status_2(engine: dict[str, Any], server: dict[str, Any], complaint: str) -> None:
     given = {name: Path(value) if isinstance(value, str) else value for name, value in server.items()}
     with server_of(engine=engine, before="from pathlib import PosixPath", **given) as running:
         assert running.end(20) == 2
         assert complaint in "".join(running.log)
 
 
-def test_what_a_later_start_may_find_mended_is_status_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_later_start_may_find_mended_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with listening(ServerConfig(port=0)) as taken, listening(ServerConfig(uds=tmp_path / "s")):
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 1
         assert main(["serve", "--uds", str(tmp_path / "s")]) == 1

@@ -199,12 +199,7 @@ def test_a_batch_has_one_model(several: Several) -> None:
 
 
 def test_a_socket_names_its_model_in_its_first_message(several: Several) -> None:
-    clone = {
-        "type": "session.config",
-        "model": "cloner",
-        "stream_audio": True,
-        "speaker_embedding": [0.1] * 1024,
-    }
+    clone = {"type": "session.config", "model": "cloner", "stream_audio": True, "speaker_embedding": [0.1] * 1024}
 
     async def go() -> None:
         async with connect(several.url.replace("http", "ws") + PATH) as socket:
@@ -260,10 +255,7 @@ def test_ready_when_all_are(several: Several) -> None:
     assert reply.status_code == 503 and httpx.get(f"{several.url}/health").status_code == 503
     assert (told["status"], told["loading"]["stage"]) == ("starting", "weights")
     assert told["message"].startswith("org/other: ")
-    assert (
-        told["models"]["org/other"]["loading"]["done"] == 0.5
-        and told["models"]["writer"]["status"] == "ready"
-    )
+    assert told["models"]["org/other"]["loading"]["done"] == 0.5 and told["models"]["writer"]["status"] == "ready"
     several.refusal(CHAT, {"messages": HELLO, "model": "org/other"}, 503)
     several.post(CHAT, {"messages": HELLO})  # the others go on
     several.cloner.state, several.cloner.loading = "starting", Loading("plan", 0.1)
@@ -284,18 +276,13 @@ def test_the_numbers_of_each_are_its_own(several: Several) -> None:
     assert finished == {"org/other": 1, "speaker": 1}
     infos = [s.labels["model"] for s in samples if s.name == "deltic_build_info"]
     assert infos == ["speaker", "writer", "org/other", "cloner"]
-    assert [s.labels["model"] for s in samples if s.name == "deltic_speech_samples_total"] == [
-        "speaker",
-        "cloner",
-    ]
+    assert [s.labels["model"] for s in samples if s.name == "deltic_speech_samples_total"] == ["speaker", "cloner"]
 
 
 def test_keys_are_the_server_s() -> None:
     models = Several(api_key=("anna=1",), max_concurrent_per_key=1)
     with served(create_app(models.server)) as models.url, httpx.Client(base_url=models.url) as http:
-        assert http.post(CHAT, json={"messages": HELLO, "model": "nobody"}).status_code == 401, (
-            "not even names"
-        )
+        assert http.post(CHAT, json={"messages": HELLO, "model": "nobody"}).status_code == 401, "not even names"
         models.writer.hold = True
 
         async def go() -> list[int]:
@@ -369,9 +356,7 @@ def test_a_model_answers_to_all_its_names() -> None:
             assert (answer.model, answer.choices[0].message.content) == (shown, shown)
             card = client.models.retrieve(name)
             assert (card.id, card.root) == (name, shown)  # type: ignore[attr-defined]
-        reply = httpx.post(
-            f"{url}/v1/messages", json={"model": "claude-opus", "messages": HELLO, "max_tokens": 9}
-        )
+        reply = httpx.post(f"{url}/v1/messages", json={"model": "claude-opus", "messages": HELLO, "max_tokens": 9})
         assert reply.json()["model"] == "one"
         assert httpx.get(f"{url}/load").json() == {"server_load": 0}
         assert httpx.get(f"{url}/ping").status_code == 200
@@ -379,9 +364,7 @@ def test_a_model_answers_to_all_its_names() -> None:
         assert httpx.get(f"{url}/ping").status_code == 503
     server.models.pop("one")
     server.models["two"].patterns = ("claude-*",)
-    with pytest.raises(
-        ApiError, match=re.escape("no model 'x'; this server has 'two', 'claude-2', 'claude-*'")
-    ):
+    with pytest.raises(ApiError, match=re.escape("no model 'x'; this server has 'two', 'claude-2', 'claude-*'")):
         server.find("x")
 
 
@@ -389,10 +372,7 @@ def test_a_model_answers_to_all_its_names() -> None:
     ("line", "complaint"),
     [
         ("serve a --served-model-name x * --and b --served-model-name *", "two models are called '*'"),
-        (
-            "serve --served-model-name x Qwen/Y",
-            "--served-model-name takes every word behind it, 'Qwen/Y' too",
-        ),
+        ("serve --served-model-name x Qwen/Y", "--served-model-name takes every word behind it, 'Qwen/Y' too"),
         ("serve a --and", "--and needs a MODEL behind it"),
         ("serve a --and --threads 1", "--and needs a MODEL behind it"),
         ("serve a --and --and b", "--and needs a MODEL behind it"),

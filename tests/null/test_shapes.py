@@ -258,12 +258,7 @@ def test_refusals_name_the_field(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("rope_type", "longrope"),
-        ("mrope_section", [11, 11, 11]),
-        ("mrope_interleaved", False),
-        ("rope_theta", 0),
-    ],
+    [("rope_type", "longrope"), ("mrope_section", [11, 11, 11]), ("mrope_interleaved", False), ("rope_theta", 0)],
 )
 def test_rope_refusals(field: str, value: Any) -> None:
     config = wrapped_config()
@@ -274,12 +269,7 @@ def test_rope_refusals(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("decoder_sparse_step", 2),
-        ("mlp_only_layers", [0]),
-        ("num_experts_per_tok", 513),
-        ("num_experts", None),
-    ],
+    [("decoder_sparse_step", 2), ("mlp_only_layers", [0]), ("num_experts_per_tok", 513), ("num_experts", None)],
 )
 def test_moe_refusals(field: str, value: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=field):

@@ -155,11 +155,7 @@ def test_streams_have_the_bytes_of_the_whole(engine: FakeSpeechClient, form: str
     assert told[-1]["finish_reason"] == "stop" and told[-1]["usage"]["total_tokens"] == (
         len(engine.requests[-1].prompt_ids) + 5
     )
-    assert [request.speech.is_streamed for request in engine.requests if request.speech] == [
-        False,
-        True,
-        True,
-    ]
+    assert [request.speech.is_streamed for request in engine.requests if request.speech] == [False, True, True]
 
 
 @pytest.mark.parametrize("form", STREAMED_FILES)
@@ -217,10 +213,7 @@ def test_another_tempo_and_flac_come_in_one_piece(engine: FakeSpeechClient) -> N
 def test_voices_have_other_names(engine: FakeSpeechClient) -> None:
     config = {"voice_alias": ("alloy=ryan", "Nova = Vivian")}
     for voice, speaker in (("alloy", "ryan"), ("NOVA", "vivian"), ({"id": "Alloy"}, "ryan")):
-        assert (
-            say(engine, SAY | {"voice": voice}, **config).content
-            == say(engine, SAY | {"voice": speaker}).content
-        )
+        assert say(engine, SAY | {"voice": voice}, **config).content == say(engine, SAY | {"voice": speaker}).content
         assert engine.requests[-1].prompt_ids == engine.requests[-2].prompt_ids
     told = ask(engine, "GET", VOICES, config=config).json()
     assert {"alloy", "nova", "ryan"} <= set(told["voices"])
@@ -231,9 +224,7 @@ def test_voices_have_other_names(engine: FakeSpeechClient) -> None:
 
 def test_audio_leaves_as_it_is_made(engine: FakeSpeechClient, live: str) -> None:
     engine.token_s = 0.15
-    with httpx.stream(
-        "POST", live + SPEECH, json=SAY | {"response_format": "pcm", "stream_format": "audio"}
-    ) as answer:
+    with httpx.stream("POST", live + SPEECH, json=SAY | {"response_format": "pcm", "stream_format": "audio"}) as answer:
         at = [(time.monotonic(), len(part)) for part in answer.iter_raw()]
     assert sum(n for _, n in at) == len(wave(4)) and at[-1][0] - at[0][0] > 0.3
 
@@ -256,12 +247,7 @@ def test_defaults_are_the_checkpoints(engine: FakeSpeechClient) -> None:
     }  # fmt: skip
     say(engine, SAY | given | {"stream_format": "audio", "response_format": "pcm"})
     params, speech = engine.requests[1].params, engine.requests[1].speech
-    assert speech and (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (
-        0.5,
-        1,
-        1.0,
-        1.2,
-    )
+    assert speech and (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.5, 1, 1.0, 1.2)
     assert (speech.temperature, speech.top_k, speech.top_p) == (0.0, 3, 0.5)
     assert (params.seed, params.max_tokens, speech.first_chunk_frames) == (5, 9, 3)
 
@@ -325,9 +311,7 @@ def test_languages_dialects_and_prompt_modes(engine: FakeSpeechClient) -> None:
     say(engine, SAY | {"non_streaming_mode": False})
     streaming = engine.requests[-1]
     assert whole.speech and streaming.speech and whole.speech.trailing_ids == ()
-    assert (
-        len(streaming.speech.trailing_ids) == len("Hello there.") and streaming.speech.trailing_ids[-1] == 302
-    )
+    assert len(streaming.speech.trailing_ids) == len("Hello there.") and streaming.speech.trailing_ids[-1] == 302
 
 
 def test_a_model_has_its_own_doors(engine: FakeSpeechClient) -> None:
@@ -357,9 +341,7 @@ def test_a_model_has_its_own_doors(engine: FakeSpeechClient) -> None:
 
     asyncio.run(text_model())
     card = ask(engine, "GET", "/v1/models").json()["data"][0]["speech"]
-    assert (
-        card["task_type"] == "CustomVoice" and "vivian" in card["voices"] and "english" in card["languages"]
-    )
+    assert card["task_type"] == "CustomVoice" and "vivian" in card["voices"] and "english" in card["languages"]
 
 
 def test_voice_design_needs_a_description() -> None:
@@ -370,14 +352,10 @@ def test_voice_design_needs_a_description() -> None:
         assert client.audio.speech.create(model="fake", voice=omit, input="Hi.", instructions="low").content
     engine.requests.clear()
     assert error_of(say(engine, {"input": "Hello."}))["param"] == "instructions"
-    assert (
-        error_of(say(engine, {"input": "Hello.", "voice": "ryan", "instructions": "low"}))["param"] == "voice"
-    )
+    assert error_of(say(engine, {"input": "Hello.", "voice": "ryan", "instructions": "low"}))["param"] == "voice"
     assert say(engine, {"input": "Hello.", "instructions": "A low voice."}).status_code == 200
     rows = [split_row(row) for row in engine.requests[0].prompt_ids]
-    assert bytes(text for text, side in rows if side == 0 and text < 256).startswith(
-        b"user\nA low voice.\nassistant"
-    )
+    assert bytes(text for text, side in rows if side == 0 and text < 256).startswith(b"user\nA low voice.\nassistant")
 
 
 # Ends.
@@ -478,25 +456,15 @@ def test_metrics_and_the_log(engine: FakeSpeechClient, caplog: pytest.LogCapture
 
 
 def test_batch(engine: FakeSpeechClient) -> None:
-    items = [
-        {"input": "One."},
-        {"input": " "},
-        {"input": "Three.", "voice": "ryan", "response_format": "pcm"},
-    ]
-    answer = ask(
-        engine, "POST", f"{SPEECH}/batch", json={"items": items, "voice": "vivian", "seed": 3}
-    ).json()
+    items = [{"input": "One."}, {"input": " "}, {"input": "Three.", "voice": "ryan", "response_format": "pcm"}]
+    answer = ask(engine, "POST", f"{SPEECH}/batch", json={"items": items, "voice": "vivian", "seed": 3}).json()
     assert (answer["total"], answer["succeeded"], answer["failed"]) == (3, 2, 1)
     first, second, third = answer["results"]
     assert base64.b64decode(first["audio_data"])[44:] == base64.b64decode(third["audio_data"]) == wave(4)
     assert (first["media_type"], third["media_type"]) == ("audio/wav", "audio/pcm")
     assert (second["status"], second["status_code"], second["error"]["param"]) == ("error", 400, "input")
     assert [request.params.seed for request in engine.requests] == [3, 3]
-    for body in (
-        {"items": []},
-        {"items": [{"input": "x"}] * 33},
-        {"items": [{"input": "x", "stream": True}]},
-    ):
+    for body in ({"items": []}, {"items": [{"input": "x"}] * 33}, {"items": [{"input": "x", "stream": True}]}):
         assert ask(engine, "POST", f"{SPEECH}/batch", json=body).status_code == 400
 
 
@@ -529,12 +497,7 @@ def test_a_voice_is_deleted_by_its_key_or_an_administrator(tmp_path: Path) -> No
     keys = ("alice=a", "alice=a2", "bob=b", "operator")
 
     async def go() -> None:
-        for key, by, status in (
-            ("a", "b", 403),
-            ("a", "a2", 200),
-            ("a", "operator", 200),
-            ("operator", "b", 403),
-        ):
+        for key, by, status in (("a", "b", 403), ("a", "a2", 200), ("a", "operator", 200), ("operator", "b", 403)):
             async with client_of(FakeSpeechClient("base"), tmp_path, api_key=keys) as client:
                 await client.delete(f"{VOICES}/tom", headers={"x-api-key": "operator"})
                 client.headers["x-api-key"] = key
@@ -566,9 +529,7 @@ def test_a_voice_is_kept_used_and_deleted(tmp_path: Path) -> None:
             assert (await client.post(SPEECH, json={"input": "Hello.", "voice": "alice"})).status_code == 200
             vector = {"input": "Hello.", "voice": "alice", "x_vector_only_mode": True}
             assert (await client.post(SPEECH, json=vector)).status_code == 200
-            refused = await client.post(
-                SPEECH, json={"input": "Hello.", "voice": "alice", "ref_audio": INLINE}
-            )
+            refused = await client.post(SPEECH, json={"input": "Hello.", "voice": "alice", "ref_audio": INLINE})
             assert error_of(refused)["param"] == "ref_audio"
             assert (await client.delete(f"{VOICES}/alice")).json()["deleted"]
             assert (await client.delete(f"{VOICES}/alice")).status_code == 404
@@ -706,9 +667,7 @@ def test_inline_references() -> None:
         async with client_of(engine) as client:
             assert (await client.post(SPEECH, json=body)).status_code == 200
             assert (await client.post(SPEECH, json=body)).status_code == 200
-            assert (
-                len(engine.encoded) == 1 and engine.encoded[0].needs_codes and not engine.encoded[0].is_kept
-            )
+            assert len(engine.encoded) == 1 and engine.encoded[0].needs_codes and not engine.encoded[0].is_kept
             vector = {"input": "Hello.", "speaker_embedding": [0.25] * 1024}
             assert (await client.post(SPEECH, json=vector)).status_code == 200
             for change, param in (

@@ -35,18 +35,12 @@ def rows(words: Words = WORDS, **given: object) -> Rows:
         ({"streams_text": False}, 27, 0),
         ({"words": CLONED, "speaker": None, "has_voice": True, "n_frames": 25}, 35, 1),
         ({"words": CLONED, "speaker": None, "has_voice": True, "n_frames": 40}, 50, 0),
-        (
-            {"words": CLONED, "speaker": None, "has_voice": True, "n_frames": 25, "streams_text": False},
-            9 + 27 + 26,
-            0,
-        ),
+        ({"words": CLONED, "speaker": None, "has_voice": True, "n_frames": 25, "streams_text": False}, 9 + 27 + 26, 0),
         ({"words": CLONED, "speaker": None, "has_voice": True}, 10, 16),
         ({"words": dataclasses.replace(WORDS, instructions=[1] * 7)}, 17, 16),
     ],
 )
-def test_rows_are_as_many_as_the_published_prompts(
-    given: dict[str, object], n_rows: int, n_trailing: int
-) -> None:
+def test_rows_are_as_many_as_the_published_prompts(given: dict[str, object], n_rows: int, n_trailing: int) -> None:
     found = rows(**given)
     assert (len(found.prompt), len(found.trailing)) == (n_rows + N_ROLE - 3, n_trailing)
 
@@ -59,11 +53,7 @@ def test_what_stands_in_each_row() -> None:
     assert found == [*((pad, codec_side(i)) for i in control), start, (0, codec_side(ids.codec_bos))]
     assert rows().trailing == (*range(1, 16), ids.tts_eos)
     found = [split_row(row) for row in rows(language_id=None, streams_text=False).prompt[N_ROLE:]]
-    assert [side - 1 for _, side in found[:3]] == [
-        ids.codec_nothink,
-        ids.codec_think_bos,
-        ids.codec_think_eos,
-    ]
+    assert [side - 1 for _, side in found[:3]] == [ids.codec_nothink, ids.codec_think_bos, ids.codec_think_eos]
     text = [(i, codec_side(ids.codec_pad)) for i in (*range(16), ids.tts_eos)]
     assert found[4:] == [start, *text, (pad, codec_side(ids.codec_bos))]
     cloned = {"words": CLONED, "speaker": None, "has_voice": True, "n_frames": 30}

@@ -69,9 +69,7 @@ def test_a_config_is_read() -> None:
     shape = SpeechShape.from_config(CONFIG, TOKENIZER, generation)
     assert is_speech_config(CONFIG) and not is_speech_config({"model_type": "qwen3_5"})
     assert (shape.variant, shape.n_drawn, shape.end_id) == ("custom_voice", 2049, 2048)
-    assert shape.languages == {"chinese": 2055, "english": 2050} and shape.dialects == {
-        "sichuan_dialect": 2062
-    }
+    assert shape.languages == {"chinese": 2055, "english": 2050} and shape.dialects == {"sichuan_dialect": 2062}
     assert shape.speakers == {"vivian": 3065, "eric": 2875} and shape.takes_instructions
     assert not shape.has_projection and shape.ids.codec_eos == 2150 and shape.ids.tts_eos == 904
     sampling = shape.sampling

@@ -72,9 +72,7 @@ def kinds(messages: list[Any]) -> list[str]:
     return ["audio" if isinstance(message, bytes) else message["type"] for message in messages]
 
 
-def test_utterances_one_after_another(
-    engine: FakeSpeechClient, live: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_utterances_one_after_another(engine: FakeSpeechClient, live: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "deltic.server")
 
     async def go() -> None:
@@ -84,11 +82,7 @@ def test_utterances_one_after_another(
             assert socket.close_code == 1000
         part = ["audio.start", "audio", "audio.done", "session.done"]
         assert kinds(got) == part * 2
-        assert [got[0][name] for name in ("sentence_text", "format", "sample_rate")] == [
-            "One two.",
-            "pcm",
-            24000,
-        ]
+        assert [got[0][name] for name in ("sentence_text", "format", "sample_rate")] == ["One two.", "pcm", 24000]
         assert got[1] == wave(4) and got[2]["total_bytes"] == len(wave(4)) and not got[2]["error"]
         assert got[3] == {"type": "session.done", "utterance_index": 0, "total_sentences": 1}
         assert got[4]["utterance_index"] == got[7]["utterance_index"] == 1
@@ -121,9 +115,7 @@ def test_whole_parts_in_any_form(engine: FakeSpeechClient, live: str) -> None:
             await send(socket, CONFIG | {"stream_audio": False, "sample_rate": 8000}, text("Hello."), DONE)
             got = await received(socket, "session.done")
             assert got[1][:44] == wav_header(8000, len(got[1]) - 44) and got[0]["sample_rate"] == 8000
-            await send(
-                socket, CONFIG | {"stream_audio": False, "response_format": "flac"}, text("Hello."), DONE
-            )
+            await send(socket, CONFIG | {"stream_audio": False, "response_format": "flac"}, text("Hello."), DONE)
             assert (await received(socket, "session.done"))[1][:4] == b"fLaC"
 
     asyncio.run(go())
@@ -147,14 +139,7 @@ def test_errors_are_told_and_the_socket_goes_on(engine: FakeSpeechClient, live: 
             engine.fail_after = 1
             await send(socket, text("Hello."), CONFIG, DONE)
             got = await received(socket, "session.done")
-            assert sorted(kinds(got)) == [
-                "audio",
-                "audio.done",
-                "audio.start",
-                "error",
-                "error",
-                "session.done",
-            ]
+            assert sorted(kinds(got)) == ["audio", "audio.done", "audio.start", "error", "error", "session.done"]
             assert {m["message"] for m in got if kinds([m]) == ["error"]} >= {"the step failed"}
             assert [m["error"] for m in got if kinds([m]) == ["audio.done"]] == [True]
             engine.fail_after = None
@@ -331,10 +316,7 @@ def split(said: str, granularity: Any, size: int) -> list[str]:
     ("said", "sentences"),
     [
         ("Hello there. How are you? Fine!", ["Hello there.", "How are you?", "Fine!"]),
-        (
-            "Pi is 3.14, about. Dr. Smith met J. Doe. Yes.",
-            ["Pi is 3.14, about.", "Dr. Smith met J. Doe.", "Yes."],
-        ),
+        ("Pi is 3.14, about. Dr. Smith met J. Doe. Yes.", ["Pi is 3.14, about.", "Dr. Smith met J. Doe.", "Yes."]),
         ('He said "No way." Then he left...  Really?!', ['He said "No way."', "Then he left...", "Really?!"]),
         ("你好，世界今天。“天气很好！”我们走吧？好", ["你好，世界今天。", "“天气很好！”", "我们走吧？好"]),
         ("1. Take one.\n2. Take two.\n", ["1. Take one.", "2. Take two."]),

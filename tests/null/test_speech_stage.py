@@ -165,9 +165,7 @@ class Play:
         self.clients: dict[tuple[str, int], Client] = {}
         self.n_asked: dict[str, int] = {}
 
-    def ask(
-        self, name: int, n_frames: int = 20, prompt: list[int] | None = None, n: int = 1, **speech: Any
-    ) -> None:
+    def ask(self, name: int, n_frames: int = 20, prompt: list[int] | None = None, n: int = 1, **speech: Any) -> None:
         """n_frames + 1 tokens are drawn: the last of them is never decoded."""
         params = SamplingParams(max_tokens=n_frames + 1, min_tokens=n_frames + 1, seed=name, n=n)
         self.n_asked[str(name)] = n_frames

@@ -52,10 +52,7 @@ def test_every_page_is_a_hit() -> None:
         other = prompt[:n_shared] + ids(70, seed=n_shared)
         assert session.complete(other)[1] == n_shared // PAGE_SIZE * PAGE_SIZE, n_shared
     assert session.complete(prompt)[1:] == (5 * PAGE_SIZE, 10)
-    assert session.complete(prompt[: 2 * PAGE_SIZE])[1:] == (
-        PAGE_SIZE,
-        PAGE_SIZE,
-    )  # somebody must be drawn from it
+    assert session.complete(prompt[: 2 * PAGE_SIZE])[1:] == (PAGE_SIZE, PAGE_SIZE)  # somebody must be drawn from it
     session.check_answers()
     assert not session.checkpoints() and session.store.slots.n_free == 8
 

@@ -19,9 +19,7 @@ from deltic.server.errors import ApiError
 from deltic.text import Tokenizer, TokenizerError
 from tests.fake_engine import TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
 
-GROWTH = (
-    "{% set s = namespace(v='" + "a" * 1000 + "') %}{% for i in range(40) %}{% set s.v = @ %}{% endfor %}"
-)
+GROWTH = "{% set s = namespace(v='" + "a" * 1000 + "') %}{% for i in range(40) %}{% set s.v = @ %}{% endfor %}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}@{% endfor %}{% endfor %}"
 READS = "{% set s = 'a' * 30000000 %}{% set z = 'a' * 30000000 %}{% set l = [0] * 900000 %}{% for i in range(9999) %}{% set y = @ %}{% endfor %}"
 HOSTILE = {
@@ -133,11 +131,7 @@ def test_what_templates_do_stays() -> None:
         "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is not number else x }}{% endfor %} {{ 'a\\nb' | indent(2) }} "
         "{{ 1 < 2 < 3 }}{{ 1 < 2 > 3 }}{{ 'a' not in 'bc' }}{{ 'a' in {'a': 1} }}{{ 'abc'[1:] }}{{ [1, 2, 3][:-1] }}{{ 2 is in([2]) }}"
     )
-    ids = (
-        ChatTemplate({"default": source}, byte_tokenizer())
-        .render([*USER, {"role": "assistant", "content": "b"}])
-        .ids
-    )
+    ids = ChatTemplate({"default": source}, byte_tokenizer()).render([*USER, {"role": "assistant", "content": "b"}]).ids
     assert byte_tokenizer().decode(ids) == (
         "1/2 2/2 last user,assistant 2 ['a', 'b'] a has     3    x {\"a\": [1, \"é\"]} xxx3 a1 123 a\n  b TrueFalseTrueTruebc[1, 2]True"
     )

@@ -39,9 +39,7 @@ def cut(draw: st.DataObject, items: list[int] | str) -> list:
 
 
 @given(IDS, st.booleans(), st.data())
-def test_incremental_detokenizer_equals_the_whole_decode(
-    ids: list[int], skip: bool, data: st.DataObject
-) -> None:
+def test_incremental_detokenizer_equals_the_whole_decode(ids: list[int], skip: bool, data: st.DataObject) -> None:
     detokenizer = Detokenizer(TOKENIZER, skip)
     texts = [detokenizer.push(part) for part in cut(data, ids)]
     assert "".join(texts) + detokenizer.flush() == TOKENIZER.decode(ids, skip)
@@ -88,11 +86,7 @@ PIECES = st.one_of(
 
 
 @settings(max_examples=400, deadline=None)
-@given(
-    st.lists(PIECES, max_size=30).map("".join),
-    st.sampled_from(["built-in", "marks", "none", "bytes"]),
-    st.data(),
-)
+@given(st.lists(PIECES, max_size=30).map("".join), st.sampled_from(["built-in", "marks", "none", "bytes"]), st.data())
 def test_incremental_ids_are_those_of_the_whole_text(text: str, name: str, data: st.DataObject) -> None:
     tokenizer = {"built-in": BUILT_IN, "bytes": TOKENIZER}.get(name) or merging(name == "marks")
     encoder = IncrementalEncoder(tokenizer)
@@ -107,9 +101,7 @@ def test_incremental_ids_are_those_of_the_whole_text(text: str, name: str, data:
 def test_where_text_is_cut() -> None:
     def pushed(tokenizer: Tokenizer, text: str) -> list[str]:
         encoder = IncrementalEncoder(tokenizer)
-        return [tokenizer.decode(ids) for c in text if (ids := encoder.push(c))] + [
-            tokenizer.decode(encoder.flush())
-        ]
+        return [tokenizer.decode(ids) for c in text if (ids := encoder.push(c))] + [tokenizer.decode(encoder.flush())]
 
     tokenizer = merging(False)
     assert pushed(tokenizer, "Hello, world! It's 5 o'clock.\n\nYes ") == [

@@ -130,9 +130,7 @@ def files(directory: Path) -> list[Path]:
 def test_host_round_trip(opened: Open, kind: str) -> None:
     tiers, device = opened(None)
     assert (tiers.n_units, tiers.units_per_state, tiers.has_disk) == (N_UNITS, 4, False)
-    units, content = (
-        ((7,), content_of(kind, b"x")) if kind == "page" else ((5, 9, 2, 0), content_of(kind, b"x"))
-    )
+    units, content = ((7,), content_of(kind, b"x")) if kind == "page" else ((5, 9, 2, 0), content_of(kind, b"x"))
     device.fill(kind, 1, content)
     out, back = Move(kind, 1, units), Move(kind, 2, units)
     tiers.copy_out(out)
@@ -191,9 +189,7 @@ def damaged_everywhere(whole: bytes) -> Iterator[tuple[str, bytes]]:
     yield "longer", whole + b"\0"
 
 
-def test_damaged_files_are_refused_and_deleted(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_files_are_refused_and_deleted(opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiers, device = opened(tmp_path)
     assert all(save(tiers, device, [("page", 0), ("page", 1), ("state", 1)]))
     (path,) = (p for p in files(tmp_path) if p.name.startswith(key_of(1).hex()) and p.suffix == ".page")
@@ -417,9 +413,7 @@ def test_close_while_busy(opened: Open, tmp_path: Path, monkeypatch: pytest.Monk
 
     tiers, _ = opened(tmp_path / "b")
     write = Tiers._write
-    monkeypatch.setattr(
-        Tiers, "_write", lambda self, *rest: (time.sleep(0.05), write(self, *rest))
-    )  # a slow disk
+    monkeypatch.setattr(Tiers, "_write", lambda self, *rest: (time.sleep(0.05), write(self, *rest)))  # a slow disk
     tiers.save([disk_move("page", i, i) for i in range(N_PAGES)])
     began = time.monotonic()
     tiers.close(0.12)
@@ -481,9 +475,7 @@ def test_killed_at_any_moment(opened: Open, tmp_path: Path) -> None:
         writer = writers.pop()
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
         if i < 19:
-            writers.append(
-                start_writer(tmp_path, i + 1, 1 << 30, 700, 0.0003)
-            )  # it imports while the last one writes
+            writers.append(start_writer(tmp_path, i + 1, 1 << 30, 700, 0.0003))  # it imports while the last one writes
         time.sleep(rng.random() * 0.05)
         writer.send_signal(signal.SIGKILL)
         writer.wait()

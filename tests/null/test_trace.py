@@ -62,12 +62,7 @@ def test_steps_and_requests_are_in_the_file(tmp_path: Path) -> None:
     steps = [e for e in events if e["name"] == "step"]
     assert len(steps) == engine.n_steps
     assert sum(s["args"]["prefill_tokens"] for s in steps) == 320
-    assert steps[0]["args"] == {
-        "decodes": 0,
-        "prefill_tokens": 128,
-        "prefills": ["a:0 [0, 128)"],
-        "copies": 0,
-    }
+    assert steps[0]["args"] == {"decodes": 0, "prefill_tokens": 128, "prefills": ["a:0 [0, 128)"], "copies": 0}
     for name in ("plan", "run", "commit"):
         for whole, part in zip(steps, (e for e in events if e["name"] == name), strict=True):
             assert whole["ts"] - 1 <= part["ts"] <= part["ts"] + part["dur"] <= whole["ts"] + whole["dur"] + 1
@@ -75,9 +70,7 @@ def test_steps_and_requests_are_in_the_file(tmp_path: Path) -> None:
     assert spans(events, "bb:1") == ["queue", "decode"], "it had no prefill of its own"
     assert spans(events, "dddd:0") == ["queue"]
     assert {e["args"]["running"] for e in events if e["name"] == "sequences"} >= {0, 3}
-    assert all(0 <= steps[0]["ts"] - e["ts"] < 60e6 for e in events if e["ph"] == "M"), (
-        "they began just before"
-    )
+    assert all(0 <= steps[0]["ts"] - e["ts"] < 60e6 for e in events if e["ph"] == "M"), "they began just before"
 
 
 def test_preemptions_and_failures_are_shown(tmp_path: Path) -> None:
@@ -100,9 +93,7 @@ def test_preemptions_and_failures_are_shown(tmp_path: Path) -> None:
     assert spans(events, "bad:0") == ["queue"]
 
 
-def test_a_file_without_its_end_loads_and_is_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_its_end_loads_and_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that was killed, and the one that was started after it."""
     path = tmp_path / "trace.json"
     monkeypatch.setattr(tracing, "FLUSH_S", 0.0)
@@ -115,9 +106,7 @@ def test_a_file_without_its_end_loads_and_is_gone_on_with(
     assert sum(e["name"] == "step" for e in load(path)) == 8
 
 
-def test_the_file_is_bounded_and_a_full_disk_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_bounded_and_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MAX_BYTES", 5000)
     monkeypatch.setattr(tracing, "FLUSH_S", 0.0)
     path = tmp_path / "trace.json"

@@ -221,12 +221,9 @@ def test_what_fails_ends_one_utterance(engine: FakeSpeechClient, live: str) -> N
             await heard(socket, 1)
             await send(socket, text("a " * 3000), text("and on"), OPEN, DONE)
             got = await received(socket, "session.done")
-            assert [k for k in kinds(got) if k != "audio"] == [
-                "error",
-                "audio.done",
-                "error",
-                "session.done",
-            ] or [k for k in kinds(got) if k != "audio"] == ["error", "error", "audio.done", "session.done"]
+            assert [k for k in kinds(got) if k != "audio"] == ["error", "audio.done", "error", "session.done"] or [
+                k for k in kinds(got) if k != "audio"
+            ] == ["error", "error", "audio.done", "session.done"]
             codes = {m["code"] for m in got if kinds([m]) == ["error"]}
             assert "context_length_exceeded" in codes
             await until(lambda: not engine.n_open)
@@ -275,9 +272,7 @@ def test_who_leaves_in_the_middle_of_a_word_ends_it(engine: FakeSpeechClient, li
     assert len(engine.aborts) == 1 and engine.aborts[0][0] == engine.requests[0].id
 
 
-def test_one_that_is_left_open_is_ended(
-    live: str, monkeypatch: pytest.MonkeyPatch, engine: FakeSpeechClient
-) -> None:
+def test_one_that_is_left_open_is_ended(live: str, monkeypatch: pytest.MonkeyPatch, engine: FakeSpeechClient) -> None:
     monkeypatch.setattr(speech_socket, "IDLE_S", 0.2)
     engine.n_frames = 100
 
@@ -306,9 +301,7 @@ def test_much_text_waits(engine: FakeSpeechClient, live: str, monkeypatch: pytes
     monkeypatch.setattr(speech_socket, "MAX_WAITING", 100)
     pushed: list[str] = []
     push = IncrementalEncoder.push
-    monkeypatch.setattr(
-        IncrementalEncoder, "push", lambda self, text: pushed.append(text) or push(self, text)
-    )
+    monkeypatch.setattr(IncrementalEncoder, "push", lambda self, text: pushed.append(text) or push(self, text))
     engine.hold = True
 
     async def go() -> None:
@@ -333,9 +326,7 @@ def test_much_text_waits(engine: FakeSpeechClient, live: str, monkeypatch: pytes
     assert trailing(engine.requests[-2]) == (b"x" * 9 + b" ")[1:] + (b"x" * 9 + b" ") * 8 + b"x" * 9
 
 
-def test_a_long_word_in_small_pieces_does_not_hold_up_others(
-    live: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_word_in_small_pieces_does_not_hold_up_others(live: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is encoded with its end is all of it."""
     threads: list[str] = []
     push = IncrementalEncoder.push
@@ -358,9 +349,7 @@ def test_a_long_word_in_small_pieces_does_not_hold_up_others(
 def test_sentences_are_parts_of_their_own(engine: FakeSpeechClient, live: str) -> None:
     async def go() -> None:
         async with connect(live) as socket:
-            await send(
-                socket, OPEN | {"split_granularity": "sentence"}, text("One two"), text(". Three."), DONE
-            )
+            await send(socket, OPEN | {"split_granularity": "sentence"}, text("One two"), text(". Three."), DONE)
             assert kinds(await received(socket, "session.done")) == PART[:3] * 2 + PART[3:]
 
     asyncio.run(go())

@@ -428,9 +428,7 @@ class Cache:
         if slot is not None:
             node = prefix.node if prefix is not None else None
             here = node is not None and node.depth == sequence.n_computed > 0 and node.state[DEVICE] is None
-            keep_state &= self.has_state and (
-                self.canonical_decode or sequence.n_computed < sequence.n_prompt
-            )
+            keep_state &= self.has_state and (self.canonical_decode or sequence.n_computed < sequence.n_prompt)
             if node is not None and here and keep_state and self._tree.nodes.get(node.key) is node:
                 self._keep(node, slot, "tail")
             else:
@@ -518,11 +516,7 @@ class Cache:
         paths = (top(s.prefix.node) for s in spoilt if s.prefix is not None)
         tops = {node for node in paths if node is not None}
         for sequence in sequences:
-            if (
-                sequence.slot is not None
-                and sequence.prefix is not None
-                and top(sequence.prefix.node) in tops
-            ):
+            if sequence.slot is not None and sequence.prefix is not None and top(sequence.prefix.node) in tops:
                 sequence.prefix = None
         for sequence in spoilt:
             sequence.prefix = None
@@ -551,9 +545,7 @@ class Cache:
             if sequence.slot is None and (sequence.pages or sequence.place is not None):
                 raise IntegrityError(f"{name} has pages or a place but no slot")
             if len(sequence.pages) < pages_for(sequence.n_computed):
-                raise IntegrityError(
-                    f"{name} has {sequence.n_computed} tokens computed in {len(sequence.pages)} pages"
-                )
+                raise IntegrityError(f"{name} has {sequence.n_computed} tokens computed in {len(sequence.pages)} pages")
         units: Counter[int] = Counter()
         for parked in self._parked.values():
             for held in (*parked.pages, parked.state):

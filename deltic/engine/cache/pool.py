@@ -74,9 +74,7 @@ class Pool:
         """Raises IntegrityError unless exactly those of `held` (index -> owners) are in use."""
         for index, n_owners in enumerate(self.n_owners):
             if held[index] != n_owners:
-                raise IntegrityError(
-                    f"{self.name} {index} counts {n_owners} owners, {held[index]} sequences hold it"
-                )
+                raise IntegrityError(f"{self.name} {index} counts {n_owners} owners, {held[index]} sequences hold it")
         free = set(self._free)
         if len(free) != len(self._free):
             raise IntegrityError(f"{len(self._free) - len(free)} {self.name}s are twice in the free list")

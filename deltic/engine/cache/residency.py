@@ -55,9 +55,7 @@ class Load:
 class Residency:
     """The tree's pages and states in their tiers, and the pools that they share with the sequences."""
 
-    def __init__(
-        self, n_pages: int, n_slots: int, geometry: Geometry, tiers: Tiers | None, keeps: bool
-    ) -> None:
+    def __init__(self, n_pages: int, n_slots: int, geometry: Geometry, tiers: Tiers | None, keeps: bool) -> None:
         """keeps: whether there is a prefix cache; if not, host memory is for preempted sequences alone."""
         self.pages = Pool("page", n_pages)
         self.slots = Pool("slot", n_slots)
@@ -252,9 +250,7 @@ class Residency:
             return None
         moves = [_move("page", node, page) for node, page in zip(missing, pages, strict=True)]
         moves += [_move("state", node, slot) for node, slot in zip(states, slots, strict=True)]
-        load = self._loads[self.tiers.load(moves)] = Load(
-            path, missing + states, pages, slots, time.monotonic()
-        )
+        load = self._loads[self.tiers.load(moves)] = Load(path, missing + states, pages, slots, time.monotonic())
         return load
 
     def _rest(self, nodes: Iterable[Node]) -> None:
@@ -359,9 +355,7 @@ class Residency:
             path = _path(node)
             source = [n for n in path if n.page[DISK] is None]
             n_most = max(1, SAVE_BYTES // geometry.page_bytes)
-            moves = [
-                _move("page", n, -1 if n.page[DEVICE] is None else n.page[DEVICE]) for n in source[:n_most]
-            ]
+            moves = [_move("page", n, -1 if n.page[DEVICE] is None else n.page[DEVICE]) for n in source[:n_most]]
             nodes = source[:n_most]
             if len(source) <= n_most:
                 del self._to_save[node]
@@ -456,12 +450,7 @@ class Residency:
         for entry in entries:
             parent = tree.root(entry.parent) if entry.depth == PAGE_SIZE else tree.nodes.get(entry.parent)
             known = tree.nodes.get(entry.key)
-            if (
-                entry.kind == "page"
-                and parent is not None
-                and parent.depth + PAGE_SIZE == entry.depth
-                and not known
-            ):
+            if entry.kind == "page" and parent is not None and parent.depth + PAGE_SIZE == entry.depth and not known:
                 self.disk.put_page(tree.child(parent, entry.key), True)
                 self._disk_used += tree.geometry.page_bytes
             elif entry.kind == "state" and known and known.state[DISK] is None:
@@ -558,10 +547,7 @@ class Residency:
         }  # fmt: skip
         tiers["host"] |= {"bytes_total": self.units.n * geometry.page_bytes}
         tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * geometry.page_bytes}
-        tiers["disk"] |= {
-            "bytes_total": self._disk_room if self.disk_bytes else 0,
-            "bytes_used": self._disk_used,
-        }
+        tiers["disk"] |= {"bytes_total": self._disk_room if self.disk_bytes else 0, "bytes_used": self._disk_used}
         return {
             "page_tokens": PAGE_SIZE,
             "page_bytes": geometry.page_bytes,
@@ -589,18 +575,14 @@ class Residency:
         busy = Counter(moving)
         for node in self.tree.nodes.values():
             if node.busy != busy[node]:
-                raise IntegrityError(
-                    f"a node at {node.depth} counts {node.busy} moves, and {busy[node]} are under way"
-                )
+                raise IntegrityError(f"a node at {node.depth} counts {node.busy} moves, and {busy[node]} are under way")
             if not node.has_page and not node.busy:
                 raise IntegrityError(f"a node at {node.depth} has no page anywhere")
             for tier in (DEVICE, DISK):
                 if node.state[tier] is not None and node.page[tier] is None:
                     raise IntegrityError(f"a checkpoint at {node.depth} is in a tier where its page is not")
                 if node.page[tier] is not None and not self._has_path(node, tier, True):
-                    raise IntegrityError(
-                        f"a page at {node.depth} is in a tier where the one before it is not"
-                    )
+                    raise IntegrityError(f"a page at {node.depth} is in a tier where the one before it is not")
             pages.update([] if node.page[DEVICE] is None else [node.page[DEVICE]])
             slots.update([] if node.state[DEVICE] is None else [node.state[DEVICE]])
             units.update([*(node.page[HOST] or ()), *(node.state[HOST] or ())])
@@ -617,9 +599,7 @@ def _is_left_behind(node: Node) -> bool:
     and behind the first message, which is most often shared, it is."""
     if len(node.below) != 1 or node.kind == "junction":
         return False
-    if (
-        next(iter(node.below)).kind == "tail"
-    ):  # the answer: the next turn may render it otherwise, or ask for another
+    if next(iter(node.below)).kind == "tail":  # the answer: the next turn may render it otherwise, or ask for another
         return False
     above = node.above
     while above is not None and above.parent is not None and above.kind == "ladder":

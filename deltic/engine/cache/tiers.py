@@ -236,9 +236,7 @@ class Tiers:
         """Has objects written to disk, from device memory or else from their units; gives the ticket, as `load` does."""
         return self._ask(self._behind, self._save, moves)
 
-    def _ask(
-        self, queue: deque[Callable[[], None]], action: Callable[[Move, Any], None], moves: list[Move]
-    ) -> int:
+    def _ask(self, queue: deque[Callable[[], None]], action: Callable[[Move, Any], None], moves: list[Move]) -> int:
         ticket = self._n_tickets = self._n_tickets + 1
         self.n_pending += 1
         # What wrote to these pages and slots before was asked for by now: a copy need not wait for the steps that follow.

@@ -130,9 +130,7 @@ def top(node: Node) -> Node | None:
 class Tier:
     """Which nodes have a page or a state in one tier, and who leaves first."""
 
-    def __init__(
-        self, index: int, page_is_idle: Callable[[Node], bool], state_is_idle: Callable[[Node], bool]
-    ) -> None:
+    def __init__(self, index: int, page_is_idle: Callable[[Node], bool], state_is_idle: Callable[[Node], bool]) -> None:
         """page_is_idle, state_is_idle: whether a node's page or state in this tier may be taken away."""
         self.index = index
         self.n_pages = 0
@@ -189,15 +187,11 @@ class Tier:
 
     def victim(self) -> tuple[str, Node] | None:
         """What to take away to have a page less: ("page", node), or ("state", node), after which to ask again."""
-        for (
-            node
-        ) in self._loose:  # those in use are few: a leaf for each sequence that runs, and what is moved
+        for node in self._loose:  # those in use are few: a leaf for each sequence that runs, and what is moved
             if self._page_is_idle(node):
                 return "page", node
         i = self.index
-        leaves = (
-            n for n in self.states if not n.n_children[i] and self._page_is_idle(n) and self._state_is_idle(n)
-        )
+        leaves = (n for n in self.states if not n.n_children[i] and self._page_is_idle(n) and self._state_is_idle(n))
         leaf = min(leaves, key=_priority, default=None)
         return None if leaf is None else ("state", leaf)
 
@@ -279,9 +273,7 @@ class PrefixTree:
                     "above": ids.get(node.above),
                     "tokens": node.depth,
                     "kind": node.kind,
-                    "tiers": [
-                        name for name, where in zip(TIER_NAMES, node.state, strict=True) if where is not None
-                    ],
+                    "tiers": [name for name, where in zip(TIER_NAMES, node.state, strict=True) if where is not None],
                     "hits": node.n_hits,
                     "priority": round(node.priority - self.clock, 6),
                 }

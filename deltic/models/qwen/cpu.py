@@ -25,15 +25,7 @@ from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import MoeScratch, moe
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import (
-    MAX_GDN_DIM,
-    MAX_GROUP,
-    MAX_HEAD_DIM,
-    Allocate,
-    AttentionHeads,
-    GdnHeads,
-    GdnWeights,
-)
+from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate, AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import Matrix, row_bytes
 
 
@@ -110,9 +102,7 @@ def check_kernels(shape: ModelShape) -> None:
             raise UnsupportedModelError(field, found, supported)
 
 
-def allocate_activations(
-    shape: ModelShape, n_tokens: int, n_logit_rows: int, allocate: Allocate
-) -> Activations:
+def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, allocate: Allocate) -> Activations:
     """Every buffer of a forward of up to n_tokens tokens and n_logit_rows rows of logits."""
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
     t, h = n_tokens, shape.hidden_size
@@ -143,9 +133,7 @@ def allocate_activations(
         query=allocate("queries", (t * q_size,), bf16),
         attn_records=allocate("attention records", heads.records_size(shape.max_position_embeddings), f32),
         moe=scratch,
-        packed=allocate(
-            "packed rows", (max(t * max(h, value, q_size, inner), n_logit_rows * h) * 2,), torch.uint8
-        ),
+        packed=allocate("packed rows", (max(t * max(h, value, q_size, inner), n_logit_rows * h) * 2,), torch.uint8),
         router=router,
         shared=shared,
         final=allocate("final", (n_logit_rows, h), bf16),
@@ -236,13 +224,7 @@ class Qwen:
         )
 
     def _attention(
-        self,
-        program: Program,
-        i: int,
-        layer: AttnLayer,
-        inputs: ForwardInputs,
-        pages: Tensor,
-        act: Activations,
+        self, program: Program, i: int, layer: AttnLayer, inputs: ForwardInputs, pages: Tensor, act: Activations
     ) -> None:
         proj = _rows(act.proj, act.residual, self.heads.row)
         query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
@@ -258,13 +240,9 @@ class Qwen:
             seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table, records=act.attn_records,
             out=mixed,
         )  # fmt: skip
-        self.linears.project(
-            program, f"layers.{i}.o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True
-        )
+        self.linears.project(program, f"layers.{i}.o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
 
-    def _feed_forward(
-        self, program: Program, i: int, mlp: Mlp | Moe, n_tokens: Tensor, act: Activations
-    ) -> None:
+    def _feed_forward(self, program: Program, i: int, mlp: Mlp | Moe, n_tokens: Tensor, act: Activations) -> None:
         name = f"layers.{i}.mlp."
         if isinstance(mlp, Moe):
             assert act.router is not None and act.shared is not None and act.moe is not None

@@ -28,13 +28,7 @@ from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.linear import (
-    k_splits,
-    narrow_linear,
-    narrow_swiglu,
-    silu_mul,
-    wide_linear,
-)
+from deltic.ops.gpu.linear import k_splits, narrow_linear, narrow_swiglu, silu_mul, wide_linear
 from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
@@ -111,9 +105,7 @@ class PrefillInputs:
     logit_row: Tensor  # [G] rows whose logits are wanted
 
 
-def decode_buffers(
-    shape: ModelShape, levers: Levers, n_rows: int, max_len: int, allocate: Allocate
-) -> DecodeBuffers:
+def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int, allocate: Allocate) -> DecodeBuffers:
     """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens."""
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
     h, heads = shape.hidden_size, _attention_heads(shape)
@@ -135,9 +127,7 @@ def decode_buffers(
         row_position=allocate("row position", (n_rows,), i32),
         residual=allocate("residual", (n_rows * h,), f32),
         normed=allocate("normed", (n_rows * h,), bf16),
-        proj=allocate(
-            "projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32
-        ),
+        proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
         mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
         inner=allocate("inner", (n_rows * max(1, inner),), bf16),
         partial=allocate("partial sums", (max(n_partials) * n_rows * h,), f32),
@@ -358,14 +348,6 @@ class QwenGpu:
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
         residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
-        add_norm(
-            residual,
-            y,
-            self.weights.norm,
-            self.shape.rms_norm_eps,
-            final,
-            rows=rows,
-            levers=self.levers,
-        )
+        add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
         self.linears.project("lm_head", final, logits)
         return logits[0]

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltic.models.fields import (
-    MAX_LAYERS,
-    UnsupportedModelError,
-    positive_float,
-    positive_int,
-    read_flag,
-    read_json,
-)
+from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, positive_float, positive_int, read_flag, read_json
 from deltic.ops.geometry import PAGE_SIZE
 
 LINEAR_ATTENTION = "linear_attention"
@@ -92,9 +85,7 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-    ) -> ModelShape:
+    def from_config(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelShape:
         """Read a parsed config.json (nested or flat) and, if there is one, generation_config.json.
 
         Raises UnsupportedModelError for any field that is missing, malformed, or not supported.
@@ -318,9 +309,7 @@ def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(types, list | tuple) or any(t not in known for t in types):
         raise UnsupportedModelError("layer_types", types, f"a list of {' and '.join(known)}")
     if len(types) != n_layers:
-        raise UnsupportedModelError(
-            "layer_types", f"{len(types)} layers", f"{n_layers}, which num_hidden_layers says"
-        )
+        raise UnsupportedModelError("layer_types", f"{len(types)} layers", f"{n_layers}, which num_hidden_layers says")
     if set(types) != set(known):
         raise UnsupportedModelError("layer_types", sorted(set(types)), "a hybrid, with layers of both types")
     return tuple(types)
@@ -360,9 +349,7 @@ def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
         default /= attention_scale(positive_float(rope, "mscale_all_dim"))
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=positive_int(
-            rope, "original_max_position_embeddings", max_positions
-        ),
+        original_max_position_embeddings=positive_int(rope, "original_max_position_embeddings", max_positions),
         attention_factor=positive_float(rope, "attention_factor", default),
         beta_fast=positive_float(rope, "beta_fast", 32.0),
         beta_slow=positive_float(rope, "beta_slow", 1.0),

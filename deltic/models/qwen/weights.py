@@ -165,22 +165,14 @@ def _fill_dummy_vector(name: str, values: Tensor, generator: torch.Generator) ->
 
 
 def empty_weights(
-    shape: ModelShape,
-    quantize: str | None,
-    tied: bool,
-    device: str | None = None,
-    layout: Layout = "strips",
+    shape: ModelShape, quantize: str | None, tied: bool, device: str | None = None, layout: Layout = "strips"
 ) -> Weights:
     """Uninitialised weights of the right sizes and formats."""
     return _declare(Declaration(quantize, device, layout), shape, tied)
 
 
 def _declare(
-    d: Declaration,
-    shape: ModelShape,
-    tied: bool,
-    prefix: str = _FLAT_PREFIX,
-    names: Collection[str] = (),
+    d: Declaration, shape: ModelShape, tied: bool, prefix: str = _FLAT_PREFIX, names: Collection[str] = ()
 ) -> Weights:
     """The weights. names: of the stored tensors, which decide between the layouts that exporters use."""
     h, v, last = shape.hidden_size, shape.vocab_size, shape.n_layers - 1
@@ -222,9 +214,7 @@ def _declare_gdn(d: Declaration, shape: ModelShape, p: str, down: Role, names: C
     )
 
 
-def _declare_attention(
-    d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]
-) -> AttnLayer:
+def _declare_attention(d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]) -> AttnLayer:
     h, m, dim = shape.hidden_size, f"{p}self_attn.", shape.head_dim
     q, kv = shape.n_q_heads * dim, shape.n_kv_heads * dim
     return AttnLayer(
@@ -243,15 +233,11 @@ def _declare_attention(
     )
 
 
-def _declare_feed_forward(
-    d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]
-) -> Mlp | Moe:
+def _declare_feed_forward(d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]) -> Mlp | Moe:
     h, e, m = shape.hidden_size, shape.n_experts, shape.moe_intermediate_size
     if not shape.is_moe:
         return d.mlp(p, shape.intermediate_size, h, down)
-    router = d.matrix(
-        h, Stored(f"{p}gate.weight", (e,)), Stored(f"{p}shared_expert_gate.weight", (1,)), role="kept"
-    )
+    router = d.matrix(h, Stored(f"{p}gate.weight", (e,)), Stored(f"{p}shared_expert_gate.weight", (1,)), role="kept")
     shared = d.mlp(f"{p}shared_expert.", shape.shared_intermediate_size, h, down)
     if f"{p}experts.0.gate_proj.weight" in names:
         experts = [f"{p}experts.{i}." for i in range(e)]

@@ -114,18 +114,11 @@ def check_speech_kernels(shape: SpeechShape) -> None:
     """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
     widths = [("text_hidden_size", shape.text_hidden_size)]
     for prefix, d in (("", shape.talker), ("code_predictor_config.", shape.predictor)):
-        widths += [
-            (f"{prefix}hidden_size", d.hidden_size),
-            (f"{prefix}intermediate_size", d.intermediate_size),
-        ]
+        widths += [(f"{prefix}hidden_size", d.hidden_size), (f"{prefix}intermediate_size", d.intermediate_size)]
         if d.head_dim % 32 or d.head_dim > MAX_HEAD_DIM:
-            raise UnsupportedModelError(
-                f"{prefix}head_dim", d.head_dim, f"a multiple of 32, at most {MAX_HEAD_DIM}"
-            )
+            raise UnsupportedModelError(f"{prefix}head_dim", d.head_dim, f"a multiple of 32, at most {MAX_HEAD_DIM}")
         if d.n_q_heads // d.n_kv_heads > MAX_GROUP:
-            raise UnsupportedModelError(
-                f"{prefix}num_attention_heads", d.n_q_heads, f"at most {MAX_GROUP} a key head"
-            )
+            raise UnsupportedModelError(f"{prefix}num_attention_heads", d.n_q_heads, f"at most {MAX_GROUP} a key head")
     for name, width in widths:
         if width % 32:
             raise UnsupportedModelError(name, width, "a multiple of 32")
@@ -182,9 +175,7 @@ def _heads(d: DecoderShape) -> AttentionHeads:
 class _Layers:
     """The layers of a decoder over its rows."""
 
-    def __init__(
-        self, name: str, shape: DecoderShape, weights: Decoder, linears: Linears, max_len: int
-    ) -> None:
+    def __init__(self, name: str, shape: DecoderShape, weights: Decoder, linears: Linears, max_len: int) -> None:
         """name: of the decoder among the weights."""
         self.name, self.shape, self.weights, self.heads = name, shape, weights, _heads(shape)
         self.linears = linears
@@ -248,9 +239,7 @@ class Tts:
         keep_rows(program, act.final, inputs.slot, memory.past, rows.n_seqs)
         self.linears.project(program, "head", act.final, act.logits, talker.packed, rows.n_seqs)
 
-    def record_texts(
-        self, program: Program, inputs: SpeechInputs, act: SpeechActivations, out: Tensor
-    ) -> None:
+    def record_texts(self, program: Program, inputs: SpeechInputs, act: SpeechActivations, out: Tensor) -> None:
         """out[m] = the projection of text id m of the step: fc2(SiLU(fc1(x)))."""
         w, n, project = self.weights, inputs.n_texts, self.linears.project
         gather(program, w.text_table, inputs.text_ids, act.text_in, n)
@@ -282,9 +271,7 @@ class Tts:
             self.predictor.record(program, rows, act.predictor_pages, a)
             last = None if i else torch.arange(1, 2 * n_seqs, 2, dtype=torch.int32)
             rms_norm(program, a.residual, w.predictor.norm, eps, act.code_final, n_frames, rows=last)
-            self.linears.project(
-                program, f"code_heads.{i}", act.code_final, act.code_logits, a.packed, n_frames
-            )
+            self.linears.project(program, f"code_heads.{i}", act.code_final, act.code_logits, a.packed, n_frames)
             sample(
                 program, act.code_logits, self.shape.n_codebook, draws.places, draws.draws[i], draws.scratch, draws.codes[i]
             )  # fmt: skip

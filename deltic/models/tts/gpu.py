@@ -122,9 +122,7 @@ def _layer_buffers(name: str, d: DecoderShape, n: int, levers: Levers, allocate:
     )  # fmt: skip
 
 
-def frame_buffers(
-    shape: SpeechShape, levers: Levers, n: int, max_len: int, allocate: Allocate
-) -> FrameBuffers:
+def frame_buffers(shape: SpeechShape, levers: Levers, n: int, max_len: int, allocate: Allocate) -> FrameBuffers:
     """Every buffer of a decode of up to n frames and contexts of up to max_len rows."""
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
     t, p, c = shape.talker, shape.predictor, shape.n_codebook
@@ -191,9 +189,7 @@ class TtsGpu:
         self.talker_angles = _angles(shape.talker, max_len, self.texts.device)
         self.predictor_angles = _angles(shape.predictor, N_CODES, self.texts.device)
 
-    def _layers(
-        self, name: str, d: DecoderShape, decoder: Decoder, n: int, b: LayerBuffers, attend: Attend
-    ) -> Tensor:
+    def _layers(self, name: str, d: DecoderShape, decoder: Decoder, n: int, b: LayerBuffers, attend: Attend) -> Tensor:
         """n rows of b.residual through all layers of the decoder, whose name that is; gives what is still to be added to it,
         float32 [S, n, H]."""
         levers, linears, eps, h = self.levers, self.linears, d.rms_norm_eps, d.hidden_size
@@ -235,12 +231,7 @@ class TtsGpu:
         partial = self._layers("talker", d, w.talker, n, b.talker, attend)
         normed = front(b.talker.normed, n, d.hidden_size)
         add_norm(
-            front(b.talker.residual, n, d.hidden_size),
-            partial,
-            w.talker.norm,
-            d.rms_norm_eps,
-            normed,
-            levers=levers,
+            front(b.talker.residual, n, d.hidden_size), partial, w.talker.norm, d.rms_norm_eps, normed, levers=levers
         )
         keep_past(normed, rows.slot, memory.past, levers=levers)
         logits = front(b.logits, 1, n, self.shape.n_drawn)
@@ -335,7 +326,5 @@ class TtsGpu:
 
 def _angles(d: DecoderShape, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [max_len, head_dim / 2]: float32 products, as in training."""
-    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
-        d.inv_freq(), dtype=torch.float32
-    )
+    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(d.inv_freq(), dtype=torch.float32)
     return angles.cos().to(device), angles.sin().to(device)

@@ -192,16 +192,12 @@ class SpeechShape:
         only(predictor, "num_code_groups", (None, N_CODES))
         languages = _ids(talker, "codec_language_id")
         dialect_of = {
-            name: dialect
-            for name, dialect in _table(talker, "spk_is_dialect").items()
-            if isinstance(dialect, str)
+            name: dialect for name, dialect in _table(talker, "spk_is_dialect").items() if isinstance(dialect, str)
         }
         names = {name for name in languages if name.endswith("_dialect")} | set(dialect_of.values())
         for speaker, dialect in dialect_of.items():
             if dialect not in languages:
-                raise UnsupportedModelError(
-                    f"spk_is_dialect.{speaker}", dialect, "a name of codec_language_id"
-                )
+                raise UnsupportedModelError(f"spk_is_dialect.{speaker}", dialect, "a name of codec_language_id")
         shape = cls(
             variant=variant,
             size=str(config.get("tts_model_size") or ""),
@@ -366,9 +362,7 @@ def _check(shape: SpeechShape) -> None:
     if shape.vocoder.codebook_size != codes:
         raise UnsupportedModelError("codebook_size", shape.vocoder.codebook_size, f"the predictor's {codes}")
     if shape.n_prompt_ids >= 2**31:
-        raise UnsupportedModelError(
-            "text_vocab_size", shape.text_vocab_size, f"at most {2**31 // N_SIDE - 2}"
-        )
+        raise UnsupportedModelError("text_vocab_size", shape.text_vocab_size, f"at most {2**31 // N_SIDE - 2}")
     ids = shape.ids
     for name, key in _TEXT_IDS.items():
         if getattr(ids, name) >= shape.text_vocab_size:
@@ -376,10 +370,7 @@ def _check(shape: SpeechShape) -> None:
     for name, key in _CODEC_IDS.items():
         if not codes <= getattr(ids, name) < vocab:
             raise UnsupportedModelError(key, getattr(ids, name), f"an id from {codes} to {vocab - 1}")
-    for key, table in (
-        ("codec_language_id", {**shape.languages, **shape.dialects}),
-        ("spk_id", shape.speakers),
-    ):
+    for key, table in (("codec_language_id", {**shape.languages, **shape.dialects}), ("spk_id", shape.speakers)):
         for name, i in table.items():
             if i >= vocab:
                 raise UnsupportedModelError(f"{key}.{name}", i, f"an id below {vocab}")
@@ -408,11 +399,7 @@ def _published(variant: str, size: str, hidden_size: int) -> SpeechShape:
         variant=variant,
         size=size,
         talker=replace(
-            predictor,
-            vocab_size=3072,
-            hidden_size=hidden_size,
-            intermediate_size=3 * hidden_size,
-            n_layers=28,
+            predictor, vocab_size=3072, hidden_size=hidden_size, intermediate_size=3 * hidden_size, n_layers=28
         ),
         predictor=predictor,
         vocoder=VocoderShape(),

@@ -31,9 +31,7 @@ from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.ops.geometry import N_CODES
 from deltic.ops.matrix import Layout, Matrix
 
-_SPEAKER_ENCODER = (
-    "speaker_encoder."  # read by models/vocoder/encoder.py; what was trained from Base may still have it
-)
+_SPEAKER_ENCODER = "speaker_encoder."  # read by models/vocoder/encoder.py; what was trained from Base may still have it
 _PREDICTOR = "talker.code_predictor."
 
 
@@ -106,12 +104,7 @@ def empty_speech_weights(
 
 def declare_speech(d: Declaration, shape: SpeechShape) -> SpeechWeights:
     """The weights, and in d.plan every tensor that the checkpoint must hold."""
-    h, p, th, n = (
-        shape.talker.hidden_size,
-        shape.predictor.hidden_size,
-        shape.text_hidden_size,
-        shape.n_codebook,
-    )
+    h, p, th, n = (shape.talker.hidden_size, shape.predictor.hidden_size, shape.text_hidden_size, shape.n_codebook)
     stored, head = (shape.talker.vocab_size, h), "talker.codec_head.weight"
     return SpeechWeights(
         text_table=d.table("talker.model.text_embedding.weight", shape.text_vocab_size, th),
@@ -126,12 +119,9 @@ def declare_speech(d: Declaration, shape: SpeechShape) -> SpeechWeights:
         ),
         talker=_declare_decoder(d, "talker.model.", shape.talker),
         predictor=_declare_decoder(d, f"{_PREDICTOR}model.", shape.predictor),
-        code_tables=[
-            d.table(f"{_PREDICTOR}model.codec_embedding.{i}.weight", n, h) for i in range(N_CODES - 1)
-        ],
+        code_tables=[d.table(f"{_PREDICTOR}model.codec_embedding.{i}.weight", n, h) for i in range(N_CODES - 1)],
         code_heads=[
-            d.matrix(p, Stored(f"{_PREDICTOR}lm_head.{i}.weight", (n,)), role="sensitive")
-            for i in range(N_CODES - 1)
+            d.matrix(p, Stored(f"{_PREDICTOR}lm_head.{i}.weight", (n,)), role="sensitive") for i in range(N_CODES - 1)
         ],
         projection=_declare_projection(d, f"{_PREDICTOR}small_to_mtp_projection.", p, h, "plain")
         if shape.has_projection
@@ -160,10 +150,7 @@ def _declare_layer(d: Declaration, p: str, shape: DecoderShape, down: Role) -> D
         input_norm=_declare_norm(d, f"{p}input_layernorm.weight", h),
         post_norm=_declare_norm(d, f"{p}post_attention_layernorm.weight", h),
         qkv=d.matrix(
-            h,
-            Stored(f"{m}q_proj.weight", (q,)),
-            Stored(f"{m}k_proj.weight", (kv,)),
-            Stored(f"{m}v_proj.weight", (kv,)),
+            h, Stored(f"{m}q_proj.weight", (q,)), Stored(f"{m}k_proj.weight", (kv,)), Stored(f"{m}v_proj.weight", (kv,))
         ),
         q_norm=_declare_norm(d, f"{m}q_norm.weight", shape.head_dim),
         k_norm=_declare_norm(d, f"{m}k_norm.weight", shape.head_dim),
@@ -193,9 +180,7 @@ def load_speech_weights(
     directory = Path(directory)
     refuse_quantised(directory)
     headers = {
-        name: header
-        for name, header in read_headers(directory).items()
-        if not name.startswith(_SPEAKER_ENCODER)
+        name: header for name, header in read_headers(directory).items() if not name.startswith(_SPEAKER_ENCODER)
     }
     parts = Declaration(quantize, device, layout)
     weights = declare_speech(parts, shape)

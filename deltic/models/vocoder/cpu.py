@@ -218,9 +218,7 @@ class Vocoder:
             taps = self._take(f"{p}.1.dwconv.conv.weight")[:, 0].t().contiguous()
             norm = self._take(f"{p}.1.norm.weight"), self._take(f"{p}.1.norm.bias")
             bias = self._take(f"{p}.1.dwconv.conv.bias")
-            depthwise_norm(
-                program, batch, stretched, taps, bias, norm, LAYER_NORM_EPS, normed, offset=self.begins[p]
-            )
+            depthwise_norm(program, batch, stretched, taps, bias, norm, LAYER_NORM_EPS, normed, offset=self.begins[p])
             conv(program, batch, normed, self._conv_weights(f"{p}.1.pwconv1"), activation="gelu", out=inner)
             gamma = self._take(f"{p}.1.gamma")
             out = Rows(a.view(self._dtype), latent, rate, head=6) if is_last else Rows(a, latent, rate)
@@ -233,10 +231,7 @@ class Vocoder:
         snake leaves them; x has the residual stream."""
         batch, shape, dtype = self._batch, self.shape, self._dtype
         here, there = here.view(dtype), there.view(dtype)
-        source, first = (
-            Rows(here, shape.latent_dim, 4, head=6),
-            self._conv_weights("decoder.0.conv", 1, dtype),
-        )
+        source, first = (Rows(here, shape.latent_dim, 4, head=6), self._conv_weights("decoder.0.conv", 1, dtype))
         target = Rows(there, shape.decoder_dim, 4, head=1)
         snake = self._snake("decoder.1.block.0")
         conv(program, batch, source, first, offset=self.begins["decoder.0"], snake=snake, snaked=target)

@@ -25,13 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.models.fields import (
-    CheckpointError,
-    UnsupportedModelError,
-    positive_float,
-    positive_int,
-    read_json,
-)
+from deltic.models.fields import CheckpointError, UnsupportedModelError, positive_float, positive_int, read_json
 from deltic.models.loading import Files, read_headers
 from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, SAMPLE_RATE
 from deltic.ops.geometry import N_CODES
@@ -95,9 +89,7 @@ class EncoderShape:
         _refuse_variants(speaker, codes, tokenizer)
         rates = _sizes(codes, "upsampling_ratios", cls.rates[::-1], 4)[::-1]
         if 2 * math.prod(rates) != FRAME_SAMPLES:
-            raise UnsupportedModelError(
-                "upsampling_ratios", rates[::-1], f"a product of {FRAME_SAMPLES // 2}"
-            )
+            raise UnsupportedModelError("upsampling_ratios", rates[::-1], f"a product of {FRAME_SAMPLES // 2}")
         return cls(
             width=positive_int(speaker, "enc_dim"),
             channels=_sizes(speaker, "enc_channels", cls.channels, 5),
@@ -124,9 +116,7 @@ def _sizes(fields: Mapping[str, Any], name: str, default: tuple[int, ...], n: in
     return tuple(positive_int({name: value}, name) for value in values)
 
 
-def _refuse_variants(
-    speaker: Mapping[str, Any], codes: Mapping[str, Any], tokenizer: Mapping[str, Any]
-) -> None:
+def _refuse_variants(speaker: Mapping[str, Any], codes: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
     """What would be other mathematics. A field may be absent: the class defaults are these."""
     only: list[tuple[Mapping[str, Any], dict[str, Any]]] = [
         (speaker, {
@@ -225,9 +215,7 @@ class VoiceEncoder:
         sizes = encoder_tensors(shape)
         for name, size in sizes.items():
             if name not in headers:
-                raise CheckpointError(
-                    f"{directory}: {name} is missing; only Base checkpoints can clone a voice"
-                )
+                raise CheckpointError(f"{directory}: {name} is missing; only Base checkpoints can clone a voice")
             if headers[name].shape != size:
                 found = f"{headers[name].file}: {name} is {list(headers[name].shape)}"
                 raise CheckpointError(f"{found}; its config says {list(size)}")
@@ -274,9 +262,7 @@ class VoiceEncoder:
         w, shape = self._tensors(CODES), self.shape
         x = _transformer(w, shape, _convolutions(w, shape, samples))
         x = F.conv1d(
-            F.pad(x[None], (2, x.shape[1] % 2), mode="replicate"),
-            w[f"{CODES}.downsample.conv.weight"],
-            stride=2,
+            F.pad(x[None], (2, x.shape[1] % 2), mode="replicate"), w[f"{CODES}.downsample.conv.weight"], stride=2
         )
         return _quantised(w, x[0])
 
@@ -290,9 +276,7 @@ def _check(samples: Tensor) -> None:
     n = len(samples)
     if not MIN_SAMPLES <= n <= MAX_SAMPLES:
         least, most = MIN_SAMPLES / SAMPLE_RATE, MAX_SAMPLES / SAMPLE_RATE
-        raise AudioError(
-            f"a recording of {n / SAMPLE_RATE:.2f} s; it must be from {least:g} to {most:g} s long"
-        )
+        raise AudioError(f"a recording of {n / SAMPLE_RATE:.2f} s; it must be from {least:g} to {most:g} s long")
     if not samples.isfinite().all():
         raise AudioError("the recording has samples that are not finite")
 
@@ -304,9 +288,7 @@ def mels(samples: Tensor) -> Tensor:
     """log-mel magnitudes [N_MELS, frames], 93.75 frames a second."""
     side = (N_FFT - HOP) // 2
     padded = F.pad(samples[None], (side, side), mode="reflect")[0]
-    spectrum = torch.stft(
-        padded, N_FFT, HOP, window=torch.hann_window(N_FFT), center=False, return_complex=True
-    )
+    spectrum = torch.stft(padded, N_FFT, HOP, window=torch.hann_window(N_FFT), center=False, return_complex=True)
     magnitude = (spectrum.real.square() + spectrum.imag.square() + 1e-9).sqrt()
     return (mel_filters() @ magnitude).clamp(min=1e-5).log()
 
@@ -405,9 +387,7 @@ def _transformer(w: Tensors, shape: EncoderShape, x: Tensor) -> Tensor:
         layer = f"{CODES}.encoder_transformer.layers.{i}"
 
         def normed(x: Tensor, name: str, layer: str = layer) -> Tensor:
-            return F.layer_norm(
-                x, (h,), w[f"{layer}.{name}.weight"], w[f"{layer}.{name}.bias"], shape.norm_eps
-            )
+            return F.layer_norm(x, (h,), w[f"{layer}.{name}.weight"], w[f"{layer}.{name}.bias"], shape.norm_eps)
 
         y = normed(x, "input_layernorm")
         q, k, v = (

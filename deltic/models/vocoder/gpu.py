@@ -19,27 +19,9 @@ from deltic.models.fields import UnsupportedModelError
 from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
 from deltic.ops.geometry import N_CODES, Allocate
-from deltic.ops.gpu.conv import (
-    MAX_PARTS,
-    PART_SIZE,
-    ConvScratch,
-    ConvWeight,
-    Ring,
-    Snake,
-    Streams,
-    conv,
-    pack_conv,
-)
+from deltic.ops.gpu.conv import MAX_PARTS, PART_SIZE, ConvScratch, ConvWeight, Ring, Snake, Streams, conv, pack_conv
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.vocode import (
-    MAX_WIDTH,
-    advance,
-    codes_embed,
-    depthwise_norm,
-    rms_pair,
-    wave,
-    window_attention,
-)
+from deltic.ops.gpu.vocode import MAX_WIDTH, advance, codes_embed, depthwise_norm, rms_pair, wave, window_attention
 
 LAYER_NORM_EPS = 1e-6
 _ALIGNED = 32
@@ -117,9 +99,7 @@ def _rings(shape: VocoderShape, state: Tensor) -> list[Ring]:
             size, strides = (slots, 2, 2 * k.rows, k.channels), (2 * words, k.words, k.channels, 1)
             data = state.view(torch.bfloat16).as_strided(size, strides, 2 * at)
         else:
-            data = state.view(torch.float32).as_strided(
-                (slots, 2 * k.rows, k.channels), (words, k.channels, 1), at
-            )
+            data = state.view(torch.float32).as_strided((slots, 2 * k.rows, k.channels), (words, k.channels, 1), at)
         rings.append(Ring(data, k.rows, 1 + i, k.rate))
         at += _aligned(k.words)
     return rings
@@ -180,9 +160,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class _Packer:
     """The tensors of models/vocoder/weights.py to packed ones."""
 
-    def __init__(
-        self, shape: VocoderShape, tensors: Mapping[str, Tensor], device: torch.device | str
-    ) -> None:
+    def __init__(self, shape: VocoderShape, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
         self.shape, self.device, self._tensors = shape, device, tensors
 
     def get(self, name: str) -> Tensor:
@@ -200,9 +178,7 @@ class _Packer:
     def table(self) -> Tensor:
         """Codebooks behind their output projections."""
         books = self.get("tables")
-        first, rest = (
-            self.get(f"quantizer.rvq_{part}.output_proj.weight")[:, :, 0].t() for part in ("first", "rest")
-        )
+        first, rest = (self.get(f"quantizer.rvq_{part}.output_proj.weight")[:, :, 0].t() for part in ("first", "rest"))
         return torch.stack([_product(book, rest if i else first) for i, book in enumerate(books)])
 
     def pre(self) -> ConvWeight:
@@ -215,10 +191,7 @@ class _Packer:
 
     def layer(self, i: int) -> _Layer:
         p = f"pre_transformer.layers.{i}."
-        before, behind = (
-            self.get(p + "input_layernorm.weight"),
-            self.get(p + "post_attention_layernorm.weight"),
-        )
+        before, behind = (self.get(p + "input_layernorm.weight"), self.get(p + "post_attention_layernorm.weight"))
         qkv = torch.cat([self.get(f"{p}self_attn.{x}_proj.weight") for x in "qkv"])
         gate_up = torch.cat([self.get(f"{p}mlp.{x}_proj.weight") for x in ("gate", "up")])
         return _Layer(
@@ -236,9 +209,7 @@ class _Packer:
         if i == 0:
             out = self.get("pre_transformer.output_proj.weight") * self.get("pre_transformer.norm.weight")
             # the bias of a phase is not that of another any more: one for each
-            bias = (
-                bias.repeat(ratio) + _product(w, self.get("pre_transformer.output_proj.bias")[:, None])[:, 0]
-            )
+            bias = bias.repeat(ratio) + _product(w, self.get("pre_transformer.output_proj.bias")[:, None])[:, 0]
             w = _product(w, out)
         else:
             bias = bias.repeat(ratio)
@@ -273,9 +244,7 @@ class _Packer:
         )  # fmt: skip
 
 
-def pack_vocoder(
-    shape: VocoderShape, tensors: Mapping[str, Tensor], device: torch.device | str
-) -> VocoderWeights:
+def pack_vocoder(shape: VocoderShape, tensors: Mapping[str, Tensor], device: torch.device | str) -> VocoderWeights:
     """tensors: of load_vocoder, float32."""
     p = _Packer(shape, tensors, device)
     rate, upsamples, blocks = 1, [], []
@@ -424,9 +393,7 @@ class VocoderGpu:
         raw = raw.view(-1, width)
         n = raw.shape[0]
         normed, inner = _front(b.pairs[0], 2, n, width), _front(b.pairs[1], 2, n, up.wide.m)
-        depthwise_norm(
-            raw, up.depthwise, up.depthwise_bias, LAYER_NORM_EPS, normed, streams, kept, levers=levers
-        )
+        depthwise_norm(raw, up.depthwise, up.depthwise_bias, LAYER_NORM_EPS, normed, streams, kept, levers=levers)
         conv(normed, up.wide, streams, b.scratch, pair=inner, act="gelu", levers=levers)
         conv(inner, up.narrow, streams, b.scratch, residual=raw, pair=normed, ring=ring, levers=levers)
         return normed
@@ -443,16 +410,7 @@ class VocoderGpu:
         history, ring = ring, next(rings)
         first = block.units[0].act1
         conv(
-            pair,
-            block.up,
-            streams,
-            b.scratch,
-            history=history,
-            raw=raw,
-            pair=out,
-            act=first,
-            ring=ring,
-            levers=levers,
+            pair, block.up, streams, b.scratch, history=history, raw=raw, pair=out, act=first, ring=ring, levers=levers
         )
         raw, pair = raw.view(-1, width), out.view(2, -1, width)
         inner = _front(flat[0], *pair.shape)

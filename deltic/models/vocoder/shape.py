@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deltic.models.fields import (
-    json_table,
-    only,
-    positive_float,
-    positive_int,
-)
+from deltic.models.fields import json_table, only, positive_float, positive_int
 from deltic.ops.geometry import N_CODES
 
 FRAME_SAMPLES = 1920

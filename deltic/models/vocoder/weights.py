@@ -131,9 +131,7 @@ def load_vocoder(directory: Path, shape: VocoderShape) -> dict[str, Tensor]:
 
 def empty_vocoder(shape: VocoderShape) -> dict[str, Tensor]:
     """Tensors of the right sizes without memory, on torch's "meta" device."""
-    return _resolved(
-        {name: torch.empty(size, device="meta") for name, size in vocoder_tensors(shape).items()}
-    )
+    return _resolved({name: torch.empty(size, device="meta") for name, size in vocoder_tensors(shape).items()})
 
 
 def dummy_vocoder(shape: VocoderShape, seed: int = 0) -> dict[str, Tensor]:

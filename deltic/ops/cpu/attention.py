@@ -43,16 +43,8 @@ def attn_prepare(
     check("attn_prepare", proj.shape[1] == heads.row, f"proj [T, {heads.row}]")
     check("attn_prepare", pages.shape[1:] == (2, heads.n_kv, 64, heads.dim), "pages [n, 2, nk, 64, d]")
     check("attn_prepare", pages.dtype == q_out.dtype == torch.bfloat16, "bfloat16 pages and q")
-    check(
-        "attn_prepare",
-        heads.dim % 32 == 0 and heads.dim <= MAX_HEAD_DIM,
-        f"head_dim % 32 == 0, <= {MAX_HEAD_DIM}",
-    )
-    check(
-        "attn_prepare",
-        rotary % 32 == 0 and rotary <= heads.dim,
-        f"rotary dims a multiple of 32, found {rotary}",
-    )
+    check("attn_prepare", heads.dim % 32 == 0 and heads.dim <= MAX_HEAD_DIM, f"head_dim % 32 == 0, <= {MAX_HEAD_DIM}")
+    check("attn_prepare", rotary % 32 == 0 and rotary <= heads.dim, f"rotary dims a multiple of 32, found {rotary}")
     program.call(
         "deltic_attn_prepare", proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, n_tokens, positions, token_place,
         page_table, page_table.stride(0), q_norm, k_norm, eps, cos, sin, rotary, q_out, pages, pages.stride(0),
@@ -82,11 +74,7 @@ def attention(
     """
     check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
     check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
-    check(
-        "attention",
-        out.shape[1] == heads.n_q * heads.dim and out.dtype == torch.bfloat16,
-        "bfloat16 out [T, nq d]",
-    )
+    check("attention", out.shape[1] == heads.n_q * heads.dim and out.dtype == torch.bfloat16, "bfloat16 out [T, nq d]")
     check(
         "attention",
         records.shape[1] == heads.dim + 16 and records.dtype == torch.float32,

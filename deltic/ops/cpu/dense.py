@@ -26,14 +26,7 @@ def embed(program: Program, table: Matrix, token_ids: Tensor, out: Tensor, n_tok
 
 
 def linear(
-    program: Program,
-    x: Tensor,
-    w: Matrix,
-    out: Tensor,
-    workspace: Tensor,
-    n_rows: Tensor,
-    *,
-    add: bool = False,
+    program: Program, x: Tensor, w: Matrix, out: Tensor, workspace: Tensor, n_rows: Tensor, *, add: bool = False
 ) -> None:
     """out[m] = x[m] W^T, or out[m] += x[m] W^T when `add` (out is then the residual stream).
 
@@ -48,28 +41,14 @@ def linear(
 
 
 def rms_norm(
-    program: Program,
-    x: Tensor,
-    w: Tensor,
-    eps: float,
-    out: Tensor,
-    n_rows: Tensor,
-    rows: Tensor | None = None,
+    program: Program, x: Tensor, w: Tensor, eps: float, out: Tensor, n_rows: Tensor, rows: Tensor | None = None
 ) -> None:
     """Zero-centred RMSNorm with one rounding at its end: out[m] = bfloat16(x[r] * rsqrt(mean(x[r]^2) + eps) * (1 + w)) with r = rows[m], or m when rows is None.
 
     x: float32 [T, H]; w: float32 [H]; out: bfloat16 [M, H]; rows: int32 [M]; n_rows: int32 scalar, rows of out in use.
     """
-    check(
-        "rms_norm",
-        x.dtype == w.dtype == torch.float32 and out.dtype == torch.bfloat16,
-        "float32 x, w; bfloat16 out",
-    )
-    check(
-        "rms_norm",
-        x.shape[1] == w.shape[0] == out.shape[1] and w.shape[0] % 16 == 0,
-        "one width, a multiple of 16",
-    )
+    check("rms_norm", x.dtype == w.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 x, w; bfloat16 out")
+    check("rms_norm", x.shape[1] == w.shape[0] == out.shape[1] and w.shape[0] % 16 == 0, "one width, a multiple of 16")
     program.call("deltic_rms_norm", x, w, out, rows, n_rows, x.shape[1], eps)
 
 
@@ -79,12 +58,6 @@ def silu_mul(program: Program, gate_up: Tensor, out: Tensor, n_rows: Tensor) -> 
     gate_up: float32 [T, 2F]; out: bfloat16 [T, F]; n_rows: int32 scalar, rows in use.
     """
     width = out.shape[1]
-    check(
-        "silu_mul", gate_up.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 in, bfloat16 out"
-    )
-    check(
-        "silu_mul",
-        gate_up.shape[1] == 2 * width and width % 16 == 0,
-        "gate_up twice as wide as out, out % 16 == 0",
-    )
+    check("silu_mul", gate_up.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 in, bfloat16 out")
+    check("silu_mul", gate_up.shape[1] == 2 * width and width % 16 == 0, "gate_up twice as wide as out, out % 16 == 0")
     program.call("deltic_silu_mul", gate_up, out, n_rows, width)

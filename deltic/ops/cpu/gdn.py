@@ -50,11 +50,7 @@ def gdn(
     """
     n_channels = heads.channels
     check("gdn", proj.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 proj, bfloat16 out")
-    check(
-        "gdn",
-        state.dtype == torch.float32 and conv_state.dtype == torch.bfloat16,
-        "float32 state, bfloat16 columns",
-    )
+    check("gdn", state.dtype == torch.float32 and conv_state.dtype == torch.bfloat16, "float32 state, bfloat16 columns")
     indices = (seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot)
     check("gdn", all(index.dtype == torch.int32 for index in indices), "int32 indices")
     check(
@@ -72,11 +68,7 @@ def gdn(
         heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM,
         f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}",
     )
-    check(
-        "gdn",
-        proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v,
-        "six projections in a row",
-    )
+    check("gdn", proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
     program.call(
         "deltic_gdn", proj, proj.shape[1], n_seqs, seq_start, seq_context, start_slot, slot,
         snapshot_begin, snapshot_n, snapshot_slot,

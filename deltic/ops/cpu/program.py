@@ -75,9 +75,7 @@ def usable_instruction_sets() -> tuple[str, ...]:
     return tuple(
         name
         for name, needed in INSTRUCTION_SETS
-        if needed <= flags
-        and (_LIBRARIES / f"cpu_{name}.so").exists()
-        and load_library(name).deltic_prepare()
+        if needed <= flags and (_LIBRARIES / f"cpu_{name}.so").exists() and load_library(name).deltic_prepare()
     )
 
 
@@ -135,9 +133,7 @@ class Program:
         for argument in arguments:
             if isinstance(argument, Tensor):
                 if argument.device.type != "cpu":
-                    raise KernelError(
-                        f"{kernel}: tensor on {argument.device}; the CPU kernels take CPU tensors"
-                    )
+                    raise KernelError(f"{kernel}: tensor on {argument.device}; the CPU kernels take CPU tensors")
                 self._alive.append(argument)
                 words.append(argument.data_ptr())
             elif isinstance(argument, float):

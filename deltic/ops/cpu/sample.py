@@ -80,9 +80,7 @@ def sample(
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
     check("sample", draws.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_scratch = scratch.values.shape[0]
-    check(
-        "sample", n_scratch >= min(program.n_threads, draws.row.shape[0]), "scratch for every thread or draw"
-    )
+    check("sample", n_scratch >= min(program.n_threads, draws.row.shape[0]), "scratch for every thread or draw")
     p, d = places, draws
     program.call(
         "deltic_sample", logits, n_vocab, n_real, d.n_draws, d.row, d.place, d.position, d.n_history, d.n_prompt,

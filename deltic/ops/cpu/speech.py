@@ -17,9 +17,7 @@ SIDE_NONE, SIDE_KEPT, SIDE_VOICE = -1, -2, -3
 
 def _check_table(operator: str, table: Tensor, width: int) -> None:
     check(operator, table.dtype == torch.bfloat16 and table.is_contiguous(), "a contiguous bfloat16 table")
-    check(
-        operator, table.shape[1] == width and width % 16 == 0, f"a table of width {width}, a multiple of 16"
-    )
+    check(operator, table.shape[1] == width and width % 16 == 0, f"a table of width {width}, a multiple of 16")
 
 
 def gather(program: Program, table: Tensor, ids: Tensor, out: Tensor, n_rows: Tensor) -> None:
@@ -29,9 +27,7 @@ def gather(program: Program, table: Tensor, ids: Tensor, out: Tensor, n_rows: Te
     program.call("deltic_gather", ids, table, out, n_rows, out.shape[1])
 
 
-def add_bias(
-    program: Program, x: Tensor, bias: Tensor, n_rows: Tensor, silu_out: Tensor | None = None
-) -> None:
+def add_bias(program: Program, x: Tensor, bias: Tensor, n_rows: Tensor, silu_out: Tensor | None = None) -> None:
     """x[m] += bias; or, with silu_out, silu_out[m] = bfloat16(SiLU(x[m] + bias)). x: float32 [M, W]; silu_out: bfloat16 [M, W]."""
     width = x.shape[1]
     check("bias", x.dtype == bias.dtype == torch.float32 and width % 16 == 0, "float32, width % 16 == 0")
@@ -70,9 +66,5 @@ def talker_rows(
 
 def keep_rows(program: Program, x: Tensor, slot: Tensor, out: Tensor, n_rows: Tensor) -> None:
     """out[slot[m]] = x[m]. x: bfloat16 [M, H]; out: bfloat16 [slots, H]."""
-    check(
-        "keep_rows",
-        x.dtype == out.dtype == torch.bfloat16 and x.shape[1] == out.shape[1],
-        "bfloat16 of one width",
-    )
+    check("keep_rows", x.dtype == out.dtype == torch.bfloat16 and x.shape[1] == out.shape[1], "bfloat16 of one width")
     program.call("deltic_keep_rows", x, slot, out, n_rows, x.shape[1])

@@ -137,25 +137,17 @@ def conv(
     """
     phases = (out or snaked or x).rate // x.rate
     width = (w.n // 2 if activation == "swiglu" else w.n) // phases
-    check(
-        "conv", x.width == w.channels and x.head == w.head, f"x of {w.channels} channels behind {w.head} rows"
-    )
+    check("conv", x.width == w.channels and x.head == w.head, f"x of {w.channels} channels behind {w.head} rows")
     check("conv", w.channels % 16 == 0, "channels a multiple of 16")
     check("conv", x.data.dtype == w.data.dtype, f"x of {w.data.dtype}, as the weights are")
     check("conv", residual is None or not residual.is_half, "a float32 residual")
     check("conv", width % 16 == 0 or w.n == 1, "output channels a multiple of 16")
     for rows in (residual, out, snaked):
-        check(
-            "conv",
-            rows is None or (rows.width == width and rows.rate == phases * x.rate),
-            f"{width} channels out",
-        )
+        check("conv", rows is None or (rows.width == width and rows.rate == phases * x.rate), f"{width} channels out")
     check("conv", (snake is None) == (snaked is None) and (w.n > 1 or out is not None), "snake with snaked")
     alpha, inverse_beta = snake or (None, None)
     for vector in (scale, alpha, inverse_beta):
-        check(
-            "conv", vector is None or (vector.shape == (w.n,) and vector.is_contiguous()), f"vectors of {w.n}"
-        )
+        check("conv", vector is None or (vector.shape == (w.n,) and vector.is_contiguous()), f"vectors of {w.n}")
     program.call(
         "deltic_codec_conv", *batch.arguments, *x.arguments, x.rate, w.channels, w.taps, w.dilation, offset, w.data, w.n,
         w.bias, ACTIVATIONS[activation], scale, *(residual.arguments if residual else _NO_ROWS),
@@ -181,16 +173,8 @@ def embed_codes(program: Program, batch: Batch, codes: Tensor, tables: Tensor, o
 
 def vocoder_rms_norm(program: Program, batch: Batch, x: Rows, w: Tensor, eps: float, out: Rows) -> None:
     """out = x * rsqrt(mean(x^2) + eps) * w; one row a frame. w: float32 [width]."""
-    check(
-        "vocoder_rms_norm",
-        x.width == out.width == len(w) and x.width % 16 == 0,
-        "one width, a multiple of 16",
-    )
-    check(
-        "vocoder_rms_norm",
-        (x.rate, x.head, out.rate, out.head) == (1, 0, 1, 0),
-        "a row a frame, without heads",
-    )
+    check("vocoder_rms_norm", x.width == out.width == len(w) and x.width % 16 == 0, "one width, a multiple of 16")
+    check("vocoder_rms_norm", (x.rate, x.head, out.rate, out.head) == (1, 0, 1, 0), "a row a frame, without heads")
     program.call("deltic_codec_rms_norm", *batch.arguments, *x.arguments, w, *out.arguments, x.width, eps)
 
 
@@ -210,11 +194,7 @@ def depthwise_norm(
     norm = (weight, bias): float32 [width]; out: no head; offset: of x's past in the state."""
     taps, width = w.shape
     check("depthwise_norm", x.width == out.width == width and width % 16 == 0, "one width, a multiple of 16")
-    check(
-        "depthwise_norm",
-        x.head == taps - 1 and out.head == 0 and x.rate == out.rate,
-        "x behind taps - 1 rows",
-    )
+    check("depthwise_norm", x.head == taps - 1 and out.head == 0 and x.rate == out.rate, "x behind taps - 1 rows")
     program.call(
         "deltic_codec_depthwise_norm", *batch.arguments, *x.arguments, x.rate, width, taps, offset, w, bias, *norm, eps,
         *out.arguments,
@@ -240,16 +220,10 @@ def vocoder_attention(
     """
     dim = out.width // n_heads
     check("vocoder_attention", qkv.width == 3 * out.width and out.width == n_heads * dim, "q | k | v")
-    check(
-        "vocoder_attention", dim % 32 == 0 and dim <= MAX_DIM, f"heads of a multiple of 32, at most {MAX_DIM}"
-    )
+    check("vocoder_attention", dim % 32 == 0 and dim <= MAX_DIM, f"heads of a multiple of 32, at most {MAX_DIM}")
     check("vocoder_attention", 2 <= window <= MAX_WINDOW, f"a window of 2 to {MAX_WINDOW} frames")
     check("vocoder_attention", cos.shape == sin.shape and cos.shape[1] == dim // 2, "angles of dim / 2")
-    check(
-        "vocoder_attention",
-        (qkv.rate, qkv.head, out.rate, out.head) == (1, 0, 1, 0),
-        "a row a frame, without heads",
-    )
+    check("vocoder_attention", (qkv.rate, qkv.head, out.rate, out.head) == (1, 0, 1, 0), "a row a frame, without heads")
     program.call(
         "deltic_codec_attention", *batch.arguments, *qkv.arguments, n_heads, dim, window, cos, sin, offset, *out.arguments
     )  # fmt: skip

@@ -173,15 +173,11 @@ def _merged(p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: t
     Other programs wrote them: past the first-level cache, which does not see that."""
     o_g = tl.arange(0, GP)
     o_gd = o_g[:, None] * D + tl.arange(0, D)[None, :]
-    o_w = weight_first * (2 * G) + tl.minimum(
-        o_g, G - 1
-    )  # rows past the group: any weight, their output is 0
+    o_w = weight_first * (2 * G) + tl.minimum(o_g, G - 1)  # rows past the group: any weight, their output is 0
     b_max = tl.full((GP,), float("-inf"), tl.float32)
     for i in tl.static_range(FAN):
         p = p_weight + i * (2 * G) + o_w
-        b_max = tl.maximum(
-            b_max, tl.load(p, mask=(o_w >= 0) & (i < n), other=float("-inf"), cache_modifier=".cg")
-        )
+        b_max = tl.maximum(b_max, tl.load(p, mask=(o_w >= 0) & (i < n), other=float("-inf"), cache_modifier=".cg"))
     b_sum = tl.zeros((GP,), tl.float32)
     b_o = tl.zeros((GP, D), tl.float32)
     for i in tl.static_range(FAN):
@@ -198,16 +194,12 @@ def _merged(p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: t
 
 
 @triton.jit
-def _gate(
-    p_gate, stride_s, GATED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, S: tl.constexpr
-):
+def _gate(p_gate, stride_s, GATED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, S: tl.constexpr):
     """sigmoid(gate) of the group, [R, D]; without gates 1."""
     if not GATED:
         return tl.full((R, D), 1.0, tl.float32)
     o_g = tl.arange(0, R)
-    return tl.sigmoid(
-        _summed(p_gate, o_g[:, None] * D + tl.arange(0, D)[None, :], (o_g < G)[:, None], stride_s, S)
-    )
+    return tl.sigmoid(_summed(p_gate, o_g[:, None] * D + tl.arange(0, D)[None, :], (o_g < G)[:, None], stride_s, S))
 
 
 @triton.jit
@@ -272,9 +264,7 @@ def _attention_decode_kernel(
                     p_tile = p_pages + tl.load(p_table + last - i).to(tl.int64) * stride_page
                     _prefetch(p_tile, PAGE * D * 2)
                     _prefetch(p_tile + NK * PAGE * D, PAGE * D * 2)
-        b_turn, b_turn_other = _turn(
-            p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF
-        )
+        b_turn, b_turn_other = _turn(p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
@@ -289,9 +279,7 @@ def _attention_decode_kernel(
             # the new token: into its page, and as the first key of the running sums, rounded as in the page
             # (k is computed in every row of a tile like that of q, which it meets element by element)
             o_k = ((2 if GATED else 1) * NQ + i_kv) * D
-            b_turn, b_turn_other = _turn(
-                p_k_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF
-            )
+            b_turn, b_turn_other = _turn(p_k_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
             b_new_k = _rotated(
                 p_proj, (o_g * 0 + o_k)[:, None], (o_g >= 0)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
             )  # fmt: skip
@@ -316,9 +304,7 @@ def _attention_decode_kernel(
             b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
             _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
         else:
-            tl.store(
-                p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :]
-            )
+            tl.store(p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :])
             p_record = p_weight + i_split * (2 * G) + o_g
             tl.store(p_record, b_max, mask=o_g < G)
             tl.store(p_record + G, b_sum, mask=o_g < G)
@@ -394,31 +380,17 @@ def attention_decode(
         check("attention_decode", condition, expected)
 
     expect(proj.dtype == torch.float32 and n_row == heads.row, f"float32 proj [S, N, {heads.row}]")
-    expect(
-        proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj rows, cos, sin"
-    )
-    expect(
-        heads.n_q % heads.n_kv == 0 and group <= _MAX_GROUP, f"at most {_MAX_GROUP} query heads a key head"
-    )
+    expect(proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj rows, cos, sin")
+    expect(heads.n_q % heads.n_kv == 0 and group <= _MAX_GROUP, f"at most {_MAX_GROUP} query heads a key head")
     expect(heads.dim == next_power_of_2(heads.dim) and 32 <= heads.dim <= 256, "head_dim 32, 64, 128 or 256")
     expect(half % 4 == 0 and 2 * half <= heads.dim, "rotary dims inside a head, a multiple of 8")
-    expect(
-        pages.shape[1:] == (2, heads.n_kv, PAGE_SIZE, heads.dim),
-        f"pages [n, 2, {heads.n_kv}, 64, {heads.dim}]",
-    )
-    expect(
-        pages.dtype == torch.bfloat16 and pages[0].is_contiguous(), "bfloat16 pages, a page's part contiguous"
-    )
-    expect(
-        out.dtype == torch.bfloat16 and out.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]"
-    )
+    expect(pages.shape[1:] == (2, heads.n_kv, PAGE_SIZE, heads.dim), f"pages [n, 2, {heads.n_kv}, 64, {heads.dim}]")
+    expect(pages.dtype == torch.bfloat16 and pages[0].is_contiguous(), "bfloat16 pages, a page's part contiguous")
+    expect(out.dtype == torch.bfloat16 and out.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]")
     expect(out.is_contiguous(), "contiguous out")
     expect(splits.most <= FAN * FAN and splits.few <= splits.most, f"at most {FAN * FAN} splits")
     expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
-    expect(
-        scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim),
-        "its scratch",
-    )
+    expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
     limited = splits.maxnreg and group <= 8 and torch.version.hip is None
     registers = {"maxnreg": splits.maxnreg} if limited else {}
     launch(

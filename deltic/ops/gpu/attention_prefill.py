@@ -276,25 +276,12 @@ def attention_prefill(
         rotary <= d and sin.shape == cos.shape and sin.stride() == cos.stride(),
         f"at most {d} rotary dims, found {rotary}",
     )
-    _check(
-        proj.shape == (n_tokens, heads.row) and proj.is_contiguous(),
-        f"contiguous proj [{n_tokens}, {heads.row}]",
-    )
-    _check(
-        out.shape == (n_tokens, heads.n_q * d) and out.is_contiguous(), f"contiguous out [{n_tokens}, nq d]"
-    )
+    _check(proj.shape == (n_tokens, heads.row) and proj.is_contiguous(), f"contiguous proj [{n_tokens}, {heads.row}]")
+    _check(out.shape == (n_tokens, heads.n_q * d) and out.is_contiguous(), f"contiguous out [{n_tokens}, nq d]")
     _check(query.numel() == n_tokens * heads.n_q * d and query.is_contiguous(), "query of T nq d elements")
-    _check(
-        {proj.dtype, out.dtype, query.dtype, pages.dtype} == {torch.bfloat16},
-        "bfloat16 proj, query, pages and out",
-    )
-    _check(
-        pages.shape[1:] == (2, heads.n_kv, BLOCK, d) and pages[0].is_contiguous(), "pages [n, 2, nk, 64, d]"
-    )
-    _check(
-        pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // d < 2**31,
-        "page stride in rows of int32",
-    )
+    _check({proj.dtype, out.dtype, query.dtype, pages.dtype} == {torch.bfloat16}, "bfloat16 proj, query, pages and out")
+    _check(pages.shape[1:] == (2, heads.n_kv, BLOCK, d) and pages[0].is_contiguous(), "pages [n, 2, nk, 64, d]")
+    _check(pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // d < 2**31, "page stride in rows of int32")
     prepare(
         proj, heads, q_norm, k_norm, eps,
         blocks=blocks, cos=cos, sin=sin, pages=pages, query=query, levers=levers,

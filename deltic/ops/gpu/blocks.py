@@ -26,8 +26,6 @@ class Blocks:
     page: Tensor  # [B] the page of its tokens
     snapshot: Tensor  # [B] slot that gets the state after this block, or -1
     segment_begin: Tensor  # [G + 1] first block of each segment
-    start_slot: (
-        Tensor  # [G] where a segment's state is read; at position 0 it is the zero state, whatever is there
-    )
+    start_slot: Tensor  # [G] where a segment's state is read; at position 0 it is the zero state, whatever is there
     slot: Tensor  # [G] where its final state is left
     block_segment: Tensor  # [B] the segment of each block

@@ -314,9 +314,7 @@ def _conv_kernel(
         width = m // 2 if ACT == "swiglu" else m
         o_y = i_m * ROWS + tl.arange(0, ROWS)
         if ACT == "swiglu":
-            b_gate, b_up = tl.split(
-                tl.permute(tl.reshape(b_acc, (BLOCK_M // 16, 2, 8, BLOCK_N)), (0, 2, 3, 1))
-            )
+            b_gate, b_up = tl.split(tl.permute(tl.reshape(b_acc, (BLOCK_M // 16, 2, 8, BLOCK_N)), (0, 2, 3, 1)))
             b_y = tl.reshape(b_gate / (1.0 + tl.exp(-b_gate)) * b_up, (ROWS, BLOCK_N))
         else:
             b_y = b_acc
@@ -342,9 +340,7 @@ def _conv_kernel(
         if RING != "none":
             p_word = p_head + slot.to(tl.int64) * head_stride + to_index
             to = tl.load(p_word, mask=has_slot, other=0)
-            o_row = ring_row(
-                (o_n % t)[None, :] * phases + (o_y // channels)[:, None], t * phases, to[None, :], to_rows
-            )
+            o_row = ring_row((o_n % t)[None, :] * phases + (o_y // channels)[:, None], t * phases, to[None, :], to_rows)
             kept = mask & has_slot[None, :] & (o_row >= 0) & (o_channel >= to_first)[:, None]
             p_kept = p_to + (slot.to(tl.int64) * to_stride)[None, :]
             p_kept += o_row * (channels - to_first) + (o_channel - to_first)[:, None]
@@ -385,15 +381,9 @@ def conv(
     def expect(condition: bool, expected: str) -> None:
         check("conv", condition, expected)
 
-    expect(
-        x.dtype == torch.bfloat16 and x.shape == (2, n, w.c) and x[0].is_contiguous(),
-        f"bfloat16 x [2, N, {w.c}]",
-    )
+    expect(x.dtype == torch.bfloat16 and x.shape == (2, n, w.c) and x[0].is_contiguous(), f"bfloat16 x [2, N, {w.c}]")
     expect(n == streams.n * t and t % streams.n_frames == 0, "whole rows of each frame and stream")
-    expect(
-        (history is None) == (reach == 0) and (history is None or history.rows == reach),
-        f"a ring of {reach} rows",
-    )
+    expect((history is None) == (reach == 0) and (history is None or history.rows == reach), f"a ring of {reach} rows")
     expect(history is None or history.data.shape == (slots, 2, 2 * reach, w.c), "a ring of pairs")
     outs = [out for out in (residual, raw, None if pair is None else pair[0]) if out is not None]
     expect(all(out.shape == (n, width) and out.is_contiguous() for out in outs), f"outputs [{n}, {width}]")
@@ -407,8 +397,7 @@ def conv(
     c = tile or conv_tile(n, w)
     tiles = -(-w.m // c.block_m) * -(-n // c.block_n)
     expect(
-        not c.parallel or (tiles * w.slices <= MAX_PARTS and c.block_m * c.block_n <= PART_SIZE),
-        "room for the parts",
+        not c.parallel or (tiles * w.slices <= MAX_PARTS and c.block_m * c.block_n <= PART_SIZE), "room for the parts"
     )
     snaked = act if isinstance(act, Snake) else None
     launch(

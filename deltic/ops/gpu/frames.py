@@ -72,9 +72,7 @@ class FrameRows:
 def _copy_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
     for j in tl.static_range(PIECES):
         o = j * LANES + tl.arange(0, LANES)
-        tl.store(
-            p_to + o, tl.load(p_from + o, mask=o < width, other=0.0).to(p_to.dtype.element_ty), mask=o < width
-        )
+        tl.store(p_to + o, tl.load(p_from + o, mask=o < width, other=0.0).to(p_to.dtype.element_ty), mask=o < width)
 
 
 @triton.jit
@@ -102,15 +100,11 @@ def _begin_kernel(
     slot = tl.where(used, tl.maximum(slot, 0), 0).to(tl.int64)
     _copy_row(p_table + code * width, p_sums + row * width, width, LANES, PIECES)
     _copy_row(p_past + slot * width, p_into + row * width, width, LANES, PIECES)
-    _copy_row(
-        p_inner_table + code * inner_width, p_rows + (n + row) * inner_width, inner_width, LANES, INNER_PIECES
-    )
+    _copy_row(p_inner_table + code * inner_width, p_rows + (n + row) * inner_width, inner_width, LANES, INNER_PIECES)
 
 
 @triton.jit
-def _project_kernel(
-    p_parts, p_bias, p_rows, width, stride_s, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _project_kernel(p_parts, p_bias, p_rows, width, stride_s, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -141,9 +135,7 @@ def _code_attention_kernel(
             position = first + j
             p_row = p_proj + (j * n + i).to(tl.int64) * ROW
             o_k = (NQ + i_kv) * D
-            b_turn, b_other = _turn(
-                p_k_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), 1, D, D // 2
-            )
+            b_turn, b_other = _turn(p_k_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), 1, D, D // 2)
             o_one = tl.arange(0, 1)[:, None]
             b_new = _rotated(p_row, o_one + o_k, o_one >= 0, b_turn, b_other, eps, stride_s, D, D // 2, S)
             tl.store(p_k + position * D + o_one + o_d[None, :], b_new)
@@ -156,9 +148,7 @@ def _code_attention_kernel(
         for j in tl.static_range(NEW):
             position = first + j
             p_row = p_proj + (j * n + i).to(tl.int64) * ROW
-            b_turn, b_other = _turn(
-                p_q_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), GP, D, D // 2
-            )
+            b_turn, b_other = _turn(p_q_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), GP, D, D // 2)
             b_q = _rotated(
                 p_row, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_other, eps, stride_s, D, D // 2, S
             ).to(tl.float32)  # fmt: skip
@@ -166,9 +156,7 @@ def _code_attention_kernel(
             b_s = tl.where((o_t <= position)[None, :], b_s, float("-inf"))
             b_p = tl.exp2(b_s - tl.max(b_s, 1)[:, None])
             b_o = tl.sum(b_p[:, :, None] * b_v[None, :, :], 1) / tl.sum(b_p, 1)[:, None]
-            p_to = (
-                p_out + (j * n + i).to(tl.int64) * (NQ * D) + ((i_kv * G + o_g) * D)[:, None] + o_d[None, :]
-            )
+            p_to = p_out + (j * n + i).to(tl.int64) * (NQ * D) + ((i_kv * G + o_g) * D)[:, None] + o_d[None, :]
             tl.store(p_to, b_o.to(tl.bfloat16), mask=(o_g < G)[:, None])
 
 
@@ -233,13 +221,7 @@ def _draw_kernel(
             # what follows from logits that are not finite is not, and ends the sequence
             tl.store(p_sums + row * width + o, tl.where(bad > 0, float("nan"), b_sum), mask=mask)
         if not IS_LAST:
-            _copy_row(
-                p_inner_table + code * inner_width,
-                p_rows + row * inner_width,
-                inner_width,
-                LANES,
-                INNER_PIECES,
-            )
+            _copy_row(p_inner_table + code * inner_width, p_rows + row * inner_width, inner_width, LANES, INNER_PIECES)
 
 
 @triton.jit
@@ -277,9 +259,9 @@ def _prompt_kernel(
     for j in tl.static_range(PIECES):
         o = j * LANES + tl.arange(0, LANES)
         mask = o < width
-        b_x = tl.load(
-            p_table + (side - 1) * width + o, mask=mask & (side > 0) & (side < VOICE), other=0.0
-        ).to(tl.float32)
+        b_x = tl.load(p_table + (side - 1) * width + o, mask=mask & (side > 0) & (side < VOICE), other=0.0).to(
+            tl.float32
+        )
         b_x += tl.load(p_voice + row * width + o, mask=mask & is_voice, other=0.0)
         b_x += tl.load(p_texts + text * width + o, mask=mask & (text >= 0), other=0.0)
         tl.store(p_rows + row * width + o, b_x, mask=mask)
@@ -297,16 +279,8 @@ def begin_frames(
     """
     n, width = rows.sums.shape
     n_codes, inner_width = inner_table.shape
-    check(
-        "frames",
-        residual.shape == (2 * n, inner_width) and into.shape[1] == width,
-        "residual [2 N, p], into [N, h]",
-    )
-    check(
-        "frames",
-        table.is_contiguous() and inner_table.is_contiguous() and past.is_contiguous(),
-        "contiguous tables",
-    )
+    check("frames", residual.shape == (2 * n, inner_width) and into.shape[1] == width, "residual [2 N, p], into [N, h]")
+    check("frames", table.is_contiguous() and inner_table.is_contiguous() and past.is_contiguous(), "contiguous tables")
     launch(
         _begin_kernel, (n,), rows_place, last_token, position, slot, done, parameters.n_prompt, rows.place, rows.slot, rows.position,
         rows.frame, rows.codes, rows.sums, past, table, inner_table, into, residual, n_codes, width, inner_width, n,
@@ -317,11 +291,7 @@ def begin_frames(
 def project_rows(parts: Tensor, bias: Tensor, out: Tensor, *, levers: Levers) -> None:
     """out = the sum of parts, in order, + bias: parts float32 [S, N, p], out float32 [N, p]."""
     n_parts, n, width = parts.shape
-    check(
-        "frames",
-        out.shape == (n, width) and parts.is_contiguous() and out.is_contiguous(),
-        f"out [{n}, {width}]",
-    )
+    check("frames", out.shape == (n, width) and parts.is_contiguous() and out.is_contiguous(), f"out [{n}, {width}]")
     launch(
         _project_kernel, (n, -(-width // 512)), parts, bias, out, width, parts.stride(0), S=n_parts, BLOCK=512, pdl=levers.pdl,
         num_warps=4,
@@ -340,11 +310,7 @@ def code_attention(
     """
     n_splits, n_rows, width = proj.shape
     n, group = slot.shape[0], heads.n_q // heads.n_kv
-    check(
-        "frames",
-        width == heads.row and not heads.is_gated and proj.is_contiguous(),
-        f"proj [S, rows, {heads.row}]",
-    )
+    check("frames", width == heads.row and not heads.is_gated and proj.is_contiguous(), f"proj [S, rows, {heads.row}]")
     check("frames", n_rows == (n if first else 2 * n), "one row a frame, two in the first pass")
     check(
         "frames",
@@ -372,9 +338,7 @@ def draw_code(
     """
     n_splits, n, n_codes = logits.shape
     width, is_last = rows.sums.shape[1], inner_table is None
-    check(
-        "frames", n_codes <= MAX_CODES and logits.is_contiguous(), f"logits [S, N, C], C at most {MAX_CODES}"
-    )
+    check("frames", n_codes <= MAX_CODES and logits.is_contiguous(), f"logits [S, N, C], C at most {MAX_CODES}")
     check("frames", is_last == (step == N_CODES - 1), "an inner table but for the last code")
     inner_width = residual.shape[1]
     launch(
@@ -388,16 +352,8 @@ def draw_code(
 def keep_past(x: Tensor, slot: Tensor, past: Tensor, *, levers: Levers) -> None:
     """past[slot[r]] = x[r], where that is not negative: x bfloat16 [N, h], slot int32 [N], past bfloat16 [slots, h]."""
     n, width = x.shape
-    check(
-        "frames",
-        x.dtype == past.dtype == torch.bfloat16 and slot.shape == (n,),
-        "bfloat16 rows, a slot for each",
-    )
-    check(
-        "frames",
-        past.shape[1] == width and x.is_contiguous() and past.is_contiguous(),
-        f"rows of width {width}",
-    )
+    check("frames", x.dtype == past.dtype == torch.bfloat16 and slot.shape == (n,), "bfloat16 rows, a slot for each")
+    check("frames", past.shape[1] == width and x.is_contiguous() and past.is_contiguous(), f"rows of width {width}")
     launch(
         _keep_kernel, (n,), x, slot, past, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
     )  # fmt: skip

@@ -274,9 +274,7 @@ def _check(
     check("gdn_decode", proj.shape[2] == n_channels + n_out + 2 * heads.n_v, "six projections in a row")
     check("gdn_decode", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
     check("gdn_decode", columns.shape[1:] == (4, n_channels), f"columns [slots, 4, {n_channels}]")
-    check(
-        "gdn_decode", states.shape[1:] == (heads.n_v, heads.v_dim, heads.k_dim), "states [slots, Hv, dv, dk]"
-    )
+    check("gdn_decode", states.shape[1:] == (heads.n_v, heads.v_dim, heads.k_dim), "states [slots, Hv, dv, dk]")
     check("gdn_decode", out.shape == (n_rows, n_out), f"out [{n_rows}, {n_out}]")
     check("gdn_decode", states[0].is_contiguous() and columns[0].is_contiguous(), "contiguous slots")
     check("gdn_decode", proj.is_contiguous() and out.is_contiguous(), "contiguous proj and out")

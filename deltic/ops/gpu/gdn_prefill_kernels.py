@@ -239,8 +239,7 @@ def gdn_solve(
         )  # fmt: skip
         # the last bit of the token is the second index joined
         b_v = tl.join(
-            tl.join(b_0.to(tl.bfloat16), b_2.to(tl.bfloat16)),
-            tl.join(b_1.to(tl.bfloat16), b_3.to(tl.bfloat16)),
+            tl.join(b_0.to(tl.bfloat16), b_2.to(tl.bfloat16)), tl.join(b_1.to(tl.bfloat16), b_3.to(tl.bfloat16))
         )
         b_v = tl.reshape(tl.permute(b_v, (0, 2, 3, 1)), [64, VALUES])
         b_u = tl.dot(tl.trans(b_v), b_t)

@@ -212,11 +212,7 @@ def narrow_config(n: int, m: int, k_slice: int, splits: int) -> Narrow:
     programs = -(-m // block_m) * splits * n_blocks
     per_sm, smallest = 2, 3 * 2 * min(64, k_slice) * (block_m + tokens)
     # programs that all run at once, or else a last wave with enough of them to keep the memory busy
-    while (
-        programs > sms * per_sm
-        and programs % (sms * per_sm) < 100
-        and smallest <= shared // (per_sm + 1) - 2048
-    ):
+    while programs > sms * per_sm and programs % (sms * per_sm) < 100 and smallest <= shared // (per_sm + 1) - 2048:
         per_sm += 1
     wanted = (128, 64, 32) if tokens <= 32 and per_sm == 2 else (64, 32)
     block_k = next(b for b in wanted if k_slice % b == 0)
@@ -269,13 +265,7 @@ def narrow_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: 
 
 
 def narrow_swiglu(
-    x: Tensor,
-    w: Matrix,
-    out: Tensor,
-    *,
-    levers: Levers,
-    gate_up: Tensor | None = None,
-    config: Narrow | None = None,
+    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, gate_up: Tensor | None = None, config: Narrow | None = None
 ) -> None:
     """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T.
 
@@ -298,9 +288,7 @@ def narrow_swiglu(
 def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
     """out = bfloat16(silu(gate) * up) in float32. gate_up: float32 or bfloat16 [T, 2F]; out: bfloat16 [T, F]."""
     n, width = out.shape
-    check(
-        "silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]"
-    )
+    check("silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]")
     check("silu_mul", out.dtype == torch.bfloat16 and out.is_contiguous(), "bfloat16 out")
     block = 1024
     launch(

@@ -56,13 +56,7 @@ class MoeScratch:
 
 
 def moe_scratch(
-    n_rows: int,
-    hidden: int,
-    n_experts: int,
-    n_per_token: int,
-    width: int,
-    shared_width: int,
-    allocate: Allocate,
+    n_rows: int, hidden: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate
 ) -> MoeScratch:
     """Workspaces for up to n_rows rows. allocate(name, size, dtype) gives a zeroed tensor."""
     f32, i32 = torch.float32, torch.int32
@@ -101,13 +95,7 @@ def largest_block(limit: int, *sizes: int) -> int:
 
 
 def check_moe(
-    x: Tensor,
-    router: Matrix,
-    gate_up: Matrix,
-    down: Matrix,
-    shared_gate_up: Matrix,
-    shared_down: Matrix,
-    k: int,
+    x: Tensor, router: Matrix, gate_up: Matrix, down: Matrix, shared_gate_up: Matrix, shared_down: Matrix, k: int
 ) -> tuple[int, int, int, int]:
     """(H, E, M, Ms) of the weights. ValueError where shapes or dtypes do not belong together."""
     hidden, n_experts, width, shared = x.shape[-1], router.n - 1, down.k, shared_down.k
@@ -130,12 +118,7 @@ def check_moe(
 def prefetch_l2(p_line):
     """Asks for the lines of these addresses to be brought into L2. Hopper's assembly: only where PDL is on."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [p_line.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -187,9 +170,7 @@ def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_acti
     b_gate = tl.zeros([o_row.shape[0]], tl.float32)
     for s in tl.static_range(S):
         o_line = (s * n_rows + o_row).to(tl.int64) * STRIDE
-        b_logits += tl.load(
-            p_logits + o_line[:, None] + o_e[None, :], mask=b_in, other=0.0, cache_modifier=".cg"
-        )
+        b_logits += tl.load(p_logits + o_line[:, None] + o_e[None, :], mask=b_in, other=0.0, cache_modifier=".cg")
         b_gate += tl.load(p_logits + o_line + E, mask=o_row < n_rows, other=0.0, cache_modifier=".cg")
     b_gate = 1.0 / (1.0 + tl.exp(-b_gate))
 
@@ -463,9 +444,7 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
         )
         if n <= 0:
             return
-        b_weight = tl.load(
-            p_weight + b_row * (SLOTS + 1) + b_slot, mask=o_n < n, other=0.0, cache_modifier=".cg"
-        )
+        b_weight = tl.load(p_weight + b_row * (SLOTS + 1) + b_slot, mask=o_n < n, other=0.0, cache_modifier=".cg")
     b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
     p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (M * H))
     p_w_tile = p_matrix + o_h[:, None] * width + o_k[None, :]
@@ -545,9 +524,7 @@ def moe_decode(
     Left out: groups of experts, biases of the router. ValueError where shapes do not belong together, KernelError for a format
     without a kernel.
     """
-    hidden, n_experts, width, shared = check_moe(
-        x, router, gate_up, down, shared_gate_up, shared_down, n_per_token
-    )
+    hidden, n_experts, width, shared = check_moe(x, router, gate_up, down, shared_gate_up, shared_down, n_per_token)
     n = x.shape[0]
     if out.dtype != torch.float32 or out.numel() != (n_per_token + 1) * n * hidden:
         raise ValueError(f"moe: out must be float32 [{n_per_token + 1}, {n}, {hidden}]")
@@ -575,9 +552,7 @@ def moe_decode(
     # an expert has a tile for every block_n of its pairs and one that is not full
     n_entries = min(n * n_per_token, n_experts + n * n_per_token // t.block_n)
     n_work = n_entries + triton.cdiv(n, t.block_n)
-    experts = dict(
-        H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **routing
-    )
+    experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **routing)
     block_f = largest_block(t.block_f, width, shared)
     launch(
         gate_up_kernel, (inner // block_f * n_work,), x, rows_of("moe", gate_up), rows_of("moe", shared_gate_up), s.logits,

@@ -31,14 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
-from deltic.ops.gpu.moe import (
-    check_moe,
-    dot,
-    largest_block,
-    logit_stride,
-    route_rows,
-    router_splits,
-)
+from deltic.ops.gpu.moe import check_moe, dot, largest_block, logit_stride, route_rows, router_splits
 from deltic.ops.gpu.weight import rows_of
 from deltic.ops.matrix import Matrix
 
@@ -73,9 +66,7 @@ def moe_prefill_scratch(
         entries=allocate("prefill expert entries", (_n_entries(n_rows, n_experts, n_per_token),), i32),
         lists=allocate("prefill expert lists", (n_experts * n_rows,), i32),
         act=allocate(
-            "prefill expert activations",
-            (_act_rows(n_rows, n_experts, n_per_token) * max(width, shared_width),),
-            bf16,
+            "prefill expert activations", (_act_rows(n_rows, n_experts, n_per_token) * max(width, shared_width),), bf16
         ),
         y=allocate("prefill expert outputs", (lines * hidden,), bf16),
     )
@@ -133,9 +124,7 @@ def prefill_router_kernel(p_x, p_w, p_logits, p_counters, p_n, n_rows,
         return
     b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for s in range(S):
-        b_sum += router_tile(
-            p_x, p_w, o_expert, o_row, n_rows, s * (H // S), H, E, H // S, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        b_sum += router_tile(p_x, p_w, o_expert, o_row, n_rows, s * (H // S), H, E, H // S, BLOCK_M, BLOCK_N, BLOCK_K)
     p_out = p_logits + o_row.to(tl.int64)[None, :] * STRIDE + o_expert[:, None]
     tl.store(p_out, b_sum, mask=(o_expert <= E)[:, None] & (o_row < n_rows)[None, :])
 
@@ -189,9 +178,7 @@ def tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E: tl.constex
 
 
 @triton.jit
-def tile_pairs(
-    p_lists, expert, first, n, n_rows, SLOTS: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def tile_pairs(p_lists, expert, first, n, n_rows, SLOTS: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr):
     """Lines of y and rows of x of BLOCK_M pairs from `first` on; row 0 behind the n in use, which is read and not stored."""
     o_m = tl.arange(0, BLOCK_M)
     if SHARED:
@@ -340,9 +327,7 @@ def moe_prefill(
     The experts' outputs are rounded to bfloat16 before they are weighted. ValueError where shapes do not belong together,
     KernelError for a format without a kernel.
     """
-    hidden, n_experts, width, shared = check_moe(
-        x, router, gate_up, down, shared_gate_up, shared_down, n_per_token
-    )
+    hidden, n_experts, width, shared = check_moe(x, router, gate_up, down, shared_gate_up, shared_down, n_per_token)
     t, c, s = x.shape[0], tiles or MoePrefillTiles(), scratch
     n_blocks, lines = t // BLOCK, t * (n_per_token + 1)
     if t % BLOCK or blocks.n.shape[0] < n_blocks or out.numel() != t * hidden:

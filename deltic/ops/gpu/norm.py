@@ -110,9 +110,7 @@ def _add_norm_kernel(
             tl.store(p_residual + o_row + o_col, pieces[j], mask=o_col < width)
     b_total = _tree_sum(b_square, LANES)
     # the multiply-add is written out: the compiler has no choice
-    b_inverse = tl.rsqrt(
-        tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps)
-    )
+    b_inverse = tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
     p_out += i_row.to(tl.int64) * width
     for j in tl.static_range(PIECES):
         b_mask = j * LANES + o_lane < width
@@ -171,11 +169,7 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
     """
     n, width = residual.shape
     check("embed", token_ids.dtype == torch.int32 and token_ids.shape == (n,), f"{n} int32 ids")
-    check(
-        "embed",
-        residual.dtype == torch.float32 and table.k == width,
-        f"table of width {width}, float32 residual",
-    )
+    check("embed", residual.dtype == torch.float32 and table.k == width, f"table of width {width}, float32 residual")
     launch(
         _embed_kernel, (n,), token_ids, rows_of("embed", table), residual, width,
         LANES=LANES, PIECES=pieces(width), num_warps=4,
@@ -201,11 +195,7 @@ def add_norm(
     n, width = residual.shape
     n_out = n if rows is None else rows.shape[0]
     check("rms_norm", residual.dtype == w.dtype == torch.float32, "float32 residual and w")
-    check(
-        "rms_norm",
-        out.dtype == torch.bfloat16 and out.shape == (n_out, width),
-        f"bfloat16 out [{n_out}, {width}]",
-    )
+    check("rms_norm", out.dtype == torch.bfloat16 and out.shape == (n_out, width), f"bfloat16 out [{n_out}, {width}]")
     check("rms_norm", w.shape == (width,), "one width")
     check("rms_norm", residual.is_contiguous() and out.is_contiguous(), "contiguous tensors")
     n_partials = 0

@@ -248,9 +248,7 @@ def collect(
             first = 0
             while first < n_tiles:
                 o_other = first + tl.arange(0, 16)
-                others = _value_of(
-                    tl.load(p_best + i * n_tiles + o_other, mask=o_other < n_tiles, other=_LOWEST)
-                )
+                others = _value_of(tl.load(p_best + i * n_tiles + o_other, mask=o_other < n_tiles, other=_LOWEST))
                 n_above += tl.sum((others[None, :] >= highs[:, None]).to(tl.int32), 1)
                 first += 16
             low = tl.max(tl.where(n_above >= k, highs, float("-inf")), 0)
@@ -448,9 +446,7 @@ def _draw_filtered(
             _l, kept = _survey(p_list, n_list, p_v, top, t, min_p, lo, best, BLOCK)
         if top_p < 1:
             aim = tl.where(is_alone, of_all, _share(kept, top_p))
-            lo, kept = _narrow(
-                p_list, n_list, p_few, p_v, top, t, min_p, lo, hi, aim, False, CAP, BLOCK, WAYS
-            )
+            lo, kept = _narrow(p_list, n_list, p_few, p_v, top, t, min_p, lo, hi, aim, False, CAP, BLOCK, WAYS)
         threshold = _threshold(kept, u24)
         before = tl.full((), 0, tl.int64)
         i_tile, at = 0, -1
@@ -467,9 +463,7 @@ def _draw_filtered(
 
 
 @triton.jit
-def _top_logprobs(
-    p_x, n_real, n_tiles, p_best, p_total, n, p_ids, p_logprobs, TILE: tl.constexpr, TILES: tl.constexpr
-):
+def _top_logprobs(p_x, n_real, n_tiles, p_best, p_total, n, p_ids, p_logprobs, TILE: tl.constexpr, TILES: tl.constexpr):
     """Writes the n likeliest of a row of raw logits, likeliest first; returns the log of the row's sum."""
     o_tile = tl.arange(0, TILES)
     best = tl.load(p_best + o_tile, mask=o_tile < n_tiles, other=_LOWEST)
@@ -527,9 +521,7 @@ def finish(
         if usable & (t > 0):
             t = tl.maximum(t, _LEAST_T)
             u24 = _uniform24(tl.load(p_seed + place), position)
-            weights = _row_total(
-                bests, tl.load(p_total + i * n_tiles + o_tile, mask=is_tile, other=0.0), top, t
-            )
+            weights = _row_total(bests, tl.load(p_total + i * n_tiles + o_tile, mask=is_tile, other=0.0), top, t)
             own = i.to(tl.int64) * n_vocab
             p_v = p_x
             if tl.load(p_special + i) != 0:
@@ -561,11 +553,7 @@ def finish(
         tl.store(p_last_token + place, token)
         tl.store(p_place_position + place, position)
         tl.store(p_done + place, is_done.to(tl.int32))
-        tl.store(
-            p_history + place.to(tl.int64) * max_len + position,
-            token,
-            mask=(token >= 0) & (position < max_len),
-        )
+        tl.store(p_history + place.to(tl.int64) * max_len + position, token, mask=(token >= 0) & (position < max_len))
 
 
 @triton.jit

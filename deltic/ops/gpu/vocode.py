@@ -57,9 +57,7 @@ def _codes_kernel(
 
 
 @triton.jit
-def _norm_kernel(
-    p_x, p_pair, plane, eps, inverse_width, C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
-):
+def _norm_kernel(p_x, p_pair, plane, eps, inverse_width, C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     _wait(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, WIDTH)
@@ -179,15 +177,11 @@ def _rows(streams: Streams, n: int) -> int:
     return n // streams.n
 
 
-def codes_embed(
-    codes: Tensor, table: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers
-) -> None:
+def codes_embed(codes: Tensor, table: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers) -> None:
     """out[n] = table[0, codes[n, 0]] + table[1, codes[n, 1]] + ...: codes int32 [N, G], clamped; table float32 [G, V, C]; out pairs [2, N, C]."""
     groups, n_codes, c = table.shape
     check(
-        "vocode",
-        codes.shape == (out.shape[1], groups) and out.shape[2] == c,
-        f"codes [N, {groups}], pairs [2, N, {c}]",
+        "vocode", codes.shape == (out.shape[1], groups) and out.shape[2] == c, f"codes [N, {groups}], pairs [2, N, {c}]"
     )
     launch(
         _codes_kernel, (codes.shape[0],), codes, table, n_codes, out, out.stride(0), streams.slot, streams.head,
@@ -199,24 +193,14 @@ def codes_embed(
 def rms_pair(x: Tensor, eps: float, out: Tensor, *, levers: Levers) -> None:
     """out = pair(x / rms(x)): x float32 [N, C], out pairs [2, N, C]. The norm's weight is in the linear behind it."""
     n, c = x.shape
-    check(
-        "vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide"
-    )
+    check("vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide")
     launch(
         _norm_kernel, (n,), x, out, out.stride(0), eps, 1.0 / c, C=c, WIDTH=next_power_of_2(c), pdl=levers.pdl, num_warps=4
     )  # fmt: skip
 
 
 def window_attention(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    out: Tensor,
-    streams: Streams,
-    ring: Ring,
-    n_heads: int,
-    *,
-    levers: Levers,
+    qkv: Tensor, cos: Tensor, sin: Tensor, out: Tensor, streams: Streams, ring: Ring, n_heads: int, *, levers: Levers
 ) -> None:
     """out = pair(softmax(q k^T / sqrt(d)) v) over each row and the ring's rows before it, rotated by their distance.
 
@@ -224,11 +208,7 @@ def window_attention(
     rows; out: pairs [2, N, A]. The rotation is that of absolute positions: only differences count.
     """
     n, d, window = qkv.shape[0], qkv.shape[1] // 3 // n_heads, cos.shape[0]
-    check(
-        "vocode",
-        cos.shape == (window, d // 2) and ring.rows == window - 1,
-        "a table and a ring of one window",
-    )
+    check("vocode", cos.shape == (window, d // 2) and ring.rows == window - 1, "a table and a ring of one window")
     check("vocode", d == next_power_of_2(d), f"a head of 16, 32, 64 ..., found {d}")
     launch(
         _window_kernel, (n, n_heads), qkv, cos, sin, out, out.stride(0), streams.slot, streams.head, streams.head.stride(0),
@@ -238,24 +218,14 @@ def window_attention(
 
 
 def depthwise_norm(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    eps: float,
-    out: Tensor,
-    streams: Streams,
-    ring: Ring,
-    *,
-    levers: Levers,
+    x: Tensor, w: Tensor, bias: Tensor, eps: float, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers
 ) -> None:
     """out = pair(LayerNorm(depthwise convolution of x)), without the norm's weight and bias.
 
     x: float32 [N, C]; w: float32 [taps, C]; bias: float32 [C]; ring: float32, the last taps - 1 rows of x; out: pairs [2, N, C].
     """
     n, c = x.shape
-    check(
-        "vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide"
-    )
+    check("vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide")
     check("vocode", w.shape[1] == c and ring.rows == w.shape[0] - 1, f"w [taps, {c}] and a ring of taps - 1")
     launch(
         _depthwise_kernel, (n,), x, w, bias, out, out.stride(0), streams.slot, streams.head, streams.head.stride(0), ring.data,
@@ -264,16 +234,10 @@ def depthwise_norm(
     )  # fmt: skip
 
 
-def wave(
-    x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers
-) -> None:
+def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers) -> None:
     """out = clamp(conv(x) + bias, -1, 1), one channel: x pairs [2, N, C]; w float32 [taps, C]; bias float32 [1]; out float32 [N]."""
     _, n, c = x.shape
-    check(
-        "vocode",
-        out.shape == (n,) and w.shape[1] == c and ring.rows == w.shape[0] - 1,
-        f"out [{n}], w [taps, {c}]",
-    )
+    check("vocode", out.shape == (n,) and w.shape[1] == c and ring.rows == w.shape[0] - 1, f"out [{n}], w [taps, {c}]")
     launch(
         _wave_kernel, (-(-n // WAVE_BLOCK),), x, x.stride(0), w, bias, out, streams.slot, streams.head, streams.head.stride(0),
         ring.data, ring.data.stride(0), ring.data.stride(1), n, _rows(streams, n), streams.n_frames, ring.index, C=c,

@@ -14,5 +14,9 @@ def rows_of(operator: str, w: Matrix) -> Tensor:
     An operator that gets a kernel for another format asks for that format before it asks here. Raises KernelError, which
     names the operator and the format, for a matrix in any format but rows.
     """
-    check(operator, w.format == ROWS, f"weights in rows of bfloat16; there is no kernel for {w.format.name}")
+    check(
+        operator,
+        w.format == ROWS,
+        f"weights in rows of bfloat16; there is no kernel for {w.format.precision} in {w.format.layout}",
+    )
     return w.rows

@@ -68,9 +68,7 @@ class Sampler:
         self._owner: list[Sequence | None] = [None] * n_places
         self._n_history = [0] * n_places
         self._arrays = {name: getattr(self.places, name).numpy() for name in self.places.__dataclass_fields__}
-        self._draw_arrays = {
-            name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__
-        }
+        self._draw_arrays = {name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__}
         self._has_lists = self._has_masks = False
 
     def record(self, program: Program, logits: torch.Tensor) -> None:

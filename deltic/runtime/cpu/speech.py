@@ -64,8 +64,8 @@ class SpeechRunner(Speaker):
         self.model.record(self.program, batch.inputs, self.memory, batch.draws, activations)
         self.workspace.sampler.record(self.program, activations.logits)
         self._warm_up()
-        operators = {**chosen(), "vocoder": f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"}
-        self.info = engine_info(plan, "cpu", canonical_decode=False, operators=operators)
+        made_by = f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"
+        self.info = engine_info(plan, "cpu", canonical_decode=False, operators=chosen() | {"vocoder": made_by})
 
     @property
     def has_half_vocoder(self) -> bool:

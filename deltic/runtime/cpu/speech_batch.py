@@ -157,10 +157,7 @@ def _predictor_draws(
     zeros = allocate("predictor zeros", (n_places + 1,), i32)
     none = zeros[:0]
     places = PlaceParameters(
-        **{
-            name: allocate(f"predictor {name}", (n_places,), f32)
-            for name in ("temperature", "top_p", "min_p")
-        },
+        **{name: allocate(f"predictor {name}", (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
         **dict.fromkeys(("repetition", "frequency", "presence"), zeros.view(f32)),
         top_k=allocate("predictor top_k", (n_places,), i32),
         seed=allocate("predictor seed", (n_places,), torch.int64),

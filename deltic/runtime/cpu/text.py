@@ -29,9 +29,7 @@ Progress = Callable[[str, float], None]
 class Runner:
     """The model on the CPU, with its memory. Not thread-safe: one engine loop owns it."""
 
-    def __init__(
-        self, plan: TextPlan, weights: Weights, progress: Progress = lambda stage, done: None
-    ) -> None:
+    def __init__(self, plan: TextPlan, weights: Weights, progress: Progress = lambda stage, done: None) -> None:
         shape = plan.shape
         self.plan = plan
         self.max_logit_rows = plan.max_logit_rows

@@ -157,9 +157,7 @@ class Compilation:
         """Has them compiled, the longest sources first."""
         self._jobs.extend(sorted(jobs, key=lambda job: -len(job.kernel.src)))
         self._n_jobs = len(jobs)
-        self._threads = [
-            threading.Thread(target=self._attend, args=(worker,), daemon=True) for worker in self._workers
-        ]
+        self._threads = [threading.Thread(target=self._attend, args=(worker,), daemon=True) for worker in self._workers]
         for thread in self._threads:
             thread.start()
 

@@ -42,9 +42,7 @@ class DeviceCopies:
     Without a GPU, the tensors are in host memory and every copy is made at once: for tests.
     """
 
-    def __init__(
-        self, pages: Sequence[Tensor], states: Sequence[Tensor], stream: torch.cuda.Stream | None
-    ) -> None:
+    def __init__(self, pages: Sequence[Tensor], states: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """pages, states: what makes up a page or a state, each tensor contiguous, with the page or slot as its first dimension.
         stream: the one of the steps; None: the tensors are not on a GPU."""
         self._parts = {"page": [_bytes(t) for t in pages], "state": [_bytes(t) for t in states]}

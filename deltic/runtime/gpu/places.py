@@ -149,11 +149,7 @@ class Places:
         p, n_prompt = sequence.request.params, sequence.n_prompt
         self._banned_until[place] = banned_until = _bans_end_until(sequence)
         ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
-        banned = (
-            [token for token in ends if token < self.n_real]
-            if p.min_tokens or p.constraint is not None
-            else []
-        )
+        banned = [token for token in ends if token < self.n_real] if p.min_tokens or p.constraint is not None else []
         if p.constraint is not None and p.constraint.think_end_id is not None:
             ends.append(p.constraint.think_end_id)  # what comes behind it is not free: nothing runs ahead
         uses_history = _counts_history(sequence)

@@ -85,9 +85,7 @@ class GpuRunner(ABC):
         self._row_sizes = _up_to(plan.max_num_seqs, ROWS)
         self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
         self._lengths = _up_to(plan.max_model_len, LENGTHS)
-        self._prefill_batch = PrefillBatch(
-            places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device
-        )
+        self._prefill_batch = PrefillBatch(places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device)
         self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
         self._prefills: dict[int, Recording] = {}
         self._tokens = [self._pinned(plan.max_num_seqs) for _ in range(N_PENDING)]
@@ -115,9 +113,7 @@ class GpuRunner(ABC):
         copies = DeviceCopies(self._pages, self._states, self.stream)
         n_units = self.plan.n_host_units
         host = np.empty((n_units, self.info.page_bytes), np.uint8) if n_units else None
-        self.tiers = Tiers(
-            copies.page, copies.state, host, copies.state_bytes, directory, disk_bytes, model, copies
-        )
+        self.tiers = Tiers(copies.page, copies.state, host, copies.state_bytes, directory, disk_bytes, model, copies)
         return self.tiers
 
     # Recording.
@@ -151,12 +147,10 @@ class GpuRunner(ABC):
 
         def body() -> None:
             logits = self._prefill_logits(n_blocks, batch.inputs)
-            draws = {
-                "draw_row": batch.draw_row,
-                "draw_place": batch.draw_place,
-                "draw_position": batch.draw_position,
-            }
-            sample(logits, self.places.n_real, **draws, **self._draw_arguments("prefill"))
+            sample(
+                logits, self.places.n_real, draw_row=batch.draw_row, draw_place=batch.draw_place,
+                draw_position=batch.draw_position, **self._draw_arguments("prefill"),
+            )  # fmt: skip
 
         return body
 

@@ -84,8 +84,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         # The last page is nobody's: rows of padding are written there.
         size = (plan.n_pages + 1, d.n_layers, 2, d.n_kv_heads, PAGE_SIZE, d.head_dim)
         self.memory = SpeechMemory(
-            pages=allocate("pages", size, torch.bfloat16),
-            past=allocate("past", (n, d.hidden_size), torch.bfloat16),
+            pages=allocate("pages", size, torch.bfloat16), past=allocate("past", (n, d.hidden_size), torch.bfloat16)
         )
         w = gpu_speech_workspace(plan, levers, allocate)
         w.decode.numbers.copy_(torch.arange(2 * n, dtype=torch.int32))

@@ -91,8 +91,10 @@ class GpuTextRunner(GpuRunner):
         row, place, position = self._undrawn.draws[:, :n]
 
         def body() -> None:
-            draws = {"draw_row": row, "draw_place": place, "draw_position": position}
-            sample(self._undrawn.logits, self.plan.n_real, **draws, **self._draw_arguments("decode"))
+            sample(
+                self._undrawn.logits, self.plan.n_real, draw_row=row, draw_place=place, draw_position=position,
+                **self._draw_arguments("decode"),
+            )  # fmt: skip
 
         return body
 
@@ -217,9 +219,7 @@ class GpuTextRunner(GpuRunner):
             prompt_logprobs(
                 logits, self.plan.n_real, device(list(range(n))), device(part), device([k] * n), device([n]), logprob, top_ids, top
             )  # fmt: skip
-            for token, value, ids, values in zip(
-                part, logprob.tolist(), top_ids.tolist(), top.tolist(), strict=True
-            ):
+            for token, value, ids, values in zip(part, logprob.tolist(), top_ids.tolist(), top.tolist(), strict=True):
                 entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
         return entries
 

@@ -117,9 +117,7 @@ class GpuVocoderStreams:
         self._chunks = dict(zip(sizes, recorded, strict=False))
         self._skims = dict(zip([f for b, f in sizes if b == 1], recorded[len(sizes) :], strict=True))
 
-    def _body(
-        self, n_streams: int, n_frames: int, run: Callable[[Tensor, Tensor, ChunkBuffers], object]
-    ) -> Body:
+    def _body(self, n_streams: int, n_frames: int, run: Callable[[Tensor, Tensor, ChunkBuffers], object]) -> Body:
         n = n_streams * n_frames * N_CODES
         slot = self._words[:n_streams]
         codes = self._words[self._batches[-1] :][:n].view(n_streams, n_frames, N_CODES)
@@ -133,9 +131,7 @@ class GpuVocoderStreams:
         Raises ValueError for a state of another model or device."""
         if state is not None and (state.dtype != torch.float32 or state.shape != (self.state_size,)):
             found = f"{state.dtype} {list(state.shape)}"
-            raise ValueError(
-                f"a vocoder state of this model and device is float32 [{self.state_size}], not {found}"
-            )
+            raise ValueError(f"a vocoder state of this model and device is float32 [{self.state_size}], not {found}")
         with torch.cuda.stream(self.stream):
             if state is None:
                 self.model.head[slot].zero_()  # what lies before the begin is never read

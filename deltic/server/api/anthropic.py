@@ -115,7 +115,9 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 PING = _event("ping")
-_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
+_DELTA = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
+)
 _DELTA_NAMES = {
     "text": (b"text_delta", b"text"), "thought": (b"thinking_delta", b"thinking"),
     "call": (b"input_json_delta", b"partial_json"), "signature": (b"signature_delta", b"signature"),

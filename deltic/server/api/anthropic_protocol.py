@@ -207,9 +207,7 @@ class MessagesRequest(CountTokensRequest):
     fallback_credit_token: Any = None
 
 
-def chat_request(
-    asked: CountTokensRequest, variables: Set[str], thinks: bool | None = False
-) -> protocol.ChatRequest:
+def chat_request(asked: CountTokensRequest, variables: Set[str], thinks: bool | None = False) -> protocol.ChatRequest:
     """The chat that a body asks for. variables: the settings of the model's template; thinks: whether it thinks where the body does
     not say (None: the operator's setting holds). Raises ApiError (400)."""
     if isinstance(asked.thread, HeldThread):

@@ -29,10 +29,7 @@ _TEXT = {
     "insert_text": {"type": "string", "description": "insert: the text."},
 }
 _OLDER_TEXT = {name: schema for name, schema in _TEXT.items() if name != "insert_text"} | {
-    "new_str": {
-        "type": "string",
-        "description": "str_replace: what stands there afterwards. insert: the text.",
-    },
+    "new_str": {"type": "string", "description": "str_replace: what stands there afterwards. insert: the text."}
 }
 _MOVED = {
     "old_path": {"type": "string", "description": "rename: the path as it is."},
@@ -60,11 +57,7 @@ _EDITOR = (
 )
 
 _TOOLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    (
-        r"bash_\d{8}",
-        "Runs a command in a bash shell that lives on between calls, and gives its output.",
-        _BASH,
-    ),
+    (r"bash_\d{8}", "Runs a command in a bash shell that lives on between calls, and gives its output.", _BASH),
     (
         r"text_editor_(20241022|20250124)",
         f"{_EDITOR}, undo_edit takes back the last change of a file.",

@@ -102,9 +102,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     info = service.admit()
     body = await read_body(request, service.config.max_body_mb)
     prepared = await service.prepare(
-        len(body),
-        lambda: _prepare(service, service.read(request, body, protocol.ChatRequest), info),
-        request,
+        len(body), lambda: _prepare(service, service.read(request, body, protocol.ChatRequest), info), request
     )
     chat = prepared.chat
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
@@ -266,10 +264,7 @@ def completion_generation(
 
 
 def requests_of(
-    service: Service,
-    asked: protocol.CompletionRequest,
-    prompts: list[str | list[int]],
-    info: engine.EngineInfo,
+    service: Service, asked: protocol.CompletionRequest, prompts: list[str | list[int]], info: engine.EngineInfo
 ) -> list[engine.Request]:
     """One request of the engine for each prompt. Raises ApiError (400)."""
     most = info.max_num_seqs + service.config.max_queue
@@ -409,9 +404,7 @@ class EchoStream(AnswerStream):
         self._writing = None
 
 
-async def collect(
-    generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer
-) -> list[answer.Message]:
+async def collect(generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer) -> list[answer.Message]:
     """The whole answer, which `said` will write: a message for each choice."""
     messages = [answer.Message() for _ in range(generation.n_choices)]
 

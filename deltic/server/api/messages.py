@@ -118,9 +118,7 @@ def _template_assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
         reasoning = message.reasoning
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
-    calls = [
-        _template_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
-    ]
+    calls = [_template_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
     if not calls and message.function_call is not None:
         calls = [_call(None, message.function_call, f"{path}.function_call")]
     return plain | ({"tool_calls": calls} if calls else {})
@@ -161,8 +159,6 @@ def _text(content: Content | None, path: str, strict: bool) -> str:
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")
         if strict and (unknown := part.keys() - {"type", "text", "cache_control"}):
-            raise bad_request(
-                f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
-            )
+            raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out")
         texts.append(text)
     return "".join(texts)

@@ -37,13 +37,7 @@ from deltic.server.chat.parser import CallDelta
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
-from deltic.server.transport import (
-    LargeResponse,
-    json_pieces,
-    json_response,
-    read_body,
-    unless_disconnected,
-)
+from deltic.server.transport import LargeResponse, json_pieces, json_response, read_body, unless_disconnected
 
 LINES = "application/x-ndjson"
 
@@ -89,9 +83,7 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
     return LargeResponse(said.body(message, generation.usage()))
 
 
-def _generation(
-    service: Service, asked: wire.Asked, info: EngineInfo, request_id: str, ticket: Ticket
-) -> Generation:
+def _generation(service: Service, asked: wire.Asked, info: EngineInfo, request_id: str, ticket: Ticket) -> Generation:
     """Raises ApiError, whose fields have this API's names."""
     options = asked.options or wire.Options()
     if options.num_ctx:
@@ -103,9 +95,7 @@ def _generation(
             check(service, completion)
             requests = requests_of(service, completion, [asked.prompt or ""], info)
             return completion_generation(service, completion, requests, None, ticket)
-        return chat_generation(
-            service, prepare_chat(service, wire.chat_request(asked), info), request_id, ticket
-        )
+        return chat_generation(service, prepare_chat(service, wire.chat_request(asked), info), request_id, ticket)
     except ApiError as error:
         raise renamed(error, _NAMES) from None
 
@@ -153,8 +143,8 @@ class LinesAnswer:
     def body(self, message: answer.Message, usage: Usage) -> bytes:
         """The whole answer."""
         calls = [_plain_call(call, call.arguments) for call in message.calls]
-        scores = message.logprobs.get("content", [])
-        logprobs = msgspec.Raw(b"".join(json_pieces(scores))) if scores else []
+        scores = message.logprobs.get("content")
+        logprobs = msgspec.Raw(b"".join(json_pieces(scores))) if scores else None
         told = self._told("".join(message.content), "".join(message.reasoning), calls, logprobs)
         return self._line(told | self._counts(usage, message.finish_reason))
 
@@ -162,9 +152,7 @@ class LinesAnswer:
         """The answer where nothing was to be said."""
         return self._line(self._told("", "", [], []) | {"done": True, "done_reason": "load"})
 
-    def _told(
-        self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: Any
-    ) -> dict[str, Any]:
+    def _told(self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: Any) -> dict[str, Any]:
         thought = {"thinking": thinking} if thinking else {}
         scores = {"logprobs": logprobs} if logprobs else {}
         if not self._is_chat:
@@ -220,9 +208,7 @@ class LinesStream(PieceStream):
 
 async def tags(service: Service, request: Request) -> ASGIApp:
     """GET /api/tags: the models that write, in Ollama's form."""
-    return json_response(
-        {"models": [_card(one, name) for one in service.server.of("text") for name in one.names]}
-    )
+    return json_response({"models": [_card(one, name) for one in service.server.of("text") for name in one.names]})
 
 
 async def running(service: Service, request: Request) -> ASGIApp:

@@ -256,9 +256,7 @@ def _message(message: Message, path: str) -> messages.Message:
     if message.role == "user":
         return messages.UserMessage(content=content)
     if message.role == "tool":
-        return messages.ToolMessage(
-            content=content, tool_call_id=message.tool_call_id, name=message.tool_name
-        )
+        return messages.ToolMessage(content=content, tool_call_id=message.tool_call_id, name=message.tool_name)
     calls = [
         messages.ToolCall(
             function=messages.CalledFunction(call.function.name, call.function.arguments or {}), id=call.id

@@ -442,9 +442,7 @@ def _generation_config(source: str, directory: Path) -> Path | None:
         return None
     path = Path(source) / GENERATION_CONFIG if Path(source).is_dir() else Path(source)
     if not path.exists():
-        raise ConfigError(
-            f"--generation-config {source}: there is no file {path}; give auto, none, or a path"
-        )
+        raise ConfigError(f"--generation-config {source}: there is no file {path}; give auto, none, or a path")
     return path
 
 
@@ -524,15 +522,11 @@ def sampling_params(
     for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(request, field) or ():
             if not 0 <= token_id < info.vocab_size:
-                raise bad_request(
-                    field, f"{token_id} is not a token id; they go from 0 to {info.vocab_size - 1}"
-                )
+                raise bad_request(field, f"{token_id} is not a token id; they go from 0 to {info.vocab_size - 1}")
     if len(request.logit_bias or ()) > MAX_BIASES:
         raise bad_request("logit_bias", f"may have at most {MAX_BIASES} entries")
     if (request.min_tokens or 0) > max_tokens:
-        raise bad_request(
-            "min_tokens", f"{request.min_tokens} is more than the answer may have ({max_tokens} tokens)"
-        )
+        raise bad_request("min_tokens", f"{request.min_tokens} is more than the answer may have ({max_tokens} tokens)")
     most_logprobs = min(config.max_logprobs, MAX_LOGPROBS, info.vocab_size)
     logprobs = _n_logprobs(request, most_logprobs)
     if (request.prompt_logprobs or 0) > most_logprobs:
@@ -590,9 +584,7 @@ def stop_strings(request: Sampling) -> list[str]:
         raise bad_request("stop", f"may have at most {MAX_STOPS} strings")
     for i, stop in enumerate(stops):
         if not stop:
-            raise bad_request(
-                f"stop[{i}]" if isinstance(request.stop, list) else "stop", "is an empty string"
-            )
+            raise bad_request(f"stop[{i}]" if isinstance(request.stop, list) else "stop", "is an empty string")
         if len(stop) > MAX_STOP_LENGTH:
             raise bad_request("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters")
     return stops
@@ -616,13 +608,9 @@ def _token_ids(param: str, ids: Any, info: EngineInfo) -> list[int]:
     try:
         checked = msgspec.convert(ids, list[int])
     except msgspec.ValidationError:
-        raise bad_request(
-            param, "expected a text, a list of texts, token ids, or a list of token id lists"
-        ) from None
+        raise bad_request(param, "expected a text, a list of texts, token ids, or a list of token id lists") from None
     if checked and not 0 <= min(checked) <= max(checked) < info.vocab_size:
-        raise bad_request(
-            param, f"has an id outside the vocabulary, which goes from 0 to {info.vocab_size - 1}"
-        )
+        raise bad_request(param, f"has an id outside the vocabulary, which goes from 0 to {info.vocab_size - 1}")
     return checked
 
 
@@ -652,9 +640,7 @@ def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     settings.pop("thinking_budget", None)  # ours, not the template's
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in settings:
-            raise bad_request(
-                f"chat_template_kwargs.{name}", "is a field of the request, not a template setting"
-            )
+            raise bad_request(f"chat_template_kwargs.{name}", "is a field of the request, not a template setting")
     given = [(f"chat_template_kwargs.{name}", name, settings[name]) for name in SWITCHES if name in settings]
     given += [(name, name, value) for name in SWITCHES if (value := getattr(request, name)) is not None]
     if request.reasoning_effort is not None:

@@ -63,9 +63,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
     info = service.admit()
     asked, prepared = await _read(service, request, lambda chat: prepare_chat(service, chat, info))
     if request.scope[TICKET].is_batch and asked.request.store is None:
-        asked.request.store = (
-            False  # a batch's answers are in its file, and would drive out those that people continue
-        )
+        asked.request.store = False  # a batch's answers are in its file, and would drive out those that people continue
     response_id = request.scope["deltic.answer_id"] = f"resp_{secrets.token_hex(24)}"
     generation = chat_generation(service, prepared, response_id, request.scope[TICKET])
     said = ResponseAnswer(response_id, asked.request, service)
@@ -98,9 +96,7 @@ async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def _read(
-    service: Service, request: Request, work: Callable[[protocol.ChatRequest], T]
-) -> tuple[Asked, T]:
+async def _read(service: Service, request: Request, work: Callable[[protocol.ChatRequest], T]) -> tuple[Asked, T]:
     """The request in a body, and `work` on the chat that it makes. Raises ApiError."""
     body = await read_body(request, service.config.max_body_mb)
     ticket: Ticket = request.scope[TICKET]
@@ -129,9 +125,7 @@ async def _read(
         history = found.history
 
     def prepare() -> tuple[Asked, T]:
-        old = [
-            (f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items
-        ]
+        old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
         try:
             done = _fitted(asked, [(place, _item(item, place)) for place, item in (*old, *new)], work)
         except ApiError as error:
@@ -151,9 +145,7 @@ async def _read(
 
 
 def _fitted(
-    asked: wire.ResponsesRequest,
-    items: list[tuple[str, wire.Item]],
-    work: Callable[[protocol.ChatRequest], T],
+    asked: wire.ResponsesRequest, items: list[tuple[str, wire.Item]], work: Callable[[protocol.ChatRequest], T]
 ) -> T:
     """`work` on the chat of these items; with truncation "auto", on that of as many of the latest turns as the context holds.
 
@@ -350,11 +342,7 @@ class ResponseAnswer(Items):
         self.n_bytes = 0
         """Of log-probabilities and text, more or less."""
         self.is_stored = asked.store is not False and bool(service.server.responses.most)
-        self._plain = _echo(asked, service) | {
-            "id": response_id,
-            "model": service.model_name,
-            "store": self.is_stored,
-        }
+        self._plain = _echo(asked, service) | {"id": response_id, "model": service.model_name, "store": self.is_stored}
         spaces = [tool for tool in asked.tools or () if tool.get("type") == "namespace"]
         self._namespaces = {
             wire.flat_name(tool.name, space.name): (space.name, tool.name)
@@ -411,8 +399,9 @@ class ResponseAnswer(Items):
 
     def fail(self, error: ApiError) -> bytes:
         """The events of an error after the first piece."""
-        said = {"code": error.code or error.kind, "message": error.message, "param": error.param}
-        written = self.end_item(is_cut=True) + self._events.event("error", **said)
+        written = self.end_item(is_cut=True)
+        kind = error.code or error.kind
+        written += self._events.event("error", code=kind, message=error.message, param=error.param)
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self._plain |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return written + self._whole("response.failed")
@@ -452,14 +441,13 @@ class ResponseAnswer(Items):
             namespace, name = self._namespaces.get(item.call.name or "", (None, item.call.name))
             plain |= {"call_id": item.call.id, "name": name, "arguments": text}
             return plain | {"namespace": namespace} if namespace else plain
-        plain |= {"role": "assistant"} if kind == "message" else {"summary": []}
-        if status == "in_progress":
-            return plain | {"content": []}
-        part = _PARTS[kind] | {"text": text}
+        part, begins = _PARTS[kind] | {"text": text}, status == "in_progress"
+        content = [] if begins else [part]
         if kind == "message":
-            return plain | {"content": [part | {"logprobs": self._logprobs}]}
-        sealed = {"encrypted_content": wire.encrypted(text)} if self._encrypts else {}
-        return plain | {"content": [part]} | sealed
+            part["logprobs"] = self._logprobs
+            return plain | {"role": "assistant", "content": content}
+        sealed = {"encrypted_content": wire.encrypted(text)} if self._encrypts and not begins else {}
+        return plain | {"summary": [], "content": content} | sealed
 
     def _take_scores(self) -> list[msgspec.Raw]:
         """Log-probabilities of what was added to the message, encoded once: they are in its part, too, which comes four times."""
@@ -502,9 +490,7 @@ def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> 
         "usage": None,
         "output": [],
     }
-    written = [
-        events.event(f"response.{name}", response=response | begun) for name in ("created", "in_progress")
-    ]
+    written = [events.event(f"response.{name}", response=response | begun) for name in ("created", "in_progress")]
     for i, item in enumerate(response["output"]):
         empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
         written.append(events.begun(i, item | empty | {"status": "in_progress"}))
@@ -574,9 +560,7 @@ class ResponseStream(PieceStream):
 
     __slots__ = ("_ended", "_said")
 
-    def __init__(
-        self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]
-    ) -> None:
+    def __init__(self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]) -> None:
         super().__init__(generation, said.add, said.begin)
         self._said = said
         self._ended = end

@@ -301,9 +301,7 @@ def parse_item(item: bytes, place: str) -> Item | Reference:
         if name not in ITEMS:
             known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
             raise bad_request("type", f"{name!r} is not supported; this server knows {known}")
-        return protocol.parse(
-            item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name]
-        )
+        return protocol.parse(item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name])
     except ApiError as error:
         raise _moved(error, lambda param: f"{place}.{param}" if param else place) from None
 
@@ -387,9 +385,7 @@ def chat_request(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> 
     )
 
 
-def flat_tools(
-    tools: list[dict[str, Any]] | None,
-) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool]]:
+def flat_tools(tools: list[dict[str, Any]] | None) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool]]:
     """(place, namespace, function) of all functions, hosted tools left out. Raises ApiError (400)."""
     for i, tool in enumerate(tools or ()):
         place = f"tools[{i}]"
@@ -450,10 +446,7 @@ def chat_tool_choice(choice: Any) -> Any:
         return {"type": "function", "function": rest}
     if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
         rest = {key: value for key, value in choice.items() if key not in ("type", "tools")}
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": rest | {"tools": [chat_tool_choice(tool) for tool in tools]},
-        }
+        return {"type": "allowed_tools", "allowed_tools": rest | {"tools": [chat_tool_choice(tool) for tool in tools]}}
     return choice
 
 
@@ -582,7 +575,5 @@ def _texts(parts: list[dict[str, Any]], place: str, by: str) -> Iterator[str]:
         if not isinstance(text, str):
             raise bad_request(f"{place}[{i}].{field}", "expected a string")
         if by not in ("assistant", "tool") and (unknown := part.keys() - _PART_FIELDS - {field}):
-            raise bad_request(
-                f"{place}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out"
-            )
+            raise bad_request(f"{place}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out")
         yield text

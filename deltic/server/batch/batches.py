@@ -20,16 +20,7 @@ from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
 from deltic.batch_lines import NO_EMBEDDINGS, PATHS
-from deltic.server.batch.file_store import (
-    KEPT_S,
-    MIN_BYTES,
-    NO_RETRY,
-    Card,
-    FileStore,
-    append,
-    private,
-    unwritable,
-)
+from deltic.server.batch.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStore, append, private, unwritable
 from deltic.server.batch.runner import Batch, BatchRunner
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
@@ -138,9 +129,7 @@ class _Form:
         """Raises ApiError (400, 409, 413, 415), OSError."""
         kind, options = parse_options_header(self._request.headers.get("content-type", ""))
         if kind != b"multipart/form-data" or b"boundary" not in options:
-            raise ApiError(
-                415, "send a form as multipart/form-data with a boundary", code="unsupported_media_type"
-            )
+            raise ApiError(415, "send a form as multipart/form-data with a boundary", code="unsupported_media_type")
         out = self._out = await self._files.in_thread(self._open)
         try:
             parser = MultipartParser(options[b"boundary"], {
@@ -168,9 +157,7 @@ class _Form:
         if purpose is None:
             raise bad_request("purpose", "is missing", "missing_field")
         if purpose != "batch":
-            raise bad_request(
-                "purpose", f"{purpose!r}: this server keeps files for batches only; use 'batch'"
-            )
+            raise bad_request("purpose", f"{purpose!r}: this server keeps files for batches only; use 'batch'")
         if unknown := self.fields.keys() - FileForm.__struct_encode_fields__:
             said = "unknown field; it is not supported, leave it out"
             raise bad_request(min(unknown), said, "unknown_field")
@@ -234,9 +221,7 @@ class _Form:
         self.n_bytes += end - start
         if self.n_bytes > MAX_FILE_BYTES:
             said = f"file: is larger than {MAX_FILE_BYTES // 1_000_000} MB"
-            raise ApiError(
-                413, said, param="file", code="file_too_large", headers={"connection": "close"} | NO_RETRY
-            )
+            raise ApiError(413, said, param="file", code="file_too_large", headers={"connection": "close"} | NO_RETRY)
         self._reserve()
         self._unwritten += data[start:end]
 

@@ -27,16 +27,7 @@ from starlette.types import ASGIApp, Message
 from deltic.batch_lines import BadLine, ForeignFile, Job, read, read_results, wait_s
 from deltic.config import ServerConfig
 from deltic.host.client import EngineClient, EngineFailed
-from deltic.server.batch.file_store import (
-    KEPT_S,
-    MIN_BYTES,
-    Card,
-    FileStore,
-    append,
-    private,
-    unwritable,
-    write_whole,
-)
+from deltic.server.batch.file_store import KEPT_S, MIN_BYTES, Card, FileStore, append, private, unwritable, write_whole
 from deltic.server.errors import ApiError
 from deltic.server.limits import BATCH, Account, Accounts
 
@@ -320,9 +311,7 @@ class BatchRunner:
             except BadLine as error:
                 errors.append(_bad(line, error.code, f"line {line}: {error}", error.param))
             except ApiError as error:
-                errors.append(
-                    _bad(line, error.code or "invalid_model", f"line {line}: {error}", "body.model")
-                )
+                errors.append(_bad(line, error.code or "invalid_model", f"line {line}: {error}", "body.model"))
             if len(errors) >= MAX_ERRORS:
                 break
         if not n_lines:
@@ -523,10 +512,7 @@ class BatchRunner:
             "raw_path": job.path.encode(),
             "root_path": "",
             "query_string": b"",
-            "headers": [
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(job.body)),
-            ],
+            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(job.body))],
             "client": None,
             "server": None,
             BATCH: account,

@@ -331,9 +331,7 @@ class Answer:
             if self.extras.usage and not self.extras.running_usage:
                 self._tail += b',"usage":null'
 
-    def body(
-        self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """The whole answer, for a LargeResponse: iterators are arrays. extra: further fields of it."""
         choices = [self._choice(index, message) for index, message in enumerate(messages)]
         told: dict[str, Any] = {"choices": choices, "usage": usage.plain()}
@@ -398,13 +396,7 @@ class ChatAnswer(Answer):
         """The chunks for a piece: one for what it adds, if anything; one that ends the choice, at its end."""
         written = b""
         delta, scores = piece.delta, piece.scores
-        if (
-            delta.content
-            or delta.reasoning
-            or delta.calls
-            or (scores and scores.token_ids)
-            or piece.token_ids
-        ):
+        if delta.content or delta.reasoning or delta.calls or (scores and scores.token_ids) or piece.token_ids:
             logprobs = self._scored(scores)
             ids = b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
             written = self._delta(piece.index, _encode(self._older(_plain_delta(delta))), logprobs, ids=ids)
@@ -435,9 +427,7 @@ class ChatAnswer(Answer):
         )  # fmt: skip
         return self._chunk(choice, more)
 
-    def body(
-        self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         if self.extras.prompts is not None:
             extra = (extra or {}) | {"prompt_token_ids": self.extras.prompts[0]}
         return super().body(messages, usage, extra)
@@ -482,13 +472,7 @@ class CompletionAnswer(Answer):
     object = "text_completion"
 
     def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        extras: Extras = NO_EXTRAS,
-        n_top: int = 0,
-        n: int = 1,
+        self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS, n_top: int = 0, n: int = 1
     ) -> None:
         """n_top: alternatives to show for each token (a prompt's entries may have more). n: choices of each prompt."""
         super().__init__(request_id, model, tokenizer, extras)
@@ -611,9 +595,7 @@ def prompt_logprobs(entries: PromptLogprobs, tokenizer: Tokenizer) -> Iterator[d
         if entry is None:
             yield None
             continue
-        ranked: list[tuple[int, float, int | None]] = [
-            (i, p, rank + 1) for rank, (i, p) in enumerate(entry.top)
-        ]
+        ranked: list[tuple[int, float, int | None]] = [(i, p, rank + 1) for rank, (i, p) in enumerate(entry.top)]
         if entry.token_id not in {token_id for token_id, _ in entry.top}:
             ranked.append((entry.token_id, entry.logprob, None))
         yield {

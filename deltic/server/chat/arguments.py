@@ -60,11 +60,7 @@ def read_calls(body: str, name: str | None, complete: bool) -> list[tuple[str, s
             arguments = read[0] if read else 0
         if arguments is None and call.keys() - _ABOUT_CALLS:
             return None  # they would be lost
-        if (
-            not isinstance(called, str)
-            or not NAME.fullmatch(called)
-            or not isinstance(arguments, dict | None)
-        ):
+        if not isinstance(called, str) or not NAME.fullmatch(called) or not isinstance(arguments, dict | None):
             return None
         calls.append((called, to_json(arguments or {})))
     return calls

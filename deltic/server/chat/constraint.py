@@ -33,9 +33,7 @@ from deltic.text import Tokenizer
 ANY = {"type": "object"}
 MAX_OWN_GRAMMAR = 16_384
 """Characters of a grammar that a request brings, and of all its terminals, written out."""
-_TERMINAL = re.compile(
-    r"(?ms)^([A-Z_][A-Z0-9_]*)(?:\[[^\]\n]*\])?\s*:(.*?)(?=^[\w\-]+(?:\[[^\]\n]*\])?\s*:|^%|\Z)"
-)
+_TERMINAL = re.compile(r"(?ms)^([A-Z_][A-Z0-9_]*)(?:\[[^\]\n]*\])?\s*:(.*?)(?=^[\w\-]+(?:\[[^\]\n]*\])?\s*:|^%|\Z)")
 _NAME = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
 _NOT_OURS = re.compile(r"(?m)<\[[\d^*]|^\w+\[[^\]\n]*(temperature|stop)\b")
 """Token ids, and options of a rule that ask for more than a mask."""
@@ -166,9 +164,7 @@ def calls_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
         if (unknown := next((name for name in names if name not in functions), None)) is not None:
             raise bad_request(f"tool_choice.{path}", f"{unknown!r} is not the name of one of the tools")
     elif choice not in (None, "auto", "none", "required"):
-        raise bad_request(
-            "tool_choice", "expected 'auto', 'none', 'required', or an object that names a function"
-        )
+        raise bad_request("tool_choice", "expected 'auto', 'none', 'required', or an object that names a function")
     if must and not names:
         raise bad_request("tool_choice", "asks for a call, and there are no tools")
     if not names or choice == "none":
@@ -188,9 +184,7 @@ def thinking_budget(chat: protocol.ChatRequest) -> int | None:
     if inner is None or inner == chat.thinking_budget:
         return chat.thinking_budget
     if chat.thinking_budget is not None:
-        raise bad_request(
-            "thinking_budget", "contradicts chat_template_kwargs.thinking_budget; give one of the two"
-        )
+        raise bad_request("thinking_budget", "contradicts chat_template_kwargs.thinking_budget; give one of the two")
     budget: int = protocol.convert(inner, protocol.Count, "chat_template_kwargs.thinking_budget")
     return budget
 
@@ -212,15 +206,11 @@ class Constrainer:
         if calls and not (asked or calls.must or calls.most or any(tool.strict for _, tool in calls.tools)):
             calls = None
         if chat.continue_final_message and (asked or (calls and calls.must)):
-            raise bad_request(
-                "continue_final_message", "an answer whose form is fixed cannot begin in the request"
-            )
+            raise bad_request("continue_final_message", "an answer whose form is fixed cannot begin in the request")
         constraint = self._formed(chat, asked, self._grammar(asked, calls), thinking)
         return self._with_words(constraint, chat)
 
-    def _formed(
-        self, chat: protocol.ChatRequest, asked: Format | None, text: str, thinking: bool
-    ) -> Constraint | None:
+    def _formed(self, chat: protocol.ChatRequest, asked: Format | None, text: str, thinking: bool) -> Constraint | None:
         """text: the grammar. Raises ApiError (400)."""
         budget = thinking_budget(chat)
         if not thinking or (budget is None and not text):
@@ -228,9 +218,7 @@ class Constrainer:
         end = self._tokenizer.encode("</think>", "parse")
         if len(end) != 1:
             param = "thinking_budget" if budget is not None else asked.path if asked else "tool_choice"
-            raise bad_request(
-                param, "not supported: this model's vocabulary has no token that ends a thought"
-            )
+            raise bad_request(param, "not supported: this model's vocabulary has no token that ends a thought")
         gap = tuple(self._tokenizer.encode("\n\n"))
         close = (*self._tokenizer.encode("\n"), *end)
         return Constraint(
@@ -313,9 +301,7 @@ class Constrainer:
         rules: list[str] = []
         starts = []
         if asked and not (calls and calls.must):
-            rules += (
-                self._tags(asked, checked) if asked.kind == "tag" else [f"format: {_format(asked, checked)}"]
-            )
+            rules += self._tags(asked, checked) if asked.kind == "tag" else [f"format: {_format(asked, checked)}"]
             starts.append("format")
         if calls:
             built = self._calls(calls, checked)
@@ -334,9 +320,7 @@ class Constrainer:
             path = f"{asked.path}.structures[{i}]"
             triggers = [trigger for trigger in dict.fromkeys(tag.triggers) if part.begin.startswith(trigger)]
             if len(triggers) != 1:
-                raise GrammarError(
-                    f"{path}.begin", "expected to begin with one of the triggers, and with no other"
-                )
+                raise GrammarError(f"{path}.begin", "expected to begin with one of the triggers, and with no other")
             try:
                 schema = clean(part.schema)
                 if checked:
@@ -421,10 +405,7 @@ def _response_format(value: Any) -> Iterator[Format]:
 
 
 def _structured(request: protocol.Sampling) -> Iterator[Format]:
-    given = {
-        f"guided_{kind}": getattr(request, f"guided_{kind}")
-        for kind in ("json", "regex", "choice", "grammar")
-    }
+    given = {f"guided_{kind}": getattr(request, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
     given |= {name: getattr(request, name) or None for name in ("grammar", "ebnf", "regex")}
     given["json_schema"] = request.json_schema
     if request.structured_outputs is not None:
@@ -481,9 +462,7 @@ def _own_grammar(asked: Format) -> str:
         raise GrammarError(asked.path, f"may have at most {MAX_OWN_GRAMMAR} characters")
     is_lark = is_lark_syntax(asked.value)
     if not is_lark and "::=" not in asked.value:
-        raise GrammarError(
-            asked.path, "is neither Lark, which has a rule `start:`, nor GBNF, which has `root ::=`"
-        )
+        raise GrammarError(asked.path, "is neither Lark, which has a rule `start:`, nor GBNF, which has `root ::=`")
     try:
         text = any_to_lark(asked.value)
     except Exception as error:  # the library's own kind, and RecursionError

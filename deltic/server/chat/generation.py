@@ -32,12 +32,7 @@ class Generation:
     )  # fmt: skip
 
     def __init__(
-        self,
-        client: EngineClient,
-        metrics: Metrics,
-        requests: list[Request],
-        choices: list[Choice],
-        ticket: Ticket,
+        self, client: EngineClient, metrics: Metrics, requests: list[Request], choices: list[Choice], ticket: Ticket
     ) -> None:
         """ticket: of the HTTP request that is answered; it learns what the answer took."""
         self._client = client

@@ -157,9 +157,7 @@ class Tool:
 class Calls:
     """The rules of the calls that an answer may make: `call` is the name of the rule of one."""
 
-    def __init__(
-        self, form: CallForm, tools: list[Tool], token: Callable[[str], str], checked: bool = True
-    ) -> None:
+    def __init__(self, form: CallForm, tools: list[Tool], token: Callable[[str], str], checked: bool = True) -> None:
         """token: the Lark of an added token of the vocabulary, or "" if it has none such. checked: each part is compiled by
         itself, to find the one that cannot be; it takes a millisecond for each. Raises GrammarError."""
         self._deadline = time.thread_time() + BUILDING_S
@@ -242,9 +240,7 @@ class Calls:
             if key not in properties and more is not True:
                 raise GrammarError(".required", f"{key!r} is not among the properties")
             value = self._value(properties.get(key, True), schema, path)
-            parts.append(
-                f"({quoted(f'<parameter={key}>' + chr(10))} {value}){'' if key in required else '?'}"
-            )
+            parts.append(f"({quoted(f'<parameter={key}>' + chr(10))} {value}){'' if key in required else '?'}")
         return self._rule(f'{quoted(f"<function={name}>" + chr(10))} {" ".join(parts)} "</function>\\n"')
 
     def _value(self, schema: Schema, root: dict[str, Any], path: str) -> str:
@@ -335,10 +331,7 @@ class Calls:
 
         def tail(*excluded: str) -> str:
             """The rule of the text up to its end."""
-            kept = [
-                f"({name} {quoted(_END)})",
-                *(f"/{regex}/" for regex in (_TWO_ENDS, _FALSE_ENDS, *excluded)),
-            ]
+            kept = [f"({name} {quoted(_END)})", *(f"/{regex}/" for regex in (_TWO_ENDS, _FALSE_ENDS, *excluded))]
             return self._rule(self._terminal(" & ~".join(kept)), options="[lazy]")
 
         whole = tail(_FALSE_START, *others)
@@ -355,7 +348,9 @@ class Calls:
 _BARE_CALL = r'\s*\{"name": "[A-Za-z0-9_.\-]+",\s*"(arguments|parameters)":(?s:.*)'
 _END = "\n</parameter>\n"
 _ENDS = r"(<\/parameter>|\n<parameter=|\n<\/function>|\n<\/tool_call>)"
-_DAY = r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DAY = (
+    r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _RAW_FORMATS = {
@@ -385,9 +380,7 @@ def _misread(branch: dict[str, Any]) -> Iterator[str]:
     kinds = value_types(branch, branch)
     if kinds & {"integer", "number"}:
         plain = branch.keys() == {"type"}
-        yield (
-            r"\s*-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?\s*<\/parameter>\n" if plain else r"\s*-?[0-9](?s:.*)"
-        )
+        yield (r"\s*-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?\s*<\/parameter>\n" if plain else r"\s*-?[0-9](?s:.*)")
     if "boolean" in kinds:
         yield r"\s*(?i:true|false)\s*<\/parameter>\n"
     if "null" in kinds:
@@ -404,13 +397,7 @@ def quoted(text: str) -> str:
 def _texts(value: Any, types: set[str], schema: Schema, root: dict[str, Any]) -> Iterator[str]:
     """How a value may be written as a parameter."""
     kind = {bool: "boolean", type(None): "null"}.get(type(value))
-    written = (
-        [value]
-        if isinstance(value, str)
-        else _SPELLED[kind]
-        if kind
-        else [json.dumps(value, ensure_ascii=False)]
-    )
+    written = [value] if isinstance(value, str) else _SPELLED[kind] if kind else [json.dumps(value, ensure_ascii=False)]
     for text in written:
         if isinstance(value, str) and types == {"string"} and not re.search(_ENDS, f"\n{text}"):
             yield text

@@ -68,9 +68,7 @@ class Meter(threading.local):
         """`n` are about to be made at once."""
         self.n_characters -= n
         if n > LARGEST or self.n_characters < 0:
-            raise TooMuch(
-                f"it makes a text of more than {LARGEST} characters, or more than {MOST_CHARACTERS} in all"
-            )
+            raise TooMuch(f"it makes a text of more than {LARGEST} characters, or more than {MOST_CHARACTERS} in all")
 
     def items(self, n: int) -> None:
         if n > MOST_ITEMS:
@@ -203,9 +201,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _metered_test(self, test: Any) -> Callable[..., bool]:
         def metered(value: Any, *others: Any) -> bool:
             self.meter.step()
-            return bool(
-                test(self.compared(value), *(self.compared(other, is_holder=True) for other in others))
-            )
+            return bool(test(self.compared(value), *(self.compared(other, is_holder=True) for other in others)))
 
         return metered
 
@@ -221,9 +217,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 elif isinstance(whole, list | tuple) and isinstance(times, int):
                     meter.items(len(whole) * max(0, times))
             if isinstance(left, int) and isinstance(right, int):
-                n_bits = (
-                    left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-                )
+                n_bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
                 if n_bits > MOST_BITS:
                     raise TooMuch(f"it makes a number of more than {MOST_BITS} bits")
         elif operator == "+" and isinstance(left, str) and isinstance(right, str):
@@ -255,9 +249,7 @@ READING_TESTS = ("eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le",
                  "upper")  # fmt: skip
 """Those of Jinja's tests that go through what they are asked about."""
 
-TEXTS = frozenset(
-    ("tojson", "string", "pprint", "urlencode", "xmlattr", "urlize", "escape", "e", "forceescape")
-)
+TEXTS = frozenset(("tojson", "string", "pprint", "urlencode", "xmlattr", "urlize", "escape", "e", "forceescape"))
 """Filters that make a text of anything."""
 
 COMPARING = frozenset(("sort", "dictsort", "min", "max", "groupby", "unique"))
@@ -291,9 +283,7 @@ def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[...,
             meter.read(value)
         if name in ITEMS and isinstance(value, str):
             meter.items(len(value))
-        if name == "sum" and not isinstance(
-            kwargs.get("start", rest[1] if len(rest) > 1 else 0), int | float
-        ):
+        if name == "sum" and not isinstance(kwargs.get("start", rest[1] if len(rest) > 1 else 0), int | float):
             raise TooMuch("it sums what is no number")
         if name == "format":
             _check_format(meter, PERCENT, str(value), [*rest, *kwargs.values()])
@@ -307,12 +297,7 @@ def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[...,
 
 
 def _check_call(
-    meter: Meter,
-    name: str,
-    text: str | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    value: Any = None,
+    meter: Meter, name: str, text: str | None, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any = None
 ) -> None:
     """Of a method or filter, how large what it makes may become. text: what it is of, if that is text; value: whatever it is.
 
@@ -328,9 +313,7 @@ def _check_call(
         separator = text if value is None else next(iter(given), "")
         n_parts = len(parts) if hasattr(parts, "__len__") else MOST_ITEMS
         meter.items(n_parts)
-        meter.characters(
-            n_parts * meter.size(separator) + (meter.size(parts) if hasattr(parts, "__len__") else 0)
-        )
+        meter.characters(n_parts * meter.size(separator) + (meter.size(parts) if hasattr(parts, "__len__") else 0))
     if text is None:
         return
     longest = max((len(other) for other in given if isinstance(other, str)), default=0)
@@ -355,9 +338,7 @@ BRACES = re.compile(r":[^{}]*(?:[0-9]{5}|\{)"), "{"
 """Widths of five digits, and those that are values, in either kind of format; and how a place in it begins."""
 
 
-def _check_format(
-    meter: Meter, kind: tuple[re.Pattern[str], str], pattern: str, given: Sequence[Any]
-) -> None:
+def _check_format(meter: Meter, kind: tuple[re.Pattern[str], str], pattern: str, given: Sequence[Any]) -> None:
     """Raises TooMuch for one that makes much: of widths, or of values that it names often."""
     wide, place = kind
     if wide.search(pattern):

@@ -94,13 +94,7 @@ class OutputParser:
         self._is_ended = self._final = False  # final: and there is no more text behind `_text`
         self._truncated = False
         self._advance: Callable[[], bool] = (
-            self._content
-            if trial
-            else self._reasoning_start
-            if thinking
-            else self._fixed
-            if fixed
-            else self._opening
+            self._content if trial else self._reasoning_start if thinking else self._fixed if fixed else self._opening
         )
         self._delta = Delta()
         self.in_reasoning = thinking
@@ -124,10 +118,7 @@ class OutputParser:
         self._n_arguments = 0
         self._value_schema: Any = None
         self._streams_value = False
-        self._is_json, self._n_quoted = (
-            False,
-            0,
-        )  # an object or array may be it; characters whose quotes were seen
+        self._is_json, self._n_quoted = (False, 0)  # an object or array may be it; characters whose quotes were seen
         self._value_begun = False
         self._n_nested = 0  # `<parameter` tags in a value that nothing closed yet
 
@@ -218,9 +209,7 @@ class OutputParser:
         end = opener = None
         n_held = 0
         if "<" in text:
-            end = markup.THINK_END.search(text) or (
-                markup.CUT_THINK_END.search(text) if self._final else None
-            )
+            end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
             if self._tools is not None and not self._is_fixed:
                 opener = markup.CALL_OPENER.search(text, 0, end.start() if end else len(text))
             if not end:
@@ -246,9 +235,7 @@ class OutputParser:
         text, trial = self._text, self._trial
         assert trial is not None
         end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
-        n_held = (
-            0 if end or self._final else markup.n_held(text, ("</think>",)) or markup.n_cut_think_end(text)
-        )
+        n_held = 0 if end or self._final else markup.n_held(text, ("</think>",)) or markup.n_cut_think_end(text)
         stop = end.start() if end else len(text) - n_held
         at = 0
         while at < stop:
@@ -386,9 +373,7 @@ class OutputParser:
         if body.startswith("{"):
             self._named = name
             return self._to_json(len(self._text) - len(body))
-        if body.startswith(markup.AFTER_NAME) or (
-            self._is_tagged and not body and self._final and not self._truncated
-        ):
+        if body.startswith(markup.AFTER_NAME) or (self._is_tagged and not body and self._final and not self._truncated):
             self._open_call(name)
             return self._to(self._function, len(self._text) - len(body))
         return self._wait_or_reject(markup.starts_any(body, markup.AFTER_NAME))
@@ -460,9 +445,7 @@ class OutputParser:
             return self._reject()
         for name, arguments in calls:
             self._open_call(name, arguments)
-        return self._to(
-            self._closing, len(text) if is_cut else at + (len(tag) if tag in markup.CLOSING else 0)
-        )
+        return self._to(self._closing, len(text) if is_cut else at + (len(tag) if tag in markup.CLOSING else 0))
 
     # The function form.
 
@@ -483,9 +466,7 @@ class OutputParser:
         if tag is not None:
             self._close_call()
             return self._to(self._closing, len(tag) if tag in markup.CLOSING else 0)
-        if markup.starts_any(text, markup.IN_FUNCTION) or (
-            self._truncated and markup.CUT_PARAMETER.match(text)
-        ):
+        if markup.starts_any(text, markup.IN_FUNCTION) or (self._truncated and markup.CUT_PARAMETER.match(text)):
             if self._final:
                 self._text = ""
                 self._end_call()
@@ -560,20 +541,14 @@ class OutputParser:
             if head is None:
                 return False if markup.is_over(text[start : start + markup.MAX_TAG]) else None
             properties = self._schema.get("properties")
-            return (
-                not properties
-                or not isinstance(properties, Mapping)
-                or markup.unquoted(head[1]) in properties
-            )
+            return not properties or not isinstance(properties, Mapping) or markup.unquoted(head[1]) in properties
         at, level, n_levels = event.start(), 0, 0
         for _ in range(8):
             closer = markup.CLOSER.match(text, at)
             if closer is None:
                 break
             this = markup.CLOSERS[closer[1]]
-            if this < level or (
-                this == level == 1 and (self._n_nested or markup.is_better(event[0], closer[0]))
-            ):
+            if this < level or (this == level == 1 and (self._n_nested or markup.is_better(event[0], closer[0]))):
                 return False  # the later one ends the value, this one something in it
             n_levels += this > level
             level, at = this, closer.end()
@@ -613,11 +588,7 @@ class OutputParser:
         """Behind a call: closing tags, however many, are the format's."""
         text = self._text.lstrip()
         n_space = len(self._text) - len(text)
-        tag = (
-            next((tag for tag in markup.CLOSING if text.startswith(tag)), "")
-            if n_space <= markup.MAX_SPACE
-            else ""
-        )
+        tag = next((tag for tag in markup.CLOSING if text.startswith(tag)), "") if n_space <= markup.MAX_SPACE else ""
         if tag:
             return self._to(self._closing, n_space + len(tag))
         if markup.starts_any(text, markup.CLOSING) and not self._final and n_space <= markup.MAX_SPACE:

@@ -92,9 +92,7 @@ def _check_levels(root: Schema) -> None:
         part = waiting.pop()
         n_levels += MAX_DEPTH if part is None else depth(part)
         if n_levels > MAX_LEVELS:
-            raise GrammarError(
-                "", f"may have at most {MAX_LEVELS} levels, together with all that references lead to"
-            )
+            raise GrammarError("", f"may have at most {MAX_LEVELS} levels, together with all that references lead to")
 
 
 def _clean(schema: Any, path: str, depth: int) -> Schema:

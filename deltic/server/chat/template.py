@@ -64,9 +64,7 @@ class ChatTemplate:
         environment.finish()
         self._tokenizer = tokenizer
         text = "".join(sources.values())
-        self.call_form: CallForm | None = (
-            "xml" if "<function=" in text else "json" if "<tool_call>" in text else None
-        )
+        self.call_form: CallForm | None = "xml" if "<function=" in text else "json" if "<tool_call>" in text else None
         """How it shows the model to write a tool call."""
         self._constants = {name: tokenizer.trust(text) for name, text in (variables or {}).items()}
         self._compiled: dict[str, jinja2.Template] = {}
@@ -79,9 +77,7 @@ class ChatTemplate:
                 self._compiled[name] = environment.from_string(tokenizer.trust(source))
                 self.reads |= jinja2.meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateSyntaxError as error:
-                raise TokenizerError(
-                    f"the chat template is not valid Jinja: line {error.lineno}: {error}"
-                ) from error
+                raise TokenizerError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from error
             except (SyntaxError, RecursionError, MemoryError) as error:  # from Python, which it becomes
                 raise TokenizerError(f"the chat template is nested too deeply ({error})") from error
         self.variables = self.reads - _OWN_VARIABLES - _GLOBALS - self._constants.keys()
@@ -131,9 +127,7 @@ class ChatTemplate:
                     template._text(compiled, template._constants | chat, is_inline=False)
                 except ApiError as error:  # one that wants other messages is none the worse
                     if isinstance(error.__cause__, TooMuch):
-                        said = (
-                            f"the chat template takes too much even for a chat of one word: {error.__cause__}"
-                        )
+                        said = f"the chat template takes too much even for a chat of one word: {error.__cause__}"
                         raise TokenizerError(said) from error
         return template
 
@@ -153,18 +147,14 @@ class ChatTemplate:
                 return cls({"default": path.read_text(encoding="utf-8")}, tokenizer, variables)
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
-        shipped = settings.get("chat_template") or read_json(directory / "chat_template.json").get(
-            "chat_template"
-        )
+        shipped = settings.get("chat_template") or read_json(directory / "chat_template.json").get("chat_template")
         if isinstance(shipped, str):
             return cls({"default": shipped}, tokenizer, variables)
         if isinstance(shipped, list):
             try:
                 named = msgspec.convert(shipped, list[_NamedTemplate])
             except msgspec.ValidationError as error:
-                raise TokenizerError(
-                    f"{directory / 'tokenizer_config.json'}: chat_template: {error}"
-                ) from error
+                raise TokenizerError(f"{directory / 'tokenizer_config.json'}: chat_template: {error}") from error
             if named:
                 return cls({entry.name: entry.template for entry in named}, tokenizer, variables)
         return None
@@ -205,9 +195,7 @@ class ChatTemplate:
         if continue_final_message:
             text, cut, _ = text.partition(CUT)
             if not cut:
-                raise bad_request(
-                    "continue_final_message", "the chat template drops the end of the last message"
-                )
+                raise bad_request("continue_final_message", "the chat template drops the end of the last message")
         if kept is None and limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
             raise protocol.prompt_too_long("messages", f"at least {n}", limit)
         return self._prompt(text, kept)
@@ -266,9 +254,7 @@ def render(
     tools = tool_schemas(chat.tools, chat.tool_choice)
     continued = bool(chat.continue_final_message)
     if continued and chat.add_generation_prompt:
-        raise bad_request(
-            "continue_final_message", "excludes add_generation_prompt: the last message goes on"
-        )
+        raise bad_request("continue_final_message", "excludes add_generation_prompt: the last message goes on")
     if continued and not isinstance(messages[-1], AssistantMessage):
         raise bad_request("continue_final_message", "needs a last message of the assistant")
     prompt = template.render(
@@ -300,9 +286,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as the checkpoints were trained on: keys in their order, no escapes, `, ` and `: ` between."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
@@ -312,6 +296,5 @@ def _raise_exception(message: str) -> None:
 def no_template() -> ApiError:
     """The answer to a chat when the checkpoint has no template."""
     return ApiError(
-        400,
-        "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+        400, "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
     )

@@ -92,12 +92,7 @@ class StreamedFile:
 
         container, subtype = _FILES[form]
         self._written = _Appended()
-        settings: dict[str, Any] = {
-            "samplerate": rate,
-            "channels": 1,
-            "format": container,
-            "subtype": subtype,
-        }
+        settings: dict[str, Any] = {"samplerate": rate, "channels": 1, "format": container, "subtype": subtype}
         if form == "mp3":
             # At a constant rate, players tell the length and find a place without the table.
             settings |= {"bitrate_mode": "CONSTANT", "compression_level": MP3_COMPRESSION}
@@ -223,9 +218,7 @@ async def decode_reference(data: bytes) -> bytes:
     if process.returncode == REFUSED:
         raise AudioError(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
     if process.returncode:
-        raise AudioError(
-            f"cannot be decoded; send {', '.join(form.lower() for form in READABLE if form != 'WAVEX')}"
-        )
+        raise AudioError(f"cannot be decoded; send {', '.join(form.lower() for form in READABLE if form != 'WAVEX')}")
     return samples
 
 

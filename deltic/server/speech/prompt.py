@@ -8,13 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from deltic.models.tts.shape import (
-    FRAME,
-    SPEAKER,
-    SpeechShape,
-    codec_side,
-    row_id,
-)
+from deltic.models.tts.shape import FRAME, SPEAKER, SpeechShape, codec_side, row_id
 from deltic.server.errors import bad_request
 from deltic.text import TRUSTED, IncrementalEncoder, Tokenizer, TokenizerError
 
@@ -96,9 +90,7 @@ class Prompter:
         texts = {"input": text, "ref_text": reference} if isinstance(text, str) else {"ref_text": reference}
         for field, part in texts.items():
             if self._tokenizer.least_tokens(part, limit) >= limit:
-                raise bad_request(
-                    field, f"has more than {limit} tokens; shorten it", "context_length_exceeded"
-                )
+                raise bad_request(field, f"has more than {limit} tokens; shorten it", "context_length_exceeded")
         # Without the white space around it a text is the same tokens wherever it stands: nothing merges with its neighbours.
         body = self._tokenizer.encode(text.strip()) if isinstance(text, str) else text.ids
         if not body:

@@ -157,9 +157,7 @@ class Manner:
     """The prompt's form: one token of text with each frame, instead of the whole text before the first."""
 
 
-def manner(
-    fields: SpeechFields, shape: SpeechShape, stored: str | None, *, streamed: bool, model: str
-) -> Manner:
+def manner(fields: SpeechFields, shape: SpeechShape, stored: str | None, *, streamed: bool, model: str) -> Manner:
     """stored: the name of the voice in the store that `fields` names, if there is one; streamed: audio leaves as it is made.
 
     Raises ApiError (400) for what this checkpoint, or a stream, cannot do.
@@ -173,14 +171,10 @@ def manner(
     speaker = None
     if shape.variant == "custom_voice":
         if voice is None:
-            raise bad_request(
-                "voice", f"is missing; one of {', '.join(sorted(shape.speakers))}", "missing_field"
-            )
+            raise bad_request("voice", f"is missing; one of {', '.join(sorted(shape.speakers))}", "missing_field")
         speaker = voice.lower()
         if speaker not in shape.speakers:
-            raise bad_request(
-                "voice", f"{voice!r} is none of {', '.join(sorted(shape.speakers))}", "voice_not_found"
-            )
+            raise bad_request("voice", f"{voice!r} is none of {', '.join(sorted(shape.speakers))}", "voice_not_found")
     elif voice is not None and stored is None:
         if shape.variant == "voice_design":
             raise bad_request("voice", f"{task} has no voices; describe one in instructions")
@@ -264,17 +258,13 @@ def _check_references(fields: SpeechFields, shape: SpeechShape, task: str, store
         if named := [name for name in given if name != "x_vector_only_mode"]:
             raise bad_request(named[0], "excludes a stored voice, which has its own")
     elif not sources and voice_name(fields) is None:
-        raise bad_request(
-            "voice", "is missing; a Base model needs ref_audio, speaker_embedding, or a stored voice"
-        )
+        raise bad_request("voice", "is missing; a Base model needs ref_audio, speaker_embedding, or a stored voice")
     if len(sources) == 2:
         raise bad_request("speaker_embedding", "excludes ref_audio; give one of the two")
     if "ref_text" in given and "ref_audio" not in given:
         raise bad_request("ref_text", "needs ref_audio, whose transcript it is")
     if "ref_audio" in given and not fields.x_vector_only_mode and not (fields.ref_text or "").strip():
-        raise bad_request(
-            "ref_text", "is missing; give the transcript of ref_audio, or x_vector_only_mode: true"
-        )
+        raise bad_request("ref_text", "is missing; give the transcript of ref_audio, or x_vector_only_mode: true")
     if fields.speaker_embedding is not None:
         check_embedding(fields.speaker_embedding, shape)
 
@@ -294,9 +284,7 @@ def _instructions(fields: SpeechFields, shape: SpeechShape, task: str, model: st
     if text and not shape.takes_instructions:
         raise bad_request("instructions", f"{model!r} takes none; leave it out")
     if not text and shape.variant == "voice_design":
-        raise bad_request(
-            "instructions", f"is missing; {task} makes the voice that it describes", "missing_field"
-        )
+        raise bad_request("instructions", f"is missing; {task} makes the voice that it describes", "missing_field")
     return text
 
 
@@ -308,9 +296,7 @@ def _language(fields: SpeechFields, shape: SpeechShape, speaker: str | None) -> 
         raise bad_request("language", f"{fields.language!r} is none of {known}") from None
 
 
-def frames_limit(
-    fields: SpeechFields, shape: SpeechShape, n_text: int | None, n_prompt: int, limit: int
-) -> int:
+def frames_limit(fields: SpeechFields, shape: SpeechShape, n_text: int | None, n_prompt: int, limit: int) -> int:
     """Codes that may be drawn. n_text: tokens to be said, if that is known yet; n_prompt: rows; limit: of rows and frames together.
 
     Raises ApiError (400) when the prompt leaves no room."""

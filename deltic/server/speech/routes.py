@@ -43,14 +43,7 @@ from deltic.server.speech.audio import (
     wav_header,
 )
 from deltic.server.speech.prompt import OpenText, Words
-from deltic.server.speech.protocol import (
-    BatchItem,
-    BatchRequest,
-    Manner,
-    SpeechFields,
-    SpeechRequest,
-    VoiceForm,
-)
+from deltic.server.speech.protocol import BatchItem, BatchRequest, Manner, SpeechFields, SpeechRequest, VoiceForm
 from deltic.server.speech.voices import Stored
 from deltic.server.transport import EventStream, json_response, let_go, read_body, unless_disconnected
 
@@ -527,9 +520,7 @@ async def list_voices(service: Service, request: Request) -> ASGIApp:
     """GET /v1/audio/voices: the speakers of the checkpoint, and voices that were uploaded."""
     speech = service.speaking()
     stored = speech.voices.all()
-    return json_response(
-        {"voices": speech.voice_names(), "uploaded_voices": [voice.card() for voice in stored]}
-    )
+    return json_response({"voices": speech.voice_names(), "uploaded_voices": [voice.card() for voice in stored]})
 
 
 async def add_voice(service: Service, request: Request) -> ASGIApp:
@@ -551,9 +542,7 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
             raise bad_request("speaker_embedding", "expected a JSON list of numbers") from None
         speech_protocol.check_embedding(vector, speech.prompts.shape)
     ticket: Ticket = request.scope[TICKET]
-    adding = speech.voices.add(
-        asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector, ticket.owner
-    )
+    adding = speech.voices.add(asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector, ticket.owner)
     voice = await unless_disconnected(request.receive, _in_time(ticket, adding))
     return json_response({"success": True, "voice": voice.card()})
 

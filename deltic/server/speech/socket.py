@@ -62,9 +62,7 @@ async def converse(server: Server, access: Access, socket: WebSocket, note: Note
         ticket.account = access.check_socket(socket)
         server.admit_speech()
         if server.n_sockets >= MAX_SOCKETS:
-            raise ApiError(
-                429, f"{MAX_SOCKETS} WebSockets are open, as many as may be", code="too_many_sockets"
-            )
+            raise ApiError(429, f"{MAX_SOCKETS} WebSockets are open, as many as may be", code="too_many_sockets")
     except ApiError as error:
         await socket.send_denial_response(error_response(error, socket.scope))
         return
@@ -164,9 +162,7 @@ class _Conversation:
         if text is None:
             raise bad_request(None, "expected a JSON object as a text message")
         if text.count("[") + text.count("{") > MAX_CONTAINERS:
-            raise bad_request(
-                None, f"the message has more than {MAX_CONTAINERS} brackets", "too_many_containers"
-            )
+            raise bad_request(None, f"the message has more than {MAX_CONTAINERS} brackets", "too_many_containers")
         taken: ClientMessage = await self._service.prepare(
             len(text),
             lambda: protocol.parse(text.encode(), ClientMessage),  # type: ignore[arg-type]
@@ -182,9 +178,7 @@ class _Conversation:
         if isinstance(taken, InputText):
             n_held = self._text.n_characters if self._text else self._splitter.n_held
             if len(taken.text) + n_held > MAX_WAITING:
-                raise bad_request(
-                    "text", f"more than {MAX_WAITING} characters before an end; send input.done"
-                )
+                raise bad_request("text", f"more than {MAX_WAITING} characters before an end; send input.done")
             if self._is_open:
                 await self._write(taken.text, config)
             else:
@@ -378,8 +372,7 @@ _CLOSERS = "[\"'”’»)\\]」』）】]*+"
 _SENTENCE = rf"[.!?…]++{_CLOSERS}(?=\s)|[。！？｡।॥؟]++{_CLOSERS}(?=.)|\n+"
 _CLAUSE = rf"[,;:—]++{_CLOSERS}(?=\s)|[，、；：،]++{_CLOSERS}(?=.)"
 _NO_END = re.compile(
-    r"(?:^|[\s(\"'])(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|no|fig|e\.g|i\.e|approx|[^\W\d_]|\d{1,3})\.$",
-    re.IGNORECASE,
+    r"(?:^|[\s(\"'])(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|no|fig|e\.g|i\.e|approx|[^\W\d_]|\d{1,3})\.$", re.IGNORECASE
 )
 """Ends of text whose point ends no sentence: abbreviations, initials, numbers of a list."""
 
@@ -397,9 +390,7 @@ class Splitter:
         self.n_held = 0
         """Characters that are in no part yet."""
         self._sentence = None if granularity == "none" else re.compile(_SENTENCE, re.DOTALL)
-        self._any = (
-            re.compile(f"{_SENTENCE}|{_CLAUSE}", re.DOTALL) if granularity == "clause" else self._sentence
-        )
+        self._any = re.compile(f"{_SENTENCE}|{_CLAUSE}", re.DOTALL) if granularity == "clause" else self._sentence
 
     def push(self, text: str) -> list[str]:
         """The parts that are certain now, without the white space around them."""

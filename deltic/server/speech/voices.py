@@ -137,13 +137,7 @@ class VoiceStore:
         return sorted(self._stored.values(), key=lambda voice: voice.name)
 
     async def add(
-        self,
-        name: str,
-        consent: str,
-        ref_text: str,
-        audio: bytes | None,
-        vector: list[float] | None,
-        owner: str = "",
+        self, name: str, consent: str, ref_text: str, audio: bytes | None, vector: list[float] | None, owner: str = ""
     ) -> Stored:
         """Encodes and keeps a voice, of audio as it was uploaded or of a speaker's vector. name: as VoiceForm has it, so that it
         can be a file's; owner: the name of the key that asks. Raises ApiError."""
@@ -203,9 +197,7 @@ class VoiceStore:
 
     def _check_name(self, name: str) -> None:
         if self.find(name):
-            raise ApiError(
-                409, f"name: there is a voice {name!r}; delete it first", param="name", code="voice_exists"
-            )
+            raise ApiError(409, f"name: there is a voice {name!r}; delete it first", param="name", code="voice_exists")
         most = MAX_STORED if self._files else MAX_IN_MEMORY
         if len(self._stored) >= most:
             said = f"{most} voices are stored, as many as may be" + (
@@ -285,9 +277,7 @@ class VoiceStore:
             if (known := await self._ask_if_known(key)) is not None:
                 return known
             samples = await self._decode(data, "ref_audio")
-            return await self._ask(
-                EncodeVoice(key=key, samples=samples, needs_codes=needs_codes), "ref_audio"
-            )
+            return await self._ask(EncodeVoice(key=key, samples=samples, needs_codes=needs_codes), "ref_audio")
 
         return await self._in_turn(make)
 
