@@ -62,8 +62,15 @@ Event = tuple[str, Row, list[int]]
 """What happened to a request, in order: "asked", "computed" (its prompt) or "answered"; its row; token ids."""
 
 QUICK: Row = {
-    "sessions": 2, "parallel": 2, "turns": 6, "max_tokens": 2048, "gap": 0.1, "off": True, "cold_rounds": 1, "cold_lengths": [512],
-}  # fmt: skip
+    "sessions": 2,
+    "parallel": 2,
+    "turns": 6,
+    "max_tokens": 2048,
+    "gap": 0.1,
+    "off": True,
+    "cold_rounds": 1,
+    "cold_lengths": [512],
+}
 POOLS_SHARE = 0.6
 """Of the free memory, which the pools of the run "all" may take."""
 
@@ -123,9 +130,18 @@ class Replay:
     """One replay of a trace on one engine."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, trace: Trace, *, n_parallel: int = 4, gap_s: float = 0.0,
-        own: bool = False, ignore_eos: bool = True, on_turn: Callable[[Row], None] = lambda row: None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        trace: Trace,
+        *,
+        n_parallel: int = 4,
+        gap_s: float = 0.0,
+        own: bool = False,
+        ignore_eos: bool = True,
+        on_turn: Callable[[Row], None] = lambda row: None,
+    ) -> None:
         """gap_s: mean time between two sessions' arrivals. own: the model's answers become the history, as the parser
         reads them; else the recorded ones. ignore_eos: answers are as long as the trace says."""
         self._engine = engine
@@ -188,10 +204,14 @@ class Replay:
         session.request, session.message, session.answer_ids = prepared, AnswerMessage(), []
         session.choice = Choice(0, self._tokenizer, stops=[], parser=parser)
         session.row = {
-            "session": session.conversation.number, "turn": turn.number, "kind": turn.kind, "at_s": prepared.at - self._begin,
-            "prompt_tokens": len(ids), "cached_tokens": 0,
+            "session": session.conversation.number,
+            "turn": turn.number,
+            "kind": turn.kind,
+            "at_s": prepared.at - self._begin,
+            "prompt_tokens": len(ids),
+            "cached_tokens": 0,
             "n_others": sum(other.request is not None for other in self._live.values()) - 1,
-        }  # fmt: skip
+        }
         self._events.append(("asked", session.row, ids))
         params = SamplingParams(max_tokens=turn.n_answer, temperature=1.0, seed=turn.seed, ignore_eos=self._ignore_eos)
         self._engine.add(Request(id=name, prompt_ids=ids, params=params, boundaries=prepared.prompt.boundaries))
@@ -255,7 +275,7 @@ def summarise(rows: Sequence[Row]) -> Row:
     total = {
         name: sum(row[name] for row in rows)
         for name in ("prompt_tokens", "cached_tokens", "best_tokens", "best_exact_tokens", "best_waiting_tokens")
-    }  # fmt: skip
+    }
     lost: dict[str, int] = defaultdict(int)
     for row in rows:
         lost[row["kind"]] += row["best_tokens"] - row["cached_tokens"]
@@ -274,7 +294,7 @@ def summarise(rows: Sequence[Row]) -> Row:
         "ttft_fit": fit_ttft(
             [(row["prompt_tokens"] - row["cached_tokens"], row["prompt_tokens"], row["ttft_s"]) for row in rows]
         ),
-    }  # fmt: skip
+    }
 
 
 class Bench:
@@ -309,9 +329,12 @@ class Bench:
         gc.collect()  # the last run's pools
         arguments, n_sessions = self.arguments, self.arguments.sessions
         llm = LLM(
-            **self.engine, **settings, max_num_seqs=arguments.parallel, max_model_len=self.max_tokens,
+            **self.engine,
+            **settings,
+            max_num_seqs=arguments.parallel,
+            max_model_len=self.max_tokens,
             cache_host_gb=arguments.host_gb,
-        )  # fmt: skip
+        )
         assert llm._template is not None
         reuse = TextColumn("{task.fields[reuse]}")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), reuse)
@@ -326,9 +349,16 @@ class Bench:
                 progress.update(task, advance=1, reuse=f"{n_cached / n_prompt:.1%} reused")
 
             replay = Replay(
-                llm._engine, llm.tokenizer, llm._template, self.trace, n_parallel=arguments.parallel, gap_s=arguments.gap,
-                own=self.own, ignore_eos=self.ignore_eos, on_turn=on_turn,
-            )  # fmt: skip
+                llm._engine,
+                llm.tokenizer,
+                llm._template,
+                self.trace,
+                n_parallel=arguments.parallel,
+                gap_s=arguments.gap,
+                own=self.own,
+                ignore_eos=self.ignore_eos,
+                on_turn=on_turn,
+            )
             begin = time.perf_counter()
             rows = replay.run(n_sessions)
             wall_s = time.perf_counter() - begin
@@ -413,10 +443,16 @@ def cold_summary(rows: Sequence[Row]) -> list[Row]:
         of = [row for row in rows if row["length"] == length]
         ratios = [row["on_s"] / row["off_s"] for row in of]
         found.append(
-            {"length": length, "n": len(of), "on_s": statistics.median(row["on_s"] for row in of),
-             "off_s": statistics.median(row["off_s"] for row in of), "ratio": statistics.median(ratios),
-             "ratio_min": min(ratios), "ratio_max": max(ratios)}
-        )  # fmt: skip
+            {
+                "length": length,
+                "n": len(of),
+                "on_s": statistics.median(row["on_s"] for row in of),
+                "off_s": statistics.median(row["off_s"] for row in of),
+                "ratio": statistics.median(ratios),
+                "ratio_min": min(ratios),
+                "ratio_max": max(ratios),
+            }
+        )
     return found
 
 
@@ -458,9 +494,14 @@ def show(result: Row, console: Console) -> None:
         cold.add_column(head, justify="right")
     for row in result["cold"]:
         cold.add_row(
-            str(row["length"]), f"{row['on_s'] * 1e3:,.1f} ms", f"{row['off_s'] * 1e3:,.1f} ms", f"[bold]{row['ratio']:.3f}",
-            f"{row['ratio_min']:.3f}", f"{row['ratio_max']:.3f}", str(row["n"]),
-        )  # fmt: skip
+            str(row["length"]),
+            f"{row['on_s'] * 1e3:,.1f} ms",
+            f"{row['off_s'] * 1e3:,.1f} ms",
+            f"[bold]{row['ratio']:.3f}",
+            f"{row['ratio_min']:.3f}",
+            f"{row['ratio_max']:.3f}",
+            str(row["n"]),
+        )
     if result["cold"]:
         console.print(cold)
 
@@ -477,9 +518,12 @@ def draw(result: Row, path: Path) -> None:
         medians = [statistics.median(row["ttft_s"] for row in turns[turn]) for turn in at]
         by_turn.plot(at, medians, color=color, label=run["label"])
         by_new.scatter(
-            [row["prompt_tokens"] - row["cached_tokens"] for row in run["rows"]], [row["ttft_s"] for row in run["rows"]],
-            s=8, color=color, alpha=0.6,
-        )  # fmt: skip
+            [row["prompt_tokens"] - row["cached_tokens"] for row in run["rows"]],
+            [row["ttft_s"] for row in run["rows"]],
+            s=8,
+            color=color,
+            alpha=0.6,
+        )
 
         def share(name: str, turns: dict[int, list[Row]] = turns, at: list[int] = at) -> list[float]:
             return [sum(r[name] for r in turns[t]) / sum(r["prompt_tokens"] for r in turns[t]) for t in at]
@@ -492,10 +536,16 @@ def draw(result: Row, path: Path) -> None:
     reuse.set(title="share of the prompt that was reused", xlabel="turn", ylim=(0, 1.02))
     names = [str(row["length"]) for row in result["cold"]]
     cold.errorbar(
-        names, [row["ratio"] for row in result["cold"]],
-        yerr=[[row["ratio"] - row["ratio_min"] for row in result["cold"]], [row["ratio_max"] - row["ratio"] for row in result["cold"]]],
-        marker="o", linestyle="none", capsize=4,
-    )  # fmt: skip
+        names,
+        [row["ratio"] for row in result["cold"]],
+        yerr=[
+            [row["ratio"] - row["ratio_min"] for row in result["cold"]],
+            [row["ratio_max"] - row["ratio"] for row in result["cold"]],
+        ],
+        marker="o",
+        linestyle="none",
+        capsize=4,
+    )
     cold.axhline(1.0, color="black", linewidth=0.8)
     cold.set(title="cold prompts: time with the cache over without", xlabel="prompt tokens")
     for axis in (by_turn, by_new, reuse, cold):

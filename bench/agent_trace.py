@@ -229,9 +229,13 @@ class Conversation:
             n_left -= n_left // 2
         if r.random() < USER_SHARE:
             return Turn(
-                self._n_turns, kind, n_answer, r.getrandbits(32),
-                answer | {"content": self._text("prose", n_left)}, [self._user()],
-            )  # fmt: skip
+                self._n_turns,
+                kind,
+                n_answer,
+                r.getrandbits(32),
+                answer | {"content": self._text("prose", n_left)},
+                [self._user()],
+            )
         is_file = r.random() < FILE_SHARE
         name = "read_file" if is_file else r.choice(("bash", "search", "edit_file", "list_files"))
         arguments = {"path": self._writer.path(), "text": self._text("code", n_left // 2)}

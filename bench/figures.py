@@ -53,30 +53,48 @@ SPEECH_ROUND = (
 
 PLANS = {
     "cpu": (
-        Step("peers", 34, (
-            "python -m bench.peers --n 1,16 --prefill 512 --rounds 5 --minutes {peer_minutes} --env {peers}/env --models {peers}/models --out {out}",
-        )),
+        Step(
+            "peers",
+            34,
+            (
+                "python -m bench.peers --n 1,16 --prefill 512 --rounds 5 --minutes {peer_minutes} --env {peers}/env --models {peers}/models --out {out}",
+            ),
+        ),
         Step("serve", 1, ("python -m deltic bench serve --n 1,4,16 --requests-per-n 32 --no-plot --out {out}",) * 3),
         Step("served", 3, ("python -m bench.served --out {out}",)),
-        Step("start", 2, (
-            "python -m bench.start --out {out}",
-            "python -m bench.start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --starts 1 --out {scratch}",
-            "python -m bench.start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --out {out}",
-        )),
+        Step(
+            "start",
+            2,
+            (
+                "python -m bench.start --out {out}",
+                "python -m bench.start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --starts 1 --out {scratch}",
+                "python -m bench.start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --out {out}",
+            ),
+        ),
         Step("quality", 1, ("python -m deltic bench quality --out {out}",)),
         Step("speech", 5, SPEECH_ROUND * 2),
         Step("host", 2, ("python -m bench.host --out {out}",) * 3),
-        Step("prefix", 5, (
-            "python -m bench.prefix --dummy qwen3.5-0.8b --quantize int8 --rounds 3 --out {out}",
-            "python -m bench.prefix --items system,repeat,short --rounds 3 --out {out}",
-        )),
-        Step("stalls", 3, (
-            "python -m bench.stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2 --out {out}",
-        )),
-        Step("agent", 7, (
-            "python -m bench.agent --dummy qwen3.5-0.8b --quantize int8 --sessions 3 --parallel 3 --max-tokens 12000 "
-            "--memory-share 0.25 --cold-rounds 0 --out {out}",
-        )),
+        Step(
+            "prefix",
+            5,
+            (
+                "python -m bench.prefix --dummy qwen3.5-0.8b --quantize int8 --rounds 3 --out {out}",
+                "python -m bench.prefix --items system,repeat,short --rounds 3 --out {out}",
+            ),
+        ),
+        Step(
+            "stalls",
+            3,
+            ("python -m bench.stalls --dummy qwen3.5-0.8b --quantize int8 --targets 400,0 --prompts 2 --out {out}",),
+        ),
+        Step(
+            "agent",
+            7,
+            (
+                "python -m bench.agent --dummy qwen3.5-0.8b --quantize int8 --sessions 3 --parallel 3 --max-tokens 12000 "
+                "--memory-share 0.25 --cold-rounds 0 --out {out}",
+            ),
+        ),
     ),
     "gpu-text": (
         Step("0.8b", 1.5, (f"python -m deltic bench gpu {GPU_SMALL} {GPU_FLAGS}",)),
@@ -84,28 +102,44 @@ PLANS = {
         Step("35b-a3b", 2.5, (f"python -m deltic bench gpu {GPU_35B} {GPU_FLAGS}",)),
     ),
     "gpu-more": (
-        Step("start", 3, (
-            "python -m deltic warmup", "python -m deltic warmup --dummy qwen3.5-0.8b", f"python -m deltic warmup {GPU_35B}",
-            "python -m bench.start --starts 3 --out {out}",
-            "python -m bench.start --dummy qwen3.5-0.8b --starts 3 --out {out}",
-            f"python -m bench.start {GPU_35B} --starts 3 --out {{out}}",
-        )),
-        Step("constrained", 3.5, (
-            f"python -m bench.gpu.constrained {GPU_SMALL} --n 16,64 --out {{out}}",
-            f"python -m bench.gpu.constrained {GPU_27B} --n 16,64 --out {{out}}",
-        )),
+        Step(
+            "start",
+            3,
+            (
+                "python -m deltic warmup",
+                "python -m deltic warmup --dummy qwen3.5-0.8b",
+                f"python -m deltic warmup {GPU_35B}",
+                "python -m bench.start --starts 3 --out {out}",
+                "python -m bench.start --dummy qwen3.5-0.8b --starts 3 --out {out}",
+                f"python -m bench.start {GPU_35B} --starts 3 --out {{out}}",
+            ),
+        ),
+        Step(
+            "constrained",
+            3.5,
+            (
+                f"python -m bench.gpu.constrained {GPU_SMALL} --n 16,64 --out {{out}}",
+                f"python -m bench.gpu.constrained {GPU_27B} --n 16,64 --out {{out}}",
+            ),
+        ),
         Step("soak", 1.7, ("python -m bench.soak --minutes 1.2 --out {out}",)),
     ),
     "gpu-speech": (
         Step("1.7b", 3.5, ("python -m bench.gpu.speech --n 1,16 --out {out}",)),
-        Step("0.6b", 2, (
-            "python -m deltic bench speech --dummy qwen3-tts-0.6b --n 1,16,64 --poisson 40 --duration 12 --warmup 2 --no-plot --out {out}",
-        )),
-        Step("soak", 2, (
-            'python -m bench.soak --speech --minutes 1.2 --serve-args "--dummy qwen3-tts-1.7b" --out {out}',
-        )),
+        Step(
+            "0.6b",
+            2,
+            (
+                "python -m deltic bench speech --dummy qwen3-tts-0.6b --n 1,16,64 --poisson 40 --duration 12 --warmup 2 --no-plot --out {out}",
+            ),
+        ),
+        Step(
+            "soak",
+            2,
+            ('python -m bench.soak --speech --minutes 1.2 --serve-args "--dummy qwen3-tts-1.7b" --out {out}',),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def chosen(plan: Sequence[Step], only: str, skip: str) -> list[Step]:
@@ -139,9 +173,13 @@ def run(steps: Sequence[Step], arguments: argparse.Namespace, out: Path, scratch
             missed.append(step.name)
             continue
         words = {
-            "out": out, "scratch": scratch, "peers": arguments.peers, "published": arguments.published,
-            "threads": os.cpu_count(), "peer_minutes": f"{min(left, step.minutes) - 1:g}",
-        }  # fmt: skip
+            "out": out,
+            "scratch": scratch,
+            "peers": arguments.peers,
+            "published": arguments.published,
+            "threads": os.cpu_count(),
+            "peer_minutes": f"{min(left, step.minutes) - 1:g}",
+        }
         for text in step.commands:
             command = [part.format(**words) for part in shlex.split(text)]
             command[0] = sys.executable if command[0] == "python" else command[0]
@@ -171,21 +209,28 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--out", help="directory of the results (default: bench/runs/<date>-<machine>)")
     add("--commit", help="which commit this is, where there is no git to ask")
     add("--dirty", action="store_true", help="run with uncommitted changes; no table will have the results")
-    add("--peers", default="bench/.peers", metavar="DIR", help="environment and models of bench.peers, made if missing")  # fmt: skip
-    add("--published", default="/tmp/qwen-tts/bin/python", help="Python that has qwen-tts; see bench/speech/published.py")  # fmt: skip
+    add("--peers", default="bench/.peers", metavar="DIR", help="environment and models of bench.peers, made if missing")
+    add(
+        "--published",
+        default="/tmp/qwen-tts/bin/python",
+        help="Python that has qwen-tts; see bench/speech/published.py",
+    )
     arguments = parser.parse_args(given)
     try:
         steps = chosen(PLANS[arguments.plan], arguments.only, arguments.skip)
     except ValueError as error:
         parser.error(str(error))
     if code().get("modified") and not arguments.dirty:
-        print("bench.figures: the tree has uncommitted changes; commit them, or try out with --dirty", file=sys.stderr)  # fmt: skip
+        print("bench.figures: the tree has uncommitted changes; commit them, or try out with --dirty", file=sys.stderr)
         return 1
     out = runs_directory(arguments.out).absolute()
     print(f"{sum(step.minutes for step in steps):g} minutes expected, results in {out}", flush=True)
     with tempfile.TemporaryDirectory(prefix="deltic-figures-") as scratch:
         missed = run(steps, arguments, out, Path(scratch))
-    print(f"not taken: {', '.join(dict.fromkeys(missed))}" if missed else "all taken; now python -m bench.tables", flush=True)  # fmt: skip
+    print(
+        f"not taken: {', '.join(dict.fromkeys(missed))}" if missed else "all taken; now python -m bench.tables",
+        flush=True,
+    )
     return 1 if missed else 0
 
 

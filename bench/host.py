@@ -137,10 +137,16 @@ def main() -> None:
         http, tok_s = asyncio.run(server_us(n, 5.0))
         rows.append(
             {
-                "n": n, "engine_host_us": host, "step_us": step, "step_call_each_us": calls, "step_anew_us": anew,
-                "server_us_a_token": http, "served_tok_s": tok_s, "host_us_a_sequence": host / n + http,
+                "n": n,
+                "engine_host_us": host,
+                "step_us": step,
+                "step_call_each_us": calls,
+                "step_anew_us": anew,
+                "server_us_a_token": http,
+                "served_tok_s": tok_s,
+                "host_us_a_sequence": host / n + http,
             }
-        )  # fmt: skip
+        )
         print(json.dumps({name: round(value, 1) for name, value in rows[-1].items()}), flush=True)
     path = runs_directory(arguments.out) / f"host-{now():%H%M%S}.json"
     head = {"bench": "host", "date": now().isoformat(), "machine": machine(), "code": code()}

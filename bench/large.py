@@ -42,27 +42,54 @@ def requests(context: int) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]
     }
     chat, text, tokens = "/v1/chat/completions", "/v1/completions", "/tokenize"
     return {
-        "n = 16, 20 alternatives": (chat, lambda: {"messages": MESSAGES, "n": 16, "logprobs": True, "top_logprobs": 20, **long}),
+        "n = 16, 20 alternatives": (
+            chat,
+            lambda: {"messages": MESSAGES, "n": 16, "logprobs": True, "top_logprobs": 20, **long},
+        ),
         "the same, a completion": (text, lambda: {"prompt": "Once", "n": 16, "logprobs": 20, **long}),
         "the same, streamed": (text, lambda: {"prompt": "Once", "n": 16, "logprobs": 20, "stream": True, **long}),
         "n = 16": (chat, lambda: {"messages": MESSAGES, "n": 16, **long}),
-        "a prompt's 20 alternatives": (text, lambda: {"prompt": (ids * 40)[: context - 10], "prompt_logprobs": 20, "max_tokens": 1}),
-        "a prompt's, echoed": (text, lambda: {"prompt": (ids * 40)[: context - 10], "logprobs": 20, "echo": True, "max_tokens": 1}),
-        "a prompt's, streamed": (text, lambda: {"prompt": (ids * 40)[: context - 10], "logprobs": 20, "echo": True, "max_tokens": 1, "stream": True}),
+        "a prompt's 20 alternatives": (
+            text,
+            lambda: {"prompt": (ids * 40)[: context - 10], "prompt_logprobs": 20, "max_tokens": 1},
+        ),
+        "a prompt's, echoed": (
+            text,
+            lambda: {"prompt": (ids * 40)[: context - 10], "logprobs": 20, "echo": True, "max_tokens": 1},
+        ),
+        "a prompt's, streamed": (
+            text,
+            lambda: {
+                "prompt": (ids * 40)[: context - 10],
+                "logprobs": 20,
+                "echo": True,
+                "max_tokens": 1,
+                "stream": True,
+            },
+        ),
         "a response's": ("/v1/responses", lambda: response),
         "a response's, streamed": ("/v1/responses", lambda: response | {"stream": True}),
         "Ollama's": ("/api/chat", lambda: ollama),
-        "32 prompts": (text, lambda: {"prompt": [[i, *(ids * 40)[: half]] for i in range(100, 132)], "max_tokens": 16}),
+        "32 prompts": (text, lambda: {"prompt": [[i, *(ids * 40)[:half]] for i in range(100, 132)], "max_tokens": 16}),
         "/tokenize of words": (tokens, lambda: {"prompt": "one two " * (BODY_CHARACTERS // 8)}),
         "/tokenize of digits": (tokens, lambda: {"prompt": "1234567890" * (BODY_CHARACTERS // 10)}),
-        "/tokenize with texts": (tokens, lambda: {"prompt": "one two " * (BODY_CHARACTERS // 8), "return_token_strs": True}),
-        "/tokenize of Chinese": (tokens, lambda: {"prompt": "".join(chr(0x4E00 + i * 7 % 20_000) for i in range(BODY_CHARACTERS // 6))}),
+        "/tokenize with texts": (
+            tokens,
+            lambda: {"prompt": "one two " * (BODY_CHARACTERS // 8), "return_token_strs": True},
+        ),
+        "/tokenize of Chinese": (
+            tokens,
+            lambda: {"prompt": "".join(chr(0x4E00 + i * 7 % 20_000) for i in range(BODY_CHARACTERS // 6))},
+        ),
         "/tokenize of one letter": (tokens, lambda: {"prompt": "a" * BODY_CHARACTERS}),
         "/tokenize of spaces": (tokens, lambda: {"prompt": " " * BODY_CHARACTERS}),
         "/detokenize": ("/detokenize", lambda: {"tokens": [1000 + i % 500 for i in range(490_000)]}),
-        "a chat that is too long": (chat, lambda: {"messages": [{"role": "user", "content": "one two " * (BODY_CHARACTERS // 8)}]}),
+        "a chat that is too long": (
+            chat,
+            lambda: {"messages": [{"role": "user", "content": "one two " * (BODY_CHARACTERS // 8)}]},
+        ),
         "many messages": (chat, lambda: {"messages": MESSAGES * 95_000}),
-    }  # fmt: skip
+    }
 
 
 class Pulse(threading.Thread):

@@ -197,22 +197,26 @@ class Workload:
         table = _packed(v, h, format_of("sensitive", self.quantize))
         a_row = table.n_bytes / v
         yield self.case(
-            "embed", f"{v} x {h}", 1,
-            lambda p: embed(p, table, inputs.token_ids, act.residual, inputs.n_tokens), lambda m: m * (a_row + 4 * h),
-        )  # fmt: skip
+            "embed",
+            f"{v} x {h}",
+            1,
+            lambda p: embed(p, table, inputs.token_ids, act.residual, inputs.n_tokens),
+            lambda m: m * (a_row + 4 * h),
+        )
         weight = torch.zeros(h)
         yield self.case(
-            "rms_norm", f"{h}", 2 * layers + 1,
+            "rms_norm",
+            f"{h}",
+            2 * layers + 1,
             lambda p: rms_norm(p, act.residual, weight, 1e-6, act.normed, inputs.n_tokens),
             lambda m: 6.0 * m * h,
-        )  # fmt: skip
+        )
         inner = shape.shared_intermediate_size if shape.is_moe else shape.intermediate_size
         rows = act.residual.shape[0]
         up, out = torch.zeros(rows, 2 * inner), _matrix(rows, inner)
         yield self.case(
-            "silu_mul", f"{inner}", layers, lambda p: silu_mul(p, up, out, inputs.n_tokens),
-            lambda m: 10.0 * m * inner,
-        )  # fmt: skip
+            "silu_mul", f"{inner}", layers, lambda p: silu_mul(p, up, out, inputs.n_tokens), lambda m: 10.0 * m * inner
+        )
 
     def _gdn_case(self) -> Case:
         shape, inputs = self.shape, self.batch.inputs
@@ -225,11 +229,23 @@ class Workload:
 
         def record(program: Program) -> None:
             gdn(
-                program, proj, heads, weights, 1e-6, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context, start_slot=inputs.start_slot, slot=inputs.slot,
-                snapshot_begin=inputs.snapshot_begin, snapshot_n=inputs.snapshot_n,
-                snapshot_slot=inputs.snapshot_slot, conv_state=self.columns, state=self.states, out=out,
-            )  # fmt: skip
+                program,
+                proj,
+                heads,
+                weights,
+                1e-6,
+                n_seqs=inputs.n_seqs,
+                seq_start=inputs.seq_start,
+                seq_context=inputs.seq_context,
+                start_slot=inputs.start_slot,
+                slot=inputs.slot,
+                snapshot_begin=inputs.snapshot_begin,
+                snapshot_n=inputs.snapshot_n,
+                snapshot_slot=inputs.snapshot_slot,
+                conv_state=self.columns,
+                state=self.states,
+                out=out,
+            )
 
         def n_bytes(m: int) -> float:
             n_sequences = m if m <= MAX_DECODES else 1
@@ -250,14 +266,27 @@ class Workload:
         norm = torch.zeros(heads.dim)
         size = f"{heads.n_q} / {heads.n_kv} heads {heads.dim}"
         yield self.case(
-            "attn_prepare", size, shape.n_attn_layers,
+            "attn_prepare",
+            size,
+            shape.n_attn_layers,
             lambda p: attn_prepare(
-                p, proj, heads, norm, norm, 1e-6, n_tokens=inputs.n_tokens, positions=inputs.positions,
-                token_place=inputs.token_place, page_table=inputs.page_table, cos=cos, sin=sin, q_out=query,
+                p,
+                proj,
+                heads,
+                norm,
+                norm,
+                1e-6,
+                n_tokens=inputs.n_tokens,
+                positions=inputs.positions,
+                token_place=inputs.token_place,
+                page_table=inputs.page_table,
+                cos=cos,
+                sin=sin,
+                q_out=query,
                 pages=self.pages,
             ),
             lambda m: m * (4.0 * (heads.row - q_size) + 2 * q_size + 2 * kv_row),
-        )  # fmt: skip
+        )
 
         def n_keys(m: int) -> float:
             """Keys that each row sees, summed over the rows."""
@@ -268,14 +297,26 @@ class Workload:
             return n_read * 2.0 * kv_row + m * 8.0 * q_size
 
         yield self.case(
-            "attention", size, shape.n_attn_layers,
+            "attention",
+            size,
+            shape.n_attn_layers,
             lambda p: attention(
-                p, query, proj, heads, self.pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table,
-                records=self.activations.attn_records, out=out,
+                p,
+                query,
+                proj,
+                heads,
+                self.pages,
+                n_seqs=inputs.n_seqs,
+                seq_start=inputs.seq_start,
+                seq_context=inputs.seq_context,
+                place=inputs.place,
+                page_table=inputs.page_table,
+                records=self.activations.attn_records,
+                out=out,
             ),
-            n_bytes, lambda m: 4.0 * q_size * n_keys(m),
-        )  # fmt: skip
+            n_bytes,
+            lambda m: 4.0 * q_size * n_keys(m),
+        )
 
     def _moe_case(self) -> Case:
         shape, act = self.shape, self.activations
@@ -288,9 +329,18 @@ class Workload:
 
         def record(program: Program) -> None:
             moe(
-                program, act.normed, router, gate_up, down, shared, act.residual, n_per_token=k,
-                normalise=shape.norm_topk_prob, n_tokens=self.batch.inputs.n_tokens, scratch=scratch,
-            )  # fmt: skip
+                program,
+                act.normed,
+                router,
+                gate_up,
+                down,
+                shared,
+                act.residual,
+                n_per_token=k,
+                normalise=shape.norm_topk_prob,
+                n_tokens=self.batch.inputs.n_tokens,
+                scratch=scratch,
+            )
 
         def n_bytes(m: int) -> float:
             n_used = len(set(torch.topk(router[:m, :e], k).indices.flatten().tolist()))
@@ -301,26 +351,30 @@ class Workload:
         record(program)
         return Case(
             "moe", size, shape.n_layers, program, 1, n_bytes, lambda m: 6.0 * m * k * inner * h, format=format.precision
-        )  # fmt: skip
+        )
 
     def _sample_cases(self) -> Iterator[Case]:
         v, s, logits = self.shape.vocab_size, self.sampler, self.activations.logits
         target = torch.zeros(self.n_seqs, dtype=torch.int32)
         yield self.case(
-            "sample", f"{v}, top-k 20, top-p 0.95", 1,
+            "sample",
+            f"{v}, top-k 20, top-p 0.95",
+            1,
             lambda p: sample(p, logits, v, s.places, s.draws, s.scratch, target),
-            lambda m: 4.0 * m * v, decodes_only=True,
-        )  # fmt: skip
+            lambda m: 4.0 * m * v,
+            decodes_only=True,
+        )
         row, n_top = (torch.arange(self.n_seqs, dtype=torch.int32), torch.full((self.n_seqs,), 5, dtype=torch.int32))
         logprob = torch.zeros(self.n_seqs)
         top_ids, top = torch.zeros(self.n_seqs, 20, dtype=torch.int32), torch.zeros(self.n_seqs, 20)
         yield self.case(
-            "logprobs", f"{v}, top 5", 0,
-            lambda p: logprobs(
-                p, logits, v, self.batch.inputs.n_tokens, row, target, n_top, logprob, top_ids, top
-            ),
-            lambda m: 4.0 * m * v, decodes_only=True,
-        )  # fmt: skip
+            "logprobs",
+            f"{v}, top 5",
+            0,
+            lambda p: logprobs(p, logits, v, self.batch.inputs.n_tokens, row, target, n_top, logprob, top_ids, top),
+            lambda m: 4.0 * m * v,
+            decodes_only=True,
+        )
 
 
 def _allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -359,11 +413,20 @@ def measure(workload: Workload, rows: list[int], seconds: float, roofs: Roofs) -
             took = best_s(case.program, seconds) / case.n_calls
             n_bytes, n_operations = case.n_bytes(m), case.n_operations(m)
             roof = max(n_bytes / roofs.read, n_operations / roofs.multiply[case.format])
-            found.append({
-                "operator": case.name, "size": case.size, "format": case.format, "per_step": case.n_per_step, "rows": m,
-                "us": round(took * 1e6, 2), "bytes": int(n_bytes), "gb_s": round(n_bytes / took / 1e9, 2),
-                "gflop_s": round(n_operations / took / 1e9, 2), "roof_share": round(roof / took, 3),
-            })  # fmt: skip
+            found.append(
+                {
+                    "operator": case.name,
+                    "size": case.size,
+                    "format": case.format,
+                    "per_step": case.n_per_step,
+                    "rows": m,
+                    "us": round(took * 1e6, 2),
+                    "bytes": int(n_bytes),
+                    "gb_s": round(n_bytes / took / 1e9, 2),
+                    "gflop_s": round(n_operations / took / 1e9, 2),
+                    "roof_share": round(roof / took, 3),
+                }
+            )
     return found
 
 
@@ -411,12 +474,18 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
         if m <= MAX_DECODES
     }
     head = {
-        "bench": "ops", "shape": name, "date": now().isoformat(), "machine": machine(), "code": code(),
-        "threads": n_threads, "instructions": instruction_set(),
-        "quantize": quantize, "read_gb_s": round(roofs.read / 1e9, 1),
+        "bench": "ops",
+        "shape": name,
+        "date": now().isoformat(),
+        "machine": machine(),
+        "code": code(),
+        "threads": n_threads,
+        "instructions": instruction_set(),
+        "quantize": quantize,
+        "read_gb_s": round(roofs.read / 1e9, 1),
         "multiply_gflop_s": {name: round(peak / 1e9, 1) for name, peak in roofs.multiply.items()},
         "decode_step_ms": step_ms,
-    }  # fmt: skip
+    }
     directory = runs_directory(arguments.out)
     path: Path = directory / f"ops-{name}-{quantize or 'bf16'}-{now():%H%M%S}.json"
     path.write_text(json.dumps(head | {"rows": results}, indent=1) + "\n")

@@ -45,8 +45,12 @@ from deltic.ops.cpu.program import cpu_flags
 ROOT = Path(__file__).resolve().parent.parent
 
 PACKAGES = {
-    "llama-cpp-python": "0.3.36", "gguf": "0.19.0", "transformers": "5.23.0", "torch": "2.13.0", "safetensors": "0.8.0",
-}  # fmt: skip
+    "llama-cpp-python": "0.3.36",
+    "gguf": "0.19.0",
+    "transformers": "5.23.0",
+    "torch": "2.13.0",
+    "safetensors": "0.8.0",
+}
 """What the environment of the peers holds, from PyPI; llama-cpp-python is always built from source."""
 
 BUILD_FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
@@ -88,10 +92,16 @@ class Worker:
         # every stopped process of that job.
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [python, "-m", module, json.dumps(config)], cwd=ROOT, text=True, bufsize=1,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+                [python, "-m", module, json.dumps(config)],
+                cwd=ROOT,
+                text=True,
+                bufsize=1,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": str(config["n_threads"])},
-            )  # fmt: skip
+            )
         self.info: dict[str, Any] = self._answer()["ready"]
 
     def _answer(self) -> dict[str, Any]:
@@ -248,9 +258,12 @@ class Comparison:
         """Starts the workers, one after another."""
         a = self.arguments
         limits = {
-            "n_threads": a.threads, "context": a.context, "n_steps": a.steps, "max_n": max(a.n),
+            "n_threads": a.threads,
+            "context": a.context,
+            "n_steps": a.steps,
+            "max_n": max(a.n),
             "max_prefill": max(a.prefill),
-        }  # fmt: skip
+        }
         self._start("machine", OURS, {"n_threads": a.threads})
         for lane in self.lanes:
             file = f"{lane.format}.gguf" if lane.engine == "llama.cpp" else "hf"
@@ -330,8 +343,12 @@ class Comparison:
             batch = prompts(seed, workload.size, a.context, vocab_size)
             steps = sorted(worker.ask("decode", prompts=batch, n_steps=a.steps)["step_s"])
             step_s = {
-                "median": median(steps), "mean": sum(steps) / len(steps), "least": steps[0], "p90": steps[len(steps) * 9 // 10], "most": steps[-1],
-            }  # fmt: skip
+                "median": median(steps),
+                "mean": sum(steps) / len(steps),
+                "least": steps[0],
+                "p90": steps[len(steps) * 9 // 10],
+                "most": steps[-1],
+            }
             return {"tok_s": workload.size / step_s["median"]} | {
                 "step_s": {name: round(s, 6) for name, s in step_s.items()}
             }
@@ -418,8 +435,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--steps", type=int, default=256, help="decode steps of a figure: their median counts (default: 256)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=0.0, metavar="M", help="begin no round that would end later; 0: all rounds (default: 0)"
-    )  # fmt: skip
+        "--minutes",
+        type=float,
+        default=0.0,
+        metavar="M",
+        help="begin no round that would end later; 0: all rounds (default: 0)",
+    )
     parser.add_argument("--engines", help="engines or lanes, such as deltic,llama.cpp-q8_0 (default: all)")
     parser.add_argument("--shape", default="qwen3.5-0.8b", help="a published dense shape (default: qwen3.5-0.8b)")
     parser.add_argument(
@@ -442,10 +463,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def command(arguments: argparse.Namespace) -> str:
     """What repeats the measurement: the flags that change it, not those that say where files are."""
     flags = {
-        "--shape": arguments.shape, "--threads": arguments.threads, "--rounds": arguments.rounds,
-        "--n": ",".join(map(str, arguments.n)), "--prefill": ",".join(map(str, arguments.prefill)),
-        "--context": arguments.context, "--steps": arguments.steps, "--engines": arguments.engines,
-    }  # fmt: skip
+        "--shape": arguments.shape,
+        "--threads": arguments.threads,
+        "--rounds": arguments.rounds,
+        "--n": ",".join(map(str, arguments.n)),
+        "--prefill": ",".join(map(str, arguments.prefill)),
+        "--context": arguments.context,
+        "--steps": arguments.steps,
+        "--engines": arguments.engines,
+    }
     given = [str(part) for flag, value in flags.items() if value is not None for part in (flag, value)]
     return shlex.join(["python", "-m", "bench.peers", *given])
 
@@ -475,14 +501,27 @@ def compare(arguments: argparse.Namespace) -> int:
     costs = model_costs(lanes, shape, gguf_bytes, infos)
     figures, roofs = comparison.figures, comparison.roofs
     result = {
-        "bench": "peers", "shape": arguments.shape, "date": now().isoformat(), "machine": machine(), "code": code(),
-        "versions": versions, "llama_build": build_flags(), "command": command(arguments),
-        "threads": arguments.threads, "rounds": len({figure["round"] for figure in figures}), "context": arguments.context, "steps": arguments.steps,
+        "bench": "peers",
+        "shape": arguments.shape,
+        "date": now().isoformat(),
+        "machine": machine(),
+        "code": code(),
+        "versions": versions,
+        "llama_build": build_flags(),
+        "command": command(arguments),
+        "threads": arguments.threads,
+        "rounds": len({figure["round"] for figure in figures}),
+        "context": arguments.context,
+        "steps": arguments.steps,
         "prefill_warm_up": PREFILL_WARM_UP,
-        "engines": infos, "costs": {name: dataclasses.asdict(cost) for name, cost in costs.items()},
-        "agreement": agreement, "llama_tuning": comparison.tuning, "roofs": roofs,
-        "summary": report.summarise(figures, roofs, lanes, costs), "figures": figures,
-    }  # fmt: skip
+        "engines": infos,
+        "costs": {name: dataclasses.asdict(cost) for name, cost in costs.items()},
+        "agreement": agreement,
+        "llama_tuning": comparison.tuning,
+        "roofs": roofs,
+        "summary": report.summarise(figures, roofs, lanes, costs),
+        "figures": figures,
+    }
     write(result, lanes, runs_directory(arguments.out or f"bench/runs/{now():%Y-%m-%d}-{machine_name()}-peers"))
     return 0
 

@@ -51,19 +51,25 @@ class Deltic:
         longest = max(config["context"] + config["n_steps"], config["max_prefill"]) + SPARE_TOKENS
         n_pages = config["max_n"] * pages_for(config["context"] + config["n_steps"] + SPARE_TOKENS)
         engine_config = EngineConfig(
-            model=config["model"], threads=config["n_threads"], max_num_seqs=config["max_n"],
-            max_model_len=longest, n_pages=max(n_pages, pages_for(longest)), **settings,
-        )  # fmt: skip
+            model=config["model"],
+            threads=config["n_threads"],
+            max_num_seqs=config["max_n"],
+            max_model_len=longest,
+            n_pages=max(n_pages, pages_for(longest)),
+            **settings,
+        )
         self.runner = build_runner(engine_config, lambda stage, done: None, Cpu())
         self.engine = Engine(self.runner)
         plan = self.runner.plan
         embedding = empty_weights(plan.shape, plan.quantize, tied=False, device="meta").embed.n_bytes
         self.info = {
-            "config": dataclasses.asdict(engine_config) | {"model": Path(engine_config.model).parent.name}, "instructions": instruction_set(),
+            "config": dataclasses.asdict(engine_config) | {"model": Path(engine_config.model).parent.name},
+            "instructions": instruction_set(),
             # What a step reads: an embedding that is not the head too gives a row or two.
             "weight_bytes": plan.weight_bytes - (0 if plan.shape.tie_word_embeddings else embedding),
-            "operators": self.engine.info.operators, "start_s": self.engine.info.start_s,
-        }  # fmt: skip
+            "operators": self.engine.info.operators,
+            "start_s": self.engine.info.start_s,
+        }
         self._ids = itertools.count()
 
     def _add(self, prompt: list[int], max_tokens: int) -> str:

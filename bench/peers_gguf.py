@@ -146,9 +146,12 @@ def write_bf16(checkpoint: Path, path: Path) -> None:
         data = converted(name, tensor, config)
         is_matrix = data.dtype == torch.bfloat16
         writer.add_tensor_info(
-            gguf_name(name), list(data.shape), torch.zeros(0).numpy().dtype, data.nbytes,
+            gguf_name(name),
+            list(data.shape),
+            torch.zeros(0).numpy().dtype,
+            data.nbytes,
             gguf.GGMLQuantizationType.BF16 if is_matrix else gguf.GGMLQuantizationType.F32,
-        )  # fmt: skip
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -29,22 +29,41 @@ def config_json(shape: ModelShape) -> dict[str, Any]:
     if shape.is_moe:
         raise ValueError("the comparison writes dense checkpoints only; give a dense --shape, such as qwen3.5-0.8b")
     return {
-        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "dtype": "bfloat16",
-        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.n_layers, "layer_types": list(shape.layer_types), "full_attention_interval": 4,
-        "num_attention_heads": shape.n_q_heads, "num_key_value_heads": shape.n_kv_heads, "head_dim": shape.head_dim,
-        "linear_num_key_heads": shape.gdn_n_k_heads, "linear_num_value_heads": shape.gdn_n_v_heads,
-        "linear_key_head_dim": shape.gdn_k_dim, "linear_value_head_dim": shape.gdn_v_dim,
-        "linear_conv_kernel_dim": shape.conv_width, "attn_output_gate": True, "mamba_ssm_dtype": "float32",
-        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": shape.rms_norm_eps,
-        "max_position_embeddings": shape.max_position_embeddings, "tie_word_embeddings": shape.tie_word_embeddings,
-        "eos_token_id": list(shape.eos_token_ids), "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.n_layers,
+        "layer_types": list(shape.layer_types),
+        "full_attention_interval": 4,
+        "num_attention_heads": shape.n_q_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "linear_num_key_heads": shape.gdn_n_k_heads,
+        "linear_num_value_heads": shape.gdn_n_v_heads,
+        "linear_key_head_dim": shape.gdn_k_dim,
+        "linear_value_head_dim": shape.gdn_v_dim,
+        "linear_conv_kernel_dim": shape.conv_width,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "eos_token_id": list(shape.eos_token_ids),
+        "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": shape.rope_theta, "mrope_interleaved": True,
+            "rope_type": "default",
+            "rope_theta": shape.rope_theta,
+            "mrope_interleaved": True,
             "mrope_section": list(shape.mrope_section or ()),
             "partial_rotary_factor": shape.rotary_dim / shape.head_dim,
         },
-    }  # fmt: skip
+    }
 
 
 def tensor_sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -56,23 +75,32 @@ def tensor_sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (h,)}
         if kind == LINEAR_ATTENTION:
             layer |= {
-                "linear_attn.in_proj_qkv.weight": (c, h), "linear_attn.in_proj_z.weight": (vd, h),
-                "linear_attn.in_proj_b.weight": (hv, h), "linear_attn.in_proj_a.weight": (hv, h),
-                "linear_attn.conv1d.weight": (c, 1, shape.conv_width), "linear_attn.A_log": (hv,),
-                "linear_attn.dt_bias": (hv,), "linear_attn.norm.weight": (shape.gdn_v_dim,),
+                "linear_attn.in_proj_qkv.weight": (c, h),
+                "linear_attn.in_proj_z.weight": (vd, h),
+                "linear_attn.in_proj_b.weight": (hv, h),
+                "linear_attn.in_proj_a.weight": (hv, h),
+                "linear_attn.conv1d.weight": (c, 1, shape.conv_width),
+                "linear_attn.A_log": (hv,),
+                "linear_attn.dt_bias": (hv,),
+                "linear_attn.norm.weight": (shape.gdn_v_dim,),
                 "linear_attn.out_proj.weight": (h, vd),
-            }  # fmt: skip
+            }
         else:
             q, kv = shape.n_q_heads * d, shape.n_kv_heads * d
             layer |= {
-                "self_attn.q_proj.weight": (2 * q, h), "self_attn.k_proj.weight": (kv, h),
-                "self_attn.v_proj.weight": (kv, h), "self_attn.q_norm.weight": (d,),
-                "self_attn.k_norm.weight": (d,), "self_attn.o_proj.weight": (h, q),
-            }  # fmt: skip
+                "self_attn.q_proj.weight": (2 * q, h),
+                "self_attn.k_proj.weight": (kv, h),
+                "self_attn.v_proj.weight": (kv, h),
+                "self_attn.q_norm.weight": (d,),
+                "self_attn.k_norm.weight": (d,),
+                "self_attn.o_proj.weight": (h, q),
+            }
         layer |= {
-            "post_attention_layernorm.weight": (h,), "mlp.gate_proj.weight": (f, h),
-            "mlp.up_proj.weight": (f, h), "mlp.down_proj.weight": (h, f),
-        }  # fmt: skip
+            "post_attention_layernorm.weight": (h,),
+            "mlp.gate_proj.weight": (f, h),
+            "mlp.up_proj.weight": (f, h),
+            "mlp.down_proj.weight": (h, f),
+        }
         for name, size in layer.items():
             yield f"model.layers.{i}.{name}", size
     yield "model.norm.weight", (h,)

@@ -39,10 +39,15 @@ class Lane:
 
 
 LANES = (
-    Lane(OURS, "bf16", 16), Lane("llama.cpp", "bf16", 16), Lane("transformers", "bf16", 16),
-    Lane(OURS, "int8", 8), Lane("llama.cpp", "q8_0", 8),
-    Lane(OURS, "int4", 4), Lane("llama.cpp", "q4_k_m", 4), Lane("llama.cpp", "q4_0", 4),
-)  # fmt: skip
+    Lane(OURS, "bf16", 16),
+    Lane("llama.cpp", "bf16", 16),
+    Lane("transformers", "bf16", 16),
+    Lane(OURS, "int8", 8),
+    Lane("llama.cpp", "q8_0", 8),
+    Lane(OURS, "int4", 4),
+    Lane("llama.cpp", "q4_k_m", 4),
+    Lane("llama.cpp", "q4_0", 4),
+)
 
 
 @dataclass(frozen=True)

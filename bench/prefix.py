@@ -50,9 +50,13 @@ MODEL = "model"
 """What the servers call theirs."""
 ITEMS = ("system", "repeat", "conversation", "cold", "restart", "short")
 TARGETS: dict[str, tuple[str, float]] = {
-    "system": ("<=", 0.25), "repeat": ("<=", 0.15), "cold 512": ("<=", 1.02), "cold 2048": ("<=", 1.02),
-    "restart": (">=", 0.95), "short": ("<=", 0.6),
-}  # fmt: skip
+    "system": ("<=", 0.25),
+    "repeat": ("<=", 0.15),
+    "cold 512": ("<=", 1.02),
+    "cold 2048": ("<=", 1.02),
+    "restart": (">=", 0.95),
+    "short": ("<=", 0.6),
+}
 SYSTEM_TOKENS, USER_TOKENS = 448, 64
 ANSWER_TOKENS = 24
 """Of a turn of the conversation."""
@@ -232,8 +236,13 @@ class Bench:
             answer = await ask(endpoint, {"messages": messages, "max_tokens": ANSWER_TOKENS})
             messages.append({"role": "assistant", "content": answer.text})
             turns.append(
-                {"turn": turn, "prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens, "ttft_s": answer.ttft_s}
-            )  # fmt: skip
+                {
+                    "turn": turn,
+                    "prompt_tokens": answer.prompt_tokens,
+                    "cached_tokens": answer.cached_tokens,
+                    "ttft_s": answer.ttft_s,
+                }
+            )
         fit = fit_ttft(_points(turns))
         return {"value": fit["total_share"] if fit else None, "fit": fit, "turns": turns}
 
@@ -270,8 +279,10 @@ class Bench:
         before, after = found
         return {
             "value": after.cached_tokens / before.cached_tokens if before.cached_tokens else None,
-            "before": msgspec.to_builtins(before), "after": msgspec.to_builtins(after), "disk_bytes": n_bytes,
-        }  # fmt: skip
+            "before": msgspec.to_builtins(before),
+            "after": msgspec.to_builtins(after),
+            "disk_bytes": n_bytes,
+        }
 
     async def short(self, on: Endpoint, off: Endpoint, round_: int) -> Row:
         """Many short prompts that share their first half."""
@@ -299,8 +310,10 @@ def _in_turns(round_: int, on: Endpoint, off: Endpoint) -> list[tuple[str, Endpo
 def _second_over_first(found: Sequence[Answered]) -> Row:
     first, second = found
     return {
-        "value": second.ttft_s / first.ttft_s, "first": msgspec.to_builtins(first), "second": msgspec.to_builtins(second),
-    }  # fmt: skip
+        "value": second.ttft_s / first.ttft_s,
+        "first": msgspec.to_builtins(first),
+        "second": msgspec.to_builtins(second),
+    }
 
 
 def _points(turns: Sequence[Row]) -> list[tuple[float, float, float]]:

@@ -127,9 +127,12 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             among, step_s = await first_tokens(endpoint, arguments.n - 1, draw)
             await asyncio.sleep(1.0)  # the cancelled ones are gone
             row = {
-                "offline_tok_s": arguments.n / offline_s, "served_tok_s": served, "prefill_s": statistics.median(alone),
-                "ttft_s": among, "step_s": step_s,
-            }  # fmt: skip
+                "offline_tok_s": arguments.n / offline_s,
+                "served_tok_s": served,
+                "prefill_s": statistics.median(alone),
+                "ttft_s": among,
+                "step_s": step_s,
+            }
             rounds.append(row)
             print(f"round {i + 1}: " + json.dumps(row, default=lambda x: x), flush=True)
     finally:
@@ -139,8 +142,9 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "rounds": rounds,
         "served_over_offline": statistics.median(row["served_tok_s"] / row["offline_tok_s"] for row in rounds),
-        "ttft_p95_s": ttft, "two_steps_and_prefill_s": 2 * step + prefill,
-    }  # fmt: skip
+        "ttft_p95_s": ttft,
+        "two_steps_and_prefill_s": 2 * step + prefill,
+    }
 
 
 def main() -> None:

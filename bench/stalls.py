@@ -85,10 +85,15 @@ async def measure(endpoint: Endpoint, arguments: argparse.Namespace) -> dict[str
     answers = Answers(
         endpoint,
         {
-            "model": name, "prompt": rng.choices(ids, k=16), "max_tokens": limit - 32, "stream": True,
-            "ignore_eos": True, "temperature": 0, "logit_bias": {str(token): 100},
+            "model": name,
+            "prompt": rng.choices(ids, k=16),
+            "max_tokens": limit - 32,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0,
+            "logit_bias": {str(token): 100},
         },
-    )  # fmt: skip
+    )
     tasks = [asyncio.create_task(answers.run()) for _ in range(arguments.n)]
     try:
         while answers.n_begun < arguments.n:
@@ -151,9 +156,12 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows for people."""
     out = Table(title=title, title_justify="left")
     for name in (
-        "target ms", "alone, ITL ms\np50 / p99 / max", "beside prompts, ITL ms\np50 / p99 / max", "a prompt s\nmedian",
+        "target ms",
+        "alone, ITL ms\np50 / p99 / max",
+        "beside prompts, ITL ms\np50 / p99 / max",
+        "a prompt s\nmedian",
         "prompt tok/s",
-    ):  # fmt: skip
+    ):
         out.add_column(name, justify="right")
     for row in rows:
         spreads = [
@@ -179,10 +187,17 @@ def bench(arguments: argparse.Namespace, serve: list[str]) -> int:
         return 1
     label = rows[0]["model"]
     result = {
-        "bench": "stalls", "label": label, "date": now().isoformat(), "machine": machine(), "code": code(),
-        "serve": serve, "n": arguments.n, "prompt_tokens": arguments.prompt_tokens,
-        "prompts": arguments.prompts, "rows": rows,
-    }  # fmt: skip
+        "bench": "stalls",
+        "label": label,
+        "date": now().isoformat(),
+        "machine": machine(),
+        "code": code(),
+        "serve": serve,
+        "n": arguments.n,
+        "prompt_tokens": arguments.prompt_tokens,
+        "prompts": arguments.prompts,
+        "rows": rows,
+    }
     title = f"{label}: {arguments.n} answers beside prompts of {arguments.prompt_tokens} tokens, one after another"
     report(result, table(rows, title), arguments.out, _draw, raw="gaps")
     return 0

@@ -64,9 +64,14 @@ def bench(arguments: argparse.Namespace, serve: list[str]) -> int:
     label = getattr(arguments, "dummy", None) or getattr(arguments, "model", None) or BUILT_IN
     path = runs_directory(arguments.out) / f"start-{str(label).replace('/', '-')}-{now():%H%M%S}.json"
     result = {
-        "bench": "start", "date": now().isoformat(timespec="seconds"), "label": label, "arguments": serve,
-        "machine": machine(), "code": code(), "starts": starts,
-    }  # fmt: skip
+        "bench": "start",
+        "date": now().isoformat(timespec="seconds"),
+        "label": label,
+        "arguments": serve,
+        "machine": machine(),
+        "code": code(),
+        "starts": starts,
+    }
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"bench": "start", "file": str(path), "median_s": medians}))
     return 0

@@ -60,7 +60,7 @@ class Runs:
         """Those of trees without changes that say when they were made, oldest first."""
         files = sorted(self.directory.glob("*/*.json"))
         found = [Run(path, json.loads(path.read_text())) for path in files]
-        kept = [r for r in found if r.data.get("date") and not r.made_by.get("modified") and not r.data.get("failed")]  # fmt: skip
+        kept = [r for r in found if r.data.get("date") and not r.made_by.get("modified") and not r.data.get("failed")]
         return sorted(kept, key=lambda run: str(run.data["date"]))
 
     def newest(self, name: str, gpu: bool = False) -> list[Run]:
@@ -117,7 +117,7 @@ def source(runs: Sequence[Run], *commands: str) -> str:
 
 
 def missing(*commands: str) -> str:
-    return f"No run of a clean tree is kept; {' and '.join(f'`{command}`' for command in commands)} takes one."  # fmt: skip
+    return f"No run of a clean tree is kept; {' and '.join(f'`{command}`' for command in commands)} takes one."
 
 
 GPU_SHAPES = ("qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
@@ -193,7 +193,15 @@ def constrained(runs: Runs) -> str:
     for run in found:
         for row in run.data["rows"]:
             times = ranged(row["round_times_free"], row["times_free"])
-            rows.append([run.data["flags"]["dummy"], f"{row['n']}", f"{row['constrained']}", ranged(row["round_ms"], row["ms_a_token"]), times])  # fmt: skip
+            rows.append(
+                [
+                    run.data["flags"]["dummy"],
+                    f"{row['n']}",
+                    f"{row['constrained']}",
+                    ranged(row["round_ms"], row["ms_a_token"]),
+                    times,
+                ]
+            )
     header = ["model", "sequences", "under a schema", "ms a token", "times all free"]
     return "\n\n".join((grid(header, rows), source(found, again)))
 
@@ -213,7 +221,9 @@ def peer_rows(data: Row) -> Iterator[tuple[Row, list[Row], list[Row]]]:
     for ours in (row for row in summary["speeds"] if row["lane"] in OURS):
         if ours["workload"].startswith("prefill") and "prefill_warm_up" not in data:
             continue
-        ratios = [row for row in summary["ratios"] if (row["workload"], row["ours"]) == (ours["workload"], ours["lane"])]  # fmt: skip
+        ratios = [
+            row for row in summary["ratios"] if (row["workload"], row["ours"]) == (ours["workload"], ours["lane"])
+        ]
         speed = {row["lane"]: row for row in summary["speeds"] if row["workload"] == ours["workload"]}
         yield ours, [speed[row["theirs"]] for row in ratios], ratios
 
@@ -244,10 +254,14 @@ def peers(runs: Runs) -> str:
     for ours, theirs, ratios in peer_rows(data):
         name = f"{workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"
         peers_cell = " · ".join(f"{peer_name(row['lane'])} {spread(row['tok_s'])}{star(row)}" for row in theirs)
-        rows.append([
-            name, f"{spread(ours['tok_s'])}, {percent(ours['roof_share'])}{star(ours)}", peers_cell,
-            " · ".join(spread(row["ratio"]) + star(row) for row in ratios),
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{spread(ours['tok_s'])}, {percent(ours['roof_share'])}{star(ours)}",
+                peers_cell,
+                " · ".join(spread(row["ratio"]) + star(row) for row in ratios),
+            ]
+        )
     read = [roof["read"] / 1e9 for roof in data["roofs"]]
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     n_others = sum(figure["others"] > 0.15 for figure in data["figures"])
@@ -338,7 +352,7 @@ def prefix(runs: Runs) -> str:
     again = "python -m bench.prefix --dummy qwen3.5-0.8b --quantize int8", "python -m bench.prefix"
     found = [
         kept[-1] for name in ("qwen3.5-0.8b-int8", "built-in-bf16") if (kept := runs.newest(f"prefix-{name}-*.json"))
-    ]  # fmt: skip
+    ]
     if not found:
         return missing(*again)
     names = {
@@ -353,8 +367,11 @@ def prefix(runs: Runs) -> str:
     rows = [
         [text, *(spread(items[item]) if items.get(item, {}).get("median") is not None else "–" for items in by_run)]
         for item, text in names.items()
-    ]  # fmt: skip
-    header = ["", *(f"{run.data['model']}, {run.data['quantize'] or 'bf16'}, {run.data['rounds']} rounds" for run in found)]  # fmt: skip
+    ]
+    header = [
+        "",
+        *(f"{run.data['model']}, {run.data['quantize'] or 'bf16'}, {run.data['rounds']} rounds" for run in found),
+    ]
     return "\n\n".join((grid(header, rows), source(found, *again)))
 
 
@@ -373,7 +390,13 @@ def agent(runs: Runs) -> str:
         tokens = (run["reuse"], run["best_reuse"], run["reuse_of_best"])
         first = f"{run['ttft_p50_s']:.2f} s, {run['ttft_p95_s']:.1f} s"
         rows.append([memory, *(f"{100 * share:.1f} %" for share in tokens), first])
-    header = ["memory", "prompt tokens reused", "best possible on the 64-token grid", "of the best", "time to first token, p50, p95"]  # fmt: skip
+    header = [
+        "memory",
+        "prompt tokens reused",
+        "best possible on the 64-token grid",
+        "of the best",
+        "time to first token, p50, p95",
+    ]
     return "\n\n".join((grid(header, rows), source(found[-1:], again)))
 
 
@@ -385,10 +408,24 @@ def quality(runs: Runs) -> str:
         return missing(again)
     data, rows = found[-1].data, []
     for row in data["rows"]:
-        loss = (f"{row['kl_mean']:.1e} ± {row['kl_error']:.0e}", f"{row['kl_p99']:.4f}", f"{row['kl_max']:.3f}", f"{100 * row['same_argmax']:.2f} %")  # fmt: skip
+        loss = (
+            f"{row['kl_mean']:.1e} ± {row['kl_error']:.0e}",
+            f"{row['kl_p99']:.4f}",
+            f"{row['kl_max']:.3f}",
+            f"{100 * row['same_argmax']:.2f} %",
+        )
         size = (f"{row['bytes'] / 1e6:.1f}", f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.5f}")
         rows.append([row["format"], *size, *(("",) * 4 if row["format"] == "bf16" else loss)])
-    header = ["format", "MB", "bits a weight", "perplexity", "KL to bf16, mean", "p99", "largest", "same most likely token"]  # fmt: skip
+    header = [
+        "format",
+        "MB",
+        "bits a weight",
+        "perplexity",
+        "KL to bf16, mean",
+        "p99",
+        "largest",
+        "same most likely token",
+    ]
     text = f"{data['tokens']:,} tokens of held-out text that the built-in model knows; KL in nats a token."
     return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
 
@@ -433,7 +470,7 @@ def served(runs: Runs) -> str:
         ["a step beside the probes, ms", ranged(1e3 * r["step_s"] for r in rounds)],
         ["first token of a 64-token prompt that comes alone, ms", ranged(1e3 * r["prefill_s"] for r in rounds)],
         [f"while {data['n'] - 1} others decode, ms", ranged(1e3 * t for r in rounds for t in r["ttft_s"])],
-    ]  # fmt: skip
+    ]
     header = [f"{data['shape']}, {data['quantize'] or 'bf16'}, {data['n']} streams", f"{len(rounds)} rounds"]
     return "\n\n".join((grid(header, rows), source(found[-1:], again)))
 
@@ -466,9 +503,14 @@ def speech(runs: Runs) -> str:
         of = [run.data for run in ours if run.data["label"] == label]
         samples = [sample for data in of for sample in data["rows"][0]["samples"]]
         audio = of[0]["rows"][0]["mean_audio_s"]
-        rows.append([
-            f"Deltic, {label}", f"{audio:.1f} s", ranged(s["e2e_s"] / s["audio_s"] for s in samples), ranged(s["ttfa_s"] for s in samples),
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"Deltic, {label}",
+                f"{audio:.1f} s",
+                ranged(s["e2e_s"] / s["audio_s"] for s in samples),
+                ranged(s["ttfa_s"] for s in samples),
+            ]
+        )
     rounds = [r for run in theirs for r in run.data["rounds"]]
     if rounds:
         rtf = ranged((r["codes_s"] + r["wave_s"]) / (0.08 * r["frames"]) for r in rounds)
@@ -476,7 +518,11 @@ def speech(runs: Runs) -> str:
         name = f"qwen-tts {theirs[-1].data['version']}, {theirs[-1].data['dtype']}"
         rows.append([name, f"{0.08 * frames:.1f} s", rtf, "– (whole answers)"])
     read = [roof / 1e9 for run in theirs for roof in run.data.get("read", ())]
-    text = f"One stream, {len(ours) + len(theirs)} runs in turns" + (f"; memory read {ranged(read)} GB/s meanwhile" if read else "") + "."  # fmt: skip
+    text = (
+        f"One stream, {len(ours) + len(theirs)} runs in turns"
+        + (f"; memory read {ranged(read)} GB/s meanwhile" if read else "")
+        + "."
+    )
     header = ["", "audio", "RTF", "first audio, s"]
     return "\n\n".join((grid(header, rows), text, source([*ours, *theirs], again)))
 
@@ -518,16 +564,35 @@ def soak(runs: Runs) -> str:
     for run in found:
         data = run.data
         growth = [
-            f"{name} {sizes['second_third_mb']:.1f} → {sizes['last_third_mb']:.1f}" for name, sizes in data["memory_growth"].items() if sizes
-        ]  # fmt: skip
+            f"{name} {sizes['second_third_mb']:.1f} → {sizes['last_third_mb']:.1f}"
+            for name, sizes in data["memory_growth"].items()
+            if sizes
+        ]
         kind = "speech" if data.get("speech", "speech" in run.path.parent.name) else "text"
         kills = f"{data['kills']} ({ranged(data['recoveries_s'])} s)" if data["kills"] else "0"
         where = f"[{run.path.parent.name}](RUNS/{run.path.parent.name}/{run.path.name})"
-        rows.append([
-            kind, where, f"{data['minutes']:.3g}", f"{data['requests']:,}", f"{data['generated_tokens_checked']:,}", kills,
-            ", ".join(growth), str(len(data["violations"])),
-        ])  # fmt: skip
-    header = ["", "run", "minutes", "requests", "tokens or frames checked", "engine kills (until ready)", "MB, second third → last", "violations"]  # fmt: skip
+        rows.append(
+            [
+                kind,
+                where,
+                f"{data['minutes']:.3g}",
+                f"{data['requests']:,}",
+                f"{data['generated_tokens_checked']:,}",
+                kills,
+                ", ".join(growth),
+                str(len(data["violations"])),
+            ]
+        )
+    header = [
+        "",
+        "run",
+        "minutes",
+        "requests",
+        "tokens or frames checked",
+        "engine kills (until ready)",
+        "MB, second third → last",
+        "violations",
+    ]
     return grid(header, rows)
 
 
@@ -539,19 +604,43 @@ def stalls(runs: Runs) -> str:
         return missing(again)
     data, rows = found[-1].data, []
     for row in data["rows"]:
-        alone, beside = (" / ".join(f"{row[name][p]:,.0f}" for p in ("p50", "p99", "max")) for name in ("alone_ms", "beside_ms"))  # fmt: skip
+        alone, beside = (
+            " / ".join(f"{row[name][p]:,.0f}" for p in ("p50", "p99", "max")) for name in ("alone_ms", "beside_ms")
+        )
         target = f"{row['target_ms']:g} ms" if row["target_ms"] else "none"
-        rows.append([target, f"{alone} ms", f"{beside} ms", f"{row['prompt_s']:.1f} s, {row['prompt_tok_s']:.0f} tokens/s"])  # fmt: skip
-    header = ["bound", f"ITL of {data['n']} answers alone, p50 / p99 / max", f"beside {data['prompt_tokens']:,}-token prompts", "a prompt"]  # fmt: skip
+        rows.append(
+            [target, f"{alone} ms", f"{beside} ms", f"{row['prompt_s']:.1f} s, {row['prompt_tok_s']:.0f} tokens/s"]
+        )
+    header = [
+        "bound",
+        f"ITL of {data['n']} answers alone, p50 / p99 / max",
+        f"beside {data['prompt_tokens']:,}-token prompts",
+        "a prompt",
+    ]
     return "\n\n".join((grid(header, rows), source(found[-1:], again)))
 
 
 TABLES: dict[str, Callable[[Runs], str]] = {
-    "headline": headline, "peers-claim": peers_claim, "prefix-claim": prefix_claim, "soak-claim": soak_claim,
-    "gpu": gpu, "gpu-start": lambda runs: start(runs, on_gpu=True),
-    "constrained": constrained, "gpu-speech": gpu_speech, "peers": peers, "prefix": prefix, "agent": agent, "quality": quality,
-    "serve": serve, "served": served, "host": host, "speech": speech, "start": start, "soak": soak, "stalls": stalls,
-}  # fmt: skip
+    "headline": headline,
+    "peers-claim": peers_claim,
+    "prefix-claim": prefix_claim,
+    "soak-claim": soak_claim,
+    "gpu": gpu,
+    "gpu-start": lambda runs: start(runs, on_gpu=True),
+    "constrained": constrained,
+    "gpu-speech": gpu_speech,
+    "peers": peers,
+    "prefix": prefix,
+    "agent": agent,
+    "quality": quality,
+    "serve": serve,
+    "served": served,
+    "host": host,
+    "speech": speech,
+    "start": start,
+    "soak": soak,
+    "stalls": stalls,
+}
 
 
 def broken(part: str) -> str:

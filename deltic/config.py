@@ -82,9 +82,11 @@ class EngineConfig:
     device: str | None = knob(None, "where the model runs (default: a GPU if there is one)", choices=("cpu", "cuda"))
     dummy: str | None = knob(None, "random weights at a published shape, e.g. qwen3.5-0.8b", metavar="SHAPE")
     quantize: str | None = knob(
-        None, "round the weights at load, to 8.25 or 4.5 bits (default: as stored)", choices=("int8", "int4", "int4-symmetric"),
+        None,
+        "round the weights at load, to 8.25 or 4.5 bits (default: as stored)",
+        choices=("int8", "int4", "int4-symmetric"),
         device="cpu",
-    )  # fmt: skip
+    )
     weights_cache: Path | None = knob(
         None,
         "keep packed weights in this directory: later starts map them instead of loading; a checkpoint that changes leaves its old file there",
@@ -106,41 +108,56 @@ class EngineConfig:
     )
     max_num_seqs: int | None = knob(None, "sequences that run at once (default: 32, fewer if they do not fit)")
     max_step_tokens: int | None = knob(
-        None, "most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes beside them)",
+        None,
+        "most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes beside them)",
         metavar="TOKENS",
-    )  # fmt: skip
+    )
     max_itl_ms: float = knob(
-        250.0, "target for the time between a running sequence's tokens: prefill shrinks to meet it, to 64 tokens a step "
-        "at the least; 0 sets none", metavar="MS",
-    )  # fmt: skip
+        250.0,
+        "target for the time between a running sequence's tokens: prefill shrinks to meet it, to 64 tokens a step "
+        "at the least; 0 sets none",
+        metavar="MS",
+    )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(
-        None, "state slots for checkpoints of the prefix cache, beside those of the sequences that run (default: what a "
-        "quarter of the pools holds)", kind="text",
-    )  # fmt: skip
+        None,
+        "state slots for checkpoints of the prefix cache, beside those of the sequences that run (default: what a "
+        "quarter of the pools holds)",
+        kind="text",
+    )
     cache_host_gb: float | None = knob(
-        None, "host memory for what is evicted from the pools, and for preempted sequences (default: for one of full length, "
+        None,
+        "host memory for what is evicted from the pools, and for preempted sequences (default: for one of full length, "
         "preempted only)",
         metavar="GB",
-    )  # fmt: skip
+    )
     cache_dir: Path | None = knob(
         None, "keep the prefix cache in this directory, too: it survives a restart", metavar="DIR"
     )
     cache_disk_gb: float = knob(
-        16.0, "most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full", metavar="GB"
-    )  # fmt: skip
+        16.0,
+        "most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full",
+        metavar="GB",
+    )
     voices_dir: Path | None = knob(
-        None, "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)", metavar="DIR",
+        None,
+        "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)",
+        metavar="DIR",
         kind="speech",
-    )  # fmt: skip
+    )
     lever: tuple[str, ...] = knob(
-        (), "set an optimisation of the GPU, to measure it, e.g. pdl=off (deltic bench ablate lists them); may be given several "
-        "times", metavar="NAME=VALUE", device="cuda",
-    )  # fmt: skip
+        (),
+        "set an optimisation of the GPU, to measure it, e.g. pdl=off (deltic bench ablate lists them); may be given several "
+        "times",
+        metavar="NAME=VALUE",
+        device="cuda",
+    )
     trace: Path | None = knob(
-        None, "append what each step did to this file, as a Chrome trace, up to 256 MB (Perfetto opens it)", metavar="FILE"
-    )  # fmt: skip
+        None,
+        "append what each step did to this file, as a Chrome trace, up to 256 MB (Perfetto opens it)",
+        metavar="FILE",
+    )
     seed: int = knob(0, "seed of dummy weights")
 
     @property
@@ -154,24 +171,32 @@ class ModelConfig:
     """What the HTTP process needs to know of one model."""
 
     served_model_name: tuple[str, ...] = knob(
-        (), "names that requests may use, the first in answers (default: the model's own). One with *, ? or [ in it is a pattern "
-        "for any other name, e.g. '*' or 'gpt-*', and is not listed", metavar="NAME", several=True,
-    )  # fmt: skip
+        (),
+        "names that requests may use, the first in answers (default: the model's own). One with *, ? or [ in it is a pattern "
+        "for any other name, e.g. '*' or 'gpt-*', and is not listed",
+        metavar="NAME",
+        several=True,
+    )
     chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
     default_chat_template_kwargs: dict[str, Any] | None = knob(
-        None, "settings of the chat template for requests that do not say, e.g. '{\"enable_thinking\": false}'", metavar="JSON"
-    )  # fmt: skip
+        None,
+        "settings of the chat template for requests that do not say, e.g. '{\"enable_thinking\": false}'",
+        metavar="JSON",
+    )
     generation_config: str = knob(
-        "auto", "where temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say come from: auto (the "
-        "checkpoint's generation_config.json), none (nowhere), or such a file or its directory", metavar="auto|none|PATH",
-    )  # fmt: skip
+        "auto",
+        "where temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say come from: auto (the "
+        "checkpoint's generation_config.json), none (nowhere), or such a file or its directory",
+        metavar="auto|none|PATH",
+    )
     override_generation_config: dict[str, Any] | None = knob(
         None, "of these, and max_new_tokens, other values, e.g. '{\"temperature\": 0.6}'", metavar="JSON"
     )
     voice_alias: tuple[str, ...] = knob(
-        (), "another name of a voice, for programs that know OpenAI's only, e.g. alloy=ryan; may be given several times",
+        (),
+        "another name of a voice, for programs that know OpenAI's only, e.g. alloy=ryan; may be given several times",
         metavar="NAME=VOICE",
-    )  # fmt: skip
+    )
 
     def names(self, own: str) -> tuple[str, ...]:
         """What it is called in /v1/models, first the name in its answers. own: the model's, where no other is given."""
@@ -217,13 +242,16 @@ class ServerConfig:
     )
     root_path: str = knob("", "prefix under which a proxy offers this server, e.g. /llm", metavar="PATH")
     api_key: tuple[str, ...] = knob(
-        (), "accept only requests with this key; may be given several times. With a name, NAME=KEY, logs and metrics tell whose "
-        "request it was (a KEY that has a '=' needs one)", metavar="[NAME=]KEY",
-    )  # fmt: skip
+        (),
+        "accept only requests with this key; may be given several times. With a name, NAME=KEY, logs and metrics tell whose "
+        "request it was (a KEY that has a '=' needs one)",
+        metavar="[NAME=]KEY",
+    )
     api_key_file: Path | None = knob(
-        None, "more keys, with limits of their own: TOML, for each name a table of key, max_concurrent, tokens_per_minute, admin",
+        None,
+        "more keys, with limits of their own: TOML, for each name a table of key, max_concurrent, tokens_per_minute, admin",
         metavar="FILE",
-    )  # fmt: skip
+    )
     share_cache: bool = knob(
         False, "let keys of different names find each other's prefixes in the cache, and so learn who asked what before"
     )
@@ -242,14 +270,17 @@ class ServerConfig:
         "close a connection whose request's head is not whole, or whose body makes no progress, for this many seconds; 0: never",
     )
     engine_timeout_s: float = knob(
-        60.0, "an engine that shows no sign of life for so many seconds, though requests are open, is ended and started again (a "
-        "long step on a CPU is one); 0: never", metavar="SECONDS",
-    )  # fmt: skip
+        60.0,
+        "an engine that shows no sign of life for so many seconds, though requests are open, is ended and started again (a "
+        "long step on a CPU is one); 0: never",
+        metavar="SECONDS",
+    )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
     allow_audio_host: tuple[str, ...] = knob(
-        (), "fetch a request's ref_audio from this host if it is an http(s) URL; may be given several times (default: from nowhere)",
+        (),
+        "fetch a request's ref_audio from this host if it is an http(s) URL; may be given several times (default: from nowhere)",
         metavar="HOST",
-    )  # fmt: skip
+    )
     allow_audio_dir: Path | None = knob(
         None,
         "read a request's ref_audio from this directory if it is a file: URL (default: read no files)",
@@ -264,27 +295,32 @@ class ServerConfig:
         1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none"
     )
     batch_dir: Path | None = knob(
-        None, "keep files and batches of /v1/files and /v1/batches in this directory (default: there are none)", metavar="DIR"
-    )  # fmt: skip
+        None,
+        "keep files and batches of /v1/files and /v1/batches in this directory (default: there are none)",
+        metavar="DIR",
+    )
     batch_disk_gb: float = knob(16.0, "most that is kept in --batch-dir", metavar="GB")
     batch_in_flight: int | None = knob(
         None, "requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)"
     )
     skip_hosted_tools: bool = knob(
-        False, "leave tools that OpenAI's servers run (web_search, image_generation, ...) out of requests to /v1/responses instead "
+        False,
+        "leave tools that OpenAI's servers run (web_search, image_generation, ...) out of requests to /v1/responses instead "
         "of refusing them",
-    )  # fmt: skip
+    )
     default_max_tokens: int | None = knob(
         None, "answer length when a request names none (default: whatever the context leaves)"
     )
     metrics_names: str = knob(
-        "deltic", "names of a model's numbers in /metrics: deltic_*, vllm:* for dashboards made for that, or both",
+        "deltic",
+        "names of a model's numbers in /metrics: deltic_*, vllm:* for dashboards made for that, or both",
         choices=("deltic", "vllm", "both"),
-    )  # fmt: skip
+    )
     strict_fields: str = knob(
-        "on", "off: fields of a request that are not known are left out, with a warning in the log, instead of refused",
+        "on",
+        "off: fields of a request that are not known are left out, with a warning in the log, instead of refused",
         choices=("on", "off"),
-    )  # fmt: skip
+    )
     trust_request_chat_template: bool = knob(
         False, "let a chat bring a template of its own (chat_template); it may write any token into its prompt"
     )
@@ -449,16 +485,33 @@ def config_file(given: str | None, environ: typing.Mapping[str, str] = os.enviro
 
 
 RANGES: dict[str, tuple[float, float]] = {
-    "threads": (1, MAX_THREADS), "max_model_len": (1, math.inf), "max_num_seqs": (1, math.inf),
-    "max_step_tokens": (1, math.inf), "max_itl_ms": (0.0, math.inf), "n_pages": (1, math.inf),
-    "memory_gb": (0.01, math.inf), "n_checkpoints": (0, math.inf), "cache_host_gb": (0.0, math.inf),
-    "cache_disk_gb": (0.0, math.inf), "port": (0, 65535), "max_queue": (0, math.inf), "max_body_mb": (0.001, math.inf),
-    "max_n": (1, math.inf), "max_logprobs": (0, math.inf), "drain_s": (0.0, math.inf), "default_max_tokens": (1, math.inf),
-    "max_concurrent_per_key": (0, math.inf), "tokens_per_minute_per_key": (0, math.inf), "request_timeout_s": (0.0, math.inf),
-    "batch_disk_gb": (0.0, math.inf), "batch_in_flight": (1, math.inf),
-    "max_stored_responses": (0, math.inf), "queue_timeout_s": (0.0, math.inf),
-    "client_timeout_s": (0.0, math.inf), "engine_timeout_s": (0.0, math.inf),
-}  # fmt: skip
+    "threads": (1, MAX_THREADS),
+    "max_model_len": (1, math.inf),
+    "max_num_seqs": (1, math.inf),
+    "max_step_tokens": (1, math.inf),
+    "max_itl_ms": (0.0, math.inf),
+    "n_pages": (1, math.inf),
+    "memory_gb": (0.01, math.inf),
+    "n_checkpoints": (0, math.inf),
+    "cache_host_gb": (0.0, math.inf),
+    "cache_disk_gb": (0.0, math.inf),
+    "port": (0, 65535),
+    "max_queue": (0, math.inf),
+    "max_body_mb": (0.001, math.inf),
+    "max_n": (1, math.inf),
+    "max_logprobs": (0, math.inf),
+    "drain_s": (0.0, math.inf),
+    "default_max_tokens": (1, math.inf),
+    "max_concurrent_per_key": (0, math.inf),
+    "tokens_per_minute_per_key": (0, math.inf),
+    "request_timeout_s": (0.0, math.inf),
+    "batch_disk_gb": (0.0, math.inf),
+    "batch_in_flight": (1, math.inf),
+    "max_stored_responses": (0, math.inf),
+    "queue_timeout_s": (0.0, math.inf),
+    "client_timeout_s": (0.0, math.inf),
+    "engine_timeout_s": (0.0, math.inf),
+}
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
 
 

@@ -23,13 +23,17 @@ from deltic.models.checkpoint import text_directory
 from deltic.runtime.build import build_runner
 
 PLACE = {
-    "type": "object", "additionalProperties": False, "required": ["path", "line", "text"],
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["path", "line", "text"],
     "properties": {"path": {"type": "string", "minLength": 3}, "line": {"type": "integer"}, "text": {"type": "string"}},
-}  # fmt: skip
+}
 FILES = {
-    "type": "object", "additionalProperties": False, "required": ["files"],
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["files"],
     "properties": {"files": {"type": "array", "items": PLACE, "minItems": 300}},
-}  # fmt: skip
+}
 """Longer than any answer here."""
 GRAMMARS: dict[str, Callable[[], str]] = {
     "json": lambda: llguidance.LLMatcher.grammar_from_json_schema(FILES),
@@ -57,8 +61,12 @@ def ms_a_token(engine: Engine, n: int, n_constrained: int, n_output: int, gramma
 def measure(row: Callable[..., None], arguments: argparse.Namespace) -> None:
     sizes = [int(n) for n in arguments.n.split(",")]
     config = EngineConfig(
-        dummy=arguments.dummy, max_num_seqs=max(sizes), memory_gb=arguments.memory_gb, prefix_cache=False, max_model_len=4096
-    )  # fmt: skip
+        dummy=arguments.dummy,
+        max_num_seqs=max(sizes),
+        memory_gb=arguments.memory_gb,
+        prefix_cache=False,
+        max_model_len=4096,
+    )
     runner = build_runner(config, lambda stage, done: None)
     engine = Engine(runner, None, lambda: text_directory(config) / "tokenizer.json")
     engine.guides.prepare()
@@ -74,9 +82,13 @@ def measure(row: Callable[..., None], arguments: argparse.Namespace) -> None:
         for n_constrained, found in times.items():
             ms, beside = statistics.median(found), [a / b for a, b in zip(found, free_ms, strict=True)]
             row(
-                n=n, constrained=n_constrained, ms_a_token=round(ms, 4), times_free=round(statistics.median(beside), 3),
-                round_ms=[round(ms, 4) for ms in found], round_times_free=[round(times, 3) for times in beside],
-            )  # fmt: skip
+                n=n,
+                constrained=n_constrained,
+                ms_a_token=round(ms, 4),
+                times_free=round(statistics.median(beside), 3),
+                round_ms=[round(ms, 4) for ms in found],
+                round_times_free=[round(times, 3) for times in beside],
+            )
 
 
 def main() -> None:

@@ -69,9 +69,13 @@ def tiles(row: Callable[..., None], dtype: torch.dtype) -> None:
                     row(block_m=block_m, block_t=block_t, block_k=block_k, failed=str(error).splitlines()[-1][:100])
                     continue
                 row(
-                    block_m=block_m, block_t=block_t, block_k=block_k, all_equal=same_bits(all_, expected),
-                    differ=int((all_ != expected).sum()), alone_equal=same_bits(one[0], expected[5]),
-                )  # fmt: skip
+                    block_m=block_m,
+                    block_t=block_t,
+                    block_k=block_k,
+                    all_equal=same_bits(all_, expected),
+                    differ=int((all_ != expected).sum()),
+                    alone_equal=same_bits(one[0], expected[5]),
+                )
 
 
 def main() -> None:

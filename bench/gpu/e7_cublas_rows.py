@@ -15,10 +15,32 @@ from bench.gpu.e3_tiles import multiply
 from bench.gpu.experiment import DEVICE, run
 
 MODELS = {
-    "0.8B": {"in_proj": (8224, 1024), "qkv": (5120, 1024), "out_proj": (1024, 2048), "gate_up": (7168, 1024), "down": (1024, 3584), "lm_head": (248320, 1024)},
-    "27B": {"in_proj": (16480, 5120), "qkv": (14336, 5120), "out_proj": (5120, 6144), "gate_up": (34816, 5120), "down": (5120, 17408), "lm_head": (248320, 5120)},
-    "35B-A3B": {"in_proj": (12352, 2048), "qkv": (9216, 2048), "out_proj": (2048, 4096), "shared gate_up": (1024, 2048), "shared down": (2048, 512), "router": (257, 2048), "lm_head": (248320, 2048)},
-}  # fmt: skip
+    "0.8B": {
+        "in_proj": (8224, 1024),
+        "qkv": (5120, 1024),
+        "out_proj": (1024, 2048),
+        "gate_up": (7168, 1024),
+        "down": (1024, 3584),
+        "lm_head": (248320, 1024),
+    },
+    "27B": {
+        "in_proj": (16480, 5120),
+        "qkv": (14336, 5120),
+        "out_proj": (5120, 6144),
+        "gate_up": (34816, 5120),
+        "down": (5120, 17408),
+        "lm_head": (248320, 5120),
+    },
+    "35B-A3B": {
+        "in_proj": (12352, 2048),
+        "qkv": (9216, 2048),
+        "out_proj": (2048, 4096),
+        "shared gate_up": (1024, 2048),
+        "shared down": (2048, 512),
+        "router": (257, 2048),
+        "lm_head": (248320, 2048),
+    },
+}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -51,9 +73,13 @@ def model(row: Callable[..., None], linears: dict[str, tuple[int, int]]) -> None
                         if count:
                             differing[n] = count
                 row(
-                    linear=name, shape=f"{m}x{k}", bf16_sums=reduced, differing_by_rows=differing or "none",
-                    unsplit_against_most=n_differing(ours[0], most[0]), rows_0_to_3=n_differing(ours, most[:4]),
-                )  # fmt: skip
+                    linear=name,
+                    shape=f"{m}x{k}",
+                    bf16_sums=reduced,
+                    differing_by_rows=differing or "none",
+                    unsplit_against_most=n_differing(ours[0], most[0]),
+                    rows_0_to_3=n_differing(ours, most[:4]),
+                )
             del w, x, most
         except Exception as error:
             row(linear=name, failed=str(error).splitlines()[0][:160])

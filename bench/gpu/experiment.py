@@ -54,14 +54,20 @@ def parser(text: str | None = None) -> argparse.ArgumentParser:
 
 def run(
     name: str, parts: dict[str, Callable[[Callable[..., None]], None]], arguments: argparse.Namespace | None = None
-) -> None:  # fmt: skip
+) -> None:
     """Runs each part with a `row(**cells)` function that prints a line and keeps it; --out DIR gets NAME.json. arguments: of a `parser`
     with flags of its own."""
     arguments = arguments or parser().parse_args()
     torch.manual_seed(0)
     result: dict[str, Any] = {
-        "experiment": name, "date": now().isoformat(), "machine": machine(), "code": code(), "torch": torch.__version__, "rows": [], "failed": {},
-    }  # fmt: skip
+        "experiment": name,
+        "date": now().isoformat(),
+        "machine": machine(),
+        "code": code(),
+        "torch": torch.__version__,
+        "rows": [],
+        "failed": {},
+    }
     result["flags"] = {flag: str(value) for flag, value in vars(arguments).items() if flag != "out"}
     if torch.cuda.is_available():
         result["device"] = torch.cuda.get_device_name()

@@ -112,9 +112,13 @@ class Frames:
             stage = self.engine.stage
             assert stage is not None
             row(
-                n=n, frame_ms=round(ms, 3), rtf=round(ms / 1000 / FRAME_S, 4), audio_s_per_s=round(n * FRAME_S / ms * 1000, 1),
-                vocoder_frame_ms=round(stage.frame_s * 1000, 3), first_chunk_ms=round(stage._first_s * 1000, 3),
-            )  # fmt: skip
+                n=n,
+                frame_ms=round(ms, 3),
+                rtf=round(ms / 1000 / FRAME_S, 4),
+                audio_s_per_s=round(n * FRAME_S / ms * 1000, 1),
+                vocoder_frame_ms=round(stage.frame_s * 1000, 3),
+                first_chunk_ms=round(stage._first_s * 1000, 3),
+            )
 
     def _sizes(self) -> list[int]:
         self.make()
@@ -205,9 +209,7 @@ def replayed(
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / n_replays)
-    return {
-        "ms": round(statistics.median(times), 4), "ms_least": round(min(times), 4), "ms_most": round(max(times), 4),
-    }  # fmt: skip
+    return {"ms": round(statistics.median(times), 4), "ms_least": round(min(times), 4), "ms_most": round(max(times), 4)}
 
 
 def both_ms(*pairs: tuple[Recording, torch.cuda.Stream | None], n_replays: int = 40) -> list[float]:

@@ -46,14 +46,34 @@ MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES = 1024, 8, 16, 48
 """Small on purpose: 8 sequences of 16 pages do not fit into 48, so sequences are preempted."""
 
 SERVE = [
-    "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue", str(MAX_QUEUE),
-    "--n-pages", str(N_PAGES), "--max-body-mb", "1", "--log-level", "warning",
-]  # fmt: skip
+    "--max-model-len",
+    str(MAX_MODEL_LEN),
+    "--max-num-seqs",
+    str(MAX_NUM_SEQS),
+    "--max-queue",
+    str(MAX_QUEUE),
+    "--n-pages",
+    str(N_PAGES),
+    "--max-body-mb",
+    "1",
+    "--log-level",
+    "warning",
+]
 
 SPEECH_SERVE = [
-    "--max-model-len", "256", "--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue", str(MAX_QUEUE), "--n-pages", "16",
-    "--max-body-mb", "1", "--log-level", "warning",
-]  # fmt: skip
+    "--max-model-len",
+    "256",
+    "--max-num-seqs",
+    str(MAX_NUM_SEQS),
+    "--max-queue",
+    str(MAX_QUEUE),
+    "--n-pages",
+    "16",
+    "--max-body-mb",
+    "1",
+    "--log-level",
+    "warning",
+]
 """8 utterances of up to 4 pages do not fit into 16."""
 
 HOSTILE_SERVE = ["--client-timeout-s", f"{hostile.CLIENT_TIMEOUT_S:g}"]

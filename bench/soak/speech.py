@@ -48,9 +48,12 @@ async def voices(traffic: Traffic) -> list[str]:
 async def body(traffic: Traffic, rng: random.Random) -> dict[str, Any]:
     """A valid request, not yet streamed."""
     request: dict[str, Any] = {
-        "model": traffic.model, "input": text(rng, 20), "voice": rng.choice(await voices(traffic)),
-        "max_new_tokens": rng.choice([2, 3, 5, 10, 30, 60]), "response_format": "pcm",
-    }  # fmt: skip
+        "model": traffic.model,
+        "input": text(rng, 20),
+        "voice": rng.choice(await voices(traffic)),
+        "max_new_tokens": rng.choice([2, 3, 5, 10, 30, 60]),
+        "response_format": "pcm",
+    }
     for probability, name, values in (
         (0.3, "language", ["English", "chinese", "AUTO", "Japanese"]),
         (0.3, "temperature", [0.0, 0.5, 1.5]),
@@ -190,9 +193,13 @@ async def again(traffic: Traffic, rng: random.Random) -> None:
     which = rng.randrange(6)
     own = random.Random(which)
     request = {
-        "model": traffic.model, "input": text(own, 20), "voice": (await voices(traffic))[0], "seed": which,
-        "max_new_tokens": 30, "response_format": "pcm",
-    }  # fmt: skip
+        "model": traffic.model,
+        "input": text(own, 20),
+        "voice": (await voices(traffic))[0],
+        "seed": which,
+        "max_new_tokens": 30,
+        "response_format": "pcm",
+    }
     form = rng.choice([None, "audio", "sse"])
     audio = await ask(traffic, request | ({"stream_format": form} if form else {}))
     if audio is not None:
@@ -214,14 +221,37 @@ async def look(traffic: Traffic, rng: random.Random) -> None:
 async def bad(traffic: Traffic, rng: random.Random) -> None:
     """A request that cannot be right: a 4xx with OpenAI's error body."""
     wrong: list[dict[str, Any]] = [
-        {"input": ""}, {"input": " \n"}, {"input": 5}, {"input": None}, {"voice": "nobody"}, {"voice": 3}, {"voice": {"name": "x"}},
-        {"model": "no-such-model"}, {"language": "klingon"}, {"response_format": "aiff"}, {"sample_rate": 96000},
-        {"speed": 9}, {"speed": 2, "initial_codec_chunk_frames": 1}, {"stream_format": "video"}, {"response_format": "aac", "stream": True},
-        {"max_new_tokens": 0}, {"max_new_tokens": 10**6}, {"max_new_tokens": "x"}, {"temperature": -1}, {"top_p": 2}, {"top_k": -1},
-        {"seed": "x"}, {"ref_audio": "data:audio/wav;base64,AAAA"}, {"ref_text": "x"}, {"speaker_embedding": [1.0]},
-        {"task_type": "Base"}, {"no_such_field": 1}, {"repetition_penalty": 0}, {"input": "word " * 20_000},
+        {"input": ""},
+        {"input": " \n"},
+        {"input": 5},
+        {"input": None},
+        {"voice": "nobody"},
+        {"voice": 3},
+        {"voice": {"name": "x"}},
+        {"model": "no-such-model"},
+        {"language": "klingon"},
+        {"response_format": "aiff"},
+        {"sample_rate": 96000},
+        {"speed": 9},
+        {"speed": 2, "initial_codec_chunk_frames": 1},
+        {"stream_format": "video"},
+        {"response_format": "aac", "stream": True},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 10**6},
+        {"max_new_tokens": "x"},
+        {"temperature": -1},
+        {"top_p": 2},
+        {"top_k": -1},
+        {"seed": "x"},
+        {"ref_audio": "data:audio/wav;base64,AAAA"},
+        {"ref_text": "x"},
+        {"speaker_embedding": [1.0]},
+        {"task_type": "Base"},
+        {"no_such_field": 1},
+        {"repetition_penalty": 0},
+        {"input": "word " * 20_000},
         {"initial_codec_chunk_frames": -1},
-    ]  # fmt: skip
+    ]
     kind = rng.randrange(4)
     if kind < 2:
         reply = await traffic.endpoint.open("POST", PATH, await body(traffic, rng) | rng.choice(wrong))
@@ -236,6 +266,14 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
 
 
 KINDS: Kinds = {
-    streamed: 30, whole: 12, gone_stream: 16, gone_waiting: 10, slow_reader: 3, again: 8, bad: 12, look: 3, wrong_key: 2,
+    streamed: 30,
+    whole: 12,
+    gone_stream: 16,
+    gone_waiting: 10,
+    slow_reader: 3,
+    again: 8,
+    bad: 12,
+    look: 3,
+    wrong_key: 2,
     burst: 0.1,
-}  # fmt: skip
+}

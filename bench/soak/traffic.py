@@ -291,10 +291,13 @@ async def look(traffic: Traffic, rng: random.Random) -> None:
     """The routes beside the two big ones."""
     request = {"model": traffic.model, "prompt": text(rng, 30)}
     for method, path, sent in [
-        ("GET", "/v1/models", None), ("GET", "/metrics", None), ("GET", "/version", None),
+        ("GET", "/v1/models", None),
+        ("GET", "/metrics", None),
+        ("GET", "/version", None),
         ("GET", "/health", None),
-        ("POST", "/tokenize", request), ("POST", "/detokenize", {"model": traffic.model, "tokens": [65, 66]}),
-    ]:  # fmt: skip
+        ("POST", "/tokenize", request),
+        ("POST", "/detokenize", {"model": traffic.model, "tokens": [65, 66]}),
+    ]:
         reply = await traffic.endpoint.open(method, path, sent)
         if reply.status != 200:
             await refused(reply)
@@ -303,8 +306,17 @@ async def look(traffic: Traffic, rng: random.Random) -> None:
 
 
 BROKEN = [
-    b"", b"{", b"[]", b"null", b'"hi"', b"\xff\xfe", b"[" * 50_000, b'{"a":' * 20_000, b'{"messages": NaN}', b'{"input": NaN}',
-]  # fmt: skip
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"hi"',
+    b"\xff\xfe",
+    b"[" * 50_000,
+    b'{"a":' * 20_000,
+    b'{"messages": NaN}',
+    b'{"input": NaN}',
+]
 """Bodies that no route takes."""
 
 
@@ -321,25 +333,58 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
     hi = [{"role": "user", "content": "hi"}]
     ok_chat, ok_prompt = {"model": traffic.model, "messages": hi}, {"model": traffic.model, "prompt": "hi"}
     wrong_chat: list[dict[str, Any]] = [
-        {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "wizard", "content": "x"}]},
-        {"messages": [{"role": "user", "content": 7}]}, {"messages": [{"role": "user"}]},
+        {"messages": []},
+        {"messages": "hi"},
+        {"messages": [{"role": "wizard", "content": "x"}]},
+        {"messages": [{"role": "user", "content": 7}]},
+        {"messages": [{"role": "user"}]},
         {"messages": [None]},
-        {"temperature": -1}, {"temperature": "hot"}, {"temperature": 1e999}, {"top_p": 1.5},
-        {"n": 0}, {"n": 10**6}, {"n": 10**30}, {"max_tokens": -5}, {"max_tokens": 1.5}, {"seed": "x"},
-        {"logit_bias": {"99999999": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": [1]}, {"stream": "perhaps"},
-        {"no_such_field": 1}, {"tools": "hammer"}, {"tools": [{"type": "x"}]}, {"tool_choice": "required"},
-        {"top_logprobs": 3}, {"top_logprobs": 10**4, "logprobs": True}, {"stop": [1]}, {"stop": {"a": 1}},
-        {"response_format": {"type": "json_schema"}}, {"model": "no-such-model"},
+        {"temperature": -1},
+        {"temperature": "hot"},
+        {"temperature": 1e999},
+        {"top_p": 1.5},
+        {"n": 0},
+        {"n": 10**6},
+        {"n": 10**30},
+        {"max_tokens": -5},
+        {"max_tokens": 1.5},
+        {"seed": "x"},
+        {"logit_bias": {"99999999": 1}},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": [1]},
+        {"stream": "perhaps"},
+        {"no_such_field": 1},
+        {"tools": "hammer"},
+        {"tools": [{"type": "x"}]},
+        {"tool_choice": "required"},
+        {"top_logprobs": 3},
+        {"top_logprobs": 10**4, "logprobs": True},
+        {"stop": [1]},
+        {"stop": {"a": 1}},
+        {"response_format": {"type": "json_schema"}},
+        {"model": "no-such-model"},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"chat_template_kwargs": 3}, {"priority": "high"}, {"presence_penalty": 99},
-    ]  # fmt: skip
+        {"chat_template_kwargs": 3},
+        {"priority": "high"},
+        {"presence_penalty": 99},
+    ]
     wrong_prompt: list[dict[str, Any]] = [
-        {"prompt": 5}, {"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": [[]]},
+        {"prompt": 5},
+        {"prompt": [10**9]},
+        {"prompt": [-1]},
+        {"prompt": [[]]},
         {"prompt": [1, "a"]},
-        {"suffix": "x"}, {"logprobs": 10**4}, {"best_of": 20}, {"messages": hi}, {"min_tokens": -1},
+        {"suffix": "x"},
+        {"logprobs": 10**4},
+        {"best_of": 20},
+        {"messages": hi},
+        {"min_tokens": -1},
         {"top_k": "x"},
-        {"stop_token_ids": [10**9]}, {"min_p": 3}, {"repetition_penalty": 0}, {"prompt": {"a": 1}},
-    ]  # fmt: skip
+        {"stop_token_ids": [10**9]},
+        {"min_p": 3},
+        {"repetition_penalty": 0},
+        {"prompt": {"a": 1}},
+    ]
     kind = rng.randrange(5)
     reply: Reply
     if kind == 0:
@@ -372,9 +417,17 @@ Kinds = dict[Callable[[Traffic, random.Random], Awaitable[None]], float]
 """Kind of request: how often, relative to the others."""
 
 KINDS: Kinds = {
-    streamed: 30, whole: 20, gone_stream: 14, gone_waiting: 8, bad: 14, too_long: 3, again: 6, look: 3,
-    wrong_key: 2, burst: 0.3,
-}  # fmt: skip
+    streamed: 30,
+    whole: 20,
+    gone_stream: 14,
+    gone_waiting: 8,
+    bad: 14,
+    too_long: 3,
+    again: 6,
+    look: 3,
+    wrong_key: 2,
+    burst: 0.3,
+}
 
 
 async def one(traffic: Traffic, kinds: Kinds, rng: random.Random, timeout_s: float) -> None:

@@ -50,9 +50,13 @@ def main() -> None:
     given = parser.parse_args()
     n_streams = [int(n) for n in given.streams.split(",")]
     config = EngineConfig(
-        dummy=given.model, quantize=given.quantize, device="cpu", threads=given.threads, max_model_len=1024,
+        dummy=given.model,
+        quantize=given.quantize,
+        device="cpu",
+        threads=given.threads,
+        max_model_len=1024,
         max_num_seqs=max(n_streams),
-    )  # fmt: skip
+    )
     runner = build_runner(config, lambda stage, done: None)
     assert isinstance(runner, SpeechRunner)
     n_bytes = sum(frame_bytes(runner.plan.shape, given.quantize))

@@ -37,13 +37,24 @@ from deltic.roofs import read_bandwidth
 from tests import tiny_speech
 
 REAL: dict[str, Any] = {
-    "N_CODES": 2048, "CODEC_VOCAB": 3072, "PREDICTOR_WIDTH": 1024, "TEXT_WIDTH": 2048,
+    "N_CODES": 2048,
+    "CODEC_VOCAB": 3072,
+    "PREDICTOR_WIDTH": 1024,
+    "TEXT_WIDTH": 2048,
     "PREDICTOR": {"layers": 5, "ffn": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128},
     "VOCODER": {
-        "latent_dim": 1024, "codebook_dim": 512, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 8, "sliding_window": 72, "decoder_dim": 1536,
+        "latent_dim": 1024,
+        "codebook_dim": 512,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "head_dim": 64,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 8,
+        "sliding_window": 72,
+        "decoder_dim": 1536,
     },
-}  # fmt: skip
+}
 """The published sizes of what tiny_speech.py writes; the encoder, which nothing here runs, stays tiny."""
 FFN = {"0.6b": 3072, "1.7b": 6144}
 FRAME = 1920
@@ -139,9 +150,16 @@ def main() -> None:
         "torch": torch.__version__,
     }
     result = {
-        "bench": "published", "version": importlib.metadata.version("qwen-tts"), "date": now().isoformat(), "machine": machine(),
-        "code": code(), **about, **told, "read": read, "rounds": rounds,
-    }  # fmt: skip
+        "bench": "published",
+        "version": importlib.metadata.version("qwen-tts"),
+        "date": now().isoformat(),
+        "machine": machine(),
+        "code": code(),
+        **about,
+        **told,
+        "read": read,
+        "rounds": rounds,
+    }
     if arguments.out:
         path = runs_directory(arguments.out) / f"published-{arguments.shape}-{now():%H%M%S}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")

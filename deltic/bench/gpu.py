@@ -121,20 +121,27 @@ def decode_row(
     runner = engine.runner
     assert isinstance(runner, GpuTextRunner)
     return {
-        "n": n, "step_ms": round(ms, 4), "round_ms": [round(statistics.median(found) * 1000, 4) for found in rounds],
-        "alone_ms": round(replayed_ms(engine, n, context), 4), "p90_ms": round(times[len(times) * 9 // 10] * 1000, 4),
-        "tok_s": round(n / ms * 1000, 1), "gb": round(n_bytes / 1e9, 3), "roof": round(n_bytes / roofs.read / ms * 1000, 4),
+        "n": n,
+        "step_ms": round(ms, 4),
+        "round_ms": [round(statistics.median(found) * 1000, 4) for found in rounds],
+        "alone_ms": round(replayed_ms(engine, n, context), 4),
+        "p90_ms": round(times[len(times) * 9 // 10] * 1000, 4),
+        "tok_s": round(n / ms * 1000, 1),
+        "gb": round(n_bytes / 1e9, 3),
+        "roof": round(n_bytes / roofs.read / ms * 1000, 4),
         "launches": runner.n_launches(n),
-    }  # fmt: skip
+    }
 
 
-def prefill_row(shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:  # fmt: skip
+def prefill_row(shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
     """What the rounds (milliseconds of each prompt) come to."""
     ms = statistics.median(ms for found in rounds for ms in found)
     return {
-        "ms": round(ms, 3), "round_ms": [round(statistics.median(found), 3) for found in rounds],
-        "tok_s": round(n_tokens / ms * 1000), "roof": round(prefill_operations(shape, n_tokens) / roofs.multiply / ms * 1000, 4),
-    }  # fmt: skip
+        "ms": round(ms, 3),
+        "round_ms": [round(statistics.median(found), 3) for found in rounds],
+        "tok_s": round(n_tokens / ms * 1000),
+        "roof": round(prefill_operations(shape, n_tokens) / roofs.multiply / ms * 1000, 4),
+    }
 
 
 def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
@@ -176,11 +183,23 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     )
     path = runs_directory(arguments.out) / f"gpu-{str(shape_name).replace('/', '-')}-{now():%H%M%S}.json"
     result = {
-        "bench": "gpu", "date": now().isoformat(timespec="seconds"), "shape": shape_name, "device": engine.info.device,
-        "torch": torch.__version__, "levers": dataclasses.asdict(parse_levers(config.lever)), "machine": machine(), "code": code(),
-        "prompt": arguments.prompt, "output": arguments.output, "rounds": arguments.rounds,
-        "roofs": dataclasses.asdict(roofs), "weights_s": weights_s, "record_s": record_s, "rows": measured, "prefill": prefill,
-    }  # fmt: skip
+        "bench": "gpu",
+        "date": now().isoformat(timespec="seconds"),
+        "shape": shape_name,
+        "device": engine.info.device,
+        "torch": torch.__version__,
+        "levers": dataclasses.asdict(parse_levers(config.lever)),
+        "machine": machine(),
+        "code": code(),
+        "prompt": arguments.prompt,
+        "output": arguments.output,
+        "rounds": arguments.rounds,
+        "roofs": dataclasses.asdict(roofs),
+        "weights_s": weights_s,
+        "record_s": record_s,
+        "rows": measured,
+        "prefill": prefill,
+    }
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
     return 0
@@ -192,9 +211,15 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(*heads, title=title, title_justify="left")
     for row in rows:
         table.add_row(
-            f"{row['n']}", f"{row['step_ms']:.3f}", f"{min(row['round_ms']):.3f} .. {max(row['round_ms']):.3f}",
-            f"{row['alone_ms']:.3f}", f"{row['tok_s']:.0f}", f"{row['gb']:.2f}", f"{row['roof']:.0%}", f"{row['launches']}",
-        )  # fmt: skip
+            f"{row['n']}",
+            f"{row['step_ms']:.3f}",
+            f"{min(row['round_ms']):.3f} .. {max(row['round_ms']):.3f}",
+            f"{row['alone_ms']:.3f}",
+            f"{row['tok_s']:.0f}",
+            f"{row['gb']:.2f}",
+            f"{row['roof']:.0%}",
+            f"{row['launches']}",
+        )
     return table
 
 
@@ -256,9 +281,15 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
     Console(width=170).print(table)
     path = runs_directory(arguments.out) / f"ablate-{str(shape_name).replace('/', '-')}-{now():%H%M%S}.json"
     result = {
-        "bench": "ablate", "date": now().isoformat(timespec="seconds"), "shape": shape_name, "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__, "machine": machine(), "code": code(), "rows": found,
-    }  # fmt: skip
+        "bench": "ablate",
+        "date": now().isoformat(timespec="seconds"),
+        "shape": shape_name,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "machine": machine(),
+        "code": code(),
+        "rows": found,
+    }
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
     return 0

@@ -178,9 +178,12 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         choice = (f"{row['same_argmax']:.2%}", f"{row['gap_max']:.3f}")
         loss = ("",) * 5 if row["format"] == REFERENCE else (*kl, *choice)
         out.add_row(
-            row["format"], f"{row['bytes'] / 1e6:.1f}", f"{row['bits_per_weight']:.2f}",
-            f"{row['perplexity']:.5f}", *loss,
-        )  # fmt: skip
+            row["format"],
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['bits_per_weight']:.2f}",
+            f"{row['perplexity']:.5f}",
+            *loss,
+        )
     return out
 
 
@@ -224,9 +227,16 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     n_tokens = sum(sum(document.counts) for document in documents)
     model = model_name(config)
     head = {
-        "bench": "quality", "model": model, "date": now().isoformat(), "machine": machine(), "code": code(),
-        "instructions": instruction_set(), "text": file.name, "tokens": n_tokens, "rows": rows,
-    }  # fmt: skip
+        "bench": "quality",
+        "model": model,
+        "date": now().isoformat(),
+        "machine": machine(),
+        "code": code(),
+        "instructions": instruction_set(),
+        "text": file.name,
+        "tokens": n_tokens,
+        "rows": rows,
+    }
     texts = {
         "prompts": [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts],
         "answers": {name: [tokenizer.decode(ids) for ids in each] for name, each in answers.items()},

@@ -40,10 +40,14 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         decode = row["decode_tok_s"]
         out.add_row(
             f"N = {row['value']:g}" if row["mode"] == "closed" else f"{row['value']:g} req/s",
-            spread(row["ttft_ms"], 0), spread(row["itl_ms"], 1), spread(row["e2e_s"], 2),
-            "-" if decode is None else f"{decode:.1f}", f"{row['output_tok_s']:.1f}",
-            f"{row['prompt_tok_s']:.1f}", f"{row['requests']} / {row['errors']}",
-        )  # fmt: skip
+            spread(row["ttft_ms"], 0),
+            spread(row["itl_ms"], 1),
+            spread(row["e2e_s"], 2),
+            "-" if decode is None else f"{decode:.1f}",
+            f"{row['output_tok_s']:.1f}",
+            f"{row['prompt_tok_s']:.1f}",
+            f"{row['requests']} / {row['errors']}",
+        )
     return out
 
 

@@ -192,9 +192,16 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows for people."""
     out = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
     columns = (
-        "", "TTFA ms\nmean p50 p95 p99", "E2E s\nmean p50 p95 p99", "RTF\nmean p50 p95 p99", "underrun ms\nmean p50 p95 p99",
-        "not\nlate", "audio\ns/s", "s\neach", "sent,\nerrors,\nleft",
-    )  # fmt: skip
+        "",
+        "TTFA ms\nmean p50 p95 p99",
+        "E2E s\nmean p50 p95 p99",
+        "RTF\nmean p50 p95 p99",
+        "underrun ms\nmean p50 p95 p99",
+        "not\nlate",
+        "audio\ns/s",
+        "s\neach",
+        "sent,\nerrors,\nleft",
+    )
     for name in columns:
         out.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -204,8 +211,12 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         ]
         ones = [
             "-" if v is None else form.format(v)
-            for v, form in ((row["continuous"], "{:.0%}"), (row["audio_s_per_s"], "{:.2f}"), (row["mean_audio_s"], "{:.2f}"))
-        ]  # fmt: skip
+            for v, form in (
+                (row["continuous"], "{:.0%}"),
+                (row["audio_s_per_s"], "{:.2f}"),
+                (row["mean_audio_s"], "{:.2f}"),
+            )
+        ]
         name = f"N = {row['value']:g}" if row["mode"] == "closed" else f"{row['value']:g} req/s"
         out.add_row(name, *cells, *ones, f"{row['requests']} {row['errors']} {row['cancelled']}")
     return out
@@ -262,9 +273,7 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         return 1
     load = result["load"]
     label = arguments.label or load["model"]
-    head = {
-        "bench": "speech", "label": label, "date": now().isoformat(), "machine": machine(), "client": code(),
-    }  # fmt: skip
+    head = {"bench": "speech", "label": label, "date": now().isoformat(), "machine": machine(), "client": code()}
     said = f"texts of {load['words']} words, {'whole' if arguments.whole else 'streamed'}"
     title = ", ".join([f"{label}: {said}", *(str(load[name]) for name in ("voice", "language") if name in load)])
     rows = table(result["rows"], title)

@@ -23,10 +23,14 @@ PROMISES = (
     ("P1 batch", "holds", "a sequence's logits have the same bits alone and in any batch"),
     ("P2 chunking", "holds", "any cut of the prompt gives the same bits, not only cuts at multiples of 64"),
     ("P3 cache", "holds", "behind a cached prefix, from whatever tier, a prompt has the bits of a cold one"),
-    ("P4 life", "holds", "a sequence that was preempted, or that finds its cache after a restart, goes on with the same bits"),
+    (
+        "P4 life",
+        "holds",
+        "a sequence that was preempted, or that finds its cache after a restart, goes on with the same bits",
+    ),
     ("P5 speculation", "not yet", "there is no speculative decoding"),
     ("P6 sampling", "holds", "a token depends on its logits, the seed and the position only"),
-)  # fmt: skip
+)
 """Clause, state on the CPU, meaning."""
 
 ASSERTED = (
@@ -147,8 +151,12 @@ def _driver() -> str:
 
 
 def _tables(
-    console: Console, where: str, operators: tuple[tuple[str, str], ...], promises: tuple[tuple[str, str, str], ...], note: str
-) -> None:  # fmt: skip
+    console: Console,
+    where: str,
+    operators: tuple[tuple[str, str], ...],
+    promises: tuple[tuple[str, str, str], ...],
+    note: str,
+) -> None:
     table = Table("operator", "implementation", title=f"Operators {where}", title_justify="left")
     for row in operators:
         table.add_row(*row)

@@ -309,10 +309,28 @@ def flags(config_class: Any, given: dict[str, Any]) -> list[str]:
 
 
 FOR_A_CHILD = frozenset(
-    ("allow_audio_dir", "allow_audio_host", "client_timeout_s", "default_max_tokens", "drain_s", "engine_timeout_s", "log_format",
-     "log_level", "log_prompts", "max_body_mb", "max_logprobs", "max_n", "max_queue", "max_stored_responses", "queue_timeout_s",
-     "request_timeout_s", "skip_hosted_tools", "strict_fields", "trust_request_chat_template")
-)  # fmt: skip
+    (
+        "allow_audio_dir",
+        "allow_audio_host",
+        "client_timeout_s",
+        "default_max_tokens",
+        "drain_s",
+        "engine_timeout_s",
+        "log_format",
+        "log_level",
+        "log_prompts",
+        "max_body_mb",
+        "max_logprobs",
+        "max_n",
+        "max_queue",
+        "max_stored_responses",
+        "queue_timeout_s",
+        "request_timeout_s",
+        "skip_hosted_tools",
+        "strict_fields",
+        "trust_request_chat_template",
+    )
+)
 """Settings of ServerConfig that mean the same in a server of ours. The others say where the main server listens, whom it lets in, and
 what is that one's alone, as the directory of its batches."""
 
@@ -340,11 +358,13 @@ class LocalServer:
         own = ["--host", "127.0.0.1", "--port", str(port)]
         self.process = subprocess.Popen(
             [*PROGRAM, "serve", *own, *arguments],  # the server's own settings come before any --and
-            stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal is ours to handle
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # however this process goes
             env=own_environment() | {f"{ENV_PREFIX}API_KEY": self.api_key},  # every user may read a command line
-        )  # fmt: skip
+        )
 
     def log_tail(self, n_lines: int = 12) -> str:
         """The last lines the server printed."""

@@ -106,15 +106,13 @@ def _memory_table(plan: Plan[Any], on_gpu: bool) -> Table:
             plan.slots_bytes,
             f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {plan.state_bytes / 1e6:.2f} MB",
         ),
-        "pages": (
-            plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} {unit}, {plan.page_bytes / 1e3:.0f} kB each"
-        ),
+        "pages": (plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} {unit}, {plan.page_bytes / 1e3:.0f} kB each"),
         "host tier": (plan.host_bytes, host),
         "total": (
             plan.total_bytes - (plan.host_bytes if on_gpu else 0),
             f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less",
         ),
-    }  # fmt: skip
+    }
     for name, (n_bytes, what) in rows.items():
         if name not in (("state slots",) if plan.speaks else ("vocoder", "streams")):
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)

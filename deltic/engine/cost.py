@@ -194,10 +194,16 @@ def _made_up(n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab
         n_own = -(-(start + length) // PAGE_SIZE)
         n_prompt = start if is_decode else start + length + 1
         sequence = Sequence(
-            Request(id=f"fit-{i}", prompt_ids=[], params=params), 0, i,
-            array("i", Random(i).choices(range(vocab_size), k=max(n_prompt, start + length))), n_prompt, n_computed=start,
-            pages=list(range(n_pages, n_pages + n_own)), place=i, slot=i,
-        )  # fmt: skip
+            Request(id=f"fit-{i}", prompt_ids=[], params=params),
+            0,
+            i,
+            array("i", Random(i).choices(range(vocab_size), k=max(n_prompt, start + length))),
+            n_prompt,
+            n_computed=start,
+            pages=list(range(n_pages, n_pages + n_own)),
+            place=i,
+            slot=i,
+        )
         n_pages += n_own
         step.chunks.append(Chunk(sequence, start, length))
         if is_decode:

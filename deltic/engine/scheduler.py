@@ -644,8 +644,10 @@ class Scheduler:
         self.n_recomputed += len(spoilt)
         log.warning(
             "logits of %s were not finite (request %s): %s of the prefix cache dropped, and all is computed once more",
-            counted(len(spoilt), "sequence"), ", ".join(sorted({s.request.id for s in spoilt})), counted(n_pages, "page"),
-        )  # fmt: skip
+            counted(len(spoilt), "sequence"),
+            ", ".join(sorted({s.request.id for s in spoilt})),
+            counted(n_pages, "page"),
+        )
 
     def observe(self, step: Step, seconds: float) -> None:
         """Tells the cost model, if there is a target, what a step took."""

@@ -75,7 +75,7 @@ class Trace:
                 f"{c.sequence.request.id}:{c.sequence.index} [{c.start}, {c.start + c.length})" for c in prefills
             ],
             "copies": len(step.slot_copies) + len(step.page_copies),
-        }  # fmt: skip
+        }
         self._event("X", "step", begin, end, args)
         for name, start, stop in (("plan", begin, planned), ("run", planned, ran), ("commit", ran, end)):
             self._event("X", name, start, stop)
@@ -119,7 +119,7 @@ class Trace:
 
     def _event(
         self, kind: str, name: str, begin: float, end: float = 0.0, args: dict[str, Any] | None = None, span: str = ""
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not self.is_open:
             return
         event: dict[str, Any] = {"ph": kind, "name": name, "pid": self._pid, "tid": 1}

@@ -58,9 +58,17 @@ COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions")
 """The fields of Stats that only grow."""
 
 CACHE_COUNTERS = (
-    "n_lookups", "n_hits", "n_lookup_tokens", "n_hit_tokens", "checkpoints_taken", "n_pages_evicted",
-    "n_checkpoints_evicted", "read_bytes", "written_bytes", "n_damaged",
-)  # fmt: skip
+    "n_lookups",
+    "n_hits",
+    "n_lookup_tokens",
+    "n_hit_tokens",
+    "checkpoints_taken",
+    "n_pages_evicted",
+    "n_checkpoints_evicted",
+    "read_bytes",
+    "written_bytes",
+    "n_damaged",
+)
 """Those of CacheStats; some are counts by name."""
 
 SPEECH_COUNTERS = ("n_frames", "n_underruns", "vocoder_s")

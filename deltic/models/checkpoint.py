@@ -20,9 +20,16 @@ DEMO = Path(__file__).parent.parent / "demo"
 
 
 TEXT_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "speech_tokenizer/config.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "speech_tokenizer/config.json",
+)
 """The files of a checkpoint that the HTTP process reads."""
 
 ALL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")

@@ -99,7 +99,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     lap("cache")
     runner.info = msgspec.structs.replace(
         runner.info, model_name=model_name(config), notices=notices, prefix_cache=config.prefix_cache, start_s=spent
-    )  # fmt: skip
+    )
     built: StepRunner = runner
     return built
 

@@ -13,13 +13,17 @@ def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
     """Everything but the model's name, the notices, whether there is a prefix cache, and how long the start took: these are
     `build.build_runner`'s to say. of_device: fields that follow from the device."""
     shape = plan.shape
-    of_kind: dict[str, Any] = {
-        "eos_token_ids": [shape.end_id],
-        "even_context": shape.talker.layer_params / (2 * shape.talker.n_layers * shape.talker.q_rows),
-        "n_prompt_ids": shape.n_prompt_ids,
-        "is_speech": True,
-        "has_state": False,
-    } if plan.speaks else {"eos_token_ids": list(shape.eos_token_ids), "even_context": even_context(shape)}  # fmt: skip
+    of_kind: dict[str, Any] = (
+        {
+            "eos_token_ids": [shape.end_id],
+            "even_context": shape.talker.layer_params / (2 * shape.talker.n_layers * shape.talker.q_rows),
+            "n_prompt_ids": shape.n_prompt_ids,
+            "is_speech": True,
+            "has_state": False,
+        }
+        if plan.speaks
+        else {"eos_token_ids": list(shape.eos_token_ids), "even_context": even_context(shape)}
+    )
     return EngineInfo(
         model_name="",
         vocab_size=plan.n_real,

@@ -340,9 +340,13 @@ def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig)
     have = f"{max(0, plan.budget_bytes) / 1e9:.1f} GB{' of device memory' if kind.on_gpu else ''}"
     too_large: list[tuple[str, str, int]] = []
     for field, least, unit in (
-        ("n_checkpoints", 0, 1), ("host_bytes", 0, 10**7), ("n_pages", pages_for(plan.max_model_len), 1), ("max_num_seqs", 1, 1),
-        ("max_model_len", PAGE_SIZE, PAGE_SIZE), ("max_step_tokens", PAGE_SIZE, PAGE_SIZE),
-    ):  # fmt: skip
+        ("n_checkpoints", 0, 1),
+        ("host_bytes", 0, 10**7),
+        ("n_pages", pages_for(plan.max_model_len), 1),
+        ("max_num_seqs", 1, 1),
+        ("max_model_len", PAGE_SIZE, PAGE_SIZE),
+        ("max_step_tokens", PAGE_SIZE, PAGE_SIZE),
+    ):
         value = getattr(plan, field)
         if value <= least:
             continue

@@ -50,15 +50,18 @@ class Speaker:
         if params.logprobs is not None and not self.gives_logprobs:
             raise RequestError("logprobs are not there for a speech model on a GPU; leave them out")
         for name, given in (
-            ("a constraint", params.constraint), ("prompt_logprobs", params.prompt_logprobs is not None),
+            ("a constraint", params.constraint),
+            ("prompt_logprobs", params.prompt_logprobs is not None),
             ("ignore_eos", params.ignore_eos),
-        ):  # fmt: skip
+        ):
             if given:
                 raise RequestError(f"{name} means nothing to a speech model; leave it out")
         for field, value, least, most in (
-            ("temperature", speech.temperature, 0.0, 1e6), ("top_k", speech.top_k, 0, 2**31 - 1), ("top_p", speech.top_p, 0.0, 1.0),
+            ("temperature", speech.temperature, 0.0, 1e6),
+            ("top_k", speech.top_k, 0, 2**31 - 1),
+            ("top_p", speech.top_p, 0.0, 1.0),
             ("first_chunk_frames", speech.first_chunk_frames, 0, MAX_FIRST_FRAMES),
-        ):  # fmt: skip
+        ):
             if not least <= value <= most:  # false for NaN too
                 raise RequestError(f"speech.{field} = {value}: must be from {least} to {most}")
         self.check_texts(speech.trailing_ids)

@@ -134,7 +134,7 @@ class EventStream:
     while it does not is sent together once it does.
     """
 
-    __slots__ = ("_is_cut", "_n_unsent", "_send", "_sending", "_server_send", "_started", "_transport", "_unsent")  # fmt: skip
+    __slots__ = ("_is_cut", "_n_unsent", "_send", "_sending", "_server_send", "_started", "_transport", "_unsent")
 
     max_unsent_bytes = MAX_UNSENT_BYTES
     """Where the stream of a client that does not read ends."""

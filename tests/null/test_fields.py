@@ -80,7 +80,7 @@ def test_counts_are_those_up_to_a_chunk_however_pieces_come() -> None:
     stream: Any = AnswerStream(Together(), said)  # type: ignore[arg-type]
     pieces = [Piece(0, Delta(content="a"), n_tokens=1), Piece(1, Delta(content="b"), n_tokens=1)]
     pieces += [Piece(0, Delta(content="c"), n_tokens=4), Piece(0, Delta(), finish_reason="stop", n_tokens=5)]
-    told = b"".join(stream._counted(pieces)).decode().split("\n\n")[:-1]
+    told = b"".join(map(stream._counted, pieces)).decode().split("\n\n")[:-1]
     counts = [json.loads(block[6:])["usage"]["completion_tokens"] for block in told]
     assert counts == [1, 2, 5, 6]
 

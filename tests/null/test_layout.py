@@ -21,7 +21,7 @@ SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 MAX_SOURCE_FILES = 175
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 38_000
+MAX_PACKAGE_LINES = 35_300
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 
 LAYERS = [{"commands", "bench"}, {"server"}, {"host"}, {"runtime"}, {"engine", "models"}, {"ops"}]
@@ -57,7 +57,7 @@ WITHOUT_TORCH = [
     *("ops.geometry", "ops.contract", "models.fields", "models.checkpoint", "models.hub", "runtime.fingerprint"),
     *("models.qwen.shape", "models.tts.shape", "models.vocoder.shape"),
 ]  # fmt: skip
-MAX_DEFERRED_IMPORTS = 32
+MAX_DEFERRED_IMPORTS = 30
 """Imports of ours inside functions: each keeps a start quick or a package optional, none hides a ring."""
 
 
@@ -205,7 +205,8 @@ def test_functions_are_short_and_names_say_something(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list):
                 continue  # a kernel
-            length = (node.end_lineno or 0) - node.lineno + 1
+            docstring = ast.get_docstring(node, clean=False) or ""
+            length = (node.end_lineno or 0) - node.lineno + 1 - len(docstring.splitlines())
             assert length <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines"
         if isinstance(node, ast.ClassDef):
             assert not node.name.endswith(("Manager", "Handler", "Helper", "Wrapper")), node.name

@@ -83,10 +83,18 @@ class Cache:
     """Pages, slots and places of the sequences. Every change to what a sequence owns is made here."""
 
     def __init__(
-        self, n_pages: int, n_slots: int, *, n_places: int | None = None, geometry: Geometry | None = None,
-        tiers: Tiers | None = None, enabled: bool = True, canonical_decode: bool = True, n_lookahead: int = 0,
+        self,
+        n_pages: int,
+        n_slots: int,
+        *,
+        n_places: int | None = None,
+        geometry: Geometry | None = None,
+        tiers: Tiers | None = None,
+        enabled: bool = True,
+        canonical_decode: bool = True,
+        n_lookahead: int = 0,
         has_state: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """n_places: sequences that may run at once. enabled: else nothing is kept for other requests, and host memory is for
         preempted sequences alone. canonical_decode: whether what decode writes may be found by others; n_lookahead: tokens that
         the device may have computed beyond a decode's n_computed; has_state: else any page will do to start behind, and there are

@@ -542,9 +542,11 @@ class Residency:
             for name, tier in zip(TIER_NAMES, self._tiers, strict=True)
         }
         tiers["device"] |= {
-            "pages_total": self.pages.n, "pages_in_use": self.pages.n - self.pages.n_available,
-            "slots_total": self.slots.n, "slots_in_use": self.slots.n - self.slots.n_available,
-        }  # fmt: skip
+            "pages_total": self.pages.n,
+            "pages_in_use": self.pages.n - self.pages.n_available,
+            "slots_total": self.slots.n,
+            "slots_in_use": self.slots.n - self.slots.n_available,
+        }
         tiers["host"] |= {"bytes_total": self.units.n * geometry.page_bytes}
         tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * geometry.page_bytes}
         tiers["disk"] |= {"bytes_total": self._disk_room if self.disk_bytes else 0, "bytes_used": self._disk_used}

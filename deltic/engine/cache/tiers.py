@@ -120,9 +120,16 @@ class Tiers:
     """Host memory and disk. `load`, `save`, `finished` and `n_pending` are for one thread, the engine's."""
 
     def __init__(
-        self, page: Callable[[int], list[Bytes]], state: Callable[[int], list[Bytes]], host: Bytes | None,
-        state_bytes: int, directory: Path | None, disk_bytes: int, fingerprint: str, copies: Copies | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        page: Callable[[int], list[Bytes]],
+        state: Callable[[int], list[Bytes]],
+        host: Bytes | None,
+        state_bytes: int,
+        directory: Path | None,
+        disk_bytes: int,
+        fingerprint: str,
+        copies: Copies | None = None,
+    ) -> None:
         """page, state: the bytes of a page or slot in device memory, as writable, contiguous, one-dimensional views;
         called from two threads. host: [n_units, page bytes]. disk_bytes: 0 for no disk tier; the budget is kept by whoever
         deletes. fingerprint: 32 hex digits that name everything that decides the bits (runtime/fingerprint.py). copies: brings
@@ -353,9 +360,16 @@ class Tiers:
 
     def _header(self, move: Move, crc: int) -> bytes:
         header = HEADER.pack(
-            _MAGIC, VERSION, _KINDS[move.kind], self._model, move.key, move.parent, move.depth,
-            self._n_bytes[move.kind], crc,
-        )  # fmt: skip
+            _MAGIC,
+            VERSION,
+            _KINDS[move.kind],
+            self._model,
+            move.key,
+            move.parent,
+            move.depth,
+            self._n_bytes[move.kind],
+            crc,
+        )
         return (header + HEADER_CRC.pack(zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
 
     def _read(self, move: Move, target: list[Bytes]) -> bool:
@@ -418,8 +432,10 @@ class Tiers:
             if not self._is_refused:
                 log.warning(
                     "prefix cache: --cache-dir cannot be written (%s: %s); reading goes on, and writing is tried again %s",
-                    error.strerror, part, "with less" if self.is_full else f"every {PAUSE_S:.0f} s",
-                )  # fmt: skip
+                    error.strerror,
+                    part,
+                    "with less" if self.is_full else f"every {PAUSE_S:.0f} s",
+                )
             self._is_refused = True
             return
         self._files[move.kind, move.key] = path

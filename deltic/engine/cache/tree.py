@@ -83,7 +83,7 @@ class Node:
         "priority",
         "state",
         "touched",
-    )  # fmt: skip
+    )
 
     def __init__(self, key: bytes, parent: Node | None, depth: int) -> None:
         self.key = key

@@ -88,15 +88,45 @@ def check_kernels(shape: ModelShape) -> None:
     limits = (
         ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "a multiple of 32"),
         ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 32 == 0, "a multiple of 32"),
-        ("moe_intermediate_size", shape.moe_intermediate_size, shape.moe_intermediate_size % 32 == 0, "a multiple of 32"),
-        ("shared_expert_intermediate_size", shape.shared_intermediate_size, shape.shared_intermediate_size % 32 == 0, "a multiple of 32"),
-        ("head_dim", shape.head_dim, shape.head_dim % 32 == 0 and shape.head_dim <= MAX_HEAD_DIM, f"a multiple of 32, at most {MAX_HEAD_DIM}"),
+        (
+            "moe_intermediate_size",
+            shape.moe_intermediate_size,
+            shape.moe_intermediate_size % 32 == 0,
+            "a multiple of 32",
+        ),
+        (
+            "shared_expert_intermediate_size",
+            shape.shared_intermediate_size,
+            shape.shared_intermediate_size % 32 == 0,
+            "a multiple of 32",
+        ),
+        (
+            "head_dim",
+            shape.head_dim,
+            shape.head_dim % 32 == 0 and shape.head_dim <= MAX_HEAD_DIM,
+            f"a multiple of 32, at most {MAX_HEAD_DIM}",
+        ),
         ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 32 == 0, "a multiple of 32"),
         ("num_attention_heads / num_key_value_heads", group, group <= MAX_GROUP, f"at most {MAX_GROUP}"),
-        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim % 16 == 0 and shape.gdn_k_dim <= MAX_GDN_DIM, f"a multiple of 16, at most {MAX_GDN_DIM}"),
-        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim % 16 == 0 and shape.gdn_v_dim <= MAX_GDN_DIM, f"a multiple of 16, at most {MAX_GDN_DIM}"),
-        ("linear_num_value_heads * linear_value_head_dim", shape.gdn_value_size, shape.gdn_value_size % 32 == 0, "a multiple of 32"),
-    )  # fmt: skip
+        (
+            "linear_key_head_dim",
+            shape.gdn_k_dim,
+            shape.gdn_k_dim % 16 == 0 and shape.gdn_k_dim <= MAX_GDN_DIM,
+            f"a multiple of 16, at most {MAX_GDN_DIM}",
+        ),
+        (
+            "linear_value_head_dim",
+            shape.gdn_v_dim,
+            shape.gdn_v_dim % 16 == 0 and shape.gdn_v_dim <= MAX_GDN_DIM,
+            f"a multiple of 16, at most {MAX_GDN_DIM}",
+        ),
+        (
+            "linear_num_value_heads * linear_value_head_dim",
+            shape.gdn_value_size,
+            shape.gdn_value_size % 32 == 0,
+            "a multiple of 32",
+        ),
+    )
     for field, found, holds, supported in limits:
         if not holds:
             raise UnsupportedModelError(field, found, supported)
@@ -153,7 +183,7 @@ class Linears:
 
     def project(
         self, program: Program, name: str, x: Tensor, out: Tensor, packed: Tensor, n_rows: Tensor, *, add: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Appends out = x W^T, or out += x W^T: x bfloat16 [T, K], out float32 [T, M], n_rows int32 scalar, rows in use. packed:
         the workspace of `linear`."""
         linear(program, x, self.matrices[name], out, packed, n_rows, add=add)
@@ -213,12 +243,23 @@ class Qwen:
         mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
         self.linears.project(program, f"layers.{i}.in_proj", act.normed, proj, act.packed, inputs.n_tokens)
         gdn(
-            program, proj, self.gdn_heads, self.gdn_weights[i], self.shape.rms_norm_eps,
-            n_seqs=inputs.n_seqs, seq_start=inputs.seq_start, seq_context=inputs.seq_context,
-            start_slot=inputs.start_slot, slot=inputs.slot, snapshot_begin=inputs.snapshot_begin,
-            snapshot_n=inputs.snapshot_n, snapshot_slot=inputs.snapshot_slot,
-            conv_state=columns, state=state, out=mixed,
-        )  # fmt: skip
+            program,
+            proj,
+            self.gdn_heads,
+            self.gdn_weights[i],
+            self.shape.rms_norm_eps,
+            n_seqs=inputs.n_seqs,
+            seq_start=inputs.seq_start,
+            seq_context=inputs.seq_context,
+            start_slot=inputs.start_slot,
+            slot=inputs.slot,
+            snapshot_begin=inputs.snapshot_begin,
+            snapshot_n=inputs.snapshot_n,
+            snapshot_slot=inputs.snapshot_slot,
+            conv_state=columns,
+            state=state,
+            out=mixed,
+        )
         self.linears.project(
             program, f"layers.{i}.out_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True
         )
@@ -231,15 +272,35 @@ class Qwen:
         mixed = _rows(act.mixed, act.residual, self.heads.n_q * self.heads.dim)
         self.linears.project(program, f"layers.{i}.qkv", act.normed, proj, act.packed, inputs.n_tokens)
         attn_prepare(
-            program, proj, self.heads, layer.q_norm, layer.k_norm, self.shape.rms_norm_eps,
-            n_tokens=inputs.n_tokens, positions=inputs.positions, token_place=inputs.token_place,
-            page_table=inputs.page_table, cos=self.cos, sin=self.sin, q_out=query, pages=pages,
-        )  # fmt: skip
+            program,
+            proj,
+            self.heads,
+            layer.q_norm,
+            layer.k_norm,
+            self.shape.rms_norm_eps,
+            n_tokens=inputs.n_tokens,
+            positions=inputs.positions,
+            token_place=inputs.token_place,
+            page_table=inputs.page_table,
+            cos=self.cos,
+            sin=self.sin,
+            q_out=query,
+            pages=pages,
+        )
         attention(
-            program, query, proj, self.heads, pages, n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-            seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table, records=act.attn_records,
+            program,
+            query,
+            proj,
+            self.heads,
+            pages,
+            n_seqs=inputs.n_seqs,
+            seq_start=inputs.seq_start,
+            seq_context=inputs.seq_context,
+            place=inputs.place,
+            page_table=inputs.page_table,
+            records=act.attn_records,
             out=mixed,
-        )  # fmt: skip
+        )
         self.linears.project(program, f"layers.{i}.o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
 
     def _feed_forward(self, program: Program, i: int, mlp: Mlp | Moe, n_tokens: Tensor, act: Activations) -> None:
@@ -249,16 +310,24 @@ class Qwen:
             self.linears.project(program, f"{name}router", act.normed, act.router, act.packed, n_tokens)
             self._swiglu(program, f"{name}shared_", mlp.shared_down.k, act.shared, n_tokens, act, add=False)
             moe(
-                program, act.normed, act.router, mlp.gate_up, mlp.down, act.shared, act.residual,
-                n_per_token=self.shape.n_experts_per_tok, normalise=self.shape.norm_topk_prob,
-                n_tokens=n_tokens, scratch=act.moe,
-            )  # fmt: skip
+                program,
+                act.normed,
+                act.router,
+                mlp.gate_up,
+                mlp.down,
+                act.shared,
+                act.residual,
+                n_per_token=self.shape.n_experts_per_tok,
+                normalise=self.shape.norm_topk_prob,
+                n_tokens=n_tokens,
+                scratch=act.moe,
+            )
         else:
             self._swiglu(program, name, mlp.down.k, act.residual, n_tokens, act, add=True)
 
     def _swiglu(
         self, program: Program, prefix: str, width: int, out: Tensor, n_tokens: Tensor, act: Activations, *, add: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The MLP of this width whose matrices' names begin so."""
         up = _rows(act.proj, act.residual, 2 * width)
         inner = _rows(act.mixed, act.residual, width)

@@ -116,9 +116,14 @@ def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int,
     moe = None
     if shape.is_moe:
         moe = moe_scratch(
-            n_rows, h, shape.n_experts, shape.n_experts_per_tok, shape.moe_intermediate_size,
-            shape.shared_intermediate_size, allocate,
-        )  # fmt: skip
+            n_rows,
+            h,
+            shape.n_experts,
+            shape.n_experts_per_tok,
+            shape.moe_intermediate_size,
+            shape.shared_intermediate_size,
+            allocate,
+        )
         n_partials.append(shape.n_experts_per_tok + 1)
     return DecodeBuffers(
         rows_place=allocate("rows place", (n_rows,), i32),
@@ -146,13 +151,20 @@ def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate:
     moe = None
     if shape.is_moe:
         moe = moe_prefill_scratch(
-            t, h, shape.n_experts, shape.n_experts_per_tok, shape.moe_intermediate_size,
-            shape.shared_intermediate_size, allocate,
-        )  # fmt: skip
+            t,
+            h,
+            shape.n_experts,
+            shape.n_experts_per_tok,
+            shape.moe_intermediate_size,
+            shape.shared_intermediate_size,
+            allocate,
+        )
     return PrefillBuffers(
         residual=allocate("prefill residual", (t * h,), f32),
         normed=allocate("prefill normed", (t * h,), bf16),
-        proj=allocate("prefill projections", (t * max(shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size),), bf16),
+        proj=allocate(
+            "prefill projections", (t * max(shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size),), bf16
+        ),
         mixed=allocate("prefill mixed", (t * max(value, q_size),), bf16),
         inner=allocate("prefill inner", (t * max(1, inner),), bf16),
         y=allocate("prefill y", (t * h,), bf16),
@@ -161,7 +173,7 @@ def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate:
         moe=moe,
         final=allocate("final", (n_segments, h), bf16),
         logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
-    )  # fmt: skip
+    )
 
 
 def _attention_heads(shape: ModelShape) -> AttentionHeads:
@@ -239,9 +251,18 @@ class QwenGpu:
         slot, position = b.row_slot[:n], b.row_position[:n]
         residual = front(b.residual, n, h)
         begin_decode(
-            b.rows_place[:n], places.last_token, places.position, places.slot, places.done, w.embed,
-            row_place=b.row_place[:n], row_slot=slot, row_position=position, residual=residual, levers=levers,
-        )  # fmt: skip
+            b.rows_place[:n],
+            places.last_token,
+            places.position,
+            places.slot,
+            places.done,
+            w.embed,
+            row_place=b.row_place[:n],
+            row_slot=slot,
+            row_position=position,
+            residual=residual,
+            levers=levers,
+        )
         partial: Tensor | None = None
         i_gdn = i_attn = 0
         normed = front(b.normed, n, h)
@@ -251,40 +272,74 @@ class QwenGpu:
                 proj = linears.partial(f"layers.{i}.in_proj", normed, b.proj)
                 mixed = front(b.mixed, n, shape.gdn_value_size)
                 gdn_decode(
-                    proj, self.gdn_heads, self.gdn_weights[i], eps, columns=memory.columns[:, i_gdn],
-                    states=memory.states[:, i_gdn], row_slot=slot, row_position=position, out=mixed, levers=levers,
-                )  # fmt: skip
+                    proj,
+                    self.gdn_heads,
+                    self.gdn_weights[i],
+                    eps,
+                    columns=memory.columns[:, i_gdn],
+                    states=memory.states[:, i_gdn],
+                    row_slot=slot,
+                    row_position=position,
+                    out=mixed,
+                    levers=levers,
+                )
                 partial = linears.partial(f"layers.{i}.out_proj", mixed, b.partial)
                 i_gdn += 1
             else:
                 proj = linears.partial(f"layers.{i}.qkv", normed, b.proj)
                 mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
                 attention_decode(
-                    proj, self.heads, layer.q_norm, layer.k_norm, eps, row_place=b.row_place[:n],
-                    page_table=places.page_table, cos=self.cos, sin=self.sin, pages=memory.pages[:, i_attn],
-                    scratch=b.attention, max_len=max_len, row_slot=slot, row_position=position, out=mixed, levers=levers,
-                )  # fmt: skip
+                    proj,
+                    self.heads,
+                    layer.q_norm,
+                    layer.k_norm,
+                    eps,
+                    row_place=b.row_place[:n],
+                    page_table=places.page_table,
+                    cos=self.cos,
+                    sin=self.sin,
+                    pages=memory.pages[:, i_attn],
+                    scratch=b.attention,
+                    max_len=max_len,
+                    row_slot=slot,
+                    row_position=position,
+                    out=mixed,
+                    levers=levers,
+                )
                 partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial)
                 i_attn += 1
             add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
-            mlp = layer.mlp
-            if isinstance(mlp, Moe):
-                assert b.moe is not None
-                partial = front(b.partial, shape.n_experts_per_tok + 1, n, h)
-                moe_decode(
-                    normed, mlp.router, mlp.gate_up, mlp.down, mlp.shared_gate_up, mlp.shared_down,
-                    shape.n_experts_per_tok, shape.norm_topk_prob, row_slot=slot, scratch=b.moe, out=partial,
-                    levers=levers,
-                )  # fmt: skip
-            else:
-                inner = front(b.inner, n, shape.intermediate_size)
-                gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
-                linears.swiglu(f"layers.{i}.mlp.gate_up", normed, inner, gate_up)
-                partial = linears.partial(f"layers.{i}.mlp.down", inner, b.partial)
+            partial = self._decode_feed_forward(i, normed, b, slot)
         add_norm(residual, partial, w.norm, eps, normed, levers=levers)
         logits = front(b.logits, 1, n, shape.vocab_size)
         linears.project("lm_head", normed, logits)
         return logits[0]
+
+    def _decode_feed_forward(self, i: int, normed: Tensor, b: DecodeBuffers, slot: Tensor) -> Tensor:
+        """Partial sums of layer i's feed-forward of n rows, bfloat16 [n, H], to be added up by the next norm."""
+        shape, mlp, n = self.shape, self.weights.layers[i].mlp, len(normed)
+        if not isinstance(mlp, Moe):
+            inner = front(b.inner, n, shape.intermediate_size)
+            gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
+            self.linears.swiglu(f"layers.{i}.mlp.gate_up", normed, inner, gate_up)
+            return self.linears.partial(f"layers.{i}.mlp.down", inner, b.partial)
+        assert b.moe is not None
+        partial = front(b.partial, shape.n_experts_per_tok + 1, n, shape.hidden_size)
+        moe_decode(
+            normed,
+            mlp.router,
+            mlp.gate_up,
+            mlp.down,
+            mlp.shared_gate_up,
+            mlp.shared_down,
+            shape.n_experts_per_tok,
+            shape.norm_topk_prob,
+            row_slot=slot,
+            scratch=b.moe,
+            out=partial,
+            levers=self.levers,
+        )
+        return partial
 
     # A prefill.
 
@@ -306,9 +361,17 @@ class QwenGpu:
                 mixed = front(b.mixed, t, shape.gdn_value_size)
                 linears.project_many(f"layers.{i}.in_proj", normed, proj)
                 gdn_prefill(
-                    proj, self.gdn_heads, self.gdn_weights[i], eps, blocks=inputs.blocks, columns=memory.columns[:, i_gdn],
-                    states=memory.states[:, i_gdn], scratch=b.gdn, out=mixed, levers=levers,
-                )  # fmt: skip
+                    proj,
+                    self.gdn_heads,
+                    self.gdn_weights[i],
+                    eps,
+                    blocks=inputs.blocks,
+                    columns=memory.columns[:, i_gdn],
+                    states=memory.states[:, i_gdn],
+                    scratch=b.gdn,
+                    out=mixed,
+                    levers=levers,
+                )
                 linears.project_many(f"layers.{i}.out_proj", mixed, y)
                 i_gdn += 1
             else:
@@ -316,10 +379,20 @@ class QwenGpu:
                 mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
                 linears.project_many(f"layers.{i}.qkv", normed, proj)
                 attention_prefill(
-                    proj, self.heads, layer.q_norm, layer.k_norm, eps, blocks=inputs.blocks, page_table=page_table,
-                    cos=self.cos, sin=self.sin, pages=memory.pages[:, i_attn],
-                    query=front(b.query, t, self.heads.n_q, self.heads.dim), out=mixed, levers=levers,
-                )  # fmt: skip
+                    proj,
+                    self.heads,
+                    layer.q_norm,
+                    layer.k_norm,
+                    eps,
+                    blocks=inputs.blocks,
+                    page_table=page_table,
+                    cos=self.cos,
+                    sin=self.sin,
+                    pages=memory.pages[:, i_attn],
+                    query=front(b.query, t, self.heads.n_q, self.heads.dim),
+                    out=mixed,
+                    levers=levers,
+                )
                 linears.project_many(f"layers.{i}.o_proj", mixed, y)
                 i_attn += 1
             add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
@@ -339,9 +412,19 @@ class QwenGpu:
         else:
             assert b.moe is not None
             moe_prefill(
-                normed, mlp.router, mlp.gate_up, mlp.down, mlp.shared_gate_up, mlp.shared_down,
-                shape.n_experts_per_tok, shape.norm_topk_prob, blocks=blocks, scratch=b.moe, out=y, levers=levers,
-            )  # fmt: skip
+                normed,
+                mlp.router,
+                mlp.gate_up,
+                mlp.down,
+                mlp.shared_gate_up,
+                mlp.shared_down,
+                shape.n_experts_per_tok,
+                shape.norm_topk_prob,
+                blocks=blocks,
+                scratch=b.moe,
+                out=y,
+                levers=levers,
+            )
 
     def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers) -> Tensor:
         """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most G."""

@@ -129,9 +129,7 @@ def allocate_speech(
 ) -> SpeechActivations:
     """Every buffer of a forward of up to n_rows rows and n_seqs sequences of at most max_len rows."""
     f32, bf16 = torch.float32, torch.bfloat16
-    h, p, th, t = (
-        shape.talker.hidden_size, shape.predictor.hidden_size, shape.text_hidden_size, n_rows,
-    )  # fmt: skip
+    h, p, th, t = (shape.talker.hidden_size, shape.predictor.hidden_size, shape.text_hidden_size, n_rows)
     d, n = shape.predictor, shape.n_codebook
     return SpeechActivations(
         talker=_allocate_decoder("", shape.talker, t, max_len, max(th, h), allocate),
@@ -146,7 +144,7 @@ def allocate_speech(
         code_logits=allocate("code logits", (n_seqs, n), f32),
         final=allocate("final", (n_seqs, h), bf16),
         logits=allocate("logits", (n_seqs, n + 1), f32),
-    )  # fmt: skip
+    )
 
 
 def _allocate_decoder(
@@ -199,14 +197,35 @@ class _Layers:
             rms_norm(program, act.residual, layer.input_norm, eps, act.normed, n_rows)
             project(program, f"{name}qkv", act.normed, proj, act.packed, n_rows)
             attn_prepare(
-                program, proj, heads, layer.q_norm, layer.k_norm, eps, n_tokens=n_rows, positions=inputs.positions,
-                token_place=inputs.row_place, page_table=inputs.page_table, cos=self.cos, sin=self.sin, q_out=query,
+                program,
+                proj,
+                heads,
+                layer.q_norm,
+                layer.k_norm,
+                eps,
+                n_tokens=n_rows,
+                positions=inputs.positions,
+                token_place=inputs.row_place,
+                page_table=inputs.page_table,
+                cos=self.cos,
+                sin=self.sin,
+                q_out=query,
                 pages=pages[:, i],
-            )  # fmt: skip
+            )
             attention(
-                program, query, proj, heads, pages[:, i], n_seqs=inputs.n_seqs, seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context, place=inputs.place, page_table=inputs.page_table, records=act.records, out=mixed,
-            )  # fmt: skip
+                program,
+                query,
+                proj,
+                heads,
+                pages[:, i],
+                n_seqs=inputs.n_seqs,
+                seq_start=inputs.seq_start,
+                seq_context=inputs.seq_context,
+                place=inputs.place,
+                page_table=inputs.page_table,
+                records=act.records,
+                out=mixed,
+            )
             project(program, f"{name}o_proj", mixed, act.residual, act.packed, n_rows, add=True)
             rms_norm(program, act.residual, layer.post_norm, eps, act.normed, n_rows)
             project(program, f"{name}mlp.gate_up", act.normed, up, act.packed, n_rows)
@@ -224,15 +243,27 @@ class Tts:
         self.predictor = _Layers("predictor", shape.predictor, weights.predictor, self.linears, N_CODES)
 
     def record(
-        self, program: Program, inputs: SpeechInputs, memory: SpeechMemory, draws: PredictorDraws, act: SpeechActivations
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        inputs: SpeechInputs,
+        memory: SpeechMemory,
+        draws: PredictorDraws,
+        act: SpeechActivations,
+    ) -> None:
         """Appends the whole forward: rows and code 0 of each frame to draws.codes and act.logits[:S]."""
         w, talker, rows = self.weights, act.talker, inputs.rows
         self.record_texts(program, inputs, act, act.text_rows[PAD_ROW + 1 :])
         self._record_frames(program, inputs, memory, draws, act)
         talker_rows(
-            program, inputs.side, inputs.text_row, w.codec_table, inputs.voice_rows, act.text_rows, talker.residual, rows.n_rows
-        )  # fmt: skip
+            program,
+            inputs.side,
+            inputs.text_row,
+            w.codec_table,
+            inputs.voice_rows,
+            act.text_rows,
+            talker.residual,
+            rows.n_rows,
+        )
         self.talker.record(program, rows, memory.pages, talker)
         eps = self.shape.talker.rms_norm_eps
         rms_norm(program, talker.residual, w.talker.norm, eps, act.final, rows.n_seqs, rows=inputs.last_row)
@@ -249,8 +280,13 @@ class Tts:
         add_bias(program, out, w.text_fc2.bias, n)
 
     def _record_frames(
-        self, program: Program, inputs: SpeechInputs, memory: SpeechMemory, draws: PredictorDraws, act: SpeechActivations
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        inputs: SpeechInputs,
+        memory: SpeechMemory,
+        draws: PredictorDraws,
+        act: SpeechActivations,
+    ) -> None:
         """The residual codes of the frames, and the sums of their 16 embeddings in the talker's first rows."""
         w, a, eps = self.weights, act.predictor, self.shape.predictor.rms_norm_eps
         n_frames, n_seqs = inputs.n_frames, act.predictor_pages.shape[0]
@@ -261,7 +297,7 @@ class Tts:
             if i == 0:
                 code_rows(
                     program, inputs.code0, w.codec_table, sums, n_frames, rows=into, past=memory.past, slot=inputs.slot
-                )  # fmt: skip
+                )
             else:
                 code_rows(program, draws.codes[i - 1], w.code_tables[i - 1], sums, n_frames, rows=into)
             if w.projection is not None:
@@ -273,8 +309,14 @@ class Tts:
             rms_norm(program, a.residual, w.predictor.norm, eps, act.code_final, n_frames, rows=last)
             self.linears.project(program, f"code_heads.{i}", act.code_final, act.code_logits, a.packed, n_frames)
             sample(
-                program, act.code_logits, self.shape.n_codebook, draws.places, draws.draws[i], draws.scratch, draws.codes[i]
-            )  # fmt: skip
+                program,
+                act.code_logits,
+                self.shape.n_codebook,
+                draws.places,
+                draws.draws[i],
+                draws.scratch,
+                draws.codes[i],
+            )
         code_rows(program, draws.codes[-1], w.code_tables[-1], sums, n_frames)
 
     def frame_embeddings(self, codes: Tensor) -> Tensor:
@@ -298,7 +340,7 @@ def _pass_rows(i: int, n_frames: Tensor, n_rows: Tensor, n_seqs: int) -> RowInpu
         seq_context=torch.full((n_seqs,), i + 1 if i else 0, dtype=torch.int32),
         place=each,
         page_table=each[:, None],
-    )  # fmt: skip
+    )
 
 
 def _rows(flat: Tensor, like: Tensor, width: int) -> Tensor:

@@ -99,12 +99,12 @@ def check_speech_gpu(shape: SpeechShape) -> None:
             ("intermediate_size", d.intermediate_size, d.intermediate_size % 32 == 0, "a multiple of 32"),
             ("head_dim", d.head_dim, d.head_dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
             ("num_attention_heads", d.n_q_heads // d.n_kv_heads, d.n_q_heads // d.n_kv_heads <= 16, "16 a key head"),
-        )  # fmt: skip
+        )
         for field, found, holds, supported in limits:
             if not holds:
                 raise UnsupportedModelError(prefix + field, found, supported)
     if shape.n_codebook > MAX_CODES:
-        raise UnsupportedModelError("code_predictor_config.vocab_size", shape.n_codebook, f"at most {MAX_CODES}")  # fmt: skip
+        raise UnsupportedModelError("code_predictor_config.vocab_size", shape.n_codebook, f"at most {MAX_CODES}")
 
 
 def heads_of(d: DecoderShape) -> AttentionHeads:
@@ -116,10 +116,13 @@ def _layer_buffers(name: str, d: DecoderShape, n: int, levers: Levers, allocate:
     widest = max(d.qkv_rows * k_splits(d.qkv_rows, h, levers), 2 * f)
     parts = max(k_splits(h, d.q_rows, levers), k_splits(h, f, levers))
     return LayerBuffers(
-        residual=allocate(f"{name} residual", (n * h,), f32), normed=allocate(f"{name} normed", (n * h,), bf16),
-        proj=allocate(f"{name} projections", (n * widest,), f32), mixed=allocate(f"{name} mixed", (n * d.q_rows,), bf16),
-        inner=allocate(f"{name} inner", (n * f,), bf16), partial=allocate(f"{name} partial sums", (parts * n * h,), f32),
-    )  # fmt: skip
+        residual=allocate(f"{name} residual", (n * h,), f32),
+        normed=allocate(f"{name} normed", (n * h,), bf16),
+        proj=allocate(f"{name} projections", (n * widest,), f32),
+        mixed=allocate(f"{name} mixed", (n * d.q_rows,), bf16),
+        inner=allocate(f"{name} inner", (n * f,), bf16),
+        partial=allocate(f"{name} partial sums", (parts * n * h,), f32),
+    )
 
 
 def frame_buffers(shape: SpeechShape, levers: Levers, n: int, max_len: int, allocate: Allocate) -> FrameBuffers:
@@ -130,16 +133,20 @@ def frame_buffers(shape: SpeechShape, levers: Levers, n: int, max_len: int, allo
     names = ("place", "slot", "position", "frame")
     rows = FrameRows(
         **{name: allocate(f"row {name}", (n,), i32) for name in names},
-        codes=allocate("codes", (n, N_CODES), i32), sums=talker.residual.view(n, t.hidden_size),
-    )  # fmt: skip
+        codes=allocate("codes", (n, N_CODES), i32),
+        sums=talker.residual.view(n, t.hidden_size),
+    )
     return FrameBuffers(
-        rows=rows, talker=talker, predictor=_layer_buffers("predictor", p, 2 * n, levers, allocate),
+        rows=rows,
+        talker=talker,
+        predictor=_layer_buffers("predictor", p, 2 * n, levers, allocate),
         past=allocate("past rows", (n, t.hidden_size), bf16),
         code_pages=allocate("predictor pages", (n, p.n_layers, 2, p.n_kv_heads, N_CODES, p.head_dim), bf16),
         code_logits=allocate("code logits", (k_splits(c, p.hidden_size, levers) * n * c,), f32),
-        numbers=allocate("numbers", (2 * n,), i32), attention=attention_scratch(heads_of(t), n, max_len, allocate),
+        numbers=allocate("numbers", (2 * n,), i32),
+        attention=attention_scratch(heads_of(t), n, max_len, allocate),
         logits=allocate("logits", (n * shape.n_drawn,), f32),
-    )  # fmt: skip
+    )
 
 
 def prompt_buffers(shape: SpeechShape, n_blocks: int, n_prompts: int, allocate: Allocate) -> PromptBuffers:
@@ -147,14 +154,19 @@ def prompt_buffers(shape: SpeechShape, n_blocks: int, n_prompts: int, allocate: 
     f32, bf16, d = torch.float32, torch.bfloat16, shape.talker
     t, h = n_blocks * BLOCK, d.hidden_size
     return PromptBuffers(
-        residual=allocate("prefill residual", (t * h,), f32), normed=allocate("prefill normed", (t * h,), bf16),
+        residual=allocate("prefill residual", (t * h,), f32),
+        normed=allocate("prefill normed", (t * h,), bf16),
         proj=allocate("prefill projections", (t * max(d.qkv_rows, 2 * d.intermediate_size),), bf16),
-        mixed=allocate("prefill mixed", (t * d.q_rows,), bf16), inner=allocate("prefill inner", (t * d.intermediate_size,), bf16),
-        y=allocate("prefill y", (t * h,), bf16), query=allocate("prefill queries", (t * d.q_rows,), bf16),
-        voice=allocate("voice rows", (t, h), f32), final=allocate("final", (n_prompts, h), bf16),
+        mixed=allocate("prefill mixed", (t * d.q_rows,), bf16),
+        inner=allocate("prefill inner", (t * d.intermediate_size,), bf16),
+        y=allocate("prefill y", (t * h,), bf16),
+        query=allocate("prefill queries", (t * d.q_rows,), bf16),
+        voice=allocate("voice rows", (t, h), f32),
+        final=allocate("final", (n_prompts, h), bf16),
         logits=allocate("prefill logits", (n_prompts, shape.n_drawn), f32),
-        end=allocate("ends", (n_prompts,), torch.int32), end_slot=allocate("end slots", (n_prompts,), torch.int32),
-    )  # fmt: skip
+        end=allocate("ends", (n_prompts,), torch.int32),
+        end_slot=allocate("end slots", (n_prompts,), torch.int32),
+    )
 
 
 def _product(x: Tensor, projection: Projection) -> Tensor:
@@ -209,9 +221,15 @@ class TtsGpu:
         return partial
 
     def decode(
-        self, n: int, rows_place: Tensor, places: PlaceState, parameters: FrameParameters, b: FrameBuffers, memory: SpeechMemory,
+        self,
+        n: int,
+        rows_place: Tensor,
+        places: PlaceState,
+        parameters: FrameParameters,
+        b: FrameBuffers,
+        memory: SpeechMemory,
         max_len: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """One frame each of n rows, none with more than max_len keys: codes into b.rows.codes; gives the logits of the next code 0,
         float32 [n, n_drawn]."""
         w, levers, d = self.weights, self.levers, self.shape.talker
@@ -223,10 +241,23 @@ class TtsGpu:
 
         def attend(i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor) -> None:
             attention_decode(
-                proj, heads, layer.q_norm, layer.k_norm, d.rms_norm_eps, row_slot=rows.slot, row_place=rows.place,
-                row_position=rows.position, page_table=places.page_table, cos=cos, sin=sin, pages=memory.pages[:, i],
-                scratch=b.attention, max_len=max_len, out=mixed, levers=levers,
-            )  # fmt: skip
+                proj,
+                heads,
+                layer.q_norm,
+                layer.k_norm,
+                d.rms_norm_eps,
+                row_slot=rows.slot,
+                row_place=rows.place,
+                row_position=rows.position,
+                page_table=places.page_table,
+                cos=cos,
+                sin=sin,
+                pages=memory.pages[:, i],
+                scratch=b.attention,
+                max_len=max_len,
+                out=mixed,
+                levers=levers,
+            )
 
         partial = self._layers("talker", d, w.talker, n, b.talker, attend)
         normed = front(b.talker.normed, n, d.hidden_size)
@@ -239,18 +270,35 @@ class TtsGpu:
         return logits[0]
 
     def _frames(
-        self, n: int, rows: FrameRows, rows_place: Tensor, places: PlaceState, parameters: FrameParameters, b: FrameBuffers,
+        self,
+        n: int,
+        rows: FrameRows,
+        rows_place: Tensor,
+        places: PlaceState,
+        parameters: FrameParameters,
+        b: FrameBuffers,
         memory: SpeechMemory,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Codes 1 to 15, and in rows.sums what the talker is fed."""
         w, levers, d = self.weights, self.levers, self.shape.predictor
         p, eps = d.hidden_size, d.rms_norm_eps
         residual = front(b.predictor.residual, 2 * n, p)
         past = residual[:n] if w.projection is None else b.past[:n]
         begin_frames(
-            rows_place, places.last_token, places.position, places.slot, places.done, parameters, memory.past, w.codec_table,
-            self.inner_tables[0], rows=rows, into=past, residual=residual, levers=levers,
-        )  # fmt: skip
+            rows_place,
+            places.last_token,
+            places.position,
+            places.slot,
+            places.done,
+            parameters,
+            memory.past,
+            w.codec_table,
+            self.inner_tables[0],
+            rows=rows,
+            into=past,
+            residual=residual,
+            levers=levers,
+        )
         if w.projection is not None:
             parts = self.linears.partial("projection.weight", past, b.predictor.partial)
             project_rows(parts, w.projection.bias, residual[:n], levers=levers)
@@ -262,9 +310,19 @@ class TtsGpu:
                 i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor, first: int = step if step > 1 else 0
             ) -> None:
                 code_attention(
-                    proj, heads, layer.q_norm, layer.k_norm, eps, first, slot=rows.slot, cos=cos, sin=sin, pages=b.code_pages[:, i],
-                    out=mixed, levers=levers,
-                )  # fmt: skip
+                    proj,
+                    heads,
+                    layer.q_norm,
+                    layer.k_norm,
+                    eps,
+                    first,
+                    slot=rows.slot,
+                    cos=cos,
+                    sin=sin,
+                    pages=b.code_pages[:, i],
+                    out=mixed,
+                    levers=levers,
+                )
 
             # the first pass has the talker's last output and code 0: only the second is drawn from
             n_rows = n if step > 1 else 2 * n
@@ -275,14 +333,28 @@ class TtsGpu:
             logits = self.linears.partial(f"code_heads.{step - 1}", normed, b.code_logits)
             inner = self.inner_tables[step] if step < N_CODES - 1 else None
             draw_code(
-                logits, step, parameters, rows, w.code_tables[step - 1], inner, residual[:n], self.texts,
-                self.shape.ids.tts_pad, levers=levers,
-            )  # fmt: skip
+                logits,
+                step,
+                parameters,
+                rows,
+                w.code_tables[step - 1],
+                inner,
+                residual[:n],
+                self.texts,
+                self.shape.ids.tts_pad,
+                levers=levers,
+            )
 
     def prefill(
-        self, n_blocks: int, ids: Tensor, blocks: Blocks, logit_row: Tensor, page_table: Tensor, b: PromptBuffers,
+        self,
+        n_blocks: int,
+        ids: Tensor,
+        blocks: Blocks,
+        logit_row: Tensor,
+        page_table: Tensor,
+        b: PromptBuffers,
         memory: SpeechMemory,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Rows of prompts of n_blocks blocks; leaves the last output of each segment in its slot. Gives the logits of the rows asked
         for, float32 [G, n_drawn]."""
         w, levers, linears, d = self.weights, self.levers, self.linears, self.shape.talker
@@ -296,9 +368,20 @@ class TtsGpu:
             proj, mixed = front(b.proj, t, heads.row), front(b.mixed, t, d.q_rows)
             linears.project_many(f"talker.layers.{i}.qkv", normed, proj)
             attention_prefill(
-                proj, heads, layer.q_norm, layer.k_norm, eps, blocks=blocks, page_table=page_table, cos=cos, sin=sin,
-                pages=memory.pages[:, i], query=front(b.query, t, heads.n_q, heads.dim), out=mixed, levers=levers,
-            )  # fmt: skip
+                proj,
+                heads,
+                layer.q_norm,
+                layer.k_norm,
+                eps,
+                blocks=blocks,
+                page_table=page_table,
+                cos=cos,
+                sin=sin,
+                pages=memory.pages[:, i],
+                query=front(b.query, t, heads.n_q, heads.dim),
+                out=mixed,
+                levers=levers,
+            )
             linears.project_many(f"talker.layers.{i}.o_proj", mixed, y[0])
             add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
             up, inner = front(b.proj, t, 2 * d.intermediate_size), front(b.inner, t, d.intermediate_size)

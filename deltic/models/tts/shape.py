@@ -130,14 +130,22 @@ class SpeechIds:
 
 
 _TEXT_IDS = {
-    "im_start": "im_start_token_id", "im_end": "im_end_token_id", "assistant": "assistant_token_id",
-    "tts_pad": "tts_pad_token_id", "tts_bos": "tts_bos_token_id", "tts_eos": "tts_eos_token_id",
-}  # fmt: skip
+    "im_start": "im_start_token_id",
+    "im_end": "im_end_token_id",
+    "assistant": "assistant_token_id",
+    "tts_pad": "tts_pad_token_id",
+    "tts_bos": "tts_bos_token_id",
+    "tts_eos": "tts_eos_token_id",
+}
 _CODEC_IDS = {
-    "codec_pad": "codec_pad_id", "codec_bos": "codec_bos_id", "codec_eos": "codec_eos_token_id",
-    "codec_think": "codec_think_id", "codec_nothink": "codec_nothink_id", "codec_think_bos": "codec_think_bos_id",
+    "codec_pad": "codec_pad_id",
+    "codec_bos": "codec_bos_id",
+    "codec_eos": "codec_eos_token_id",
+    "codec_think": "codec_think_id",
+    "codec_nothink": "codec_nothink_id",
+    "codec_think_bos": "codec_think_bos_id",
     "codec_think_eos": "codec_think_eos_id",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,21 +387,43 @@ def _check(shape: SpeechShape) -> None:
 
 
 _LANGUAGES = {
-    "chinese": 2055, "english": 2050, "german": 2053, "italian": 2070, "portuguese": 2071, "spanish": 2054,
-    "japanese": 2058, "korean": 2064, "french": 2061, "russian": 2069,
-}  # fmt: skip
+    "chinese": 2055,
+    "english": 2050,
+    "german": 2053,
+    "italian": 2070,
+    "portuguese": 2071,
+    "spanish": 2054,
+    "japanese": 2058,
+    "korean": 2064,
+    "french": 2061,
+    "russian": 2069,
+}
 _DIALECTS = {"beijing_dialect": 2074, "sichuan_dialect": 2062}
 _SPEAKERS = {
-    "serena": 3066, "vivian": 3065, "uncle_fu": 3010, "ryan": 3061, "aiden": 2861, "ono_anna": 2873, "sohee": 2864,
-    "eric": 2875, "dylan": 2878,
-}  # fmt: skip
+    "serena": 3066,
+    "vivian": 3065,
+    "uncle_fu": 3010,
+    "ryan": 3061,
+    "aiden": 2861,
+    "ono_anna": 2873,
+    "sohee": 2864,
+    "eric": 2875,
+    "dylan": 2878,
+}
 
 
 def _published(variant: str, size: str, hidden_size: int) -> SpeechShape:
     predictor = DecoderShape(
-        vocab_size=2048, hidden_size=1024, intermediate_size=3072, n_layers=5, n_q_heads=16, n_kv_heads=8, head_dim=128,
-        rms_norm_eps=1e-6, rope_theta=1e6,
-    )  # fmt: skip
+        vocab_size=2048,
+        hidden_size=1024,
+        intermediate_size=3072,
+        n_layers=5,
+        n_q_heads=16,
+        n_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+    )
     has_speakers = variant == "custom_voice"
     return SpeechShape(
         variant=variant,

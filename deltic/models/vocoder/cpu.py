@@ -187,9 +187,16 @@ class Vocoder:
             vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
             conv(program, batch, normed, self._linear(*(f"{p}.self_attn.{n}_proj" for n in "qkv")), out=qkv)
             vocoder_attention(
-                program, batch, qkv, shape.n_heads, shape.sliding_window, self._cos, self._sin, mixed,
+                program,
+                batch,
+                qkv,
+                shape.n_heads,
+                shape.sliding_window,
+                self._cos,
+                self._sin,
+                mixed,
                 offset=self.begins[f"layers.{i}"],
-            )  # fmt: skip
+            )
             scale = self._take(f"{p}.self_attn_layer_scale.scale")
             o_proj = self._linear(f"{p}.self_attn.o_proj")
             conv(program, batch, mixed, o_proj, scale=scale, residual=stream, out=stream)
@@ -245,7 +252,7 @@ class Vocoder:
             up, snake = self._upsampling(f"{p}.1.conv", r, dtype), self._snake(f"{p}.2.act1", r)
             conv(
                 program, batch, source, up, offset=self.begins[f"decoder.{i}.1"], out=stream, snake=snake, snaked=target
-            )  # fmt: skip
+            )
             followers = [f"{p}.{unit}.act1" for unit in range(3, 2 + len(DILATIONS))]
             followers += [f"decoder.{i + 1}" if is_last else f"decoder.{i + 1}.block.0"]
             heads += [6 if is_last else 1]
@@ -257,9 +264,15 @@ class Vocoder:
                 target = Rows(there, half, rate_out, head=heads[unit - 1])
                 is_end = unit == 1 + len(DILATIONS)
                 conv(
-                    program, batch, inner, self._conv_weights(f"{p}.{unit}.conv2.conv", 1, dtype), residual=stream,
-                    out=None if is_end else stream, snake=self._snake(follower), snaked=target,
-                )  # fmt: skip
+                    program,
+                    batch,
+                    inner,
+                    self._conv_weights(f"{p}.{unit}.conv2.conv", 1, dtype),
+                    residual=stream,
+                    out=None if is_end else stream,
+                    snake=self._snake(follower),
+                    snaked=target,
+                )
         last = self._conv_weights(f"decoder.{len(shape.upsample_rates) + 2}.conv", 1, dtype)
         audio = Rows(self.buffers.audio, 1, FRAME_SAMPLES)
         conv(program, batch, target, last, offset=self.begins["last"], activation="clamp", out=audio)

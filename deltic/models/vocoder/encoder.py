@@ -119,21 +119,43 @@ def _sizes(fields: Mapping[str, Any], name: str, default: tuple[int, ...], n: in
 def _refuse_variants(speaker: Mapping[str, Any], codes: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
     """What would be other mathematics. A field may be absent: the class defaults are these."""
     only: list[tuple[Mapping[str, Any], dict[str, Any]]] = [
-        (speaker, {
-            "mel_dim": N_MELS, "enc_res2net_scale": RES2NET_GROUPS, "enc_kernel_sizes": [5, 3, 3, 3, 1],
-            "enc_dilations": [1, *RES2NET_DILATIONS, 1], "sample_rate": SAMPLE_RATE,
-        }),
-        (codes, {
-            "audio_channels": 1, "kernel_size": KERNEL, "last_kernel_size": LAST_KERNEL, "num_residual_layers": 1,
-            "residual_kernel_size": RESIDUAL_KERNEL, "compress": 2, "use_causal_conv": True, "pad_mode": "constant",
-            "use_conv_shortcut": False, "hidden_act": "gelu", "attention_bias": False, "num_semantic_quantizers": 1,
-            "num_key_value_heads": codes.get("num_attention_heads"),
-        }),
-        (tokenizer, {
-            "encoder_valid_num_quantizers": N_CODES, "input_sample_rate": SAMPLE_RATE,
-            "encode_downsample_rate": FRAME_SAMPLES,
-        }),
-    ]  # fmt: skip
+        (
+            speaker,
+            {
+                "mel_dim": N_MELS,
+                "enc_res2net_scale": RES2NET_GROUPS,
+                "enc_kernel_sizes": [5, 3, 3, 3, 1],
+                "enc_dilations": [1, *RES2NET_DILATIONS, 1],
+                "sample_rate": SAMPLE_RATE,
+            },
+        ),
+        (
+            codes,
+            {
+                "audio_channels": 1,
+                "kernel_size": KERNEL,
+                "last_kernel_size": LAST_KERNEL,
+                "num_residual_layers": 1,
+                "residual_kernel_size": RESIDUAL_KERNEL,
+                "compress": 2,
+                "use_causal_conv": True,
+                "pad_mode": "constant",
+                "use_conv_shortcut": False,
+                "hidden_act": "gelu",
+                "attention_bias": False,
+                "num_semantic_quantizers": 1,
+                "num_key_value_heads": codes.get("num_attention_heads"),
+            },
+        ),
+        (
+            tokenizer,
+            {
+                "encoder_valid_num_quantizers": N_CODES,
+                "input_sample_rate": SAMPLE_RATE,
+                "encode_downsample_rate": FRAME_SAMPLES,
+            },
+        ),
+    ]
     for fields, expected in only:
         for name, value in expected.items():
             if fields.get(name) is not None and fields[name] != value:

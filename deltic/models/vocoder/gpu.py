@@ -81,7 +81,7 @@ def check_vocoder_gpu(shape: VocoderShape) -> None:
         ("head_dim", shape.head_dim, shape.head_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
         ("sliding_window", shape.sliding_window, 2 <= shape.sliding_window <= 256, "2 to 256"),
         ("decoder_dim", shape.decoder_dim, shape.decoder_dim % halvings == 0, f"a multiple of {halvings}"),
-    ):  # fmt: skip
+    ):
         if not holds:
             raise UnsupportedModelError(name, found, supported)
 
@@ -196,10 +196,12 @@ class _Packer:
         gate_up = torch.cat([self.get(f"{p}mlp.{x}_proj.weight") for x in ("gate", "up")])
         return _Layer(
             qkv=self.linear(qkv * before),
-            o=self.linear(self.get(p + "self_attn.o_proj.weight") * self.get(p + "self_attn_layer_scale.scale")[:, None]),
+            o=self.linear(
+                self.get(p + "self_attn.o_proj.weight") * self.get(p + "self_attn_layer_scale.scale")[:, None]
+            ),
             gate_up=self.linear(gate_up * behind, swiglu=True),
             down=self.linear(self.get(p + "mlp.down_proj.weight") * self.get(p + "mlp_layer_scale.scale")[:, None]),
-        )  # fmt: skip
+        )
 
     def upsample(self, i: int, rate: int) -> _Upsample:
         """rate: of its output. The first one has the transformer's last norm and `output_proj` in it."""
@@ -236,12 +238,14 @@ class _Packer:
             up=pack_conv(w, self.get(p + "1.conv.bias").repeat(factor), rate=rate, phases=factor),
             units=[
                 _Unit(
-                    self.snake(f"{p}{j}.act1"), self.kernel(f"{p}{j}.conv1.conv", rate * factor, dilation),
-                    self.snake(f"{p}{j}.act2"), self.kernel(f"{p}{j}.conv2.conv", rate * factor),
+                    self.snake(f"{p}{j}.act1"),
+                    self.kernel(f"{p}{j}.conv1.conv", rate * factor, dilation),
+                    self.snake(f"{p}{j}.act2"),
+                    self.kernel(f"{p}{j}.conv2.conv", rate * factor),
                 )
                 for j, dilation in zip((2, 3, 4), DILATIONS, strict=True)
             ],
-        )  # fmt: skip
+        )
 
 
 def pack_vocoder(shape: VocoderShape, tensors: Mapping[str, Tensor], device: torch.device | str) -> VocoderWeights:
@@ -257,10 +261,16 @@ def pack_vocoder(shape: VocoderShape, tensors: Mapping[str, Tensor], device: tor
         rate *= factor
     n = len(shape.upsample_rates)
     return VocoderWeights(
-        table=p.table(), pre=p.pre(), layers=[p.layer(i) for i in range(shape.n_layers)], upsamples=upsamples, first=first,
-        blocks=blocks, last_act=p.snake(f"decoder.{n + 1}"),
-        last=p.get(f"decoder.{n + 2}.conv.weight")[0].t().contiguous(), last_bias=p.get(f"decoder.{n + 2}.conv.bias"),
-    )  # fmt: skip
+        table=p.table(),
+        pre=p.pre(),
+        layers=[p.layer(i) for i in range(shape.n_layers)],
+        upsamples=upsamples,
+        first=first,
+        blocks=blocks,
+        last_act=p.snake(f"decoder.{n + 1}"),
+        last=p.get(f"decoder.{n + 2}.conv.weight")[0].t().contiguous(),
+        last_bias=p.get(f"decoder.{n + 2}.conv.bias"),
+    )
 
 
 @dataclass(frozen=True)
@@ -291,13 +301,15 @@ def chunk_buffers(shape: VocoderShape, max_frames: int, allocate: Allocate) -> C
     f32 = torch.float32
     pairs = [allocate(f"vocoder pairs {i}", (2 * pair * max_frames,), torch.bfloat16) for i in range(2)]
     return ChunkBuffers(
-        raw=allocate("vocoder", (raw * max_frames,), f32), qkv=allocate("vocoder q k v", (3 * attention * max_frames,), f32),
+        raw=allocate("vocoder", (raw * max_frames,), f32),
+        qkv=allocate("vocoder q k v", (3 * attention * max_frames,), f32),
         pairs=(pairs[0], pairs[1]),
         scratch=ConvScratch(
-            allocate("vocoder parts", (MAX_PARTS, PART_SIZE), f32), allocate("vocoder arrivals", (MAX_PARTS,), torch.int32)
+            allocate("vocoder parts", (MAX_PARTS, PART_SIZE), f32),
+            allocate("vocoder arrivals", (MAX_PARTS,), torch.int32),
         ),
         samples=allocate("samples", (frame_samples(shape) * max_frames,), f32),
-    )  # fmt: skip
+    )
 
 
 def _front(flat: Tensor, *size: int) -> Tensor:
@@ -399,9 +411,16 @@ class VocoderGpu:
         return normed
 
     def _block(
-        self, block: _Block, act: Snake, pair: Tensor, streams: Streams, ring: Ring, rings: Iterator[Ring],
-        flat: tuple[Tensor, Tensor], b: ChunkBuffers,
-    ) -> tuple[Tensor, Ring]:  # fmt: skip
+        self,
+        block: _Block,
+        act: Snake,
+        pair: Tensor,
+        streams: Streams,
+        ring: Ring,
+        rings: Iterator[Ring],
+        flat: tuple[Tensor, Tensor],
+        b: ChunkBuffers,
+    ) -> tuple[Tensor, Ring]:
         """pair: the snake of its input, in flat[0], of which `ring` keeps the last row; gives the same for what follows, with `act`,
         in flat[1], and its ring."""
         levers, n = self.levers, pair.shape[1]
@@ -419,7 +438,15 @@ class VocoderGpu:
             is_last, ring = i + 1 == len(block.units), next(rings)
             after = act if is_last else block.units[i + 1].act1
             conv(
-                inner, unit.conv2, streams, b.scratch, residual=raw, raw=None if is_last else raw, pair=pair, act=after, ring=ring,
+                inner,
+                unit.conv2,
+                streams,
+                b.scratch,
+                residual=raw,
+                raw=None if is_last else raw,
+                pair=pair,
+                act=after,
+                ring=ring,
                 levers=levers,
-            )  # fmt: skip
+            )
         return pair, ring

@@ -42,8 +42,10 @@ class VocoderShape:
 
 def vocoder_shape(tokenizer: Mapping[str, Any]) -> VocoderShape:
     for name, value in (
-        ("output_sample_rate", SAMPLE_RATE), ("decode_upsample_rate", FRAME_SAMPLES), ("encoder_valid_num_quantizers", N_CODES),
-    ):  # fmt: skip
+        ("output_sample_rate", SAMPLE_RATE),
+        ("decode_upsample_rate", FRAME_SAMPLES),
+        ("encoder_valid_num_quantizers", N_CODES),
+    ):
         only(tokenizer, name, (None, value))
     fields = json_table(tokenizer, "decoder_config")
     only(fields, "num_quantizers", (N_CODES,))
@@ -54,9 +56,15 @@ def vocoder_shape(tokenizer: Mapping[str, Any]) -> VocoderShape:
     only(fields, "upsampling_ratios", ([2, 2], (2, 2)))
     only(fields, "upsample_rates", ([8, 5, 4, 3], (8, 5, 4, 3)))
     names = (
-        "latent_dim", "codebook_dim", "codebook_size", "hidden_size", "intermediate_size", "head_dim", "sliding_window",
+        "latent_dim",
+        "codebook_dim",
+        "codebook_size",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "sliding_window",
         "decoder_dim",
-    )  # fmt: skip
+    )
     return VocoderShape(
         **dict[str, Any]({name: positive_int(fields, name) for name in names}),
         n_layers=positive_int(fields, "num_hidden_layers"),

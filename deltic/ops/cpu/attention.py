@@ -46,9 +46,27 @@ def attn_prepare(
     check("attn_prepare", heads.dim % 32 == 0 and heads.dim <= MAX_HEAD_DIM, f"head_dim % 32 == 0, <= {MAX_HEAD_DIM}")
     check("attn_prepare", rotary % 32 == 0 and rotary <= heads.dim, f"rotary dims a multiple of 32, found {rotary}")
     program.call(
-        "deltic_attn_prepare", proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, n_tokens, positions, token_place,
-        page_table, page_table.stride(0), q_norm, k_norm, eps, cos, sin, rotary, q_out, pages, pages.stride(0),
-    )  # fmt: skip
+        "deltic_attn_prepare",
+        proj,
+        heads.n_q,
+        heads.n_kv,
+        heads.dim,
+        heads.is_gated,
+        n_tokens,
+        positions,
+        token_place,
+        page_table,
+        page_table.stride(0),
+        q_norm,
+        k_norm,
+        eps,
+        cos,
+        sin,
+        rotary,
+        q_out,
+        pages,
+        pages.stride(0),
+    )
 
 
 def attention(
@@ -81,7 +99,22 @@ def attention(
         "float32 records [n, d + 16]",
     )
     program.call(
-        "deltic_attention", q, proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, pages, pages.stride(0), n_seqs,
-        seq_start, seq_context, place, page_table, page_table.stride(0), out,
-        records, records.shape[0],
-    )  # fmt: skip
+        "deltic_attention",
+        q,
+        proj,
+        heads.n_q,
+        heads.n_kv,
+        heads.dim,
+        heads.is_gated,
+        pages,
+        pages.stride(0),
+        n_seqs,
+        seq_start,
+        seq_context,
+        place,
+        page_table,
+        page_table.stride(0),
+        out,
+        records,
+        records.shape[0],
+    )

@@ -59,6 +59,24 @@ def moe(
     s = scratch
     check("moe", s.rows.nbytes >= s.order.numel() * row_bytes(max(width, inner)), "rows for T k slots")
     program.call(
-        "deltic_moe", h, logits, residual, n_tokens, n_experts, n_per_token, int(normalise), *gate_up.arguments,
-        *down.arguments, shared, s.expert, s.weight, s.order, s.begin, s.probabilities, s.rows, s.up, s.act, s.y,
-    )  # fmt: skip
+        "deltic_moe",
+        h,
+        logits,
+        residual,
+        n_tokens,
+        n_experts,
+        n_per_token,
+        int(normalise),
+        *gate_up.arguments,
+        *down.arguments,
+        shared,
+        s.expert,
+        s.weight,
+        s.order,
+        s.begin,
+        s.probabilities,
+        s.rows,
+        s.up,
+        s.act,
+        s.y,
+    )

@@ -22,9 +22,7 @@ from torch import Tensor
 
 from deltic.ops.contract import KernelError, check
 
-OPERATORS = (
-    "embed", "linear", "rms_norm", "silu_mul", "gdn", "attn_prepare", "attention", "moe", "sample", "logprobs",
-)  # fmt: skip
+OPERATORS = ("embed", "linear", "rms_norm", "silu_mul", "gdn", "attn_prepare", "attention", "moe", "sample", "logprobs")
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"})
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})

@@ -83,12 +83,40 @@ def sample(
     check("sample", n_scratch >= min(program.n_threads, draws.row.shape[0]), "scratch for every thread or draw")
     p, d = places, draws
     program.call(
-        "deltic_sample", logits, n_vocab, n_real, d.n_draws, d.row, d.place, d.position, d.n_history, d.n_prompt,
-        p.temperature, p.top_k, p.top_p, p.min_p, p.repetition, p.frequency, p.presence, p.seed,
-        p.history, p.history.stride(0), d.bias_begin, d.bias_ids, d.bias, d.banned_begin, d.banned,
-        d.masked, d.masks, d.masks.stride(0),
-        scratch.values, scratch.counts, scratch.candidates, n_scratch, out,
-    )  # fmt: skip
+        "deltic_sample",
+        logits,
+        n_vocab,
+        n_real,
+        d.n_draws,
+        d.row,
+        d.place,
+        d.position,
+        d.n_history,
+        d.n_prompt,
+        p.temperature,
+        p.top_k,
+        p.top_p,
+        p.min_p,
+        p.repetition,
+        p.frequency,
+        p.presence,
+        p.seed,
+        p.history,
+        p.history.stride(0),
+        d.bias_begin,
+        d.bias_ids,
+        d.bias,
+        d.banned_begin,
+        d.banned,
+        d.masked,
+        d.masks,
+        d.masks.stride(0),
+        scratch.values,
+        scratch.counts,
+        scratch.candidates,
+        n_scratch,
+        out,
+    )
 
 
 def logprobs(
@@ -108,6 +136,16 @@ def logprobs(
     logits: float32 [R, V]; row, target, n_top: int32 [N]; logprob: float32 [N]; top_ids int32, top_logprobs float32 [N, K].
     """
     program.call(
-        "deltic_logprobs", logits, logits.shape[1], n_real, n_entries, row, target, n_top, top_ids.shape[1],
-        logprob, top_ids, top_logprobs,
-    )  # fmt: skip
+        "deltic_logprobs",
+        logits,
+        logits.shape[1],
+        n_real,
+        n_entries,
+        row,
+        target,
+        n_top,
+        top_ids.shape[1],
+        logprob,
+        top_ids,
+        top_logprobs,
+    )

@@ -36,9 +36,15 @@ def add_bias(program: Program, x: Tensor, bias: Tensor, n_rows: Tensor, silu_out
 
 
 def code_rows(
-    program: Program, codes: Tensor, table: Tensor, sums: Tensor, n_frames: Tensor, rows: Tensor | None = None,
-    past: Tensor | None = None, slot: Tensor | None = None,
-) -> None:  # fmt: skip
+    program: Program,
+    codes: Tensor,
+    table: Tensor,
+    sums: Tensor,
+    n_frames: Tensor,
+    rows: Tensor | None = None,
+    past: Tensor | None = None,
+    slot: Tensor | None = None,
+) -> None:
     """One code of each frame: sums[m] += table[codes[m]], and that row goes into rows[m], if there are any.
 
     With past, the frame's first code: sums[m] = table[codes[m]], rows[2m] = past[slot[m]], rows[2m + 1] = table[codes[m]].
@@ -53,8 +59,15 @@ def code_rows(
 
 
 def talker_rows(
-    program: Program, side: Tensor, text_row: Tensor, table: Tensor, voice: Tensor, text: Tensor, out: Tensor, n_rows: Tensor,
-) -> None:  # fmt: skip
+    program: Program,
+    side: Tensor,
+    text_row: Tensor,
+    table: Tensor,
+    voice: Tensor,
+    text: Tensor,
+    out: Tensor,
+    n_rows: Tensor,
+) -> None:
     """out[m] = codec vector (side[m]: an id of the table, or SIDE_*) + text[text_row[m]], without text where that is -1.
 
     side, text_row: int32 [M]; voice, text: float32 [n, H]; out: float32 [M, H].

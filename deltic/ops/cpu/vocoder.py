@@ -149,10 +149,26 @@ def conv(
     for vector in (scale, alpha, inverse_beta):
         check("conv", vector is None or (vector.shape == (w.n,) and vector.is_contiguous()), f"vectors of {w.n}")
     program.call(
-        "deltic_codec_conv", *batch.arguments, *x.arguments, x.rate, w.channels, w.taps, w.dilation, offset, w.data, w.n,
-        w.bias, ACTIVATIONS[activation], scale, *(residual.arguments if residual else _NO_ROWS),
-        *(out.arguments if out else _NO_ROWS), phases, alpha, inverse_beta, *(snaked.arguments if snaked else _NO_ROWS),
-    )  # fmt: skip
+        "deltic_codec_conv",
+        *batch.arguments,
+        *x.arguments,
+        x.rate,
+        w.channels,
+        w.taps,
+        w.dilation,
+        offset,
+        w.data,
+        w.n,
+        w.bias,
+        ACTIVATIONS[activation],
+        scale,
+        *(residual.arguments if residual else _NO_ROWS),
+        *(out.arguments if out else _NO_ROWS),
+        phases,
+        alpha,
+        inverse_beta,
+        *(snaked.arguments if snaked else _NO_ROWS),
+    )
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -196,9 +212,19 @@ def depthwise_norm(
     check("depthwise_norm", x.width == out.width == width and width % 16 == 0, "one width, a multiple of 16")
     check("depthwise_norm", x.head == taps - 1 and out.head == 0 and x.rate == out.rate, "x behind taps - 1 rows")
     program.call(
-        "deltic_codec_depthwise_norm", *batch.arguments, *x.arguments, x.rate, width, taps, offset, w, bias, *norm, eps,
+        "deltic_codec_depthwise_norm",
+        *batch.arguments,
+        *x.arguments,
+        x.rate,
+        width,
+        taps,
+        offset,
+        w,
+        bias,
+        *norm,
+        eps,
         *out.arguments,
-    )  # fmt: skip
+    )
 
 
 def vocoder_attention(
@@ -225,5 +251,14 @@ def vocoder_attention(
     check("vocoder_attention", cos.shape == sin.shape and cos.shape[1] == dim // 2, "angles of dim / 2")
     check("vocoder_attention", (qkv.rate, qkv.head, out.rate, out.head) == (1, 0, 1, 0), "a row a frame, without heads")
     program.call(
-        "deltic_codec_attention", *batch.arguments, *qkv.arguments, n_heads, dim, window, cos, sin, offset, *out.arguments
-    )  # fmt: skip
+        "deltic_codec_attention",
+        *batch.arguments,
+        *qkv.arguments,
+        n_heads,
+        dim,
+        window,
+        cos,
+        sin,
+        offset,
+        *out.arguments,
+    )

@@ -110,7 +110,7 @@ def _prefetch(p_tile, BYTES: tl.constexpr):
         mov.u32 $0, 0;
         }""",
         "=r,l,r", [p_tile, BYTES], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.const
 
 
 @triton.jit
-def _rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr):  # fmt: skip
+def _rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr):
     """The heads at the offsets b_head [R, 1] where b_mask, normed and rotated -> bfloat16 [R, D]; 0 elsewhere."""
     b_d = tl.arange(0, D)[None, :]
     b_x = _summed(p_proj, b_head + b_d, b_mask, stride_s, S)
@@ -167,7 +167,7 @@ def _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
 
 
 @triton.jit
-def _merged(p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, FAN: tl.constexpr):  # fmt: skip
+def _merged(p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, FAN: tl.constexpr):
     """Records first, first + STEP, ... (n of them) as one -> output [GP, D], maximum and sum [GP], in their order.
 
     Other programs wrote them: past the first-level cache, which does not see that."""
@@ -219,7 +219,7 @@ def _attention_decode_kernel(
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
     FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     G: tl.constexpr = NQ // NK
     i_row = tl.program_id(0) // NK
     i_kv = tl.program_id(0) % NK
@@ -270,7 +270,7 @@ def _attention_decode_kernel(
             tl.extra.cuda.gdc_launch_dependents()
         b_q = _rotated(
             p_proj, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
-        )  # fmt: skip
+        )
         b_qt = tl.trans(b_q)
         b_max = tl.full((GROUP,), float("-inf"), tl.float32)
         b_sum = tl.zeros((GROUP,), tl.float32)
@@ -282,7 +282,7 @@ def _attention_decode_kernel(
             b_turn, b_turn_other = _turn(p_k_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
             b_new_k = _rotated(
                 p_proj, (o_g * 0 + o_k)[:, None], (o_g >= 0)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
-            )  # fmt: skip
+            )
             b_new_v = _summed(p_proj + NK * D, o_k + o_d, o_d < D, stride_s, S).to(tl.bfloat16)
             o_in_page = (position % PAGE) * D + o_d
             tl.store(p_page + o_in_page[None, :] + (o_g * 0)[:, None], b_new_k, mask=(o_g == 0)[:, None])
@@ -401,4 +401,4 @@ def attention_decode(
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
         AHEAD=splits.ahead, GATED=heads.is_gated, num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
-    )  # fmt: skip
+    )

@@ -51,7 +51,7 @@ def _prepare_kernel(
     proj, q_norm, k_norm, eps, n_tokens, position, page, cos, sin, stride_cos, query, pages, stride_page,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the tokens of a block times one head of q | k | v."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -113,7 +113,7 @@ def _prepare_kernel(
 def _flash_kernel(
     queries, tiles, proj, out, n_tokens, position, place, page_table, stride_table, rows_page, scale,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0).
 
     queries: descriptor of q as [blocks * NQ * 64, D], tile [HEADS * 64, D]; tiles: descriptor of the pages as rows of D, tile
@@ -208,7 +208,7 @@ def prepare(
         _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
         cos, sin, cos.stride(0), query, pages, pages.stride(0),
         NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, HALF_P2=next_power_of_2(half), GATED=heads.is_gated, num_warps=PREPARE_WARPS, pdl=levers.pdl,
-    )  # fmt: skip
+    )
 
 
 def flash(
@@ -233,11 +233,11 @@ def flash(
     args = (
         queries, tiles, proj, out, blocks.n, blocks.position, blocks.place, page_table, page_table.stride(0), rows_page,
         d**-0.5 * LOG2_E.value,
-    )  # fmt: skip
+    )
     meta: dict[str, Any] = {
         "NQ": heads.n_q, "NK": heads.n_kv, "D": d, "HEADS": tile.heads, "GATED": heads.is_gated,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-    }  # fmt: skip
+    }
     launch(_flash_kernel, grid, *args, **meta)
 
 
@@ -285,8 +285,8 @@ def attention_prefill(
     prepare(
         proj, heads, q_norm, k_norm, eps,
         blocks=blocks, cos=cos, sin=sin, pages=pages, query=query, levers=levers,
-    )  # fmt: skip
+    )
     flash(
         proj, heads,
         blocks=blocks, page_table=page_table, pages=pages, query=query, out=out, tile=flash_tile(heads),
-    )  # fmt: skip
+    )

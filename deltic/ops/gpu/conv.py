@@ -142,7 +142,7 @@ def pack_conv(
     return ConvWeight(
         split_pair(rows), rows.new_zeros(m) if bias is None else bias.float().contiguous(), m, c, taps, dilation, phases, swiglu, slices,
         block_k,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def _summed(
     p_x, x_plane, p_from, from_plane, p_w, w_plane, o_m, o_n, t, used, before, slot_from, oldest, k_from, k_to, dilation,
     c, padded, taps, REACHES: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """The sum of a slice of K, [BLOCK_M, BLOCK_N]."""
     o_k = tl.arange(0, BLOCK_K)
     row = o_n % t
@@ -259,7 +259,7 @@ def _conv_kernel(
     REACHES: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
     PAIR: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of outputs; with as many programs on axis 1 as slices, one slice of it. REACHES: there is more than one tap. RING: nothing
     ("none"), the raw outputs from column to_first on, or the pairs are kept, too."""
     if PDL:
@@ -295,7 +295,7 @@ def _conv_kernel(
         b_acc += _summed(
             p_x, x_plane, p_from, from_plane, p_w, w_plane, o_m, o_n, t, used, before, slot_from, oldest, s * each,
             tl.minimum(s * each + each, k), dilation, c, padded, taps, REACHES, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        )
     is_last = True
     if is_parallel:
         o_part = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -364,7 +364,7 @@ def conv(
     x: Tensor, w: ConvWeight, streams: Streams, scratch: ConvScratch, *, history: Ring | None = None,
     residual: Tensor | None = None, raw: Tensor | None = None, pair: Tensor | None = None, act: Snake | str | None = None,
     ring: Ring | None = None, ring_from: int = 0, levers: Levers, tile: Tile | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """y = conv(x) + bias, gelu or gated, + residual; raw = y; pair = y, or its snake.
 
     x: bfloat16 pairs [2, N, C], N = B t, a stream's t rows together; history: where its (taps - 1) dilation rows before lie. residual,
@@ -411,4 +411,4 @@ def conv(
         EVEN=padded == w.c, ACT="swiglu" if w.swiglu else "snake" if snaked else act or "none", RESIDUAL=residual is not None,
         RAW=raw is not None, PAIR=pair is not None, RING="none" if ring is None else "raw" if is_raw else "pair",
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=w.block_k, pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
-    )  # fmt: skip
+    )

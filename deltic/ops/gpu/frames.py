@@ -80,7 +80,7 @@ def _begin_kernel(
     p_rows_place, p_last_token, p_place_position, p_place_slot, p_done, p_n_prompt, p_place, p_slot, p_position, p_frame,
     p_codes, p_sums, p_past, p_table, p_inner_table, p_into, p_rows, n_codes, width, inner_width, n,
     GROUPS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, INNER_PIECES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     i = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
         tl.extra.cuda.gdc_wait()
@@ -119,7 +119,7 @@ def _code_attention_kernel(
     p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_slot, p_pages, p_out, eps, scale, stride_s, page_row, first, n,
     NEW: tl.constexpr, NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One key head of one frame, NEW positions from `first` on. Position first + j is row j n + i of proj."""
     i, i_kv = tl.program_id(0), tl.program_id(1)
     slot = tl.load(p_slot + i)
@@ -151,7 +151,7 @@ def _code_attention_kernel(
             b_turn, b_other = _turn(p_q_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), GP, D, D // 2)
             b_q = _rotated(
                 p_row, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_other, eps, stride_s, D, D // 2, S
-            ).to(tl.float32)  # fmt: skip
+            ).to(tl.float32)
             b_s = tl.sum(b_q[:, None, :] * b_k[None, :, :], 2) * scale
             b_s = tl.where((o_t <= position)[None, :], b_s, float("-inf"))
             b_p = tl.exp2(b_s - tl.max(b_s, 1)[:, None])
@@ -188,7 +188,7 @@ def _draw_kernel(
     pad, p_codes, p_sums, p_table, p_inner_table, p_rows, p_texts, step, n_codes, width, inner_width,
     IS_LAST: tl.constexpr, GROUPS: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     PIECES: tl.constexpr, INNER_PIECES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0)
@@ -227,7 +227,7 @@ def _draw_kernel(
 @triton.jit
 def _keep_kernel(
     p_x, p_slot, p_past, width, LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -251,7 +251,7 @@ def _ends_kernel(p_segment_begin, p_n, p_slot, p_end, p_end_slot, BLOCK: tl.cons
 def _prompt_kernel(
     p_ids, p_texts, p_table, p_voice, p_rows, width,
     N_SIDE: tl.constexpr, VOICE: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     id = tl.load(p_ids + row)
     text, side = (id // N_SIDE - 1).to(tl.int64), (id % N_SIDE).to(tl.int64)
@@ -270,7 +270,7 @@ def _prompt_kernel(
 def begin_frames(
     rows_place: Tensor, last_token: Tensor, position: Tensor, slot: Tensor, done: Tensor, parameters: FrameParameters,
     past: Tensor, table: Tensor, inner_table: Tensor, *, rows: FrameRows, into: Tensor, residual: Tensor, levers: Levers,
-) -> None:  # fmt: skip
+) -> None:
     """Starts a decode: row arrays and code 0 as `begin_decode` (norm.py) makes them, sums[r] = table[code 0], into[r] = past[slot of r],
     residual[N + r] = inner_table[code 0].
 
@@ -285,7 +285,7 @@ def begin_frames(
         _begin_kernel, (n,), rows_place, last_token, position, slot, done, parameters.n_prompt, rows.place, rows.slot, rows.position,
         rows.frame, rows.codes, rows.sums, past, table, inner_table, into, residual, n_codes, width, inner_width, n,
         GROUPS=N_CODES, LANES=LANES, PIECES=pieces(width), INNER_PIECES=pieces(inner_width), pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def project_rows(parts: Tensor, bias: Tensor, out: Tensor, *, levers: Levers) -> None:
@@ -295,13 +295,13 @@ def project_rows(parts: Tensor, bias: Tensor, out: Tensor, *, levers: Levers) ->
     launch(
         _project_kernel, (n, -(-width // 512)), parts, bias, out, width, parts.stride(0), S=n_parts, BLOCK=512, pdl=levers.pdl,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def code_attention(
     proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, first: int, *, slot: Tensor, cos: Tensor,
     sin: Tensor, pages: Tensor, out: Tensor, levers: Levers,
-) -> None:  # fmt: skip
+) -> None:
     """out = bfloat16(softmax(q k^T / sqrt(d)) v) of position `first` of each frame over those up to it; with 2 N rows, of positions
     0 and 1: row r is position 0 of frame r, row N + r position 1.
 
@@ -323,13 +323,13 @@ def code_attention(
         heads.dim**-0.5 * 1.4426950408889634, proj.stride(0), pages.stride(0), first, n,
         NEW=n_rows // n, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, S=n_splits, KEYS=N_CODES, G=group, GP=next_power_of_2(group),
         pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def draw_code(
     logits: Tensor, step: int, p: FrameParameters, rows: FrameRows, table: Tensor, inner_table: Tensor | None, residual: Tensor,
     texts: Tensor, pad: int, *, levers: Levers,
-) -> None:  # fmt: skip
+) -> None:
     """Draws code `step` (1 to 15) of each frame in use, with number frame * 16 + step of its seed: codes[r, step]; adds its row of
     `table` (bfloat16 [C, h]) to sums[r]; its row of inner_table (bfloat16 or float32 [C, p]) becomes residual[r].
 
@@ -346,7 +346,7 @@ def draw_code(
         p.n_trailing, p.trailing, p.trailing.shape[1], pad, rows.codes, rows.sums, table, inner_table, residual, texts, step,
         n_codes, width, inner_width, IS_LAST=is_last, GROUPS=N_CODES, S=n_splits, WIDTH=next_power_of_2(n_codes), LANES=LANES,
         PIECES=pieces(width), INNER_PIECES=pieces(inner_width), pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def keep_past(x: Tensor, slot: Tensor, past: Tensor, *, levers: Levers) -> None:
@@ -356,14 +356,14 @@ def keep_past(x: Tensor, slot: Tensor, past: Tensor, *, levers: Levers) -> None:
     check("frames", past.shape[1] == width and x.is_contiguous() and past.is_contiguous(), f"rows of width {width}")
     launch(
         _keep_kernel, (n,), x, slot, past, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def segment_ends(blocks: Blocks, row: Tensor, slot: Tensor) -> None:
     """row[g] = the last row of segment g of a prefill, slot[g] = its slot, -1 for an empty one: int32 [G]."""
     launch(
         _ends_kernel, (row.shape[0],), blocks.segment_begin, blocks.n, blocks.slot, row, slot, BLOCK=BLOCK, num_warps=1
-    )  # fmt: skip
+    )
 
 
 def prompt_rows(
@@ -378,4 +378,4 @@ def prompt_rows(
     launch(
         _prompt_kernel, (n,), ids, texts, table, voice, out, width,
         N_SIDE=n_side, VOICE=voice_side, LANES=LANES, PIECES=pieces(width), num_warps=4,
-    )  # fmt: skip
+    )

@@ -109,7 +109,7 @@ def _gdn_decode_kernel(
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     i_head = tl.program_id(0)
     i_row = tl.program_id(1)
     N_CHANNELS: tl.constexpr = 2 * N_K * DK + N_V * DV
@@ -251,7 +251,7 @@ def gdn_decode(
         SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, SCALE=dk**-0.5,
         PARTS=parts, PART=layout.part, TILES=tiles, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS,
         pdl=levers.pdl, num_warps=layout.num_warps,
-    )  # fmt: skip
+    )
 
 
 def _check(

@@ -114,7 +114,7 @@ def gdn_prefill(
     launch(
         gdn_keys, (2 * n_k + 1, n_blocks), *source, *where, weights.a_log, weights.dt_bias, scratch.qk, *gates,
         **sizes, HEADS=next_power_of_2(n_v), SCALE=k_dim**-0.5, pdl=pdl, num_warps=8, num_stages=1, **_limit(64),
-    )  # fmt: skip
+    )
     chunk = default_chunk(n_blocks) if chunk is None else chunk
     lanes = _Lanes(proj.device, 0 < chunk < n_blocks)
     pdl = pdl and not lanes.apart  # a kernel that waits for one of another stream waits for its end
@@ -126,7 +126,7 @@ def gdn_prefill(
             gdn_solve, (n_v, end - begin), begin, *source, *where,
             scratch.qk, scratch.decay, scratch.beta, scratch.reach, scratch.w, scratch.u,
             **sizes, pdl=pdl, num_warps=4, num_stages=1, **_limit(128),
-        )  # fmt: skip
+        )
 
     def scan(begin: int, end: int) -> None:
         launch(
@@ -135,7 +135,7 @@ def gdn_prefill(
             scratch.qk, scratch.w, scratch.u, scratch.u, scratch.decay, scratch.fade, scratch.state,
             states, states.stride(0),
             **sizes, ROWS=rows, pdl=pdl, num_warps=4, num_stages=_scan_stages(rows, k_pad),
-        )  # fmt: skip
+        )
 
     def output(begin: int, end: int) -> None:
         launch(
@@ -143,7 +143,7 @@ def gdn_prefill(
             *where, blocks.snapshot, blocks.slot, scratch.qk, scratch.u, scratch.decay, scratch.state,
             weights.norm, eps, out, out.stride(0),
             **sizes, pdl=pdl, num_warps=8, num_stages=2,
-        )  # fmt: skip
+        )
 
     solve(*chunks[0])
     lanes.mark()

@@ -22,7 +22,7 @@ def _wait(PDL: tl.constexpr):
 @triton.jit
 def _inputs(
     p_block, stride, p_ring, from_ring, first, n, o_channel, in_head, AHEAD: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
+):
     """Raw inputs of tokens 4 g + AHEAD, g = 0 .. 15, at these channels: float32 [16, D]; 0 behind the end and before the start.
 
     The three inputs before the block are the last rows of the block in front, or those of the start slot's ring where a segment
@@ -49,7 +49,7 @@ def _silu(b_x):
 def _convolve(
     p_proj, stride, p_conv, p_columns, slot_stride, p_position, p_segment, p_begin, p_start_slot,
     i_block, n, o_channel, in_head, C: tl.constexpr,
-):  # fmt: skip
+):
     """silu of the convolution at these channels: for t = 0 .. 3 float32 [16, D], tokens 4 g + t.
 
     Four neighbours at once read seven inputs and not sixteen. Tokens behind the end of the block are finite, no more.
@@ -99,7 +99,7 @@ def _log1p_exp(x):
 @triton.jit
 def _gates(
     p_gate, stride, n, p_a_log, p_dt_bias, p_decay, p_fade, p_beta, p_reach, HV: tl.constexpr, HEADS: tl.constexpr
-):  # fmt: skip
+):
     """What the gates of a block's tokens come to, for all value heads. Decays are powers of 2: that is the instruction there is."""
     o_token = tl.arange(0, 64)[:, None]
     o_head = tl.arange(0, HEADS)[None, :]
@@ -126,7 +126,7 @@ def gdn_keys(
     p_a_log, p_dt_bias, p_qk, p_decay, p_fade, p_beta, p_reach,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     i_head = tl.program_id(0)  # q heads, then k heads, then the gates
     i_block = tl.program_id(1)
     _wait(PDL)
@@ -139,13 +139,13 @@ def gdn_keys(
         _gates(
             p_gate, stride, n, p_a_log, p_dt_bias,
             p_decay + o_tile, p_fade + o_tile, p_beta + o_tile, p_reach + o_tile, HV, HEADS,
-        )  # fmt: skip
+        )
         return
     o_k = tl.arange(0, BK)
     b_0, b_1, b_2, b_3 = _convolve(
         p_proj, stride, p_conv, p_columns, slot_stride, p_position, p_segment, p_begin, p_start_slot,
         i_block, n, i_head * DK + o_k, o_k < DK, C,
-    )  # fmt: skip
+    )
     scale = tl.where(i_head < HK, SCALE, 1.0)
     p_to = p_qk + (i_block.to(tl.int64) * (2 * HK) + i_head) * (64 * BK)
     _store_unit(p_to, o_k, b_0, scale, 0, BK)
@@ -202,7 +202,7 @@ def gdn_solve(
     p_n, p_position, p_segment, p_begin, p_start_slot, p_qk, p_decay, p_beta, p_reach, p_w, p_u,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     i_head = tl.program_id(0)
     i_block = chunk_begin + tl.program_id(1)
     _wait(PDL)
@@ -236,7 +236,7 @@ def gdn_solve(
         b_0, b_1, b_2, b_3 = _convolve(
             p_proj, stride, p_conv, p_columns, slot_stride, p_position, p_segment, p_begin, p_start_slot,
             i_block, n, 2 * HK * DK + i_head * DV + o_v, o_v < DV, C,
-        )  # fmt: skip
+        )
         # the last bit of the token is the second index joined
         b_v = tl.join(
             tl.join(b_0.to(tl.bfloat16), b_2.to(tl.bfloat16)), tl.join(b_1.to(tl.bfloat16), b_3.to(tl.bfloat16))
@@ -252,7 +252,7 @@ def gdn_scan(
     p_qk, p_w, p_u, p_new, p_decay, p_fade, p_state, p_states, slot_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     i_head = tl.program_id(0) // (BV // ROWS)
     i_segment = tl.program_id(1)
     o_v = tl.program_id(0) % (BV // ROWS) * ROWS + tl.arange(0, ROWS)
@@ -325,7 +325,7 @@ def gdn_output(
     p_qk, p_new, p_decay, p_state, p_norm, eps, p_out, out_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     i_head = tl.program_id(0)
     i_block = chunk_begin + tl.program_id(1)
     o_token = tl.arange(0, 64)

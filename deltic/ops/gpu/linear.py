@@ -86,7 +86,7 @@ def _narrow_kernel(
     p_x, p_w, p_out, n, m, k, k_slice, out_split, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n_blocks = tl.cdiv(n, BLOCK_N)
@@ -131,7 +131,7 @@ def _narrow_kernel(
 def _wide_kernel(
     p_x, p_w, p_out, t, m, k,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -243,7 +243,7 @@ def _narrow(
         x, w, out, n, m, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2),
         BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu,
         pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
-    )  # fmt: skip
+    )
 
 
 def narrow_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Narrow | None = None) -> None:
@@ -293,7 +293,7 @@ def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
     block = 1024
     launch(
         _silu_mul_kernel, (n, -(-width // block)), gate_up, out, width, BLOCK=block, pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def vendor_pays(t: int, m: int) -> bool:
@@ -338,7 +338,7 @@ def wide_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Wi
         _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, out, t, m, k,
         BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=64 if k % 64 == 0 else 32, GROUP=8, pdl=levers.pdl,
         num_warps=c.num_warps, num_stages=c.num_stages,
-    )  # fmt: skip
+    )
 
 
 def product(x: Tensor, w: Matrix) -> Tensor:

@@ -156,7 +156,7 @@ def order_bits(b_p, b_in):
 def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows,
                E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
-               TILE: tl.constexpr, APPEND: tl.constexpr):  # fmt: skip
+               TILE: tl.constexpr, APPEND: tl.constexpr):
     """Routes rows o_row: adds the S parts of their logits, takes the softmax over E and the SLOTS largest (on ties the lower
     expert), and puts the pairs of the active rows into the lists of their experts.
 
@@ -206,7 +206,7 @@ def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_acti
 
 @triton.jit
 def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
-                SLOTS: tl.constexpr, NORMALISE: tl.constexpr):  # fmt: skip
+                SLOTS: tl.constexpr, NORMALISE: tl.constexpr):
     """(expert, weight) of one slot of the only row, or (0, gate) of the shared expert (slot SLOTS): the bits of `route_rows`.
 
     Experts are held in pieces of 32, which every warp has whole, so that no reduction leaves a warp. The slots are a loop, not
@@ -278,7 +278,7 @@ def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.co
 def router_kernel(p_x, p_w, p_logits, p_counters, n_rows,
                   H: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  AHEAD: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  AHEAD: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
     """Grid (tiles of experts, S, tiles of rows). AHEAD: the first K block of the weights is fetched before the wait."""
     i_m, i_s, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and EARLY:
@@ -317,7 +317,7 @@ def router_kernel(p_x, p_w, p_logits, p_counters, n_rows,
 def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot, n_rows,
                  E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                  SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr, TILE: tl.constexpr,
-                 EARLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 EARLY: tl.constexpr, PDL: tl.constexpr):
     """One program a row."""
     if PDL and EARLY:
         gdc_launch_dependents()
@@ -328,12 +328,12 @@ def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot,
         if not EARLY:
             gdc_launch_dependents()
     route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows,
-               E, E2, STRIDE, S, SLOTS, SLOTS2, NORMALISE, TILE, True)  # fmt: skip
+               E, E2, STRIDE, S, SLOTS, SLOTS2, NORMALISE, TILE, True)
 
 
 @triton.jit
 def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
-              E: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+              E: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """What work item i_work is: the first n_shared are tiles of the shared expert, then come the entries.
 
     Returns the expert, how many of BLOCK_N columns are in use (0 or less: no such item), their rows and slots (SLOTS: shared).
@@ -351,7 +351,7 @@ def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
     n = tl.where(is_work, n, 0)
     b_pair = tl.load(
         p_lists + expert * n_rows + first + o_n, mask=(o_n < n) & (i_work >= n_shared), other=0, cache_modifier=".cg"
-    )  # fmt: skip
+    )
     b_row = tl.where(is_shared, first + o_n, b_pair // SLOTS)
     b_slot = tl.where(is_shared, SLOTS, b_pair % SLOTS)
     return expert, n, b_row, b_slot
@@ -362,7 +362,7 @@ def gate_up_kernel(p_x, p_w, p_shared, p_logits, p_counters, p_entries, p_lists,
                    H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                    E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                    BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                   ALONE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   ALONE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):
     """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows. ALONE: one row.
 
     Eight gate rows and eight up rows take turns in the tile: that is how one thread gets both values of a feature.
@@ -417,7 +417,7 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
                 H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                 E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                 NORMALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                ALONE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                ALONE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
     """out[slot, row] = weight[row, slot] * (down act) of BLOCK_M rows of one matrix and one work item. ALONE: one row.
 
     AHEAD: the first K block of the weights is fetched before the wait for `gate_up`, as is what the route kernels wrote.
@@ -541,13 +541,13 @@ def moe_decode(
         s.logits, s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
         AHEAD=t.router_ahead, LINES=largest_block(32, hidden // splits // 64),
         EARLY=t.early, **routing, num_warps=4, num_stages=3, pdl=pdl,
-    )  # fmt: skip
+    )
     if not t.alone:
         launch(
             route_kernel, (n,), s.logits, s.counters, s.weight, s.entries, s.lists, row_slot, n, SLOTS=n_per_token,
             SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, TILE=t.block_n, EARLY=t.early, **routing,
             num_warps=1, num_stages=1, pdl=pdl,
-        )  # fmt: skip
+        )
     inner = max(width, shared)
     # an expert has a tile for every block_n of its pairs and one that is not full
     n_entries = min(n * n_per_token, n_experts + n * n_per_token // t.block_n)
@@ -558,7 +558,7 @@ def moe_decode(
         gate_up_kernel, (inner // block_f * n_work,), x, rows_of("moe", gate_up), rows_of("moe", shared_gate_up), s.logits,
         s.counters, s.entries, s.lists, row_slot, s.act, n, BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), LINES=largest_block(32, hidden // 64),
         **experts, num_warps=4, num_stages=t.up_stages, pdl=pdl,
-    )  # fmt: skip
+    )
     block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
     if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
         block_k = 128
@@ -567,4 +567,4 @@ def moe_decode(
         s.weight, s.counters, s.entries, s.lists, row_slot, out, n, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
         AHEAD=t.down_ahead, EARLY=t.early, **experts,
         num_warps=4, num_stages=t.down_stages, pdl=pdl,
-    )  # fmt: skip
+    )

@@ -55,7 +55,7 @@ class MoePrefillScratch:
 
 def moe_prefill_scratch(
     n_rows: int, hidden: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate
-) -> MoePrefillScratch:  # fmt: skip
+) -> MoePrefillScratch:
     """Workspaces for up to n_rows rows. allocate(name, size, dtype) gives a zeroed tensor."""
     f32, i32, bf16 = torch.float32, torch.int32, torch.bfloat16
     lines = n_rows * (n_per_token + 1)
@@ -84,7 +84,7 @@ def _act_rows(n_rows: int, n_experts: int, n_per_token: int) -> int:
 
 @triton.jit
 def router_tile(p_x, p_w, o_expert, o_row, n_rows, k_begin, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """[BLOCK_M experts, BLOCK_N rows] of x W^T over K columns from k_begin on.
 
     A short K is unrolled, so that the loop over the parts has the stages."""
@@ -109,7 +109,7 @@ def router_tile(p_x, p_w, o_expert, o_row, n_rows, k_begin, H: tl.constexpr, E: 
 def prefill_router_kernel(p_x, p_w, p_logits, p_counters, p_n, n_rows,
                           H: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                          PDL: tl.constexpr):  # fmt: skip
+                          PDL: tl.constexpr):
     """Grid (tiles of experts, tiles of two blocks of rows). The first program sets the counters to 0."""
     i_m, i_n = tl.program_id(0), tl.program_id(1)
     o_expert = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -133,7 +133,7 @@ def prefill_router_kernel(p_x, p_w, p_logits, p_counters, p_n, n_rows,
 def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
                          E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr,
                          SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
-                         ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                         ROWS: tl.constexpr, PDL: tl.constexpr):
     """ROWS rows a program."""
     if PDL:
         gdc_wait()
@@ -143,7 +143,7 @@ def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
     if tl.max(b_active.to(tl.int32), 0) == 0:
         return
     route_rows(p_logits, p_weight, p_counters, p_counters, p_lists, o_row, b_active, n_rows,
-               E, E2, STRIDE, 1, SLOTS, SLOTS2, NORMALISE, _TILE, False)  # fmt: skip
+               E, E2, STRIDE, 1, SLOTS, SLOTS2, NORMALISE, _TILE, False)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def tile_pairs(p_lists, expert, first, n, n_rows, SLOTS: tl.constexpr, SHARED: t
 @triton.jit
 def gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                  H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                 BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr):
     """BLOCK_M rows by BLOCK_F features. Gate and up rows take turns, so that a thread gets both of a feature."""
     o_m, o_k, o_w = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_F)
     _, b_row = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
@@ -212,7 +212,7 @@ def gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_
 def prefill_gate_up_kernel(p_x, p_w, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
                            H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
                            SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-                           PDL: tl.constexpr):  # fmt: skip
+                           PDL: tl.constexpr):
     """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough."""
     i_tile, i_entry = tl.program_id(0) % (M // BLOCK_F), tl.program_id(0) // (M // BLOCK_F)
     if PDL:
@@ -223,16 +223,16 @@ def prefill_gate_up_kernel(p_x, p_w, p_counters, p_entries, p_lists, p_n, p_act,
         return
     if n <= 64:
         gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
-                     H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K)  # fmt: skip
+                     H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K)
     else:
         gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
-                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K)  # fmt: skip
+                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K)
 
 
 @triton.jit
 def down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
               H: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """BLOCK_M rows of act by BLOCK_N of H."""
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, M, BLOCK_K):
@@ -245,7 +245,7 @@ def down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_
 @triton.jit(do_not_specialize=["n_rows", "act_base"])
 def prefill_down_kernel(acts, halves, weights, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base,
                         H: tl.constexpr, M: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
-                        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
     """Grid: entries by tiles of H. acts, halves: descriptors of act, tiles [128 or 64, BLOCK_K]; weights: of [E H, M]."""
     i_tile, i_entry = tl.program_id(0) % (H // BLOCK_N), tl.program_id(0) // (H // BLOCK_N)
     if PDL:
@@ -256,15 +256,15 @@ def prefill_down_kernel(acts, halves, weights, p_counters, p_entries, p_lists, p
         return
     if n <= 64:
         down_tile(halves, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
-                  H, M, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K)  # fmt: skip
+                  H, M, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K)
     else:
         down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
-                  H, M, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K)  # fmt: skip
+                  H, M, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def combine_kernel(p_y, p_weight, p_n, p_out, n_rows,
-                   H: tl.constexpr, SLOTS: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   H: tl.constexpr, SLOTS: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr):
     """Grid (rows, pieces of H)."""
     i_row = tl.program_id(0)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -342,15 +342,15 @@ def moe_prefill(
         s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
         BLOCK_K=largest_block(c.router_k, hidden // splits), **experts, num_warps=4,
         num_stages=c.router_stages if hidden // splits <= 256 else 4, pdl=pdl,
-    )  # fmt: skip
+    )
     launch(
         prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
         SLOTS=n_per_token, SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, ROWS=c.route_rows, **experts,
         num_warps=1, num_stages=1, pdl=pdl,
-    )  # fmt: skip
+    )
     launch(
         plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1, pdl=pdl,
-    )  # fmt: skip
+    )
     n_entries = _n_entries(t, n_experts, n_per_token)
     call = _Call(x, blocks.n, s, c, n_entries * TILE, max(width, shared), n_per_token, n_experts, pdl)
     call.gate_up(gate_up, width, n_entries, shared=False)
@@ -361,7 +361,7 @@ def moe_prefill(
     launch(
         combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token, BLOCK_H=block_h,
         num_warps=8 if block_h >= 2048 else 4, num_stages=1, pdl=pdl,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ class _Call:
             prefill_gate_up_kernel, (n_entries * (width // block_f),), self.x, rows_of("moe", w), s.counters, s.entries,
             s.lists, self.n, s.act, t, self.act_base, H=hidden, M=width, INNER=self.inner, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared,
             BLOCK_F=block_f, BLOCK_K=block_k, num_warps=c.up_warps, num_stages=c.up_stages, pdl=self.pdl,
-        )  # fmt: skip
+        )
 
     def down(self, w: Matrix, width: int, n_entries: int, *, shared: bool) -> None:
         s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
@@ -401,4 +401,4 @@ class _Call:
             prefill_down_kernel, (n_entries * (hidden // block_n),), acts(TILE), acts(64), weights, s.counters, s.entries,
             s.lists, self.n, s.y, t, self.act_base, H=hidden, M=width, E=self.n_experts, SLOTS=self.n_per_token,
             SHARED=shared, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=c.down_warps, num_stages=c.down_stages, pdl=self.pdl,
-        )  # fmt: skip
+        )

@@ -47,7 +47,7 @@ def _widen_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
 def _begin_decode_kernel(
     p_rows_place, p_last_token, p_position, p_slot, p_done, p_table, p_row_place, p_row_slot, p_row_position,
     p_residual, width, LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     i_row = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
         tl.extra.cuda.gdc_wait()
@@ -78,7 +78,7 @@ def _add_norm_kernel(
     p_residual, p_partials, p_w, p_out, p_rows, width, partial_stride, inverse_width, eps,
     LANES: tl.constexpr, PIECES: tl.constexpr, PARTIALS: tl.constexpr, STORE: tl.constexpr, GATHER: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     i_row = tl.program_id(0)
     o_lane = tl.arange(0, LANES)
     weights: tl.tuple = ()
@@ -158,7 +158,7 @@ def begin_decode(
     launch(
         _begin_decode_kernel, (n,), rows_place, last_token, position, slot, done, rows_of("embed", table), row_place, row_slot,
         row_position, residual, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
@@ -173,7 +173,7 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
     launch(
         _embed_kernel, (n,), token_ids, rows_of("embed", table), residual, width,
         LANES=LANES, PIECES=pieces(width), num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def add_norm(
@@ -207,4 +207,4 @@ def add_norm(
         _add_norm_kernel, (n_out,), residual, partials, w, out, rows, width, n * width, 1.0 / width, eps,
         LANES=LANES, PIECES=pieces(width), PARTIALS=n_partials, STORE=rows is None and n_partials > 0,
         GATHER=rows is not None, pdl=levers.pdl, num_warps=norm_warps(n_out, width),
-    )  # fmt: skip
+    )

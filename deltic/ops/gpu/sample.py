@@ -116,13 +116,13 @@ def sample_scratch(
         listed=allocate("sample listed", (n_draws, n_vocab), i32), n_listed=allocate("sample n", (n_draws,), i32),
         special=allocate("sample special", (n_draws,), i32),
         few=allocate("sample few", (n_draws, cap), i32), tile=tile, cap=cap,
-    )  # fmt: skip
+    )
 
 
 def sample(
     logits: Tensor, n_real: int, *, draw_row: Tensor, draw_place: Tensor, draw_position: Tensor, places: PlaceParameters,
     scratch: SampleScratch, out_token: Tensor, out_logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, levers: Levers,
-) -> None:  # fmt: skip
+) -> None:
     """Draws D tokens and moves their sequences on: last_token, position, done and history of their places.
 
     logits: float32 [R, V], of which ids from n_real on are never drawn; draw_row, draw_place (-1: no draw, nothing is written),
@@ -133,25 +133,25 @@ def sample(
     _sample(
         logits, n_real, draw_row, draw_place, draw_place, draw_position, False, places, scratch,
         (out_token, out_logprob, top_ids, top_logprobs), levers,
-    )  # fmt: skip
+    )
 
 
 def sample_decode(
     logits: Tensor, n_real: int, row_place: Tensor, row_slot: Tensor, row_position: Tensor, *, places: PlaceParameters,
     scratch: SampleScratch, out_token: Tensor, out_logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, levers: Levers,
-) -> None:  # fmt: skip
+) -> None:
     """`sample` for the rows of a decode step (int32 [N]): row r draws for place row_place[r] the token behind row_position[r];
     rows with row_slot -1 draw nothing."""
     _sample(
         logits, n_real, row_place, row_place, row_slot, row_position, True, places, scratch,
         (out_token, out_logprob, top_ids, top_logprobs), levers,
-    )  # fmt: skip
+    )
 
 
 def _sample(
     logits: Tensor, n_real: int, row: Tensor, place: Tensor, slot: Tensor, position: Tensor, decode: bool,
     p: PlaceParameters, s: SampleScratch, out: tuple[Tensor, Tensor, Tensor, Tensor], levers: Levers,
-) -> None:  # fmt: skip
+) -> None:
     n_vocab, n_draws = logits.shape[1], place.shape[0]
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
     check("sample", logits.stride(1) == 1 and logits.stride(0) == n_vocab, "contiguous logits")
@@ -168,24 +168,24 @@ def _sample(
         p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed,
         s.special,
         IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
-    )  # fmt: skip
+    )
     tiles = next_power_of_2(n_tiles)
     launch(
         collect, (-(-n_tiles // COLLECT_EACH), n_draws), *draws, p.temperature, p.top_k, p.top_p, p.min_p, s.best, s.total,
         s.values, s.listed, s.n_listed, s.special, n_tiles, TILES=tiles, EACH=COLLECT_EACH, num_warps=SCAN_WARPS, **meta,
-    )  # fmt: skip
+    )
     launch(
         finish, (n_draws,), *draws, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop_ids, p.n_stop, n_ids, p.max_position,
         p.n_logprobs, p.history, max_len, p.last_token, p.position, p.done, s.best, s.total, s.raw_best, s.raw_total, s.bad,
         s.values, s.listed, s.n_listed, s.special, s.few, n_tiles,
         *out, out[2].shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS, IDS=ids, num_warps=FINISH_WARPS, **meta,
-    )  # fmt: skip
+    )
 
 
 def prompt_logprobs(
     logits: Tensor, n_real: int, row: Tensor, target: Tensor, n_top: Tensor, n_entries: Tensor, logprob: Tensor,
     top_ids: Tensor, top_logprobs: Tensor, tile: int = TILE,
-) -> None:  # fmt: skip
+) -> None:
     """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first (-1 skips the entry).
 
     logits: float32 [R, V]; row, target, n_top: int32 [n], of which the first n_entries (int32 [1]) count; logprob: float32 [n];
@@ -198,8 +198,8 @@ def prompt_logprobs(
     total = torch.empty((n, n_tiles), dtype=torch.float32, device=logits.device)
     launch(
         scan_raw, (n_tiles, n), logits, n_vocab, n_real, row, n_top, n_entries, best, total, TILE=tile, num_warps=SCAN_WARPS
-    )  # fmt: skip
+    )
     launch(
         finish_raw, (n,), logits, n_vocab, n_real, row, target, n_top, n_entries, best, total, n_tiles, logprob, top_ids,
         top_logprobs, top_ids.shape[1], TILE=tile, TILES=next_power_of_2(n_tiles), num_warps=FINISH_WARPS,
-    )  # fmt: skip
+    )

@@ -93,7 +93,7 @@ def _adjust(
     p_x, p_v, p_c, i_tile, n_real, place, position, n_banned, uses_history,
     p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias, p_banned, n_ids,
     mask_row, p_masks, n_words, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+):
     """Leaves a tile in p_v after biases, penalties, bans and the mask, with counts in p_c; returns whether a logit was not finite.
 
     Lists of ids are spread over the tile through memory: a program sees its own stores, behind a barrier. In parts, so that
@@ -165,7 +165,7 @@ def scan(
     p_bias_ids, p_bias, p_n_bias, p_banned, p_n_banned, p_banned_until, p_mask_row, n_ids, p_n_logprobs, p_masks, n_words,
     p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed, p_special,
     DECODE: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of one row; of p_values and p_counts a program uses its own tile only."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -195,7 +195,7 @@ def scan(
                 p_x, p_v, p_counts + own, i_tile, n_real, place, position, n_banned, uses_history,
                 p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias,
                 p_banned, n_ids, mask_row, p_masks, n_words, TILE, IDS, PART,
-            )  # fmt: skip
+            )
         v = tl.load(p_v + o, mask=o < n_real, other=float("-inf"))
         # What is not finite becomes inf, so that the likeliest tells; a ban is -inf, too, and so is padding.
         fine = (tl.abs(v) < float("inf")) | (o >= n_real) | (is_special & (v < 0))
@@ -222,7 +222,7 @@ def collect(
     p_logits, n_vocab, n_real, p_row, p_place, p_slot, p_position,
     p_temperature, p_top_k, p_top_p, p_min_p, p_best, p_total, p_values, p_listed, p_n_listed, p_special, n_tiles,
     DECODE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Appends the ids of EACH tiles that filters may keep to the row's list, in any order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -313,7 +313,7 @@ def _load_list(p_list, p_v, begin, n, top, t, min_p, BLOCK: tl.constexpr):
 def _narrow(
     p_list, n_list, p_few, p_v, top, t, min_p, lo, hi, target,
     COUNT: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
-):  # fmt: skip
+):
     """`_halve` over a list longer than CAP: cut in WAYS by passes over memory until what is left fits. COUNT: target counts."""
     o_way = tl.arange(0, WAYS)
     n, above = n_list.to(tl.int64), tl.full((), 0, tl.int64)
@@ -418,7 +418,7 @@ def _pick(p_v, i_tile, n_real, top, t, min_p, cut, before, threshold, TILE: tl.c
 def _draw_filtered(
     p_v, p_list, n_list, p_few, p_best, n_tiles, n_real, best, top, t, k, top_p, min_p, whole, u24,
     TILE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
-):  # fmt: skip
+):
     """A token of those that top-k, min-p and top-p keep; whole: the weight of the row, float32."""
     is_k, hi, zero = (k > 0) & (k < n_real), best + 1, tl.full((), 0, tl.int64)
     # Top-p alone is of the whole row: what is not listed weighs, too.
@@ -494,7 +494,7 @@ def finish(
     p_out, p_out_logprob, p_top_ids, p_top_logprobs, n_most,
     DECODE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
     WAYS: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Draws the row's token from what the tiles left, and moves the sequence on."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -530,7 +530,7 @@ def finish(
                 token = _draw_filtered(
                     p_v, p_listed + own, tl.load(p_n_listed + i), p_few + i.to(tl.int64) * CAP, p_best + i * n_tiles, n_tiles,
                     n_real, best, top, t, k, top_p, min_p, tl.sum(weights, 0), u24, TILE, CAP, BLOCK, WAYS,
-                )  # fmt: skip
+                )
             else:
                 fixed = _fixed(weights, 0.0)
                 ends = tl.cumsum(fixed, 0)
@@ -545,7 +545,7 @@ def finish(
             log_total = _top_logprobs(
                 p_x, n_real, n_tiles, p_raw_best + i * n_tiles, p_raw_total + i * n_tiles, tl.minimum(tl.minimum(n_top, n_most), n_real),
                 p_top_ids + i * n_most, p_top_logprobs + i * n_most, TILE, TILES,
-            )  # fmt: skip
+            )
             tl.store(p_out_logprob + i, tl.load(p_x + token) - log_total)
 
         is_stop = tl.max((stop == token).to(tl.int32), 0) > 0
@@ -573,7 +573,7 @@ def scan_raw(p_logits, n_vocab, n_real, p_row, p_n_top, p_n, p_best, p_total, TI
 def finish_raw(
     p_logits, n_vocab, n_real, p_row, p_target, p_n_top, p_n, p_best, p_total, n_tiles,
     p_logprob, p_top_ids, p_top_logprobs, n_most, TILE: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+):
     i = tl.program_id(0)
     target, n_top = tl.load(p_target + i), tl.load(p_n_top + i)
     if (i < tl.load(p_n)) & (n_top >= 0) & (target >= 0):
@@ -581,5 +581,5 @@ def finish_raw(
         log_total = _top_logprobs(
             p_x, n_real, n_tiles, p_best + i * n_tiles, p_total + i * n_tiles, tl.minimum(tl.minimum(n_top, n_most), n_real),
             p_top_ids + i * n_most, p_top_logprobs + i * n_most, TILE, TILES,
-        )  # fmt: skip
+        )
         tl.store(p_logprob + i, tl.load(p_x + target) - log_total)

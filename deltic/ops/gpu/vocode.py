@@ -1,7 +1,7 @@
 """What the vocoder needs beside convolutions: codes to vectors, norms, attention over a window, the depthwise norm, the last samples.
 
 All read float32 or pairs (ops/gpu/conv.py) and compute in float32; each row is one program or one row of a tile whose sums have one
-fixed layout, so no bit depends on the chunk or on the streams beside. The mathematics is that of reference/codec.py.
+fixed layout, so no bit depends on the chunk or on the streams beside. The mathematics is that of reference/vocoder.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -41,7 +41,7 @@ def _stream_of(i_row, t, p_slot, p_head, head_stride, index):
 def _codes_kernel(
     p_codes, p_table, n_codes, p_pair, plane, p_slot, p_head, head_stride, p_to, to_stride, to_plane, t, index, rows,
     C: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     _wait(PDL)
     i_row = tl.program_id(0)
     row, slot, _, _, oldest = _stream_of(i_row, t, p_slot, p_head, head_stride, index)
@@ -70,7 +70,7 @@ def _norm_kernel(p_x, p_pair, plane, eps, inverse_width, C: tl.constexpr, WIDTH:
 def _window_kernel(
     p_qkv, p_cos, p_sin, p_pair, plane, p_slot, p_head, head_stride, p_from, from_stride, t, index, scale,
     HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One head of one row; key j is the one j rows before it."""
     _wait(PDL)
     A: tl.constexpr = HEADS * D
@@ -104,7 +104,7 @@ def _window_kernel(
 def _depthwise_kernel(
     p_x, p_w, p_bias, p_pair, plane, p_slot, p_head, head_stride, p_from, from_stride, t, n_frames, index, eps, inverse_width,
     C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     _wait(PDL)
     H: tl.constexpr = TAPS - 1
     i_row = tl.program_id(0)
@@ -130,7 +130,7 @@ def _depthwise_kernel(
 def _wave_kernel(
     p_x, plane, p_w, p_bias, p_out, p_slot, p_head, head_stride, p_from, from_stride, from_plane, n, t, n_frames, index,
     C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     _wait(PDL)
     H: tl.constexpr = TAPS - 1
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -187,7 +187,7 @@ def codes_embed(codes: Tensor, table: Tensor, out: Tensor, streams: Streams, rin
         _codes_kernel, (codes.shape[0],), codes, table, n_codes, out, out.stride(0), streams.slot, streams.head,
         streams.head.stride(0), ring.data, ring.data.stride(0), ring.data.stride(1), _rows(streams, codes.shape[0]),
         ring.index, ring.rows, C=c, WIDTH=next_power_of_2(c), GROUPS=groups, pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def rms_pair(x: Tensor, eps: float, out: Tensor, *, levers: Levers) -> None:
@@ -196,7 +196,7 @@ def rms_pair(x: Tensor, eps: float, out: Tensor, *, levers: Levers) -> None:
     check("vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide")
     launch(
         _norm_kernel, (n,), x, out, out.stride(0), eps, 1.0 / c, C=c, WIDTH=next_power_of_2(c), pdl=levers.pdl, num_warps=4
-    )  # fmt: skip
+    )
 
 
 def window_attention(
@@ -214,7 +214,7 @@ def window_attention(
         _window_kernel, (n, n_heads), qkv, cos, sin, out, out.stride(0), streams.slot, streams.head, streams.head.stride(0),
         ring.data, ring.data.stride(0), _rows(streams, n), ring.index, d**-0.5, HEADS=n_heads, D=d, WINDOW=window,
         KEYS=next_power_of_2(window), pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def depthwise_norm(
@@ -231,7 +231,7 @@ def depthwise_norm(
         _depthwise_kernel, (n,), x, w, bias, out, out.stride(0), streams.slot, streams.head, streams.head.stride(0), ring.data,
         ring.data.stride(0), _rows(streams, n), streams.n_frames, ring.index, eps, 1.0 / c, C=c, WIDTH=next_power_of_2(c),
         TAPS=w.shape[0], pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers) -> None:
@@ -242,7 +242,7 @@ def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring
         _wave_kernel, (-(-n // WAVE_BLOCK),), x, x.stride(0), w, bias, out, streams.slot, streams.head, streams.head.stride(0),
         ring.data, ring.data.stride(0), ring.data.stride(1), n, _rows(streams, n), streams.n_frames, ring.index, C=c,
         WIDTH=next_power_of_2(c), TAPS=w.shape[0], BLOCK=WAVE_BLOCK, pdl=levers.pdl, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def advance(streams: Streams, rows: Tensor, rate: Tensor, *, levers: Levers) -> None:
@@ -251,4 +251,4 @@ def advance(streams: Streams, rows: Tensor, rate: Tensor, *, levers: Levers) -> 
     launch(
         _advance_kernel, (streams.n,), streams.slot, streams.head, streams.head.stride(0), rows, rate, n_rings, streams.n_frames,
         RINGS=next_power_of_2(n_rings), pdl=levers.pdl, num_warps=1,
-    )  # fmt: skip
+    )

@@ -65,11 +65,17 @@ def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
             plan.n_batch_tokens, plan.max_num_seqs, pages_for(plan.max_model_len), plan.max_logit_rows, arena.allocate
         ),
         Sampler(
-            plan.max_num_seqs, plan.max_model_len, plan.max_logit_rows, plan.shape.vocab_size, plan.n_real,
-            plan.shape.eos_token_ids, plan.n_threads, arena.allocate,
+            plan.max_num_seqs,
+            plan.max_model_len,
+            plan.max_logit_rows,
+            plan.shape.vocab_size,
+            plan.n_real,
+            plan.shape.eos_token_ids,
+            plan.n_threads,
+            arena.allocate,
         ),
         allocate_activations(plan.shape, plan.n_batch_tokens, plan.max_logit_rows, arena.allocate),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,15 @@ def build_speech_workspace(plan: SpeechPlan, arena: Arena) -> SpeechWorkspace:
     return SpeechWorkspace(
         SpeechBatch(shape, plan.n_rows, n, pages_for(plan.max_model_len), plan.n_threads, arena.allocate),
         Sampler(
-            n, plan.max_model_len, n, shape.n_drawn, shape.n_drawn, (shape.end_id,), plan.n_threads, arena.allocate,
+            n,
+            plan.max_model_len,
+            n,
+            shape.n_drawn,
+            shape.n_drawn,
+            (shape.end_id,),
+            plan.n_threads,
+            arena.allocate,
             penalises_prompt=False,
         ),
         allocate_speech(shape, plan.n_rows, n, plan.max_model_len, arena.allocate),
-    )  # fmt: skip
+    )

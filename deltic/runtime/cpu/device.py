@@ -156,8 +156,11 @@ class Cpu:
         def map_file(file: Path) -> Any:
             if plan.speaks:
                 return map_parts(
-                    file, lambda quantize, _: empty_speech_weights(shape, quantize, "meta"), n_threads, on_bytes("weights")
-                )  # fmt: skip
+                    file,
+                    lambda quantize, _: empty_speech_weights(shape, quantize, "meta"),
+                    n_threads,
+                    on_bytes("weights"),
+                )
             return map_packed(file, shape, n_threads, on_bytes("weights"))
 
         if config.dummy is None and (directory / PACKED).exists():

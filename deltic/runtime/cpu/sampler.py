@@ -22,9 +22,17 @@ class Sampler:
     """The buffers of up to n_places draws and n_logit_rows prompt positions a step."""
 
     def __init__(
-        self, n_places: int, max_model_len: int, n_logit_rows: int, n_vocab: int, n_real: int,
-        eos_token_ids: tuple[int, ...], n_threads: int, allocate: Allocate, penalises_prompt: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        n_places: int,
+        max_model_len: int,
+        n_logit_rows: int,
+        n_vocab: int,
+        n_real: int,
+        eos_token_ids: tuple[int, ...],
+        n_threads: int,
+        allocate: Allocate,
+        penalises_prompt: bool = True,
+    ) -> None:
         """penalises_prompt: repetition_penalty sees prompt tokens too; they must be ids that can be drawn."""
         i32, f32 = torch.int32, torch.float32
         self.n_real = n_real
@@ -75,9 +83,17 @@ class Sampler:
         """Appends the draws and the log-probabilities to the step's program."""
         sample(program, logits, self.n_real, self.places, self.draws, self.scratch, self._target)
         logprobs(
-            program, logits, self.n_real, self._n_entries, self._row, self._target, self._n_top,
-            self._logprob, self._top_ids, self._top_logprobs,
-        )  # fmt: skip
+            program,
+            logits,
+            self.n_real,
+            self._n_entries,
+            self._row,
+            self._target,
+            self._n_top,
+            self._logprob,
+            self._top_ids,
+            self._top_logprobs,
+        )
 
     def fill(self, step: Step, first_row: list[int]) -> None:
         """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""

@@ -33,9 +33,12 @@ class SpeechRunner(Speaker):
     """Talker, predictor and vocoder on the CPU, with their memory. Not thread-safe: one engine loop owns it."""
 
     def __init__(
-        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Tensor],
+        self,
+        plan: SpeechPlan,
+        weights: SpeechWeights,
+        vocoder: dict[str, Tensor],
         progress: Progress = lambda stage, done: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """vocoder: of load_vocoder; it is used up."""
         self.shape, self.n_streams = plan.shape, plan.n_streams
         shape = plan.shape
@@ -52,9 +55,14 @@ class SpeechRunner(Speaker):
         host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), torch.uint8)
         self.workspace = build_speech_workspace(plan, arena)
         self.vocoder: VocoderStreams = VocoderStreams(
-            shape.vocoder, vocoder, n_streams=plan.n_streams + 1, n_threads=plan.n_threads, cpus=plan.cpus,
-            allocate=arena.allocate, half=self.has_half_vocoder,
-        )  # fmt: skip
+            shape.vocoder,
+            vocoder,
+            n_streams=plan.n_streams + 1,
+            n_threads=plan.n_threads,
+            cpus=plan.cpus,
+            allocate=arena.allocate,
+            half=self.has_half_vocoder,
+        )
         arena.touch(lambda done: progress("memory", done))
         self.tiers: Tiers | None = self._open_tiers(host.numpy()) if plan.n_host_units else None
         self.model = Tts(shape, weights, plan.max_model_len)
@@ -79,7 +87,7 @@ class SpeechRunner(Speaker):
         )
         tiers = Tiers(
             lambda page: [pages[page]], lambda slot: [past[slot]], host, self.plan.shape.state_bytes, None, 0, ""
-        )  # fmt: skip
+        )
         tiers.takes_evicted = False
         return tiers
 

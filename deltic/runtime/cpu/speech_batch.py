@@ -25,7 +25,7 @@ class SpeechBatch:
 
     def __init__(
         self, shape: SpeechShape, n_rows: int, n_places: int, n_pages_per_seq: int, n_threads: int, allocate: Allocate
-    ) -> None:  # fmt: skip
+    ) -> None:
         def buffer(name: str, *size: int) -> torch.Tensor:
             return allocate(name, size, torch.int32)
 
@@ -56,11 +56,11 @@ class SpeechBatch:
         i, r = self.inputs, self.inputs.rows
         self._counts = counts.numpy()
         self._positions, self._row_place, self._page_table = (
-            r.positions.numpy(), r.row_place.numpy(), r.page_table.numpy(),
-        )  # fmt: skip
-        self._seq_start, self._seq_context, self._place = (
-            r.seq_start.numpy(), r.seq_context.numpy(), r.place.numpy(),
-        )  # fmt: skip
+            r.positions.numpy(),
+            r.row_place.numpy(),
+            r.page_table.numpy(),
+        )
+        self._seq_start, self._seq_context, self._place = (r.seq_start.numpy(), r.seq_context.numpy(), r.place.numpy())
         self._text_ids, self._text_row, self._side = i.text_ids.numpy(), i.text_row.numpy(), i.side.numpy()
         self._voice_rows, self._code0 = i.voice_rows, i.code0.numpy()
         self._slot, self._last_row = i.slot.numpy(), i.last_row.numpy()
@@ -151,7 +151,7 @@ class SpeechBatch:
 
 def _predictor_draws(
     shape: SpeechShape, n_places: int, n_threads: int, place: torch.Tensor, n_frames: torch.Tensor, allocate: Allocate
-) -> PredictorDraws:  # fmt: skip
+) -> PredictorDraws:
     """Row m of the logits is frame m's, drawn with the parameters of its place; there are no penalties, biases or bans."""
     i32, f32, n = torch.int32, torch.float32, shape.n_codebook
     zeros = allocate("predictor zeros", (n_places + 1,), i32)
@@ -166,10 +166,20 @@ def _predictor_draws(
 
     def draws(i: int) -> DrawInputs:
         return DrawInputs(
-            n_draws=n_frames, row=rows, place=place, position=allocate(f"predictor position {i}", (n_places,), i32),
-            n_history=zeros, n_prompt=zeros, bias_begin=zeros, bias_ids=none, bias=none.view(f32), banned_begin=zeros, banned=none,
-            masked=zeros, masks=masks,
-        )  # fmt: skip
+            n_draws=n_frames,
+            row=rows,
+            place=place,
+            position=allocate(f"predictor position {i}", (n_places,), i32),
+            n_history=zeros,
+            n_prompt=zeros,
+            bias_begin=zeros,
+            bias_ids=none,
+            bias=none.view(f32),
+            banned_begin=zeros,
+            banned=none,
+            masked=zeros,
+            masks=masks,
+        )
 
     rows = torch.arange(n_places, dtype=i32)
     masks = allocate("predictor masks", (1, -(-n // 32)), i32)

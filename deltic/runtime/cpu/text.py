@@ -77,9 +77,14 @@ class Runner:
             for tensor in (self.memory.pages, self.memory.states, self.memory.columns)
         )
         self.tiers = Tiers(
-            lambda page: [pages[page]], lambda slot: [states[slot], columns[slot]], self.host,
-            self.plan.shape.state_bytes, directory, disk_bytes, fingerprint,
-        )  # fmt: skip
+            lambda page: [pages[page]],
+            lambda slot: [states[slot], columns[slot]],
+            self.host,
+            self.plan.shape.state_bytes,
+            directory,
+            disk_bytes,
+            fingerprint,
+        )
 
     def step(self, step: Step) -> StepResult:
         """Runs one forward and the draws. A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or

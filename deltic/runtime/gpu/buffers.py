@@ -45,13 +45,16 @@ def place_table(
     """The table of n places, where each part begins and the words of its rows, and the parts by name. more: words of further parts,
     those aligned to 8 bytes first."""
     parts = {
-        "seed": 2, **(more or {}),
+        "seed": 2,
+        **(more or {}),
         **dict.fromkeys(("last_token", "position", "slot", "done", "top_k", "n_prompt", "uses_history"), 1),
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), 1),
         **dict.fromkeys(("n_bias", "n_banned", "banned_until", "n_stop", "max_position", "n_logprobs", "mask_row"), 1),
         **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
-        "page_table": pages_for(max_model_len) + 1, "history": max_model_len + 1, "rows_place": 1,
-    }  # fmt: skip
+        "page_table": pages_for(max_model_len) + 1,
+        "history": max_model_len + 1,
+        "rows_place": 1,
+    }
     n_words = sum(width * n for width in parts.values())
     table = allocate("places", (n_words,), torch.int32)
     offsets, views, at = {}, {}, 0
@@ -86,12 +89,14 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         sample=sample_scratch(n, shape.vocab_size, allocate),
         out={
             kind: (
-                allocate(f"{kind} tokens", (n,), i32), allocate(f"{kind} log-probabilities", (n,), f32),
-                allocate(f"{kind} top ids", (n, MAX_LOGPROBS), i32), allocate(f"{kind} top", (n, MAX_LOGPROBS), f32),
+                allocate(f"{kind} tokens", (n,), i32),
+                allocate(f"{kind} log-probabilities", (n,), f32),
+                allocate(f"{kind} top ids", (n, MAX_LOGPROBS), i32),
+                allocate(f"{kind} top", (n, MAX_LOGPROBS), f32),
             )
             for kind in ("decode", "prefill")
         },
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -118,24 +123,32 @@ def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -
     more = {"code_seed": 2, "code_temperature": 1, "code_top_p": 1, "code_top_k": 1, "n_trailing": 1}
     table, offsets, views = place_table(n, plan.max_model_len, allocate, {**more, "trailing": plan.max_model_len})
     frames = FrameParameters(
-        temperature=views["code_temperature"].view(f32), top_p=views["code_top_p"].view(f32), top_k=views["code_top_k"],
-        seed=views["code_seed"].view(torch.int64), n_prompt=views["n_prompt"], n_trailing=views["n_trailing"],
+        temperature=views["code_temperature"].view(f32),
+        top_p=views["code_top_p"].view(f32),
+        top_k=views["code_top_k"],
+        seed=views["code_seed"].view(torch.int64),
+        n_prompt=views["n_prompt"],
+        n_trailing=views["n_trailing"],
         trailing=views["trailing"],
-    )  # fmt: skip
+    )
     parameters = {name: views[name] for name in PlaceParameters.__dataclass_fields__ if name in views}
     return GpuSpeechWorkspace(
-        table=table, offsets=offsets,
+        table=table,
+        offsets=offsets,
         places=PlaceState(**{name: views[name] for name in PlaceState.__dataclass_fields__}),
         parameters=PlaceParameters(**parameters, masks=allocate("masks", (n, -(-shape.n_drawn // 32)), i32)),
-        frames=frames, rows_place=views["rows_place"],
+        frames=frames,
+        rows_place=views["rows_place"],
         decode=frame_buffers(shape, levers, n, plan.max_model_len, allocate),
         prefill=prompt_buffers(shape, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
         sample=sample_scratch(n, shape.n_drawn, allocate),
         out={
             kind: (
-                allocate(f"{kind} tokens", (n,), i32), allocate(f"{kind} log-probabilities", (n,), f32),
-                allocate(f"{kind} top ids", (n, 1), i32), allocate(f"{kind} top", (n, 1), f32),
+                allocate(f"{kind} tokens", (n,), i32),
+                allocate(f"{kind} log-probabilities", (n,), f32),
+                allocate(f"{kind} top ids", (n, 1), i32),
+                allocate(f"{kind} top", (n, 1), f32),
             )
             for kind in ("decode", "prefill")
         },
-    )  # fmt: skip
+    )

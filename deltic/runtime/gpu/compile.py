@@ -142,15 +142,22 @@ class Compilation:
         target = triton.runtime.driver.active.get_current_target()
         # Workers have no business with the device, nor with more than a core each.
         environment = {
-            **os.environ, "TRITON_CACHE_DIR": str(triton.knobs.cache.dir), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            **os.environ,
+            "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
         self._workers = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, target.backend, json.dumps(target.arch), str(target.warp_size)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True, env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+                env=environment,
             )
             for _ in range(n_workers)
-        ]  # fmt: skip
+        ]
         self._threads: list[threading.Thread] = []
 
     def give(self, jobs: list[Job]) -> None:
@@ -222,9 +229,11 @@ class Kernels:
             report = self._compilation.wait(progress)
             if report.n_failed:
                 log.warning(
-                    "%d of %d kernels were not compiled beforehand: %s", report.n_failed, report.n_kernels,
+                    "%d of %d kernels were not compiled beforehand: %s",
+                    report.n_failed,
+                    report.n_kernels,
                     "; ".join(self._compilation.errors[:3]) or "no time was left, or no worker",
-                )  # fmt: skip
+                )
             elif self._marker is not None:
                 self._marker.parent.mkdir(parents=True, exist_ok=True)
                 self._marker.write_text(json.dumps({"kernels": report.n_kernels}))

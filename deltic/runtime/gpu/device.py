@@ -68,10 +68,20 @@ def _check_text(shape: ModelShape) -> None:
         ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
         ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 16 == 0, "a multiple of 16"),
         ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 32 == 0, "a multiple of 32"),
-        ("moe_intermediate_size", shape.moe_intermediate_size, shape.moe_intermediate_size % 32 == 0, "a multiple of 32"),
-        ("shared_expert_intermediate_size", shape.shared_intermediate_size, shape.shared_intermediate_size % 32 == 0, "a multiple of 32"),
+        (
+            "moe_intermediate_size",
+            shape.moe_intermediate_size,
+            shape.moe_intermediate_size % 32 == 0,
+            "a multiple of 32",
+        ),
+        (
+            "shared_expert_intermediate_size",
+            shape.shared_intermediate_size,
+            shape.shared_intermediate_size % 32 == 0,
+            "a multiple of 32",
+        ),
         ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
-    )  # fmt: skip
+    )
     for field, found, holds, supported in limits:
         if not holds:
             raise UnsupportedModelError(field, found, supported)

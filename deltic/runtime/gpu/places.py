@@ -120,9 +120,7 @@ class Places:
         done: the next one leaves the sequence out."""
         place, slot = self.refresh(sequence), sequence.slot
         assert slot is not None and sequence.start_slot is None
-        for part, word in (
-            ("last_token", token), ("position", position), ("slot", slot), ("done", int(done)),
-        ):  # fmt: skip
+        for part, word in (("last_token", token), ("position", position), ("slot", slot), ("done", int(done))):
             self._write(part, place, word)
         if _counts_history(sequence) and token >= 0:
             # Where what was lost comes back, a decode without its mask has left another token there.
@@ -154,15 +152,26 @@ class Places:
             ends.append(p.constraint.think_end_id)  # what comes behind it is not free: nothing runs ahead
         uses_history = _counts_history(sequence)
         for part, value in (
-            ("temperature", float(p.temperature)), ("top_p", float(p.top_p)), ("min_p", float(p.min_p)),
-            ("repetition", float(p.repetition_penalty)), ("frequency", float(p.frequency_penalty)),
-            ("presence", float(p.presence_penalty)), ("top_k", p.top_k),
-            ("n_prompt", n_prompt), ("uses_history", int(uses_history)), ("n_bias", len(p.logit_bias)),
-            ("n_banned", len(banned)), ("banned_until", banned_until), ("n_stop", len(ends)),
-            ("max_position", n_prompt + p.max_tokens - 2), ("n_logprobs", -1 if p.logprobs is None else p.logprobs),
-            ("bias_ids", list(p.logit_bias)), ("bias", [float(v) for v in p.logit_bias.values()]), ("banned", banned),
+            ("temperature", float(p.temperature)),
+            ("top_p", float(p.top_p)),
+            ("min_p", float(p.min_p)),
+            ("repetition", float(p.repetition_penalty)),
+            ("frequency", float(p.frequency_penalty)),
+            ("presence", float(p.presence_penalty)),
+            ("top_k", p.top_k),
+            ("n_prompt", n_prompt),
+            ("uses_history", int(uses_history)),
+            ("n_bias", len(p.logit_bias)),
+            ("n_banned", len(banned)),
+            ("banned_until", banned_until),
+            ("n_stop", len(ends)),
+            ("max_position", n_prompt + p.max_tokens - 2),
+            ("n_logprobs", -1 if p.logprobs is None else p.logprobs),
+            ("bias_ids", list(p.logit_bias)),
+            ("bias", [float(v) for v in p.logit_bias.values()]),
+            ("banned", banned),
             ("stop_ids", ends),
-        ):  # fmt: skip
+        ):
             if not isinstance(value, list) or value:
                 self._write(part, place, value)
         seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)

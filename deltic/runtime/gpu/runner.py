@@ -148,9 +148,13 @@ class GpuRunner(ABC):
         def body() -> None:
             logits = self._prefill_logits(n_blocks, batch.inputs)
             sample(
-                logits, self.places.n_real, draw_row=batch.draw_row, draw_place=batch.draw_place,
-                draw_position=batch.draw_position, **self._draw_arguments("prefill"),
-            )  # fmt: skip
+                logits,
+                self.places.n_real,
+                draw_row=batch.draw_row,
+                draw_place=batch.draw_place,
+                draw_position=batch.draw_position,
+                **self._draw_arguments("prefill"),
+            )
 
         return body
 

@@ -55,8 +55,10 @@ class SpeechPlaces(Places):
         """Says what the predictor's draws need of a sequence that is new at this place."""
         speech = sequence.request.speech or DEFAULT_SPEECH
         for part, value in (
-            ("code_temperature", float(speech.temperature)), ("code_top_p", float(speech.top_p)), ("code_top_k", speech.top_k),
-        ):  # fmt: skip
+            ("code_temperature", float(speech.temperature)),
+            ("code_top_p", float(speech.top_p)),
+            ("code_top_k", speech.top_k),
+        ):
             self._write(part, place, value)
         seed = np.array([(sequence.seed ^ PREDICTOR_KEY) & (2**64 - 1)], np.uint64).view(np.int32)
         self._write("code_seed", place, seed)
@@ -74,9 +76,13 @@ class GpuSpeechRunner(GpuRunner, Speaker):
     gives_logprobs = False
 
     def __init__(
-        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Tensor], levers: Levers,
+        self,
+        plan: SpeechPlan,
+        weights: SpeechWeights,
+        vocoder: dict[str, Tensor],
+        levers: Levers,
         progress: Progress = lambda stage, done: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape, self.n_streams = plan.shape, plan.n_streams
         shape, d, n = plan.shape, plan.shape.talker, plan.max_num_seqs
         device = weights.codec_table.device
@@ -91,7 +97,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         self.model = TtsGpu(shape, weights, plan.max_model_len, levers)
         self.vocoder: GpuVocoderStreams = GpuVocoderStreams(
             shape.vocoder, vocoder, n_streams=plan.n_streams + 1, levers=levers, device=device, progress=progress
-        )  # fmt: skip
+        )
         places = SpeechPlaces(w, shape.end_id, shape.n_drawn, plan.max_model_len)
         super().__init__(plan, levers, w, places, [self.memory.pages], [self.memory.past])
         self._codes = [self._pinned(n, N_CODES) for _ in range(N_PENDING)]

@@ -92,9 +92,13 @@ class GpuTextRunner(GpuRunner):
 
         def body() -> None:
             sample(
-                self._undrawn.logits, self.plan.n_real, draw_row=row, draw_place=place, draw_position=position,
+                self._undrawn.logits,
+                self.plan.n_real,
+                draw_row=row,
+                draw_place=place,
+                draw_position=position,
                 **self._draw_arguments("decode"),
-            )  # fmt: skip
+            )
 
         return body
 
@@ -217,8 +221,16 @@ class GpuTextRunner(GpuRunner):
             top_ids = torch.zeros((n, MAX_LOGPROBS), dtype=torch.int32, device=self.device)
             top = torch.zeros((n, MAX_LOGPROBS), device=self.device)
             prompt_logprobs(
-                logits, self.plan.n_real, device(list(range(n))), device(part), device([k] * n), device([n]), logprob, top_ids, top
-            )  # fmt: skip
+                logits,
+                self.plan.n_real,
+                device(list(range(n))),
+                device(part),
+                device([k] * n),
+                device([n]),
+                logprob,
+                top_ids,
+                top,
+            )
             for token, value, ids, values in zip(part, logprob.tolist(), top_ids.tolist(), top.tolist(), strict=True):
                 entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
         return entries

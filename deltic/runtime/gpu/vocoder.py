@@ -75,7 +75,9 @@ class VocodedGpu:
         """Waits for them."""
         if self.events is not None:
             self.events[1].synchronize()
-        return [np.concatenate([row.numpy() for row in rows]) if rows else np.empty(0, np.float32) for rows in self.rows]  # fmt: skip
+        return [
+            np.concatenate([row.numpy() for row in rows]) if rows else np.empty(0, np.float32) for rows in self.rows
+        ]
 
 
 class GpuVocoderStreams:
@@ -85,9 +87,16 @@ class GpuVocoderStreams:
     """
 
     def __init__(
-        self, shape: VocoderShape, tensors: dict[str, Tensor], *, n_streams: int, levers: Levers, device: str | torch.device,
-        n_frames: int = MAX_FRAMES, progress: Callable[[str, float], None] = lambda stage, done: None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: VocoderShape,
+        tensors: dict[str, Tensor],
+        *,
+        n_streams: int,
+        levers: Levers,
+        device: str | torch.device,
+        n_frames: int = MAX_FRAMES,
+        progress: Callable[[str, float], None] = lambda stage, done: None,
+    ) -> None:
         """tensors: of load_vocoder. Raises UnsupportedModelError."""
         check_vocoder_gpu(shape)
         self.shape, self.n_streams, self.levers = shape, n_streams, levers

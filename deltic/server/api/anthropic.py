@@ -92,12 +92,16 @@ def _prepare(service: Service, asked: MessagesRequest, info: EngineInfo) -> Prep
 
 
 _NAMES = (
-    (r"^response_format(\.json_schema)?", "output_config.format"), (r"^thinking_budget$", "thinking.budget_tokens"),
-    (r"^continue_final_message$", "messages"), (r"^tool_choice\.(function|allowed_tools)$", "tool_choice.name"),
-    (r"^(chat_template_kwargs\.)?reasoning_effort$", "output_config.effort"), (r"^stop\b", "stop_sequences"),
+    (r"^response_format(\.json_schema)?", "output_config.format"),
+    (r"^thinking_budget$", "thinking.budget_tokens"),
+    (r"^continue_final_message$", "messages"),
+    (r"^tool_choice\.(function|allowed_tools)$", "tool_choice.name"),
+    (r"^(chat_template_kwargs\.)?reasoning_effort$", "output_config.effort"),
+    (r"^stop\b", "stop_sequences"),
     (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
-    (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"), (r"^(tools\[\d+\])\.function", r"\1"),
-)  # fmt: skip
+    (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    (r"^(tools\[\d+\])\.function", r"\1"),
+)
 """Fields of a ChatRequest, and what this API calls them."""
 
 
@@ -119,9 +123,11 @@ _DELTA = (
     b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
 )
 _DELTA_NAMES = {
-    "text": (b"text_delta", b"text"), "thought": (b"thinking_delta", b"thinking"),
-    "call": (b"input_json_delta", b"partial_json"), "signature": (b"signature_delta", b"signature"),
-}  # fmt: skip
+    "text": (b"text_delta", b"text"),
+    "thought": (b"thinking_delta", b"thinking"),
+    "call": (b"input_json_delta", b"partial_json"),
+    "signature": (b"signature_delta", b"signature"),
+}
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 

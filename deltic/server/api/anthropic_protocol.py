@@ -98,7 +98,7 @@ KINDS: dict[str, dict[str, type[Block]]] = {
     "assistant": {"text": SaidText, "tool_use": ToolUse, "thinking": Thinking, "redacted_thinking": RedactedThinking},
     "system": {"text": Text},
     "tool_result": {"text": SaidText, "tool_reference": ToolReference},
-}  # fmt: skip
+}
 """The content blocks that are understood, by where they stand. Of the assistant's, others are ignored: a model wrote them."""
 
 

@@ -137,19 +137,42 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's and Anthropic's
-    "audio": (), "compaction": (), "modalities": (["text"],), "moderation": (), "suffix": ("",),
+    "audio": (),
+    "compaction": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "suffix": ("",),
     "web_search_options": (),
     # vLLM's and SGLang's
-    "early_stopping": (False,), "echo": (False,), "kv_transfer_params": ({},), "length_penalty": (1,), "logits_processors": ([],),
-    "mm_processor_kwargs": ({},), "no_stop_trim": (False,), "return_hidden_states": (False,), "separate_reasoning": (True,),
-    "stream_reasoning": (True,), "use_beam_search": (False,), "vllm_xargs": ({},),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
     # llama.cpp's and its kin's
-    "dry_multiplier": (0,), "dynatemp_range": (0,), "id_slot": (-1,), "mirostat": (0,), "n_keep": (0,), "n_probs": (0,),
-    "return_progress": (False,), "samplers": ([],), "tfs_z": (1,), "top_a": (0,), "top_n_sigma": (-1,), "typical_p": (1,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "id_slot": (-1,),
+    "mirostat": (0,),
+    "n_keep": (0,),
+    "n_probs": (0,),
+    "return_progress": (False,),
+    "samplers": ([],),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1,),
+    "typical_p": (1,),
     "xtc_probability": (0,),
     # OpenRouter's
     "transforms": ([],),
-}  # fmt: skip
+}
 """Fields that are known and not supported, and their values, besides null, that ask for nothing: with these they are accepted."""
 
 
@@ -626,9 +649,15 @@ def check_tokenize(request: TokenizeRequest) -> None:
 
 _PROMPT_ONLY = ("parse_special_tokens",)
 _CHAT_ONLY = (
-    "tools", "tool_choice", "enable_thinking", "preserve_thinking", "reasoning_effort", "add_generation_prompt",
-    "continue_final_message", "chat_template_kwargs",
-)  # fmt: skip
+    "tools",
+    "tool_choice",
+    "enable_thinking",
+    "preserve_thinking",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
 
 
 SWITCHES = ("enable_thinking", "preserve_thinking")

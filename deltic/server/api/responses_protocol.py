@@ -97,10 +97,15 @@ class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 Includable = Literal[
-    "reasoning.encrypted_content", "message.output_text.logprobs", "message.input_image.image_url", "file_search_call.results",
-    "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
-]  # fmt: skip
+]
 
 
 class ResponsesRequest(protocol.Sampling, kw_only=True):
@@ -229,9 +234,17 @@ ITEMS: dict[str, type[Item | Reference]] = {
     "item_reference": Reference,
 }
 _HOSTED_ITEMS = (
-    "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools", "mcp_call",
-    "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output",
-)  # fmt: skip
+    "web_search_call",
+    "file_search_call",
+    "image_generation_call",
+    "code_interpreter_call",
+    "mcp_list_tools",
+    "mcp_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "tool_search_call",
+    "tool_search_output",
+)
 ITEMS |= dict.fromkeys(_HOSTED_ITEMS, HostedItem)
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
@@ -552,9 +565,13 @@ def encrypted(thought: str) -> str:
 
 
 _TEXT_FIELDS = {
-    "input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "reasoning_text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "summary_text": "text",
+    "reasoning_text": "text",
     "refusal": "refusal",
-}  # fmt: skip
+}
 _PART_FIELDS = frozenset({"type", "annotations", "logprobs", "cache_control"})
 
 

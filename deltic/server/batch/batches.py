@@ -132,11 +132,19 @@ class _Form:
             raise ApiError(415, "send a form as multipart/form-data with a boundary", code="unsupported_media_type")
         out = self._out = await self._files.in_thread(self._open)
         try:
-            parser = MultipartParser(options[b"boundary"], {
-                "on_part_begin": self._begin, "on_part_data": self._take, "on_part_end": self._end,
-                "on_header_field": self._head, "on_header_value": self._head_value, "on_header_end": self._head_end,
-                "on_headers_finished": self._heads_end, "on_end": self._end_form,
-            })  # fmt: skip
+            parser = MultipartParser(
+                options[b"boundary"],
+                {
+                    "on_part_begin": self._begin,
+                    "on_part_data": self._take,
+                    "on_part_end": self._end,
+                    "on_header_field": self._head,
+                    "on_header_value": self._head_value,
+                    "on_header_end": self._head_end,
+                    "on_headers_finished": self._heads_end,
+                    "on_end": self._end_form,
+                },
+            )
             async for data in self._request.stream():
                 parser.write(data)
                 if len(self._unwritten) >= WRITE_BYTES:

@@ -150,7 +150,7 @@ class Batch(Struct, kw_only=True):
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "usage": self.usage.plain(),
             "metadata": self.metadata,
-        }  # fmt: skip
+        }
 
 
 class BatchRunner:

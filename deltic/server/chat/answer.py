@@ -82,9 +82,23 @@ class Choice:
     """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if `parser`)."""
 
     __slots__ = (
-        "_detokenizer", "_gives_ids", "_held_scores", "_hides_thought", "_includes_stop", "_n_characters", "_n_shown", "_parser",
-        "_silent", "_stop_token_ids", "_stops", "finish_reason", "index", "last_s", "n_reasoning_tokens", "n_tokens",
-    )  # fmt: skip
+        "_detokenizer",
+        "_gives_ids",
+        "_held_scores",
+        "_hides_thought",
+        "_includes_stop",
+        "_n_characters",
+        "_n_shown",
+        "_parser",
+        "_silent",
+        "_stop_token_ids",
+        "_stops",
+        "finish_reason",
+        "index",
+        "last_s",
+        "n_reasoning_tokens",
+        "n_tokens",
+    )
 
     def __init__(
         self,
@@ -422,9 +436,7 @@ class ChatAnswer(Answer):
         ids: bytes = b"",
         more: bytes = b"",
     ) -> bytes:
-        choice = b'{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s%s}' % (
-            index, delta, logprobs, reason, ids,
-        )  # fmt: skip
+        choice = b'{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s%s}' % (index, delta, logprobs, reason, ids)
         return self._chunk(choice, more)
 
     def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> dict[str, Any]:

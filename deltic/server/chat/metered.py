@@ -245,8 +245,26 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return meter.made(super().call(__context, __obj, *args, **kwargs))
 
 
-READING_TESTS = ("eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge", ">=", "in", "lower",
-                 "upper")  # fmt: skip
+READING_TESTS = (
+    "eq",
+    "==",
+    "equalto",
+    "ne",
+    "!=",
+    "lt",
+    "<",
+    "lessthan",
+    "le",
+    "<=",
+    "gt",
+    ">",
+    "greaterthan",
+    "ge",
+    ">=",
+    "in",
+    "lower",
+    "upper",
+)
 """Those of Jinja's tests that go through what they are asked about."""
 
 TEXTS = frozenset(("tojson", "string", "pprint", "urlencode", "xmlattr", "urlize", "escape", "e", "forceescape"))

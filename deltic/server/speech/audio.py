@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     import soundfile
 
 RATE = 24_000
-MEDIA_TYPES = {
-    "wav": "audio/wav", "pcm": "audio/pcm", "flac": "audio/flac", "mp3": "audio/mpeg", "opus": "audio/ogg",
-}  # fmt: skip
+MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm", "flac": "audio/flac", "mp3": "audio/mpeg", "opus": "audio/ogg"}
 _FILES = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
 STREAMED_FILES = ("mp3", "opus")
 """Those that are whole files at any length. FLAC tells its length at its beginning, and libsndfile cannot read one without."""

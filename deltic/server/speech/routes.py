@@ -320,7 +320,7 @@ async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticke
         speech=speech_protocol.speech_params(
             fields, shape, plan.streamed, trailing_ids=rows.trailing, is_open=is_open, voice=key, is_primed=n_frames > 0
         ),
-    )  # fmt: skip
+    )
     return Utterance(service, plan, sent, n_frames, ticket, limit)
 
 

@@ -261,9 +261,12 @@ class VoiceStore:
 
     async def _encode(self, voice: Stored, data: bytes) -> VoiceEncoded:
         command = EncodeVoice(
-            key=voice.key, needs_codes=bool(voice.ref_text), is_kept=self._files is not None,
-            samples=data if voice.kind == "audio" else b"", speaker=b"" if voice.kind == "audio" else data,
-        )  # fmt: skip
+            key=voice.key,
+            needs_codes=bool(voice.ref_text),
+            is_kept=self._files is not None,
+            samples=data if voice.kind == "audio" else b"",
+            speaker=b"" if voice.kind == "audio" else data,
+        )
         return await self._ask(command, "audio_sample" if voice.kind == "audio" else "speaker_embedding")
 
     async def ready_inline(self, ref_audio: str, needs_codes: bool) -> VoiceEncoded:
@@ -387,9 +390,16 @@ def _write(path: Path, voice: Stored) -> None:
     data = voice.data
     assert data is not None
     head = _Head(
-        voice.name, voice.key, voice.consent, voice.ref_text, voice.created, voice.kind,
-        len(data), hashlib.sha256(data).hexdigest(), voice.owner,
-    )  # fmt: skip
+        voice.name,
+        voice.key,
+        voice.consent,
+        voice.ref_text,
+        voice.created,
+        voice.kind,
+        len(data),
+        hashlib.sha256(data).hexdigest(),
+        voice.owner,
+    )
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         file.write(msgspec.json.encode(head) + b"\n")
