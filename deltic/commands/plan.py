@@ -83,8 +83,9 @@ def _parts(plan: Plan[Any]) -> str:
 
 
 def _memory_table(plan: Plan[Any], on_gpu: bool) -> Table:
-    streams = plan.workspace.get("vocoder states", 0)
-    largest = sorted(plan.workspace.items(), key=lambda item: -item[1])[:3]
+    buffers = dict(plan.workspace)
+    streams = buffers.pop("vocoder states", 0)
+    largest = sorted(buffers.items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {n_bytes / 1e6:.0f} MB" for name, n_bytes in largest)
     stored, floats, unit = "matrices", "float32 norms and gates", "tokens"
     step = f"a step of up to {plan.n_batch_tokens} tokens"
@@ -99,7 +100,7 @@ def _memory_table(plan: Plan[Any], on_gpu: bool) -> Table:
     rows = {
         "weights": (plan.weight_bytes, f"{plan.quantize or 'bfloat16'} {stored}, {floats}"),
         "vocoder": (plan.vocoder_bytes, "float32"),
-        "workspace": (plan.workspace_bytes - streams, f"{step}; largest: {most}"),
+        "workspace": (sum(buffers.values()), f"{step}; largest: {most}"),
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),
         "state slots": (
             plan.slots_bytes,
@@ -113,7 +114,7 @@ def _memory_table(plan: Plan[Any], on_gpu: bool) -> Table:
         ),
     }
     for name, (n_bytes, what) in rows.items():
-        if plan.speaks or name not in ("vocoder", "streams"):
+        if name not in (("state slots",) if plan.speaks else ("vocoder", "streams")):
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table
 

@@ -338,7 +338,7 @@ def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig)
     if bare.spare_bytes >= 0:  # so the cache's settings are too large, and need not shorten what runs
         plan = replace(bare, n_checkpoints=asked.n_checkpoints, host_bytes=asked.host_bytes)
     have = f"{max(0, plan.budget_bytes) / 1e9:.1f} GB{' of device memory' if kind.on_gpu else ''}"
-    lowered, given = plan, []
+    too_large: list[tuple[str, str, int]] = []
     for field, least, unit in (
         ("n_checkpoints", 0, 1),
         ("host_bytes", 0, 10**7),
@@ -359,10 +359,13 @@ def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig)
                 f"{name} does not fit into {have} beside {(plan.weight_bytes + plan.vocoder_bytes) / 1e9:.1f} GB of weights; "
                 f"give at most {most / 1e9 if field == 'host_bytes' else most}"
             )
-        given.append(name)
-        lowered = _sized(lowered, kind, **{field: least})
-    if given and lowered.spare_bytes >= 0:
-        return ConfigError(f"{' and '.join(given)} do not fit into {have} together; give less of each")
+        too_large.append((name, field, least))
+    names = []
+    for name, field, least in too_large:  # none of them alone
+        names.append(name)
+        plan = _sized(plan, kind, **{field: least})
+        if plan.spare_bytes >= 0:
+            return ConfigError(f"{' and '.join(names)} do not fit into {have} together; give less of each")
     return _does_not_fit(bare, kind, have)
 
 

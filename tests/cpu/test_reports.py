@@ -35,6 +35,18 @@ def test_plan_for_a_gpu_elsewhere(without_gpu: None) -> None:
     assert "decode, 128 at 1024 tokens" in report, "the bytes of a step stand where no roof can be measured"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_plan_of_a_speech_model(device: str, without_gpu: None) -> None:
+    if device == "cuda":
+        pytest.importorskip("triton")
+    report = words(fit.report(EngineConfig(dummy="qwen3-tts-0.6b", device=device, memory_gb=12.0)))
+    streams = 16 if device == "cpu" else 128
+    assert f"states of {streams} streams of audio" in report and "of 12.00 GB" in report
+    assert "state slots" not in report and "seconds of audio" in report and "longest: 4096 rows" in report
+    assert ("a decode of 64 rows and a prefill of 2048 rows" in report) is (device == "cuda")
+    assert ("bound by" in report) is (device == "cpu"), "no roof can be measured without the device"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

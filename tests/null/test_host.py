@@ -275,7 +275,7 @@ async def test_a_process_that_hangs_is_started_again() -> None:
 def program(change: str) -> tuple[str, ...]:
     """The fake engine after some statements."""
     code = f"import sys, time\nsys.path.insert(0, {str(Path(FAKES).parent.parent)!r})\n"
-    code += "from deltic.engine import process\nfrom tests import fakes\n"
+    code += "from deltic.host import process\nfrom tests import fakes\n"
     run = "process.main(fakes.build_runner)"
     return (sys.executable, "-c", f"{code}{change}\nsys.exit({run})")
 

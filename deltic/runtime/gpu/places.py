@@ -1,6 +1,6 @@
 """What the device knows of the sequences that run, by place, and how the host changes it.
 
-One flat int32 table holds it all (runtime/gpu/plan.py lays it out). The host collects changes as (offset, value) pairs and sends
+One flat int32 table holds it all (runtime/gpu/buffers.py lays it out). The host collects changes as (offset, value) pairs and sends
 them with one copy from pinned memory; they are applied on the stream, between two steps. A step without changes sends nothing:
 decodes move their own tokens and positions on (ops/gpu/sample.py).
 """
