@@ -548,11 +548,11 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
 
 def refuse_foreign(config: EngineConfig, device: str, kind: str) -> None:
     """Raises ConfigError for a setting that was given and means nothing on this device (cpu, cuda), or to this kind of model (text,
-    speech)."""
+    speech). A DELTIC_ variable holds for every model of a server, so it is passed over where it means nothing."""
     devices = {"cpu": "the CPU", "cuda": "a GPU"}
     for field in dataclasses.fields(config):
         value, holds = getattr(config, field.name), field.metadata
-        if value == field.default:
+        if value == field.default or ENV_PREFIX + field.name.upper() in os.environ:
             continue
         shown = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
         given = f"--{field.name.replace('_', '-')}{shown}"
