@@ -56,17 +56,18 @@ class StepRunner(Protocol):
 
     A chunk that starts at 0 starts from the zero state, whatever its slot held before.
 
-    Where `info.canonical_decode` is False, decodes and prefill chunks are two batches. A prefill chunk starts at a multiple of
-    PAGE_SIZE and ends with the prompt at the latest; a decode is one generated token, known by value, of a sequence without a
-    `start_slot`. One without a draw brings back what was lost.
+    Where `info.canonical_decode` is False, decodes and prefill chunks are two batches. A prefill chunk starts
+    at a multiple of PAGE_SIZE and ends with the prompt at the latest; a decode is one generated token, known
+    by value, of a sequence without a `start_slot`. One without a draw brings back what was lost.
 
-    Such a runner may run ahead: start the next decode of a sequence that drew a token before that token was read, as far as the
-    sequence's pages go and after the step's copies. It keeps what that draws until a later step asks for just that chunk, whatever
-    else that step holds, and then does not run the chunk. A chunk of that sequence with another start, and its end, drop what
-    was kept; nothing else does: a preempted sequence may come back, elsewhere, with pages and state as the run ahead left them.
-    All that the engine takes from a sequence it hands to later work of the same stream, or to copies through `tiers`, which wait
-    for it. So a run ahead whose sequence has ended does no harm. While `is_busy()`, what it runs ahead is not over: so long a step
-    that waits for masks costs nothing.
+    Such a runner may run ahead: start the next decode of a sequence that drew a token before that token was
+    read, as far as the sequence's pages go and after the step's copies. It keeps what that draws until a
+    later step asks for just that chunk, whatever else that step holds, and then does not run the chunk. A
+    chunk of that sequence with another start, and its end, drop what was kept; nothing else does: a preempted
+    sequence may come back, elsewhere, with pages and state as the run ahead left them. All that the engine
+    takes from a sequence it hands to later work of the same stream, or to copies through `tiers`, which wait
+    for it. So a run ahead whose sequence has ended does no harm. While `is_busy()`, what it runs ahead is not
+    over: so long a step that waits for masks costs nothing.
     """
 
     @property
@@ -117,7 +118,10 @@ class SpeechStepRunner(StepRunner, Protocol):
         """Slots of the vocoder, from 0 on, that are the stage's."""
 
     def check_speech(self, request: Request) -> Voice | None:
-        """The encoded voice that the request names, None without one. Raises RequestError for what the model cannot speak."""
+        """The encoded voice that the request names, None without one.
+
+        Raises RequestError for what the model cannot speak.
+        """
 
     def check_texts(self, text_ids: Iterable[int]) -> None:
         """Raises RequestError for an id that is none of a text."""
@@ -220,12 +224,18 @@ class Engine:
         self.trace: Trace | None = None
 
     def fit_cost(self) -> None:
-        """Times some steps, for the target of a step's time if there is one. Only before the first request."""
+        """Times some steps, for the target of a step's time if there is one.
+
+        Only before the first request.
+        """
         if self.scheduler.cost is not None:
             self.scheduler.cost.fit(self.runner.step, self.info)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises RequestError, a ValueError, when it cannot be run; nothing is queued then."""
+        """Queues a request.
+
+        Raises RequestError, a ValueError, when it cannot be run; nothing is queued then.
+        """
         check_request(request, self.info)
         constraint = request.params.constraint
         if constraint is not None and constraint.grammar and not self.guides.has_tokenizer:
@@ -240,7 +250,10 @@ class Engine:
             self.trace.arrived(request)
 
     def add_text(self, command: AddText) -> list[Output]:
-        """More of a text that is spoken while it is written. One that cannot be said ends its request: the last Outputs."""
+        """More of a text that is spoken while it is written.
+
+        One that cannot be said ends its request: the last Outputs.
+        """
         try:
             if self._speaker is not None:
                 self._speaker.check_texts(command.text_ids)
@@ -253,8 +266,10 @@ class Engine:
             return ended
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
-        """Ends a request or one of its sequences at once: their last Outputs. Unknown ids are ignored. if_waiting: unless they
-        ever had a place."""
+        """Ends a request or one of its sequences at once: their last Outputs.
+
+        Unknown ids are ignored. if_waiting: unless they ever had a place.
+        """
         ended = self.scheduler.abort(request_id, index, if_waiting)
         if self.stage is not None:
             ended = self.stage.hold(ended) + ([] if if_waiting else self.stage.abort(request_id, index))
@@ -273,16 +288,20 @@ class Engine:
 
     @property
     def _n_active(self) -> int:
-        """Open sequences that a step may bring on: not those that wait for more of their text, or behind such."""
+        """Open sequences that a step may bring on: not those that wait for more of their text, or behind
+        such.
+        """
         scheduler = self.scheduler
         if self.stage is None or not scheduler.n_open:
             return scheduler.n_open
         return 0 if scheduler.is_blocked else scheduler.n_open - scheduler.n_stalled
 
     def share(self, others: list[Engine]) -> None:
-        """Who else has work, in turns with this engine in one thread: nobody's next token comes before all have had theirs. So the
-        shortest target is divided among the steps (a frame's time, where one of them speaks), a prefill is cut to it though
-        nothing decodes here, and audio that would be late after the others' turns goes first."""
+        """Who else has work, in turns with this engine in one thread: nobody's next token comes before all
+        have had theirs. So the shortest target is divided among the steps (a frame's time, where one of them
+        speaks), a prefill is cut to it though nothing decodes here, and audio that would be late after the
+        others' turns goes first.
+        """
         n, cost, stage = 1 + len(others), self.scheduler.cost, self.stage
         self._is_alone = n == 1
         if cost is not None:
@@ -295,8 +314,10 @@ class Engine:
             stage.others_s = sum(engine.turn_s for engine in others)
 
     def step(self) -> list[Output]:
-        """Runs one step, and of a speech model the vocoder beside it or instead. A step that fails ends its sequences with an
-        error; the others go on."""
+        """Runs one step, and of a speech model the vocoder beside it or instead.
+
+        A step that fails ends its sequences with an error; the others go on.
+        """
         begin = time.perf_counter()
         outputs = self._step() if self.stage is None else self._speak(self.stage)
         self.turn_s = time.perf_counter() - begin

@@ -1,12 +1,15 @@
-"""What the next token of a constrained sequence may be: a thought, then ids that are forced, then a grammar; and never a bad word.
+"""What the next token of a constrained sequence may be: a thought, then ids that are forced, then a grammar;
+and never a bad word.
 
-The grammar engine is llguidance. What takes time (compiling a grammar, taking drawn tokens, the masks of the next) is done by a
-few threads, which it lets run beside the step; two queues are all that they share with the engine's thread. What one step drew is
-one job: the library spreads it over threads of its own, so Python's lock changes hands twice, and not for each sequence. A sequence
-whose mask is not there when a step is planned sits that step out, and the others go on. Only while it makes its tokenizer, once,
-nothing else runs: so that is done before the first grammar comes, if there is a quiet moment.
+The grammar engine is llguidance. What takes time (compiling a grammar, taking drawn tokens, the masks of the
+next) is done by a few threads, which it lets run beside the step; two queues are all that they share with the
+engine's thread. What one step drew is one job: the library spreads it over threads of its own, so Python's
+lock changes hands twice, and not for each sequence. A sequence whose mask is not there when a step is planned
+sits that step out, and the others go on. Only while it makes its tokenizer, once, nothing else runs: so that
+is done before the first grammar comes, if there is a quiet moment.
 
-A guide follows the tokens that were drawn, and nothing else: a sequence that is preempted, or computed again, finds it as it was.
+A guide follows the tokens that were drawn, and nothing else: a sequence that is preempted, or computed again,
+finds it as it was.
 """
 
 from __future__ import annotations
@@ -34,13 +37,19 @@ N_WORKERS = 4
 N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """Of the library's, for the masks of a job."""
 SLOW_S, SLOW_EACH_S = 0.005, 0.0005
-"""A job that takes longer, by so much for each of its guides, has a slow one: each has its next job to itself."""
+"""A job that takes longer, by so much for each of its guides, has a slow one: each has its next job to
+itself.
+"""
 N_ALONE = 100
 """Jobs that one has to itself from the one that was slow on."""
 HERE_S = 0.001
-"""How long the engine's thread makes masks itself, in a step, while the device computes ahead: to wake another costs more than a few."""
+"""How long the engine's thread makes masks itself, in a step, while the device computes ahead: to wake
+another costs more than a few.
+"""
 SWITCH_S = 0.0002
-"""How long Python lets a thread keep the lock that another waits for, once there are workers: five milliseconds otherwise."""
+"""How long Python lets a thread keep the lock that another waits for, once there are workers: five
+milliseconds otherwise.
+"""
 LONGEST_WAIT_S = 0.001
 """How long a step waits, at most, for the masks of those that would have to sit it out."""
 POLL_S = 0.0001
@@ -57,7 +66,9 @@ Words = np.ndarray
 
 
 class Lexicon:
-    """The ids that may come anywhere in a request's answers, and those that would complete one of its bad words."""
+    """The ids that may come anywhere in a request's answers, and those that would complete one of its bad
+    words.
+    """
 
     __slots__ = ("_allowed", "_bad", "n_before")
 
@@ -87,7 +98,10 @@ class Lexicon:
 
 
 class Guide:
-    """Where one sequence is in its constraint. Only the engine's thread reads it, but for what `is_busy` guards."""
+    """Where one sequence is in its constraint.
+
+    Only the engine's thread reads it, but for what `is_busy` guards.
+    """
 
     __slots__ = (
         "_drawn",
@@ -216,8 +230,9 @@ class Guides:
         tokenizer_file: Callable[[], Path] | None,
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
-        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is none. is_busy: whether the
-        device computes ahead, so that waiting costs nothing."""
+        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is
+        none. is_busy: whether the device computes ahead, so that waiting costs nothing.
+        """
         self.n_ids = n_ids
         self.n_busy = 0
         """Guides that workers have, or have done with and that were not collected."""
@@ -245,7 +260,9 @@ class Guides:
     # The engine's thread.
 
     def prepare(self) -> None:
-        """Makes the tokenizer, unless there is none or that was tried before: a second or two with a large vocabulary."""
+        """Makes the tokenizer, unless there is none or that was tried before: a second or two with a large
+        vocabulary.
+        """
         if self.has_tokenizer and not self._is_prepared:
             self._is_prepared = True
             with suppress(Exception):  # the first grammar will say what is wrong
@@ -275,7 +292,9 @@ class Guides:
                 self._drew[1].append(token)
 
     def give(self) -> None:
-        """Has the masks made that follow what a step drew: by the workers, or at once, while the device is busy anyway."""
+        """Has the masks made that follow what a step drew: by the workers, or at once, while the device is
+        busy anyway.
+        """
         guides, tokens = self._drew
         if guides and self._is_busy():
             deadline, words = time.perf_counter() + HERE_S, self._empty(len(guides))
@@ -310,8 +329,9 @@ class Guides:
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
         """Takes back what is done; gives the guides that failed, or whose answer is over.
 
-        Waits for the masks of `decodes`, once for each: while the device computes ahead, and then at most LONGEST_WAIT_S, the longer
-        the larger the part of them that would sit out a step of step_s, since that is what is lost.
+        Waits for the masks of `decodes`, once for each: while the device computes ahead, and then at most
+        LONGEST_WAIT_S, the longer the larger the part of them that would sit out a step of step_s, since that
+        is what is lost.
         """
         if not self.n_busy:
             return []
@@ -417,7 +437,9 @@ class Guides:
             guide.matcher, guide.words, guide.is_satisfied = matcher.deep_copy(), words, is_satisfied
 
     def _compile(self, grammar: str) -> tuple[Any, Words, bool]:
-        """A matcher that nothing is done with but to copy it, its first mask, and whether only the end may follow."""
+        """A matcher that nothing is done with but to copy it, its first mask, and whether only the end may
+        follow.
+        """
         import llguidance  # few engines need it
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -472,9 +494,9 @@ class Guides:
 def _sealed(text: str) -> tuple[str, list[int]]:
     """A tokenizer.json in which text is nothing but text, and the ids of its special tokens.
 
-    Where a grammar leaves one text only, the library takes the tokens that the tokenizer makes of it. Those must have the text's own
-    bytes: so nothing is normalised, and an added token (`<|im_end|>`, `<think>`), which grammars name by its number, has a name that
-    nobody can write.
+    Where a grammar leaves one text only, the library takes the tokens that the tokenizer makes of it. Those
+    must have the text's own bytes: so nothing is normalised, and an added token (`<|im_end|>`, `<think>`),
+    which grammars name by its number, has a name that nobody can write.
     """
     said = msgspec.json.decode(text)
     said["normalizer"] = None

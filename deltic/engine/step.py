@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Voice(Protocol):
-    """An encoded voice (runtime/voices.py). The engine only carries it: to the rows of a prompt, and `state` to the vocoder."""
+    """An encoded voice (runtime/voices.py).
+
+    The engine only carries it: to the rows of a prompt, and `state` to the vocoder.
+    """
 
     @property
     def speaker(self) -> Tensor:
@@ -50,8 +53,9 @@ def mixed_seed(seed: int, index: int) -> int:
 class Sequence:
     """One sequence in the engine: its tokens and what it owns.
 
-    `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one, in `slot`;
-    the rest is still to be run. While running, exactly one token (the last drawn) is not computed yet.
+    `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one,
+    in `slot`; the rest is still to be run. While running, exactly one token (the last drawn) is not computed
+    yet.
     """
 
     request: Request
@@ -83,13 +87,17 @@ class Sequence:
     prompt_logprobs: PromptLogprobs | None = None
     n_preempted: int = 0
     is_second_try: bool = False
-    """Its logits were not finite once: it was computed again from nothing, without the cache, and will not be another time."""
+    """Its logits were not finite once: it was computed again from nothing, without the cache, and will not be
+    another time.
+    """
     prefix: Any = None
     """What ties it to the prefix tree (cache.Prefix); None: it neither reads nor feeds the tree."""
     n_cached: int = 0
     """Prompt tokens that it found there."""
     waits_for: tuple[Sequence, int] | None = None
-    """Another, whose prefill is to reach that many tokens before this one is admitted: they begin with the same."""
+    """Another, whose prefill is to reach that many tokens before this one is admitted: they begin with the
+    same.
+    """
     voice: Voice | None = None
     """What the prompt's rows of a voice are, kept as long as the sequence; None: it has none."""
     guide: Any = None
@@ -107,7 +115,9 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """The first sequence of the request brings them, with its first token; computed again later, it does not."""
+        """The first sequence of the request brings them, with its first token; computed again later, it does
+        not.
+        """
         return self.request.params.prompt_logprobs is not None and self.index == 0 and self.n_generated == 0
 
     def begin_prompt_logprobs(self) -> None:
@@ -118,13 +128,18 @@ class Sequence:
 
     @property
     def lacks_text(self) -> bool:
-        """Speech: whether the frame of its last token goes with a text that has not come yet. It stalls until then."""
+        """Speech: whether the frame of its last token goes with a text that has not come yet.
+
+        It stalls until then.
+        """
         speech = self.request.speech
         return speech is not None and not speech.knows_text(self.n_generated - 1)
 
     @property
     def can_draw(self) -> bool:
-        """Whether its next token can be: it is known which ids that may be, and the text that goes before it is there."""
+        """Whether its next token can be: it is known which ids that may be, and the text that goes before it
+        is there.
+        """
         return not self.lacks_text and (self.guide is None or bool(self.guide.is_ready))
 
 
@@ -138,12 +153,16 @@ class Chunk:
     prompt_logprobs: bool = False
     """The log-probabilities of this chunk's own tokens are wanted (a logits row for each)."""
     snapshots: list[tuple[int, int]] = field(default_factory=list)
-    """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple of
-    PAGE_SIZE, 0 < n < length, ascending."""
+    """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple
+    of PAGE_SIZE, 0 < n < length, ascending.
+    """
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one generated token. One token of a prompt, the last behind a full page, is a prefill."""
+        """Whether it is one generated token.
+
+        One token of a prompt, the last behind a full page, is a prefill.
+        """
         return self.length == 1 and self.start >= self.sequence.n_prompt
 
 
@@ -158,10 +177,11 @@ class Draw:
 
 @dataclass(slots=True)
 class Step:
-    """What runs in one forward, or, where decodes are a batch of their own, in two. Decodes come first, then prefill chunks.
+    """What runs in one forward, or, where decodes are a batch of their own, in two.
 
-    A decode without a draw computes a token that was drawn before, and whose KV and state were lost. (Where prefill and decode
-    give the same bits, what was lost comes back in chunks of any length, and one of a preempted sequence may stand behind others.)
+    Decodes come first, then prefill chunks. A decode without a draw computes a token that was drawn before,
+    and whose KV and state were lost. (Where prefill and decode give the same bits, what was lost comes back
+    in chunks of any length, and one of a preempted sequence may stand behind others.)
 
     After the forward and before the draws are read, states and pages are copied for sequences that fork off a
     finished prompt: `slot_copies` and `page_copies` are (source, destination) pairs.
@@ -189,11 +209,11 @@ class Step:
 class StepResult:
     """What the device gave back: `tokens[i]` and `logprobs[i]` belong to `Step.draws[i]`.
 
-    A draw gives one token, or several that follow each other, of which the step has computed all but the last: KV and state
-    are there. -1 alone says that nothing could be drawn.
+    A draw gives one token, or several that follow each other, of which the step has computed all but the
+    last: KV and state are there. -1 alone says that nothing could be drawn.
 
-    `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose predecessor
-    is in the chunk and which exist in the prompt).
+    `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose
+    predecessor is in the chunk and which exist in the prompt).
     """
 
     tokens: list[list[int]]

@@ -1,7 +1,8 @@
 """The HTTP application: routes, and what is the same for all of them.
 
-Bodies are parsed by `protocol.py`, not by the framework: what a token passes through is bytes and small structs only. The routes
-that generate are in `completions.py`, `responses.py`, `anthropic.py` and `speech.py`.
+Bodies are parsed by `protocol.py`, not by the framework: what a token passes through is bytes and small
+structs only. The routes that generate are in `completions.py`, `responses.py`, `anthropic.py` and
+`speech.py`.
 """
 
 from __future__ import annotations
@@ -175,9 +176,11 @@ def _model_in(body: bytes) -> str | None:
 
 
 async def asked_model(server: Server, route: Route, request: Request) -> Service:
-    """The model that a request names, or the first of the route's kind. Raises ApiError (404; what reading a body does).
+    """The model that a request names, or the first of the route's kind.
 
-    Where there is but one, its endpoint looks at the name in the body."""
+    Raises ApiError (404; what reading a body does). Where there is but one, its endpoint looks at the name in
+    the body.
+    """
     service, name = server.first(route.kind), None
     if route.takes_model:
         name = request.query_params.get("model")
@@ -188,8 +191,9 @@ async def asked_model(server: Server, route: Route, request: Request) -> Service
 
 
 class Application(FastAPI):
-    """FastAPI that tells an EventStream the server's own `send`, so that later chunks go past the middleware, which looks at
-    no body."""
+    """FastAPI that tells an EventStream the server's own `send`, so that later chunks go past the middleware,
+    which looks at no body.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send
@@ -264,8 +268,8 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 class Envelope:
     """What every response has: a request id, a line in the log, a count; and a 500 for what was not foreseen.
 
-    The line has the client's id of the request (x-request-id, made here when it sent none) beside the id in the answer's
-    body, by which the engine knows it.
+    The line has the client's id of the request (x-request-id, made here when it sent none) beside the id in
+    the answer's body, by which the engine knows it.
     """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
@@ -333,7 +337,10 @@ class Envelope:
                 log_request(scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-"))
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket: its line in the log, and its count, when it has ended. The limits are those of what is said through it."""
+        """A WebSocket: its line in the log, and its count, when it has ended.
+
+        The limits are those of what is said through it.
+        """
         request_id = scope["deltic.request_id"] = secrets.token_hex(16)
         ticket = scope[TICKET] = Ticket()
         status = 101

@@ -1,7 +1,8 @@
 """One thread in which keys take turns, as they do in the engine's scheduler: start-time fair queueing.
 
-Work waits behind its key's last that waits, at a distance of that one's size, but no earlier in the order than what was begun
-last. So a key that has much waits behind itself, and one that comes with a little waits for what runs and its turn.
+Work waits behind its key's last that waits, at a distance of that one's size, but no earlier in the order
+than what was begun last. So a key that has much waits behind itself, and one that comes with a little waits
+for what runs and its turn.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class FairThread:
         self._most = most
         self._thread = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
-        self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []  # a heap, by turn and arrival
+        # A heap, by turn and arrival.
+        self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
         self._n_submitted = 0
         self._turn = 0
         """Of what was begun last."""
@@ -32,7 +34,7 @@ class FairThread:
         self._sizes: dict[str, int] = defaultdict(int)
 
     def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T] | None:
-        """Has `work` done in its turn, unless it is cancelled before; None when the key has too much already."""
+        """Queues `work`, which may be cancelled until it starts. None: the key's backlog is full."""
         done: Future[T] = Future()
         with self._lock:
             if self._sizes[key] and self._sizes[key] + size > self._most:

@@ -1,12 +1,13 @@
-"""API keys by name, what each may take and see, and the ticket of every request: who asks, what it took, how long it may take.
+"""API keys by name, what each may take and see, and the ticket of every request: who asks, what it took, how
+long it may take.
 
-Two limits for each key. Requests at once: one more is refused. Tokens a minute, prompt and answer: a bucket that holds
-a minute's worth and fills evenly. A request is let in while there is anything in it, since nobody knows how long its answer
-will be; what it takes beyond that is a debt that is paid off before the next. So a long prompt is never
-impossible, and over time a key gets its rate and not more.
+Two limits for each key. Requests at once: one more is refused. Tokens a minute, prompt and answer: a bucket
+that holds a minute's worth and fills evenly. A request is let in while there is anything in it, since nobody
+knows how long its answer will be; what it takes beyond that is a debt that is paid off before the next. So a
+long prompt is never impossible, and over time a key gets its rate and not more.
 
-Keys with names are parties that do not trust each other: one finds none of another's prefixes in the cache, and what
-tells of all of them is for administrators. A key without a name is the operator's.
+Keys with names are parties that do not trust each other: one finds none of another's prefixes in the cache,
+and what tells of all of them is for administrators. A key without a name is the operator's.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Account:
     def __init__(
         self, name: str, max_concurrent: int, tokens_per_minute: int, *, is_admin: bool = True, party: str = ""
     ) -> None:
-        """Limits of 0 are none. is_admin: whether it may see and reset what all keys share. party: accounts of one party find
-        each other's prefixes in the cache."""
+        """Limits of 0 are none. is_admin: whether it may see and reset what all keys share. party: accounts
+        of one party find each other's prefixes in the cache.
+        """
         self.name = name
         self.is_admin = is_admin
         self.party = party
@@ -111,7 +113,10 @@ RATE_HEADERS = [
 
 
 class Ticket:
-    """One HTTP request on its way through the server. Made by the Envelope, under TICKET in the request's scope."""
+    """One HTTP request on its way through the server.
+
+    Made by the Envelope, under TICKET in the request's scope.
+    """
 
     __slots__ = (
         "_deadline_s",
@@ -127,8 +132,9 @@ class Ticket:
     )
 
     def __init__(self, config: ServerConfig | None = None, *, is_batch: bool = False) -> None:
-        """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all others, and is ended with
-        its batch's window only: others may take its place from it again and again."""
+        """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all
+        others, and is ended with its batch's window only: others may take its place from it again and again.
+        """
         config = config or ServerConfig()
         timeout_s = 0.0 if is_batch else config.request_timeout_s
         self.queue_timeout_s = 0.0 if is_batch else config.queue_timeout_s
@@ -154,7 +160,9 @@ class Ticket:
 
     @property
     def turns(self) -> str:
-        """Whose turns it takes, here and in the engine: its key's, or those of its key's batches, which cost the key none."""
+        """Whose turns it takes, here and in the engine: its key's, or those of its key's batches, which cost
+        the key none.
+        """
         return f"{self.owner}/batches" if self.is_batch else self.owner
 
     @property
@@ -195,14 +203,20 @@ class Ticket:
 TICKET = "deltic.ticket"
 
 BATCH = "deltic.batch"
-"""In the scope of a line of a batch: the Account of its key, None without keys. No HTTP connection's scope has it."""
+"""In the scope of a line of a batch: the Account of its key, None without keys.
+
+No HTTP connection's scope has it.
+"""
 
 BATCH_PRIORITY = 2**31 - 1
 """Of such a line in the engine: behind all others."""
 
 
 class Accounts:
-    """All API keys. Of each only a digest is kept: looking one up takes the same time however much of it is right."""
+    """All API keys.
+
+    Of each only a digest is kept: looking one up takes the same time however much of it is right.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for keys that cannot be meant, without printing any."""
@@ -250,7 +264,9 @@ def _digest(key: bytes) -> bytes:
 
 
 def _given(values: Iterable[str]) -> Iterable[tuple[str, str, KeyEntry]]:
-    """The entries of `--api-key`, with name and party: NAME=KEY, or KEY, which is named by its place and the operator's."""
+    """The entries of `--api-key`, with name and party: NAME=KEY, or KEY, which is named by its place and the
+    operator's.
+    """
     for place, value in enumerate(values, 1):
         name, separator, key = value.strip().partition("=")
         if not separator:

@@ -34,15 +34,22 @@ OLLAMA = "/api/"
 """How those of Ollama's do."""
 
 MAX_CONTAINERS = 100_000
-"""JSON objects and arrays of a body, nested and side by side. The interpreter stands still while they are made and collected: for
-15 ms then, for 3 s where a body of 16 MB is nothing else."""
+"""JSON objects and arrays of a body, nested and side by side.
+
+The interpreter stands still while they are made and collected: for 15 ms then, for 3 s where a body of 16 MB
+is nothing else.
+"""
 
 MAX_UNSENT_BYTES = 8_000_000
-"""Of a stream, what is kept for a client that does not read, beside what the system keeps: half an hour of an answer, some
-4,000 tokens of one with twenty alternatives each."""
+"""Of a stream, what is kept for a client that does not read, beside what the system keeps: half an hour of an
+answer, some 4,000 tokens of one with twenty alternatives each.
+"""
 
 MAX_VALUES = 500_000
-"""Of a body's arrays and objects: numbers, for the most part. They are made in one go, too: for 15 ms then."""
+"""Of a body's arrays and objects: numbers, for the most part.
+
+They are made in one go, too: for 15 ms then.
+"""
 
 PART_BYTES = 131_072
 """Of a large answer, what is sent at once."""
@@ -59,8 +66,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def read_body(request: Request, max_mb: float, is_json: bool = True) -> bytes:
-    """The whole body. Raises ApiError: 413 as soon as it is larger than allowed, whatever Content-Length says; 400 for
-    JSON with more than MAX_CONTAINERS or MAX_VALUES."""
+    """The whole body.
+
+    Raises ApiError: 413 as soon as it is larger than allowed, whatever Content-Length says; 400 for JSON with
+    more than MAX_CONTAINERS or MAX_VALUES.
+    """
     kept: bytes | None = request.scope.pop(BODY, None)
     if kept is not None:
         return kept
@@ -89,7 +99,10 @@ async def read_body(request: Request, max_mb: float, is_json: bool = True) -> by
 
 
 async def _n_outside(body: bytearray, marks: bytes, most: int) -> int:
-    """How many of `marks` stand in no string, until there are more than `most`. Others have their turn between the pieces."""
+    """How many of `marks` stand in no string, until there are more than `most`.
+
+    Others have their turn between the pieces.
+    """
     n, start, is_inside = 0, 0, False
     while start < len(body) and n <= most:
         piece = body[start : start + COUNTED_BYTES]
@@ -128,10 +141,11 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream:
-    """A response of server-sent events. Nothing is sent before the first chunk: an error until then has a status.
+    """A response of server-sent events.
 
-    A chunk goes to the socket as it is written, and no task wakes up for it, as long as the client reads; what comes
-    while it does not is sent together once it does.
+    Nothing is sent before the first chunk: an error until then has a status. A chunk goes to the socket as it
+    is written, and no task wakes up for it, as long as the client reads; what comes while it does not is sent
+    together once it does.
     """
 
     __slots__ = ("_is_cut", "_n_unsent", "_send", "_sending", "_server_send", "_started", "_transport", "_unsent")
@@ -146,12 +160,15 @@ class EventStream:
     def __init__(self) -> None:
         self._started = False
         self._is_cut = False
-        """Whether the client left so much unread that no more is kept for it: what follows would leave a gap."""
+        """Whether the client left so much unread that no more is kept for it: what follows would leave a gap.
+        """
         self._unsent: list[bytes] = []
         self._n_unsent = 0
         self._sending: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
-        """Where the body's chunks go, once the response has started and if the HTTP server is the one we know."""
+        """Where the body's chunks go, once the response has started and if the HTTP server is the one we
+        know.
+        """
 
     @property
     def is_unwritten(self) -> bool:
@@ -195,7 +212,10 @@ class EventStream:
         return b"data: [DONE]\n\n" if error is None else b"data: " + error.body() + b"\n\n"
 
     def write(self, chunk: bytes) -> None:
-        """Sends a chunk, at once if the client reads; never waits. The first may be empty: it starts the response."""
+        """Sends a chunk, at once if the client reads; never waits.
+
+        The first may be empty: it starts the response.
+        """
         transport = self._transport
         if self._is_cut:
             return
@@ -250,7 +270,10 @@ class Encoded(list[bytes | Iterator[bytes]]):
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """JSON a few kilobytes at a time. What is an iterator in `value` becomes an array, each of its items a piece."""
+    """JSON a few kilobytes at a time.
+
+    What is an iterator in `value` becomes an array, each of its items a piece.
+    """
     if isinstance(value, dict):
         start = b"{"
         for name, part in value.items():
@@ -293,7 +316,8 @@ def _parts(made: bytes) -> Iterator[bytes]:
 
 
 class LargeResponse:
-    """A body of any size, made as it is sent, and at most some milliseconds at a time: other answers go on meanwhile.
+    """A body of any size, made as it is sent, and at most some milliseconds at a time: other answers go on
+    meanwhile.
 
     What turns out to be small is sent as any other answer, with its length.
     """
@@ -337,15 +361,17 @@ def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """The frames that an error came through, and futures in them, hold the error, which holds them, and with them a body of any
-    size, until the interpreter looks for such rings. It seldom does."""
+    """The frames that an error came through, and futures in them, hold the error, which holds them, and with
+    them a body of any size, until the interpreter looks for such rings. It seldom does.
+    """
     while error is not None:
         error.__traceback__, error = None, error.__context__
 
 
 def let_go(error: ApiError, scope: Scope) -> None:
-    """What is done with every error that was caught: its frames are forgotten, and the log has a line if the client is not to
-    blame, for the request's own has no room for the reason."""
+    """What is done with every error that was caught: its frames are forgotten, and the log has a line if the
+    client is not to blame, for the request's own has no room for the reason.
+    """
     forget_frames(error)
     if error.status >= 500:
         log.error("%s: %s %s", error.message, scope["deltic.request_id"], scope.get("deltic.answer_id", "-"))

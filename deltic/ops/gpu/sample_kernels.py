@@ -1,5 +1,7 @@
-"""The kernels of sample.py. A candidate is one int64 (`_order`): its value, then its id, so that all differ and each filter of
-the sampler keeps what is at or above one of them.
+"""The kernels of sample.py.
+
+A candidate is one int64 (`_order`): its value, then its id, so that all differ and each filter of the sampler
+keeps what is at or above one of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,7 +23,9 @@ _LOWEST = tl.constexpr(-2139095041 << 20)  # below every finite value: that of -
 
 @triton.jit
 def _order(v, id):
-    """Sorts as value, then lower id first: the value's bits, made to sort as integers, above the id's complement."""
+    """Sorts as value, then lower id first: the value's bits, made to sort as integers, above the id's
+    complement.
+    """
     v = tl.where(v == 0, 0.0, v)  # -0 and 0 are equal
     bits = v.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -94,10 +98,11 @@ def _adjust(
     p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias, p_banned, n_ids,
     mask_row, p_masks, n_words, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
 ):
-    """Leaves a tile in p_v after biases, penalties, bans and the mask, with counts in p_c; returns whether a logit was not finite.
+    """Leaves a tile in p_v after biases, penalties, bans and the mask, with counts in p_c; returns whether a
+    logit was not finite.
 
-    Lists of ids are spread over the tile through memory: a program sees its own stores, behind a barrier. In parts, so that
-    rows without any of this do not pay for its registers.
+    Lists of ids are spread over the tile through memory: a program sees its own stores, behind a barrier. In
+    parts, so that rows without any of this do not pay for its registers.
     """
     begin, end = i_tile * TILE, tl.minimum(i_tile * TILE + TILE, n_real)
     o_part, o_id = tl.arange(0, PART), tl.arange(0, IDS)
@@ -274,9 +279,11 @@ def collect(
 
 @triton.jit
 def _halve(b_c, b_packed, lo, hi, above, target):
-    """The largest lo at which `above` and the weights of lo <= c < hi reach the target; lo itself where none does.
+    """The largest lo at which `above` and the weights of lo <= c < hi reach the target; lo itself where none
+    does.
 
-    Returns it and the sum there. Weights are packed with a count of 1: halving ends when one candidate is left.
+    Returns it and the sum there. Weights are packed with a count of 1: halving ends when one candidate is
+    left.
     """
     n = tl.sum(tl.where((b_c >= lo) & (b_c < hi), b_packed, 0), 0) & _COUNT_MASK
     while (n > 1) & (hi > lo + 1):
@@ -314,7 +321,10 @@ def _narrow(
     p_list, n_list, p_few, p_v, top, t, min_p, lo, hi, target,
     COUNT: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):
-    """`_halve` over a list longer than CAP: cut in WAYS by passes over memory until what is left fits. COUNT: target counts."""
+    """`_halve` over a list longer than CAP: cut in WAYS by passes over memory until what is left fits.
+
+    COUNT: target counts.
+    """
     o_way = tl.arange(0, WAYS)
     n, above = n_list.to(tl.int64), tl.full((), 0, tl.int64)
     while (n > CAP) & (hi > lo + 1):
@@ -402,7 +412,10 @@ def _uniform24(seed, position):
 
 @triton.jit
 def _pick(p_v, i_tile, n_real, top, t, min_p, cut, before, threshold, TILE: tl.constexpr):
-    """The first id of a tile at which the sum over ids reaches the threshold; where none does, the last that weighs anything."""
+    """The first id of a tile at which the sum over ids reaches the threshold.
+
+    Where none does, the last that weighs anything.
+    """
     o = i_tile * TILE + tl.arange(0, TILE)
     v = tl.load(p_v + o, mask=o < n_real, other=float("-inf"))
     c = _order(v, o)
@@ -436,7 +449,8 @@ def _draw_filtered(
         w = tl.where(c >= lo, w, 0)
         first = (id ^ _ID_MASK).to(tl.int64)  # lower ids come first
         cut, _s = _halve(first, _pack(w), zero, zero + _ID_MASK + 1, zero, _threshold(kept, u24))
-        # One candidate is left in [cut, ...): the lowest of those that weigh anything and are at or above the cut.
+        # One candidate is left in [cut, ...): the lowest of those that weigh anything and are at or above the
+        # cut.
         token = _id_of(tl.min(tl.where((first >= cut) & (w > 0), first, _ID_MASK), 0))
     else:
         lo, kept = _survey(p_list, n_list, p_v, top, t, min_p, _LOWEST, best, BLOCK)

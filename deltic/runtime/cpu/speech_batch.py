@@ -1,4 +1,5 @@
-"""A speech model's step in tensors: rows of prompts, frames of decodes, and the parameters of the predictor's draws.
+"""A speech model's step in tensors: rows of prompts, frames of decodes, and the parameters of the predictor's
+draws.
 
 All buffers keep their addresses. Decodes come first in a step, so that the frames are its first rows.
 """
@@ -73,7 +74,10 @@ class SpeechBatch:
         self._codes = self.draws.codes.numpy()
 
     def fill(self, step: Step) -> None:
-        """Writes the step's inputs. Chunk i is sequence i of the forward, its last row gives row i of the logits."""
+        """Writes the step's inputs.
+
+        Chunk i is sequence i of the forward, its last row gives row i of the logits.
+        """
         self._n_texts = 0
         frames: list[int] = []
         at = 0
@@ -140,8 +144,10 @@ class SpeechBatch:
         self._seed[place] = np.uint64((sequence.seed ^ PREDICTOR_KEY) & (2**64 - 1)).astype(np.int64)
 
     def read_codes(self, step: Step) -> Ints:
-        """int32 [n_frames, 16]: the frames of the step's decodes. A code that could not be drawn is 0: what follows from it is
-        not finite, and ends the sequence."""
+        """int32 [n_frames, 16]: the frames of the step's decodes.
+
+        A code that could not be drawn is 0: what follows from it is not finite, and ends the sequence.
+        """
         n = int(self._counts[2])
         codes = np.empty((n, N_CODES), np.int32)
         codes[:, 0] = self._code0[:n]
@@ -152,7 +158,10 @@ class SpeechBatch:
 def _predictor_draws(
     shape: SpeechShape, n_places: int, n_threads: int, place: torch.Tensor, n_frames: torch.Tensor, allocate: Allocate
 ) -> PredictorDraws:
-    """Row m of the logits is frame m's, drawn with the parameters of its place; there are no penalties, biases or bans."""
+    """Row m of the logits is frame m's, drawn with the parameters of its place.
+
+    There are no penalties, biases or bans.
+    """
     i32, f32, n = torch.int32, torch.float32, shape.n_codebook
     zeros = allocate("predictor zeros", (n_places + 1,), i32)
     none = zeros[:0]

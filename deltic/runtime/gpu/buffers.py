@@ -35,15 +35,17 @@ class GpuWorkspace:
     prefill: PrefillBuffers
     sample: SampleScratch
     out: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
-    """Of a decode and of a prefill: tokens int32 [P], log-probabilities float32 [P], ids and log-probabilities of the likeliest
-    [P, MAX_LOGPROBS]."""
+    """Of a decode and of a prefill: tokens int32 [P], log-probabilities float32 [P], ids and
+    log-probabilities of the likeliest [P, MAX_LOGPROBS].
+    """
 
 
 def place_table(
     n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None
 ) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
-    """The table of n places, where each part begins and the words of its rows, and the parts by name. more: words of further parts,
-    those aligned to 8 bytes first."""
+    """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
+    words of further parts, those aligned to 8 bytes first.
+    """
     parts = {
         "seed": 2,
         **(more or {}),
@@ -113,7 +115,10 @@ class GpuSpeechWorkspace:
     prefill: PromptBuffers
     sample: SampleScratch
     out: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
-    """Of a decode and of a prefill: tokens int32 [P]; the rest is written where log-probabilities are asked for: never."""
+    """Of a decode and of a prefill: tokens int32 [P].
+
+    The rest is written where log-probabilities are asked for: never.
+    """
 
 
 def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -> GpuSpeechWorkspace:
