@@ -1,8 +1,8 @@
 """One thread in which keys take turns, as they do in the engine's scheduler: start-time fair queueing.
 
-Work waits behind its key's last that waits, at a distance of that one's size, but no earlier in the order
-than what was begun last. So a key that has much waits behind itself, and one that comes with a little waits
-for what runs and its turn.
+A key's next job is placed after its previous one, at a distance equal to that job's size, and never before
+the job started last. So a key with much work waits behind itself; a key with little waits only for the
+running job and its own turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FairThread:
     """May be used from any thread."""
 
     def __init__(self, name: str, most: int) -> None:
-        """most: the size that a key's work may have together, unless it is a single one."""
+        """most: the largest total size of a key's waiting jobs. A single job may be larger."""
         self._most = most
         self._thread = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class FairThread:
         self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
         self._n_submitted = 0
         self._turn = 0
-        """Of what was begun last."""
+        """The turn of the job started last."""
         self._next_turns: dict[str, int] = {}
         self._sizes: dict[str, int] = defaultdict(int)
 

@@ -204,7 +204,9 @@ def prose_lines(text: str) -> set[int]:
 
 
 def test_only_lines_of_prose_are_measured() -> None:
-    text = '"""Doc.\n\nMore."""\n\n# a comment\nx = 1  # one\ny = "text"  # type: ignore\n\n\nclass C:\n    """Doc."""\n'
+    text = (
+        '"""Doc.\n\nMore."""\n\n# a comment\nx = 1  # one\ny = "text"  # type: ignore\n\n\nclass C:\n    """Doc."""\n'
+    )
     assert prose_lines(text) == {1, 2, 3, 5, 6, 11}
 
 

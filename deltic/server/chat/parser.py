@@ -5,8 +5,8 @@ lost: what looks like a call and turns out not to be one comes out as content (i
 White space next to the markers belongs to the format and is dropped. Forms understood: `<think>…</think>`
 first (or opened by the prompt); then, when the request has tools,
 
-    <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>  (3.5)
-    <tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>  (Hermes)
+    <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
+    <tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>
 
 Qwen3.5 and Coder write the first, Hermes and Qwen3-Next the second. The first is streamed: its name when the
 first parameter shows that it is a call, string values as they come, others when complete, converted by the
