@@ -416,7 +416,7 @@ class VoiceEncoded(msgspec.Struct, tag="voice_encoded"):
     n_frames: int = 0
     """Reference frames; 0 without codes."""
     error: str | None = None
-    """Why the voice could not be encoded; "" if it was."""
+    """Why the voice could not be encoded; None if it was."""
 
 
 class StartFailed(msgspec.Struct, tag="start_failed"):

@@ -479,7 +479,7 @@ class Cache:
             prefix.wanted = {}
 
     def drop_snapshots(self, chunk: Chunk) -> None:
-        """A step failed: what it was to snapshot is nobody's."""
+        """A step failed: drops the snapshots that it was to take."""
         self.slots.give_back([slot for _, slot in chunk.snapshots])
         chunk.snapshots.clear()
 

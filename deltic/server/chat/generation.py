@@ -108,7 +108,7 @@ class Generation:
         finally:
             if timer:
                 timer.cancel()
-            ended.cancel()  # what is still delivered is nobody's
+            ended.cancel()  # later outputs are discarded
             self._end()
 
     def _end_if_waiting(self) -> None:
