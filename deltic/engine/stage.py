@@ -362,8 +362,9 @@ class SpeechStage:
     ) -> list[tuple[Stream, int]]:
         """Frames due before `limit`, and first chunks.
 
-        There are no more of them than would be done by the earliest deadline, but in any case one for each
-        stream that is about to be late. If there is no time, a batch that is worth it is the limit.
+        They are no more than can be done by the earliest deadline. But the batch may always hold one frame
+        for each stream that is about to be late, up to a batch that is worth it; and, where steps leave no
+        time, as many as that batch.
         """
         heap: list[tuple[float, int, Stream, int]] = []  # deadline, order, stream, frames taken
         for i, stream in enumerate(ready):

@@ -198,10 +198,7 @@ class ServedModel:
         return is_busy
 
     def rest(self) -> float:
-        """What is left for when no engine has work.
-
-        How long the process may wait for commands, in seconds.
-        """
+        """Runs idle work; returns the seconds the process may sleep."""
         engine = self.engine
         if not self._is_checked and time.monotonic() - self._checked_s > CHECK_S:
             engine.check()  # walks the whole tree

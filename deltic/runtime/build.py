@@ -33,8 +33,9 @@ Progress = Callable[[str, float], None]
 
 
 def is_for_gpu(config: EngineConfig) -> bool:
-    """Whether the model runs on a GPU: where that is asked for, or else where there is one, and nothing that
-    only the CPU has.
+    """Whether the model runs on a GPU.
+
+    It does if that is asked for; by default if there is a GPU and no setting that only the CPU has.
     """
     if config.device is not None or not config.may_use_gpu:
         return config.may_use_gpu
@@ -143,7 +144,7 @@ def _open_tiers(
 
 
 def _open_voices(runner: Any, config: EngineConfig, directory: Path, kernels: Path | str) -> list[str]:
-    """Gives a model that clones voices the means to; notices of what a speech model has not."""
+    """Opens the voices of a model that clones them. Returns notices of features that a speech model lacks."""
     shape = runner.plan.shape
     if shape.variant == "base":
         runner.voices = open_voices(config, directory, shape.talker.hidden_size, runner, kernels)
@@ -153,7 +154,7 @@ def _open_voices(runner: Any, config: EngineConfig, directory: Path, kernels: Pa
 
 
 def warmup(config: EngineConfig) -> int:
-    """`deltic warmup`: fills Triton's cache for a model or a shape, and prints what that took.
+    """`deltic warmup`: fills Triton's cache for a model or a shape, and prints how long that took.
 
     Exit status 1: not all kernels could be compiled. Raises ConfigError without a GPU or Triton, and what
     planning raises.

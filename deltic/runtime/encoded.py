@@ -1,4 +1,4 @@
-"""What requests name by a key and is encoded once: made beside the steps, kept in memory and on disk.
+"""Items that requests name by a key: encoded once, beside the steps, and kept in memory and on disk.
 
 An item goes through two threads. One of its own runs the encoders (seconds, torch without Python's lock, at
 low priority) and reads and writes files. `poll`, in the engine's thread between two steps, does what only
@@ -39,7 +39,7 @@ from deltic.models.fields import CheckpointError
 log = logging.getLogger("deltic.engine")
 
 NICENESS = 10
-"""Of the encoding thread: steps go first."""
+"""Niceness of the encoding thread: steps go first."""
 
 _KEY = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
@@ -49,10 +49,10 @@ class Item(Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """What it takes of memory."""
+        """Bytes of memory that it takes."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a file of it holds, by name."""
+        """The tensors that a file of it holds, by name."""
 
 
 class Command(Protocol):
@@ -92,7 +92,7 @@ class Encoded(ABC, Generic[C, T, A]):
     noun: str
     """What an item is called in messages, such as "voice"."""
     source: str
-    """What a client would have to send again."""
+    """The name of the source that a client would have to send again."""
     refusals: tuple[type[Exception], ...] = (CheckpointError,)
     """Exceptions of `make`, and of the fingerprint, whose text is the answer."""
 
@@ -132,7 +132,7 @@ class Encoded(ABC, Generic[C, T, A]):
 
     @abstractmethod
     def reply(self, key: str, item: T | None, error: str | None) -> A:
-        """What says that the item of a key is there now, or why it is not."""
+        """The answer that the item of a key is there now, or why it is not."""
 
     def is_enough(self, item: T, command: C) -> bool:
         """Whether an item that is known is all that the command asks for."""
@@ -143,8 +143,8 @@ class Encoded(ABC, Generic[C, T, A]):
         return True
 
     def finish(self, item: T, i: int) -> tuple[T, bool]:
-        """In the engine's thread: the item behind piece i of the work that is left, and whether that was the
-        last.
+        """Runs in the engine's thread. Returns the item after piece i of the remaining work, and whether that
+        was the last.
         """
         return item, True
 
@@ -187,7 +187,7 @@ class Encoded(ABC, Generic[C, T, A]):
     def drop(self, key: str) -> None:
         """Forgets an item and removes its file.
 
-        One that is being made is forgotten when it was; one that is asked for after this stays. Nothing
+        An item that is being made is forgotten once it is made; one that is asked for later stays. Nothing
         happens when there is none.
         """
         if key in self._asked:
@@ -195,7 +195,7 @@ class Encoded(ABC, Generic[C, T, A]):
         self._forget(key)
 
     def poll(self) -> list[A]:
-        """Takes what the other thread has done, and does one piece of what is left; gives the answers that
+        """Takes the other thread's results and does one piece of the remaining work. Returns the answers that
         are ready.
         """
         while self._done:
@@ -241,7 +241,7 @@ class Encoded(ABC, Generic[C, T, A]):
             self._answer(unfinished.command, unfinished.item)
 
     def _answer(self, command: C, result: T | str | None) -> None:
-        """Says what became of a command, keeps an item, and goes on to the next command of the same key."""
+        """Answers a command, keeps its item, and goes on to the next command of the same key."""
         key = command.key
         if result is None or isinstance(result, str):
             error = result or f"no such {self.noun} here (any more); send its {self.source}"
@@ -350,7 +350,7 @@ class Encoded(ABC, Generic[C, T, A]):
             log.warning("a %s could not be kept in %s: %s", self.noun, self._directory, error)
 
     def _remove(self, key: str) -> None:
-        """Of every model: what is dropped is gone for all of them."""
+        """Removes the files of every model: a dropped item is gone for all of them."""
         assert self._directory is not None
         for path in self._directory.glob(f"*/{key}.safetensors*"):  # one that was cut off, too
             with contextlib.suppress(OSError):

@@ -1,10 +1,11 @@
-"""The name of everything that decides the bits of pages and states: what is computed under another name is of
-no use.
+"""A fingerprint of everything that decides the bits of pages and states.
+
+Data computed under another fingerprint is of no use.
 
 That is the content of the checkpoint (or which random weights), how it is quantised, the compiled kernels,
 and the Python code that lays out the memory and records the steps, with the versions of the libraries it
-calculates with. The processor is in it through the kernels that were chosen for it. Whatever is in doubt is
-in it: a name too many costs an empty cache, one too few wrong answers. Hashing a large checkpoint takes
+calculates with. The processor is in it through the kernels that were chosen for it. In doubt a thing is
+included: one too many costs an empty cache, one too few gives wrong answers. Hashing a large checkpoint takes
 seconds, so each file's hash is remembered, by size and time of change.
 """
 

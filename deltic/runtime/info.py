@@ -1,4 +1,4 @@
-"""What an engine says of itself: the EngineInfo that follows from a plan."""
+"""The EngineInfo that follows from a plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from deltic.runtime.plan import Plan
 
 
 def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
-    """Everything but the model's name, the notices, whether there is a prefix cache, and how long the start
-    took: these are `build.build_runner`'s to say. of_device: fields that follow from the device.
+    """An EngineInfo without the model's name, the notices, whether there is a prefix cache, and the times of
+    the start.
+
+    `build.build_runner` adds these. of_device: fields that follow from the device.
     """
     shape = plan.shape
     of_kind: dict[str, Any] = (

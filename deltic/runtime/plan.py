@@ -1,9 +1,9 @@
-"""The memory plan: what is allocated before the first request, and what that lets run.
+"""The memory plan: the allocations before the first request, and the limits that follow from them.
 
 One planner for every model and device. Weights, workspace (buffers of a step), state slots, pages and the
 host tier of the prefix cache are all there is; after ready nothing grows with load. A setting that cannot fit
-is refused with the largest that would. What differs between a language model and a speech model, on a CPU and
-on a GPU, is a `Kind`, which the device's own files make: this one knows no device.
+is refused with the largest that would. A `Kind` holds the differences between language and speech models, CPU
+and GPU. The device's own files make it: this file knows no device.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from deltic.models.tts.shape import SpeechShape
 from deltic.ops.geometry import PAGE_SIZE
 
 CACHE_SHARE = 4
-"""One part in so many of what the pools hold beside running sequences is for checkpoints, and of the memory
-for the host tier, unless told otherwise.
+"""Default share for checkpoints, one part in this many: of the pools beside running sequences, and of the
+host tier.
 """
 TOO_MUCH = 1 << 60
-"""Bytes that a workspace is said to take where there are not even addresses for it."""
+"""Size in bytes reported for a workspace that does not even fit the address space."""
 
 
 class Shape(Protocol):
-    """What planning must know of a model's shape."""
+    """The properties of a model's shape that planning needs."""
 
     @property
     def max_position_embeddings(self) -> int: ...
@@ -61,10 +61,10 @@ class Plan(Generic[S]):
     """Host memory for pages and states that leave the pools: whole pages."""
     page_bytes: int
     state_bytes: int
-    """Of one state slot."""
+    """Bytes of one state slot."""
     n_threads: int
     budget_bytes: int
-    """What everything together may take; on a GPU without the host tier."""
+    """The most bytes that everything together may take; on a GPU without the host tier."""
     workspace: dict[str, int]
     """Bytes of each buffer of a step, and of a vocoder's streams."""
     cpus: tuple[int, ...] = ()
@@ -122,19 +122,19 @@ class Plan(Generic[S]):
 
     @property
     def left_bytes(self) -> int:
-        """For pages, once everything else is placed."""
+        """Bytes left for pages, once everything else is placed."""
         return self.budget_bytes - (self.total_bytes - self.pages_bytes)
 
     @property
     def sequence_bytes(self) -> int:
-        """Of the pages of one sequence of full length: the least that is of use."""
+        """Bytes of the pages of one sequence of full length: the least that is of use."""
         return pages_for(self.max_model_len) * self.page_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """Left once there are the pages that there must be: those that were asked for, else one sequence's.
+        """Bytes left beside the required pages: those that were asked for, else one sequence's.
 
-        Negative when there are not even those.
+        Negative when even these do not fit.
         """
         return self.left_bytes - (self.pages_bytes or self.sequence_bytes)
 
@@ -158,7 +158,7 @@ def _no_vocoder(shape: Shape) -> int:
 
 @dataclass(frozen=True)
 class Kind(Generic[S]):
-    """A kind of model on a kind of device: what the planner must be told."""
+    """A kind of model on a kind of device, as the planner needs to know it."""
 
     device: str
     """As --device says it: cpu or cuda."""
@@ -175,7 +175,7 @@ class Kind(Generic[S]):
     Raises MemoryError where there are not even addresses for them.
     """
     useful_pages: Callable[[Plan[S], EngineConfig], int]
-    """The most pages that are taken where --n-pages does not say."""
+    """The most pages to take where --n-pages is not given."""
     model_len: int
     """The default of --max-model-len, where the model has so many positions."""
     num_seqs: int
@@ -189,8 +189,9 @@ class Kind(Generic[S]):
     """
     vocoder_bytes: Callable[[S], int] = _no_vocoder
     settle: Callable[[Plan[S], EngineConfig], Plan[S]] | None = None
-    """Decides budget and host tier before the pools are divided; None: the budget is all that may be used,
-    and the host tier gets of what is left.
+    """Decides budget and host tier before the pools are divided.
+
+    None: the budget is all that may be used, and the host tier gets a part of the rest.
     """
     max_checkpoints: int = 0
     """Most by default; 0: this kind keeps none."""
@@ -200,7 +201,7 @@ class Kind(Generic[S]):
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0
-    """Memory that is taken beside the plan."""
+    """Bytes of memory that are used outside the plan."""
 
     @property
     def on_gpu(self) -> bool:
@@ -237,9 +238,9 @@ def make_plan(
 
 
 def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int) -> Plan[S]:
-    """What the settings and the defaults say, with the workspace that it needs.
+    """The plan of the settings and defaults, with its workspace.
 
-    Raises ConfigError for what no memory would mend.
+    Raises ConfigError for a fault that no memory would mend.
     """
     longest = shape.max_position_embeddings
     length = config.max_model_len or min(longest, kind.model_len)
@@ -308,7 +309,7 @@ def _sized(plan: Plan[S], kind: Kind[S], **changes: int) -> Plan[S]:
 
 
 def _shrunk(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
-    """Where the defaults do not fit: less of them, in the kind's order."""
+    """Reduces defaults that do not fit, in the kind's order."""
     while plan.left_bytes < plan.sequence_bytes:
         for field, least in kind.shrink:
             value = getattr(plan, field)
@@ -351,7 +352,7 @@ def _on_host(plan: Plan[S], config: EngineConfig, free_bytes: int) -> int:
 
 
 def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig) -> ConfigError:
-    """asked: before the defaults were shrunk. plan: as far as they could be, and still too large."""
+    """asked: the plan before the defaults were shrunk. plan: the smallest one, which is still too large."""
     bare = _shrunk(replace(asked, n_checkpoints=0, host_bytes=0), kind, config)
     if bare.spare_bytes >= 0:  # so the cache's settings are too large, and need not shorten what runs
         plan = replace(bare, n_checkpoints=asked.n_checkpoints, host_bytes=asked.host_bytes)
@@ -391,7 +392,7 @@ def _largest(plan: Plan[S], kind: Kind[S], field: str, least: int, unit: int) ->
     """The largest value of a field, of least, least + unit, ..., with which the plan fits; None: not even the
     least does.
 
-    It is looked for from below, so that no workspace is measured that is much larger than one that fits.
+    The search starts from below, so that no workspace much larger than a fitting one is measured.
     """
 
     def fits(n: int) -> bool:

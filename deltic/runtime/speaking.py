@@ -1,4 +1,6 @@
-"""What a runner of a speech model does on every device: it checks requests, and primes voices."""
+"""The part of a speech model's runner that is the same on every device: checks of requests, and priming of
+voices.
+"""
 
 from __future__ import annotations
 

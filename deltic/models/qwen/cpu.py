@@ -3,9 +3,8 @@
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
 The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every linear
-are bfloat16, matrices are that or quantised. There is one layout of the weights (models/qwen/weights.py) and
-one path for decode and prefill.
-Left out: the vision tower and the MTP head.
+are bfloat16; matrices are bfloat16 or quantised. There is one layout of the weights (models/qwen/weights.py)
+and one path for decode and prefill. Left out: the vision tower and the MTP head.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from deltic.ops.matrix import Matrix, row_bytes
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What the forward reads of a step, in buffers that keep their addresses. int32; S sequences, T tokens, R
+    """A step's inputs of the forward, in buffers that keep their addresses. int32; S sequences, T tokens, R
     rows.
 
     A place is a row of the page table, of which each running sequence has one; a slot is a state slot.
@@ -85,8 +84,9 @@ class Activations:
 
 
 def check_kernels(shape: ModelShape) -> None:
-    """Raises UnsupportedModelError for a geometry that the kernels cannot run: said before anything is
-    loaded.
+    """Raises UnsupportedModelError for a geometry that the kernels cannot run.
+
+    Called before anything is loaded.
     """
     group = shape.n_q_heads // max(1, shape.n_kv_heads)
     limits = (
@@ -179,8 +179,8 @@ class Linears:
     """The matrices of a model by their names, and every product of a forward with one of them (but for the
     routed experts').
 
-    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. What is added to the product of one
-    matrix, such as an adapter's share, belongs here.
+    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. Terms added to the product of one matrix,
+    such as an adapter's share, belong here.
     """
 
     def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]]) -> None:

@@ -38,16 +38,16 @@ from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.matrix import Matrix
 
 RING = 4
-"""Convolution inputs that a state slot holds on a GPU: a ring by position, one row more than the window
-needs, so that the row that is written is one that nobody reads.
+"""Convolution inputs that a state slot holds on a GPU: a ring by position. It has one row more than the
+window needs, so that no row is read while it is written.
 """
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The two memories. pages: bfloat16 [n_pages + 1, n_attn, 2, nk, 64, d], the last one nobody's; states:
-    float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING for
-    position p.
+    """The two memories. pages: bfloat16 [n_pages + 1, n_attn, 2, nk, 64, d], the last one for padding;
+    states: float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING
+    for position p.
     """
 
     pages: Tensor
@@ -57,7 +57,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class PlaceState:
-    """int32, by place: what a decode reads of its sequence, and what the sampler moves on."""
+    """int32, by place: the values that a decode reads of its sequence, and that the sampler advances."""
 
     last_token: Tensor  # [P]
     position: Tensor  # [P] of that token
@@ -104,7 +104,7 @@ class PrefillBuffers:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """int32 views of what the host sends with a prefill of B blocks."""
+    """int32 views of the words that the host sends with a prefill of B blocks."""
 
     token_ids: Tensor  # [64 B]
     blocks: Blocks
@@ -202,8 +202,8 @@ class Linears:
     """The matrices of a model by their names, and every product of a forward with one of them (but for the
     routed experts').
 
-    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. What is added to the product of one
-    matrix, such as an adapter's share, belongs here.
+    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. Terms added to the product of one matrix,
+    such as an adapter's share, belong here.
     """
 
     def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]], levers: Levers) -> None:
@@ -415,7 +415,7 @@ class QwenGpu:
     def _feed_forward(
         self, i: int, mlp: Mlp | Moe, normed: Tensor, blocks: Blocks, b: PrefillBuffers, y: Tensor
     ) -> None:
-        """y = what layer i's experts, or its one MLP, make of the normed rows."""
+        """y = FFN(x): layer i's experts, or its one MLP, on the normed rows."""
         shape, levers, t = self.shape, self.levers, normed.shape[0]
         if isinstance(mlp, Mlp):
             up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)

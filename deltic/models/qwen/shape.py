@@ -134,7 +134,8 @@ class ModelShape:
     def from_directory(cls, directory: str | Path) -> ModelShape:
         """Read config.json and generation_config.json of a checkpoint directory.
 
-        Raises CheckpointError if config.json is absent or either is broken, UnsupportedModelError as above.
+        Raises CheckpointError if config.json is absent or either is broken, UnsupportedModelError for a field
+        that is missing, malformed or not supported.
         """
         generation = Path(directory) / "generation_config.json"
         config = read_json(Path(directory) / "config.json")

@@ -51,7 +51,7 @@ class RowInputs:
 
 @dataclass(frozen=True)
 class SpeechInputs:
-    """What a step's forward reads, in buffers that keep their addresses. int32.
+    """A step's inputs of the forward, in buffers that keep their addresses. int32.
 
     The frames' rows are the first D of T.
     """
@@ -160,7 +160,7 @@ def allocate_speech(
 def _allocate_decoder(
     name: str, d: DecoderShape, t: int, max_len: int, other_width: int, allocate: Allocate
 ) -> DecoderActivations:
-    """other_width: of what passes through `packed` beside the layers."""
+    """other_width: the widest input of `packed` outside the layers."""
     f32, bf16 = torch.float32, torch.bfloat16
     h, f = d.hidden_size, d.intermediate_size
     heads = _heads(d)
@@ -341,8 +341,9 @@ class Tts:
 
 
 def _pass_rows(i: int, n_frames: Tensor, n_rows: Tensor, n_seqs: int) -> RowInputs:
-    """The rows of pass i: frame m has page m for itself, positions 0 and 1 in the first pass, i + 1 in the
-    others.
+    """The rows of pass i.
+
+    Frame m has page m for itself: positions 0 and 1 in the first pass, i + 1 in the others.
     """
     each = torch.arange(n_seqs, dtype=torch.int32)
     return RowInputs(

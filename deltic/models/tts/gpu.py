@@ -63,7 +63,7 @@ class LayerBuffers:
 
 @dataclass(frozen=True)
 class FrameBuffers:
-    """Of a decode of up to N frames."""
+    """Activations of a decode of up to N frames."""
 
     rows: FrameRows
     talker: LayerBuffers
@@ -78,7 +78,7 @@ class FrameBuffers:
 
 @dataclass(frozen=True)
 class PromptBuffers:
-    """Of a prefill of up to B blocks and G prompts, flat."""
+    """Activations of a prefill of up to B blocks and G prompts, flat."""
 
     residual: Tensor  # float32
     normed: Tensor  # bfloat16
@@ -205,8 +205,9 @@ class TtsGpu:
         self.predictor_angles = _angles(shape.predictor, N_CODES, self.texts.device)
 
     def _layers(self, name: str, d: DecoderShape, decoder: Decoder, n: int, b: LayerBuffers, attend: Attend) -> Tensor:
-        """n rows of b.residual through all layers of the decoder, whose name that is; gives what is still to
-        be added to it, float32 [S, n, H].
+        """Runs n rows of b.residual through all layers of the decoder of this name.
+
+        Returns the partial sums that are still to be added to b.residual, float32 [S, n, H].
         """
         levers, linears, eps, h = self.levers, self.linears, d.rms_norm_eps, d.hidden_size
         residual, normed = front(b.residual, n, h), front(b.normed, n, h)
@@ -284,7 +285,7 @@ class TtsGpu:
         b: FrameBuffers,
         memory: SpeechMemory,
     ) -> None:
-        """Codes 1 to 15, and in rows.sums what the talker is fed."""
+        """Draws codes 1 to 15, and leaves the talker's input in rows.sums."""
         w, levers, d = self.weights, self.levers, self.shape.predictor
         p, eps = d.hidden_size, d.rms_norm_eps
         residual = front(b.predictor.residual, 2 * n, p)

@@ -3,7 +3,7 @@ rows.
 
 A prompt of the talker is a list of rows, each a sum of a text vector and a codec vector. A row is named by
 one integer, so that a prompt is a list of ids as for any other model, and the prefix tree finds equal rows.
-What a row's id does not say, whose voice it is, belongs into `Request.cache_salt`.
+The id does not say whose voice a row has: that belongs into `Request.cache_salt`.
 
 A drawn token is a code of codebook 0, or `SpeechShape.end_id`. No torch: the HTTP process reads this, too.
 """
@@ -253,7 +253,7 @@ class SpeechShape:
 
     @property
     def n_prompt_ids(self) -> int:
-        """Ids of rows are below."""
+        """Ids of rows are below this number."""
         return (self.text_vocab_size + 1) * N_SIDE
 
     @property
@@ -267,7 +267,7 @@ class SpeechShape:
 
     @property
     def state_bytes(self) -> int:
-        """Of one state slot: the talker's last normed output, which the predictor starts from."""
+        """Bytes of one state slot: the talker's last normed output, which the predictor starts from."""
         return self.talker.hidden_size * BF16_BYTES
 
     def page_bytes(self, page_size: int = PAGE_SIZE) -> int:

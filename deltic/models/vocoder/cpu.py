@@ -1,11 +1,12 @@
-"""The vocoder on the CPU: codes to waveform, several streams as one batch, each behind its own state.
+"""The vocoder on the CPU: codes to waveform, several streams as one batch, each continuing from its own
+state.
 
     codes -> codebooks -> pre_conv -> pre-transformer -> 2 x (transposed conv, ConvNeXt) -> conv
           -> 4 x (snake, transposed conv, 3 x (x + conv(snake(conv(snake(x)))))) -> snake, conv, clamp
 
-Everything is causal. What a stream's next frame needs of those before it is in its state slot: the last
-inputs of each convolution, the last keys and values of each layer, and the position. So a frame costs the
-same in any chunk, and its samples are the same bits in any chunk and beside any other streams.
+Everything is causal. A stream's state slot holds everything that the next frame needs of those before it: the
+last inputs of each convolution, the last keys and values of each layer, and the position. So a frame costs
+the same in any chunk, and its samples are the same bits in any chunk and beside any other streams.
 
 All of it is float32, as the checkpoint is. With `half`, the convolutions of the decoder, nine tenths of the
 work, multiply inputs and weights that are rounded to bfloat16; their sums, the residual stream, snake and
@@ -45,7 +46,7 @@ from deltic.ops.geometry import N_CODES, Allocate
 PASS_FRAMES = 16
 """Frames of a pass, of all its streams together."""
 SEEN_FRAMES = 16
-"""Behind the pre-transformer a sample depends on fewer frames before it than these: on less than ten, of the
+"""After the pre-transformer, a sample depends on fewer earlier frames than this: on less than ten in the
 published shape.
 """
 MAX_POSITIONS = 32768 + MAX_REF_FRAMES
@@ -83,7 +84,7 @@ def _blocks(shape: VocoderShape) -> Iterator[tuple[int, int, int, int]]:
 
 
 def state_layout(shape: VocoderShape) -> tuple[dict[str, int], int]:
-    """Where in a state what begins, in values, and the size of a state."""
+    """The offset of each part of a state, and the size of a state, both in values."""
     heads = shape.n_heads * shape.head_dim
     parts = {"header": HEADER, "pre_conv": 2 * shape.codebook_dim}
     parts |= {f"layers.{i}": (shape.sliding_window - 1) * 2 * heads for i in range(shape.n_layers)}

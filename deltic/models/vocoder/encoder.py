@@ -1,4 +1,4 @@
-"""What is read from a reference recording, for cloning: its speaker vector and its codes.
+"""The encoders of a reference recording, for cloning: to a speaker vector and to codes.
 
 Base checkpoints have both encoders.
 
@@ -43,8 +43,10 @@ USED_LEAST = 1e-5
 """Least use of a codebook's entry, by which its stored sum is divided."""
 
 BLOCK, CONTEXT = 128, 8
-"""Positions (of 25 a second) for which the convolutions over samples run at once, and how many before them
-they see: more than 4.
+"""Positions, 25 a second, for which the convolutions over samples run at once, and how many earlier ones they
+see.
+
+They must see more than 4.
 """
 
 SPEAKER, CODES = "speaker_encoder", "encoder"
@@ -122,7 +124,9 @@ def _sizes(fields: Mapping[str, Any], name: str, default: tuple[int, ...], n: in
 
 
 def _refuse_variants(speaker: Mapping[str, Any], codes: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
-    """What would be other mathematics. A field may be absent: the class defaults are these."""
+    """Refuses fields that would change the mathematics. A field may be absent: then the class defaults
+    hold.
+    """
     only: list[tuple[Mapping[str, Any], dict[str, Any]]] = [
         (
             speaker,

@@ -1,7 +1,7 @@
-"""Schedule to batch tensors: the only place where Python values become the forward's inputs.
+"""From schedule to batch tensors: the only place where Python values become the forward's inputs.
 
-All buffers are allocated once and keep their addresses, so that a recorded step can read them. What belongs
-to a sequence for its whole life (its pages) is kept by place and only extended; what changes is rewritten
+All buffers are allocated once and keep their addresses, so that a recorded step can read them. Pages, which
+belong to a sequence for its whole life, are kept by place and only extended. Everything else is rewritten
 each step.
 """
 
@@ -117,8 +117,8 @@ class Batch:
         self._snapshot_slot[: len(snapshots)] = [slot for _, slot in snapshots]
 
     def _extend_pages(self, sequence: Sequence, place: int) -> None:
-        """Brings the place's row of the page table up to date: whole when another sequence took it, or its
-        pages changed.
+        """Updates the place's row of the page table: all of it when another sequence took it, or its pages
+        changed.
         """
         holder = (sequence, sequence.pages_version)
         if self._holder[place] != holder:

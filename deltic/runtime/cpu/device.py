@@ -44,8 +44,10 @@ def _text_bytes(plan: TextPlan) -> dict[str, int]:
 
 
 def _useful_pages(plan: TextPlan, config: EngineConfig) -> int:
-    """Whoever gives memory, gives it to the prefix cache; else there are pages for what can run, and for as
-    much as could by default.
+    """The most useful pages.
+
+    Memory that is given explicitly goes to the prefix cache. Otherwise there are pages for all sequences that
+    can run, and at least for those that could by default.
     """
     if config.prefix_cache and config.memory_gb is not None:
         return plan.left_bytes // plan.page_bytes
@@ -134,7 +136,7 @@ class Cpu:
     name = "cpu"
     text, speech = TEXT, SPEECH
     made = "memory"
-    """What making a runner mostly is, among the stages of a start."""
+    """The stage of a start under which making a runner is reported."""
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
         """The configuration with the format that the weights will have.

@@ -1,7 +1,7 @@
 """A speech model on the CPU: its memory, and the recorded step from row ids to drawn codes.
 
 A step is one program (`models/tts/cpu.py`): fill the buffers, run it, read the tokens and the frames' codes.
-The vocoder is beside it: what is made of the codes, and when, is `speech.py`'s to say.
+The vocoder is separate: engine/stage.py decides when it turns codes into audio.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class SpeechRunner(Speaker):
 
     @property
     def has_half_vocoder(self) -> bool:
-        """Whoever quantises the talker takes bfloat16 in the vocoder's decoder, too, where that is faster."""
+        """Whether the vocoder's decoder uses bfloat16: if the talker is quantised, and where that is
+        faster.
+        """
         return self.plan.quantize is not None and multiplies_half(instruction_set())
 
     def _open_tiers(self, host: Bytes) -> Tiers:

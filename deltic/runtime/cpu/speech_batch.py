@@ -146,7 +146,8 @@ class SpeechBatch:
     def read_codes(self, step: Step) -> Ints:
         """int32 [n_frames, 16]: the frames of the step's decodes.
 
-        A code that could not be drawn is 0: what follows from it is not finite, and ends the sequence.
+        A code that could not be drawn is 0. The logits that follow from it are not finite, which ends the
+        sequence.
         """
         n = int(self._counts[2])
         codes = np.empty((n, N_CODES), np.int32)

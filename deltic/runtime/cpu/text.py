@@ -64,8 +64,10 @@ class Runner:
         self.info = engine_info(plan, "cpu", operators=chosen())
 
     def _warm_up(self) -> None:
-        """One token through everything: threads are started, code is paged in, and a kernel that cannot run
-        here fails now. It leaves its mark in page 0 and slot 0 only, which whoever gets them overwrites.
+        """Runs one token through everything.
+
+        That starts the threads and pages in the code, and a kernel that cannot run here fails now. It writes
+        only to page 0 and slot 0, whose first owner overwrites them.
         """
         request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
         sequence = Sequence(request, 0, 0, array("i", [0]), n_prompt=1, pages=[0], place=0, slot=0)

@@ -1,8 +1,8 @@
 """The vocoder's streams on the CPU: their state slots, and passes over them, each stream continued where it
 was left.
 
-A pass, recorded once, is over at most `n_frames` frames of all its streams; what is longer takes several,
-which changes no bit.
+A pass is recorded once and covers at most `n_frames` frames of all its streams. Longer work takes several
+passes, which changes no bit.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class VocoderStreams:
         self._audio = b.audio.numpy()
 
     def open(self, slot: int, state: Tensor | None = None) -> None:
-        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32
-        [state_size], of `state_of`, in this process or another). Raises ValueError for a state of another
-        model's size.
+        """Starts a stream in a slot: at its beginning, or after the stream that a state was taken from.
+
+        state: float32 [state_size], from `state_of`, in this process or another. Raises ValueError for a
+        state of another model's size.
         """
         if state is None:
             self._states[slot] = 0.0
@@ -92,12 +93,13 @@ class VocoderStreams:
         return int(self._states[slot, 0])
 
     def begin(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> Vocoded:
-        """As `vocode`; what computes elsewhere need not be done when this returns."""
+        """Starts a `vocode`. A vocoder that computes on another device need not be done when this returns."""
         return Vocoded(self.vocode(chunks))
 
     def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
-        """A stream goes on behind codes whose samples nobody wants, for a tenth of the work: samples are
-        right again, to the bit, SEEN_FRAMES after them. Raises as `vocode`.
+        """Moves a stream past codes whose samples are not needed, for a tenth of the work.
+
+        Samples are right again, to the bit, SEEN_FRAMES after them. Raises ValueError as `vocode` does.
         """
         self._check([(slot, codes)])
         for begin in range(0, len(codes), self.n_frames):

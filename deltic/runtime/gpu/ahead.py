@@ -1,5 +1,6 @@
-"""What a GPU has run ahead of the scheduler, until a step asks for it: tokens (and codes, of a speech model)
-on their way to the host, and logits that wait to be drawn from.
+"""Results that a GPU computed ahead of the scheduler, kept until a step asks for them.
+
+They are tokens (and codes, of a speech model) on their way to the host, and logits that wait for a draw.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Pending:
 class Ahead:
     """A decode that ran ahead of the scheduler.
 
-    It is used by the chunk of its sequence that asks for just this, and dropped when any other chunk of it
-    comes, or its end.
+    The chunk that asks for exactly this decode uses it. Any other chunk of its sequence drops it, and so does
+    the sequence's end.
     """
 
     position: int
@@ -71,9 +72,9 @@ class Ahead:
 class Undrawn:
     """Logits of forwards that ran ahead, from which nothing is drawn yet, since the masks were not there.
 
-    They lie where the forward left them. What is not drawn from before the next forward (its mask is late, or
-    its sequence was preempted) is copied to one of the rows behind, of which each sequence has one from the
-    beginning: so there is always room.
+    They lie where the forward left them. A row that is not drawn from before the next forward (its mask is
+    late, or its sequence was preempted) is copied to one of the spare rows. Each sequence has had a spare row
+    from the beginning, so there is always room.
     """
 
     def __init__(self, logits: Tensor, n_rows: int) -> None:
@@ -105,7 +106,7 @@ class Undrawn:
         return row
 
     def keep(self) -> None:
-        """Puts what is still where the forward left it out of the next one's way."""
+        """Copies rows that the next forward would overwrite to spare rows."""
         for sequence, row in self._row.items():
             own = self._own[sequence]
             if row != own:

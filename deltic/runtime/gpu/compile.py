@@ -5,11 +5,11 @@ The steps are walked as if they were recorded, with every tensor on torch's "met
 strides but no memory. Triton specialises a kernel on types, on constants, on integers that are 1 or multiples
 of 16 and on pointers that are multiples of 16, all of which are the same there. What it would compile is
 noted (tens of kernels) and given to worker processes, one for each core, since compiling holds the
-interpreter's lock; they know the target but never open the device. What they leave in Triton's cache on disk,
-the recording finds: kernels, and the small C modules that start them.
+interpreter's lock; they know the target but never open the device. The recording finds their results in
+Triton's cache on disk: kernels, and the small C modules that start them.
 
-Whatever goes wrong here is logged and costs time only: a kernel that is not in the cache is compiled when it
-is first started.
+A failure here is logged and costs only time: a kernel that is not in the cache is compiled when it is first
+started.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Kernels:
         self._compilation, self._marker = compilation, marker
 
     def wait(self, progress: Progress) -> Report | None:
-        """Returns when they are there, or when that cannot be had; None: nothing was to be done.
+        """Waits until the kernels are compiled, or cannot be. None: there was nothing to do.
 
         Does not raise.
         """
@@ -326,7 +326,7 @@ def work(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
 
 
 def main() -> None:
-    """A worker's life. Its answers go where stdout was; whatever else is printed, to stderr."""
+    """Runs a worker. Its answers go where stdout was; all other output goes to stderr."""
     with os.fdopen(os.dup(1), "w") as answers, suppress(KeyboardInterrupt, BrokenPipeError):
         os.dup2(2, 1)
         backend, arch, warp_size = sys.argv[1:]

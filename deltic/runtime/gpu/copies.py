@@ -1,12 +1,11 @@
 """Pages and states between a device and the host, for `Tiers`: copies through pinned memory, beside the
 steps.
 
-The steps run on one stream, in order: whoever was given a page or slot writes it after whoever had it before.
-A copy for the tiers is not on that stream, lest it wait for steps that have nothing to do with it. It waits
-for an event instead, recorded on the stream of the steps when the move was asked for: all that may have
-written the object was started before, a decode that ran ahead included, and until the move is done nobody
-else is given it. A copy to the device has arrived before its move is done, so before any step that reads it
-is started.
+The steps run on one stream, in order: a new owner of a page or slot writes it after the old one. A copy for
+the tiers is not on that stream, so that it does not wait for unrelated steps. It waits for an event that was
+recorded on the stream of the steps when the move was asked for. All work that may have written the object was
+started before that event, a decode that ran ahead included; and until the move is done no other owner gets
+it. A copy to the device has arrived before its move is done, so before any step that reads it is started.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ class Staging:
         self.stream = torch.cuda.Stream(device) if is_gpu else None
 
     def end(self) -> None:
-        """Waits for the copies on the current stream, which is this one's: for an event, since whoever looks
-        for hidden waits lets those pass that are meant.
+        """Waits for the copies on the current stream, which must be this one's.
+
+        It waits for an event: checks for hidden waits let such an intended one pass.
         """
         if self.stream is not None:
             event = torch.cuda.Event()

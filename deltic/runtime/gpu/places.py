@@ -1,4 +1,4 @@
-"""What the device knows of the sequences that run, by place, and how the host changes it.
+"""The device's table of running sequences, by place, and how the host changes it.
 
 One flat int32 table holds it all (runtime/gpu/buffers.py lays it out). The host collects changes as
 (offset, value) pairs and sends them with one copy from pinned memory; they are applied on the stream, between
@@ -51,9 +51,9 @@ class Ring:
 
 
 class SideStream:
-    """For what the next draw needs and nothing before it reads: it arrives while a forward still runs.
+    """A stream for copies that only the next draw reads: they arrive while a forward still runs.
 
-    As a context; the stream that is current outside waits for it.
+    Used as a context; the stream that is current outside waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,8 @@ class SideStream:
 class Places:
     """The table of places, from the host's side.
 
-    Each change is of one sequence, and brings up to date whatever the device reads of it; `flush` sends them.
+    Each change concerns one sequence and updates everything that the device reads of it. `flush` sends the
+    changes.
     """
 
     def __init__(
@@ -124,8 +125,10 @@ class Places:
         self._write("done", place, 0)
 
     def decode(self, sequence: Sequence, token: int, position: int, done: bool = False) -> None:
-        """Has the sequence's next decode read this token, at this position; what a decode that ran ahead left
-        is overwritten. done: the next one leaves the sequence out.
+        """Has the sequence's next decode read this token, at this position.
+
+        It overwrites the values left by a decode that ran ahead. done: the next decode leaves the sequence
+        out.
         """
         place, slot = self.refresh(sequence), sequence.slot
         assert slot is not None and sequence.start_slot is None
@@ -202,9 +205,9 @@ class Places:
         self._pages[place] = (sequence, sequence.pages_version, n_pages)
 
     def put_guides(self, sequences: list[Sequence]) -> None:
-        """Says what these, which have guides, may draw next, and sends the masks.
+        """Sends the masks of these sequences, which have guides.
 
-        What drew with the last ones has been read.
+        The draws that used the last masks must have been read.
         """
         masks: list[Words] = []
         for sequence in sequences:

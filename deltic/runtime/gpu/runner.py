@@ -1,8 +1,8 @@
-"""What the runners of text and speech share on a GPU: recorded steps, and decodes that run ahead.
+"""The common part of the GPU's runners for text and speech: recorded steps, and decodes that run ahead.
 
 Built once: weights, memory and every buffer are allocated, and the steps are recorded as CUDA graphs: a
-decode for each number of rows, a prefill for each number of blocks. A step is then: send what changed,
-replay, copy the drawn tokens to pinned memory, and wait for an event.
+decode for each number of rows, a prefill for each number of blocks. A step then sends the changes, replays,
+copies the drawn tokens to pinned memory and waits for an event.
 
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
 It is started for all sequences that drew a token before that token was read; the host works on one step while
