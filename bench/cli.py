@@ -1,5 +1,4 @@
-"""docs/cli.md, made from the parsers of the command line: `python -m bench.cli` writes it, `--check` only
-looks.
+"""docs/cli.md from the parsers of the command line: `python -m bench.cli` writes it, `--check` only looks.
 
 A group of flags that has a title (engine, model, server, load, speech) is written once, behind the commands;
 a command says which of its flags it takes.

@@ -1,5 +1,4 @@
-"""The tables of the documents, made from the raw runs that are kept: `python -m bench.tables` rewrites them,
-`--check` only looks.
+"""The documents' tables, from the runs that are kept: `python -m bench.tables` writes them, `--check` looks.
 
 A document says where: what stands between `<!-- table NAME -->` and `<!-- end -->` is written by the function
 of that name in `TABLES`. A run counts when its tree is not known to have had uncommitted changes; where it

@@ -33,7 +33,7 @@ from deltic.config import (
 )
 
 Result = int | str | None
-"""What a command comes to: its exit status, or a text to print; None is status 0."""
+"""The result of a command: its exit status, or a text to print; None is status 0."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _engine(arguments: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def _models(arguments: argparse.Namespace) -> tuple[Any, ...]:
-    """What to serve: (EngineConfig, ModelConfig) of each model, and the ServerConfig. Raises ConfigError."""
+    """The models to serve: (EngineConfig, ModelConfig) of each, and the ServerConfig. Raises ConfigError."""
     groups = [arguments]
     while (words := groups[-1].further) is not None:
         groups.append(_further(words))
@@ -93,7 +93,7 @@ def _check_names(engine: EngineConfig, about: ModelConfig) -> None:
 
 
 def _further(words: Sequence[str]) -> argparse.Namespace:
-    """What stands behind an `--and`: a model and its flags, and perhaps another `--and`.
+    """The arguments after an `--and`: a model and its flags, and perhaps another `--and`.
 
     Raises ConfigError.
     """

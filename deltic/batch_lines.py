@@ -54,7 +54,7 @@ class Job:
 
     @property
     def key(self) -> str | int:
-        """What a result is recognised by when a run resumes."""
+        """The key by which a resumed run recognises a result."""
         return self.line if self.custom_id is None else self.custom_id
 
 
@@ -105,8 +105,8 @@ def read(text: bytes, line: int) -> Job:
 
 
 def parse(text: bytes, line: int) -> Job:
-    """As read, but what cannot be sent gets `error` instead of `body`, and keeps its custom_id where it has
-    one.
+    """As read, but a line that cannot be sent gets `error` instead of `body`. It keeps its custom_id, if it
+    has one.
     """
     try:
         return read(text, line)

@@ -33,12 +33,13 @@ class ConfigError(ValueError):
 
 
 class MayPass(ConfigError):
-    """What nothing is wrong with but the moment, as a port that another server has."""
+    """A start that may succeed later, as when another server has the port."""
 
 
 def exit_status(error: Exception) -> int:
-    """Of a command that an error ends: 2 where a setting is wrong, which no later start mends, 1 for all
-    else.
+    """The exit status of a command that an error ends.
+
+    2: a setting is wrong, which no later start mends. 1: all other errors.
     """
     return 2 if isinstance(error, ValueError) and not isinstance(error, MayPass) else 1
 
@@ -71,7 +72,9 @@ def knob(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What the engine process needs. Values of None are decided at start from the model and the machine."""
+    """The settings of the engine process. Values of None are decided at start from the model and the
+    machine.
+    """
 
     model: str = knob(BUILT_IN, "checkpoint directory or hub name", metavar="MODEL")
     revision: str | None = knob(None, "branch, tag or commit of a hub name (default: the hub's)")
@@ -170,7 +173,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What the HTTP process needs to know of one model."""
+    """The HTTP process's settings for one model."""
 
     served_model_name: tuple[str, ...] = knob(
         (),
@@ -201,9 +204,7 @@ class ModelConfig:
     )
 
     def names(self, own: str) -> tuple[str, ...]:
-        """What it is called in /v1/models, first the name in its answers. own: the model's, where no other is
-        given.
-        """
+        """Its names in /v1/models, first the one in its answers. own: the model's, if no other is given."""
         return tuple(n for n in dict.fromkeys(self.served_model_name) if not _is_pattern(n)) or (own,)
 
     @property
@@ -215,7 +216,7 @@ class ModelConfig:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What else requests may call it, as fnmatch has it."""
+        """Patterns of further names that requests may use, as in fnmatch."""
         return tuple(n for n in dict.fromkeys(self.served_model_name) if _is_pattern(n))
 
 
@@ -225,7 +226,7 @@ def _is_pattern(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the HTTP process needs, however many models it serves."""
+    """The HTTP process's settings that do not depend on the model."""
 
     host: str = knob("127.0.0.1", "address to listen on")
     port: int = knob(8000, "port to listen on; 0 takes a free one")
@@ -379,7 +380,9 @@ json_object.__name__ = "JSON object"
 
 
 def _scalar(hint: Any) -> tuple[Any, bool]:
-    """What makes one value of a field from a text (mostly its type), and whether the flag may be repeated."""
+    """The function from text to one value of a field (mostly its type), and whether the flag may be
+    repeated.
+    """
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -430,7 +433,7 @@ def resolve(
 
 
 def _parsed(kind: Any, items: list[Any], whence: str) -> list[Any]:
-    """What texts, or the values of a file, say. Raises ConfigError."""
+    """The value of a field, from texts or from a file's values. Raises ConfigError."""
     expected = "on or off" if kind is bool else EXPECTED.get(kind, kind.__name__)
     try:
         return [_value(kind, item) for item in items]

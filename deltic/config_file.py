@@ -22,7 +22,7 @@ AND = "and"
 
 
 def read_config(path: Path) -> list[dict[str, Any]]:
-    """What the file says of each model, by the names of fields; of the server with the first.
+    """The file's settings for each model, by the names of fields; the server's are with the first.
 
     Values are as the file has them. `config` is the file, for complaints.
     Raises ConfigError for a file that cannot be read, and for a key that is no setting.

@@ -172,7 +172,7 @@ class LLM:
         return [answer.completion for answer in answers]
 
     def cache_summary(self) -> dict[str, Any]:
-        """What the prefix cache holds, as `GET /cache` shows it."""
+        """The contents of the prefix cache, as `GET /cache` shows them."""
         return self._engine.cache_summary()
 
     def reset_cache(self) -> None:

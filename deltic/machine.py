@@ -1,4 +1,4 @@
-"""What this process may use: CPUs with their quotas, free memory with its limits, and the CPU's name.
+"""The machine as this process may use it: CPUs and their quotas, free memory and its limits, the CPU's name.
 
 Imports nothing of ours.
 """
@@ -96,8 +96,10 @@ def memory_bound() -> str:
 
 
 def free_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> FreeMemory:
-    """What this process may still take: the machine's available memory, or less under a limit of its own, or
-    of a control group that it is in, at whatever level.
+    """Bytes that this process may still take.
+
+    That is the machine's available memory, or less under a limit of the process or of a control group that it
+    is in, at any level.
 
     The file cache counts as free in a group, too: the kernel drops it when memory is asked for, and a
     checkpoint that was just downloaded is all file cache.

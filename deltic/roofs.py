@@ -1,4 +1,4 @@
-"""What the machine can do at best: the two roofs beside which every figure is printed."""
+"""The machine's two roofs, the best it can do; every figure is printed beside them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _MOST_BYTES_COMPOSED = 4
 """
 
 PIECE_CHARACTERS = 65_536
-"""Of a longer text, what is encoded at once."""
+"""Characters of a longer text that are encoded at once."""
 
 MOST_UNCUT = 1_000_000
 """Characters without a place where a token is certain to end: a word, or white space, of which nobody has so
@@ -44,7 +44,7 @@ much.
 """
 
 UNKNOWN_TOKEN = "\N{REPLACEMENT CHARACTER}".encode()
-"""What an id that names no token decodes to (padding rows of the embedding; random weights draw them)."""
+"""The text of an id that names no token (padding rows of the embedding; random weights draw them)."""
 
 Specials = Literal["parse", "trusted", "text"]
 
@@ -441,7 +441,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that was cut off, else nothing."""
+        """The text left at the end: U+FFFD for a character that was cut off, else nothing."""
         text = self._held.decode("utf-8", "replace")
         self._held = b""
         return text
@@ -481,7 +481,7 @@ class StopMatcher:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """What was held back, at the end of a stream that no stop string ended."""
+        """The text held back, at the end of a stream that no stop string ended."""
         text, self._held = self._held, ""
         return text
 

@@ -1,5 +1,6 @@
-"""The published package (qwen-tts, torch) on this machine: ms a frame and RTF of a random checkpoint of a
-published size.
+"""The published package (qwen-tts, torch) with random weights on this machine: ms a frame and RTF.
+
+The checkpoint has a published size.
 
     python -m venv /tmp/qwen-tts
     /tmp/qwen-tts/bin/pip install torch==2.13.0 transformers==4.57.3 accelerate einops librosa soundfile

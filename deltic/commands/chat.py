@@ -37,7 +37,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass
 class Answer:
-    """What came back so far."""
+    """The answer so far."""
 
     reasoning: str = ""
     content: str = ""

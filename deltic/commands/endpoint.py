@@ -278,7 +278,7 @@ class Endpoint:
 
 
 def error_message(body: Any, status: int) -> str:
-    """What an OpenAI error body says, or the status when it says nothing."""
+    """The message of an OpenAI error body, or the status when it has none."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return f"{message} (HTTP {status})" if message else f"HTTP {status}"

@@ -55,7 +55,7 @@ def add_remote(sub: argparse.ArgumentParser, positional: bool = True, text: str 
 
 
 def add_speech(sub: argparse.ArgumentParser) -> None:
-    """What a request for speech may say, beside its text."""
+    """The flags of a request for speech, beside its text."""
     add = sub.add_argument_group("speech").add_argument
     add("--voice", metavar="NAME", help="default: the first that the server lists, if any")
     add("--language", metavar="NAME", help="default: the server's, Auto")

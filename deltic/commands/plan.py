@@ -30,11 +30,11 @@ ROWS_PER_S = 12.5
 
 
 def report(config: EngineConfig) -> str:
-    """What `deltic plan` prints: the memory plan, what fits in it, and the speed that the roofs allow.
+    """The output of `deltic plan`: the memory plan, what fits in it, and the speed that the roofs allow.
 
-    On the device that would serve; or, with --device cuda where there is no GPU, for one with --memory-gb of
-    memory.
-    Raises ConfigError or another ValueError when the model cannot be served with these settings.
+    It is for the device that would serve; or, with --device cuda where there is no GPU, for one with
+    --memory-gb of memory. Raises ConfigError or another ValueError when the model cannot be served with these
+    settings.
     """
     on_gpu = is_for_gpu(config)
     device = gpu_device(config, is_here=False) if on_gpu else Cpu()

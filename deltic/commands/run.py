@@ -154,7 +154,7 @@ async def send(endpoint: Endpoint, model: str, job: Job, *, renamed: bool = Fals
 
 @dataclass
 class Tally:
-    """What a run did."""
+    """The counts of a run."""
 
     n_done: int = 0
     n_errors: int = 0

@@ -91,7 +91,7 @@ async def with_voice(endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]
 
 
 async def refusal(reply: Reply) -> str:
-    """What an answer that is not 200 says."""
+    """The message of an answer that is not 200."""
     data = await reply.read()
     with contextlib.suppress(ValueError):
         return error_message(json.loads(data), reply.status)

@@ -23,7 +23,7 @@ def engine(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def tables(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the file of --config says of each model, and in the first place of the server, too."""
+    """The settings that the file of --config has for each model. The first also has the server's."""
     path = config_file(vars(arguments).get("config"))
     if path is None:
         return [{}]

@@ -86,7 +86,7 @@ class EngineUnavailable(RuntimeError):
 
 
 class QueueFull(RuntimeError):
-    """As many sequences wait as may. `retry_after_s`: seconds after which a place is likely."""
+    """The queue is full. `retry_after_s`: seconds after which a place is likely."""
 
     def __init__(self, n_waiting: int, retry_after_s: int) -> None:
         waiting = counted(n_waiting, "sequence")
@@ -228,8 +228,8 @@ class EngineClient:
         self._all_ended.clear()
 
     def check_room(self, n: int, spare: int = 0) -> EngineInfo:
-        """What the engine has, if it takes requests and n sequences more find a place. spare: of the queue,
-        what is left to others.
+        """The engine's info, if it takes requests and has room for n more sequences. spare: places of the
+        queue to leave to others.
 
         Raises EngineUnavailable or QueueFull.
         """
@@ -256,7 +256,7 @@ class EngineClient:
             self._send(Abort(request_id, index, if_waiting))
 
     async def inspect_cache(self, reset: bool = False) -> CacheReport:
-        """What the engine's prefix cache holds; reset: after it was emptied. It answers between two steps.
+        """The contents of the engine's prefix cache. reset: empty it first. It answers between two steps.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
@@ -268,7 +268,7 @@ class EngineClient:
         return await answer
 
     async def encode_voice(self, command: EncodeVoice) -> VoiceEncoded:
-        """What became of a voice; its error says why there is none. Beside the steps it takes seconds.
+        """Has a voice encoded; the answer's error says why there is none. Beside the steps it takes seconds.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """

@@ -80,7 +80,7 @@ class ModelLaunch(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the host tells the process it starts, as JSON in its last argument."""
+    """The host's message to the process it starts, as JSON in its last argument."""
 
     models: list[ModelLaunch]
     """At least one."""

@@ -40,7 +40,7 @@ TICK_S = 1.0
 """How often it is looked whether the process gets on with its work."""
 
 LAST_WORDS_S = 0.05
-"""What a process said just before it died may still be on its way for this long."""
+"""How long, in seconds, the last messages of a process may still be on their way after it died."""
 
 SHUTDOWN_S = 5.0
 """How long a process that was told to stop may finish its step before it is killed."""

@@ -1,4 +1,4 @@
-"""What an operator requires of its arguments, checked while a program is recorded."""
+"""Checks of an operator's arguments, made while a program is recorded."""
 
 from __future__ import annotations
 

@@ -95,7 +95,9 @@ class Matrix:
 
     @property
     def arguments(self) -> tuple[Tensor, int, int, int, int]:
-        """What a kernel reads of it (read_matrix in csrc/matrix.h). Raises KernelError for one in rows."""
+        """The arguments that a kernel reads (read_matrix in csrc/matrix.h). Raises KernelError for one in
+        rows.
+        """
         check("matrix", self.format.code >= 0, "a packed matrix; the CPU's kernels do not read rows")
         return self.data, self.format.code, self.n, self.k, self.format.group
 

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and where there are none, that it is not a web page that asks.
+"""Access control: API keys; and on a server without keys, protection from web pages.
 
 A browser lets any page send requests to a server on its user's machine. Without a key, what the page cannot
 do tells it from a program: it may not POST `application/json` elsewhere without asking first (which CORS, off
@@ -38,9 +38,9 @@ class Access:
     def check(
         self, request: Request, *, open_: bool, any_type: bool = False, is_shared: bool = False
     ) -> Account | None:
-        """Whose key it has; None where none is needed (open_). any_type: its body need not be declared as
-        JSON. is_shared: it asks for what all keys share, which only some may.
-        Raises ApiError (401, 403, 415).
+        """The account of its key; None where none is needed (open_). any_type: its body need not be declared
+        as JSON. is_shared: it asks for data that all keys share, which only administrators may. Raises
+        ApiError (401, 403, 415).
         """
         if self._accounts:
             if open_:

@@ -20,7 +20,7 @@ BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 SOCKET_MODE = 0o660
-"""Of a Unix socket: who may write to it may ask."""
+"""Mode of a Unix socket: whoever may write to it may send requests."""
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
 
 
 def tls(config: ServerConfig) -> ssl.SSLContext | None:
-    """What connections are secured with, if they are. Raises ConfigError."""
+    """The TLS context of connections, if they are secured. Raises ConfigError."""
     if config.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(config, name) is not None:

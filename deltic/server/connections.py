@@ -30,12 +30,12 @@ from deltic.server.errors import ApiError
 log = logging.getLogger("deltic.server")
 
 MAX_HEAD_BYTES = 65_536
-"""Of a request's line and headers together, its trailers included; and of what a client sends that is no part
-of a request.
+"""The most bytes of a request's line, headers and trailers together; and of data that is no part of a
+request.
 """
 
 MAX_DROPPED_BYTES = 1_000_000
-"""Of a body that still comes behind its answer (a 401, a 429) and that nobody reads.
+"""The most bytes of a body that still comes after its answer (a 401, a 429) and is not read.
 
 Then the connection is closed.
 """

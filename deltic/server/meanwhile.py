@@ -1,4 +1,4 @@
-"""What the server answers while a model is still being downloaded, before there is anything to ask."""
+"""The server's answers while a model is still being downloaded."""
 
 from __future__ import annotations
 

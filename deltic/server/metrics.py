@@ -99,7 +99,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class KeyNumbers:
-    """What the requests of one API key came to."""
+    """Totals of the requests of one API key."""
 
     name: str
     n_open: int = 0
@@ -113,7 +113,7 @@ class KeyNumbers:
 
 
 class SpeechNumbers:
-    """What was spoken. Seconds of audio are those of the model's rate, before any change of tempo."""
+    """Totals of speech. Seconds of audio are those at the model's rate, before any change of tempo."""
 
     def __init__(self) -> None:
         self._first_s = Histogram("deltic_speech_first_audio_seconds", "From the request to its first audio.")

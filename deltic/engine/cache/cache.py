@@ -1,4 +1,5 @@
-"""What each sequence owns of the two memories, and what it shares with the prefix tree.
+"""Ownership of the two memories: the pages and slots of each sequence, and those it shares with the prefix
+tree.
 
 A page holds the keys and values of PAGE_SIZE tokens for all attention layers, a state slot one recurrent
 state and one convolution window for every DeltaNet layer. A place is a row in the tables of a step: whoever
@@ -56,7 +57,7 @@ def pages_for(n_tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """What ties a sequence to the tree."""
+    """A sequence's tie to the prefix tree."""
 
     keys: list[bytes]
     """Of its full pages."""
@@ -67,15 +68,13 @@ class Prefix:
     tail: Node | None = None
     """The checkpoint behind its generated tokens, which moves on with them."""
     load: Load | None = None
-    """What it waits for, or waited for."""
+    """The load that it waits for, or waited for."""
     n_loads: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Parked:
-    """What a preempted sequence has in host memory: the pages that are not the tree's, its last ones, and its
-    state.
-    """
+    """A preempted sequence's memory on the host: its last pages, which are not the tree's, and its state."""
 
     n_computed: int
     n_shared: int

@@ -1,9 +1,9 @@
 """Where the bytes of the prefix tree are: the pools, eviction from one tier to the next, and the way back.
 
-Device memory has pages and state slots, handed out by the two pools, with reference counts. What the tree
-alone owns is idle: it is evicted when somebody needs the room, to host memory if there is any, else to
-nowhere. Host memory is one pool of units of a page's size; a state takes several. The disk keeps copies: what
-is worth it is written behind, so it survives a restart.
+Device memory has pages and state slots, handed out by the two pools, with reference counts. Objects that only
+the tree owns are idle. They are evicted when a sequence needs the room: to host memory if there is any, else
+to nowhere. Host memory is one pool of units of a page's size; a state takes several. The disk keeps copies:
+what is worth it is written behind, so it survives a restart.
 
 Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are
 all those before it; on the host they continue a path that the device begins.
@@ -171,7 +171,7 @@ class Residency:
         self._drop_copy(node)
 
     def _drop_copy(self, node: Node) -> None:
-        """What is on the device needs no room on the host."""
+        """Drops the host's copy: an object on the device needs no room on the host."""
         if node.busy:
             return
         if node.page[DEVICE] is not None and node.page[HOST] is not None:
@@ -551,7 +551,7 @@ class Residency:
         return stats
 
     def summary(self) -> dict[str, Any]:
-        """What each tier holds, and the tree of checkpoints, as plain data."""
+        """The contents of each tier, and the tree of checkpoints, as plain data."""
         geometry = self.tree.geometry
         tiers = {
             name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}

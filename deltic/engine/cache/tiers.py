@@ -47,7 +47,7 @@ log = logging.getLogger("deltic.engine")
 Bytes = npt.NDArray[np.uint8]
 
 VERSION = 1
-"""Of the file format, and of the order of the views that make up a page or a state."""
+"""Version of the file format, and of the order of the views that make up a page or a state."""
 
 ABANDONED_S = 3600.0
 """A part file that nobody has written to for this long was left by a writer that was killed."""
@@ -76,7 +76,7 @@ class Entry:
     kind: str
     """page or state."""
     key: bytes
-    """Of the tokens up to and including this page: 16 bytes."""
+    """Hash of the tokens up to and including this page: 16 bytes."""
     parent: bytes
     """The key of the page before; of the first: the root's."""
     depth: int
@@ -111,7 +111,7 @@ class Copies(Protocol):
     """
 
     def mark(self) -> Any:
-        """What the device was told to do up to now: a copy that is given the mark comes after it.
+        """Marks the work given to the device so far. A copy that is given the mark comes after that work.
 
         For the engine's thread.
         """
@@ -178,8 +178,7 @@ class Tiers:
         has made some.
         """
         self.foreign_bytes = 0
-        """Of the files in the directory that this process does not know, when it last looked: other servers'.
-        """
+        """Bytes of other servers' files in the directory, when it was last looked at."""
         if directory is not None and self.has_disk:
             self._directory = directory / fingerprint
             try:
@@ -234,7 +233,7 @@ class Tiers:
         return views
 
     def _store(self, move: Move, mark: Any) -> None:
-        """What was written to the views of an object is in device memory on return."""
+        """Copies the views of an object to device memory. They are there on return."""
         if self._copies:
             self._copies.store(move.kind, move.device, mark)
 
@@ -299,7 +298,7 @@ class Tiers:
         return tickets
 
     def wait(self, timeout_s: float) -> None:
-        """Until a ticket is complete or the time is over; with none under way, not at all."""
+        """Waits until a ticket is complete or the time is over. Returns at once if none is under way."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or not self.n_pending, timeout_s)
 

@@ -39,7 +39,7 @@ MAX_DESCRIBED = 1000
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a page and a state cost, for priorities and for `GET /cache`."""
+    """The costs of a page and a state, for priorities and for `GET /cache`."""
 
     page_bytes: int = 1
     state_bytes: int = 16
@@ -47,7 +47,7 @@ class Geometry:
     """Tokens of context at which a token's attention costs as much as all the rest of it."""
 
     def prefill_cost(self, start: int, end: int) -> float:
-        """What computing tokens start … end - 1 costs, in tokens without context."""
+        """The cost of computing tokens start … end - 1, in tokens without context."""
         return (end - start) * (1.0 + (start + end) / 2 / self.even_context)
 
 
@@ -176,7 +176,7 @@ class Tier:
         return where
 
     def renew(self, node: Node) -> None:
-        """Where there are no states, what was used last is the last to go."""
+        """Where there are no states, the page used last is the last to go."""
         if node in self._loose:
             self._loose[node] = self._loose.pop(node)
 
@@ -194,9 +194,7 @@ class Tier:
         return where
 
     def victim(self) -> tuple[str, Node] | None:
-        """What to take away to have a page less: ("page", node), or ("state", node), after which to ask
-        again.
-        """
+        """The object to evict for one page less: ("page", node), or ("state", node); then ask again."""
         # Few of them are in use: a leaf for each sequence that runs, and those that are being moved.
         for node in self._loose:
             if self._page_is_idle(node):

@@ -124,9 +124,7 @@ def _sizes(fields: Mapping[str, Any], name: str, default: tuple[int, ...], n: in
 
 
 def _refuse_variants(speaker: Mapping[str, Any], codes: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
-    """Refuses fields that would change the mathematics. A field may be absent: then the class defaults
-    hold.
-    """
+    """Refuses fields that would change the mathematics. An absent field has the class default."""
     only: list[tuple[Mapping[str, Any], dict[str, Any]]] = [
         (
             speaker,

@@ -1,4 +1,4 @@
-"""What the GPU's kernels read of a matrix: the one place that knows which formats they have."""
+"""The tensors that GPU kernels read of a matrix: the only file that knows which formats they have."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ class SpeechRunner(Speaker):
 
     @property
     def has_half_vocoder(self) -> bool:
-        """Whether the vocoder's decoder uses bfloat16: if the talker is quantised, and where that is
-        faster.
-        """
+        """Whether the vocoder's decoder uses bfloat16: if the talker is quantised and that is faster."""
         return self.plan.quantize is not None and multiplies_half(instruction_set())
 
     def _open_tiers(self, host: Bytes) -> Tiers:

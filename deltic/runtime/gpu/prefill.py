@@ -69,8 +69,8 @@ class PrefillBatch:
     """The buffers of every recorded size, from the host's side."""
 
     def __init__(self, places: Places, sizes: Rows[int], n_draws: int, spare_page: int, device: torch.device) -> None:
-        """sizes: numbers of blocks, ascending. n_draws: most draws of a step. spare_page: one that is
-        nobody's.
+        """sizes: numbers of blocks, ascending. n_draws: most draws of a step. spare_page: one that no
+        sequence owns.
         """
         self._places, self._spare_page = places, spare_page
         self._buffers = {n: BlockBuffer.empty(n, n_draws, device) for n in sizes}

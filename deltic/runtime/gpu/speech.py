@@ -89,7 +89,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         shape, d, n = plan.shape, plan.shape.talker, plan.max_num_seqs
         device = weights.codec_table.device
         allocate = allocate_on(device)
-        # The last page is nobody's: rows of padding are written there.
+        # No sequence owns the last page: rows of padding are written there.
         size = (plan.n_pages + 1, d.n_layers, 2, d.n_kv_heads, PAGE_SIZE, d.head_dim)
         self.memory = SpeechMemory(
             pages=allocate("pages", size, torch.bfloat16), past=allocate("past", (n, d.hidden_size), torch.bfloat16)

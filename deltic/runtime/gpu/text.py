@@ -39,7 +39,7 @@ class GpuTextRunner(GpuRunner):
     ) -> None:
         shape, n = plan.shape, plan.max_num_seqs
         allocate = allocate_on(weights.norm.device)
-        # The last page is nobody's: rows of padding are written there.
+        # No sequence owns the last page: rows of padding are written there.
         n_pages, heads = plan.n_pages + 1, (2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
         columns = shape.n_gdn_layers, RING, shape.conv_channels

@@ -1,6 +1,6 @@
-"""What Anthropic's Messages API says on the wire, and how it becomes a ChatRequest.
+"""The wire format of Anthropic's Messages API, and how it becomes a ChatRequest.
 
-What the two see differently:
+Anthropic's API differs from a ChatRequest in these points:
 
 - Without `thinking` the model does not think, unless its template has no switch. Thoughts given back go to
   the template.
@@ -50,7 +50,7 @@ It is for Anthropic's servers and other in every request, so with it no prompt w
 REMINDER = "<system-reminder>"
 
 MARK = b"deltic:"
-"""What our signatures begin with, before base64."""
+"""The beginning of our signatures, before base64."""
 
 
 class Text(Struct, forbid_unknown_fields=True):
@@ -278,7 +278,7 @@ def _keeps_thoughts(asked: CountTokensRequest) -> bool:
 
 
 _LAST_TURN = {"type": "thinking_turns", "value": 1}
-"""What the family's templates do by themselves."""
+"""The default of the family's templates."""
 
 
 def _tool(plain: dict[str, Any], path: str) -> dict[str, Any]:

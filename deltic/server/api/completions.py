@@ -128,7 +128,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
 
 
 def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
-    """What both APIs refuse. Raises ApiError (400, 404)."""
+    """Refuses what neither API may ask. Raises ApiError (400, 404)."""
     service.check_model(request.model)
     protocol.settle(request)
     protocol.stop_strings(request)
@@ -146,7 +146,7 @@ def engine_request(
     asked: protocol.Sampling,
     boundaries: list[int],
 ) -> engine.Request:
-    """What the engine gets for one prompt. boundaries: token offsets at which its messages end."""
+    """The engine's Request for one prompt. boundaries: token offsets at which its messages end."""
     return engine.Request(
         id=request_id,
         prompt_ids=prompt_ids,
@@ -303,7 +303,7 @@ def requests_of(
 
 
 class PieceStream(EventStream):
-    """What is written of a generation's pieces as they come."""
+    """Writes a generation's pieces as they come."""
 
     __slots__ = ("_add", "_begin", "_end", "_generation")
 
@@ -376,7 +376,7 @@ class EchoStream(AnswerStream):
         self._echo = echo
         self._n = n
         self._held = deque[answer.Piece]()
-        """What came and has not been written."""
+        """Pieces that came and have not been written."""
         self._waiting = set(range(generation.n_choices))
         """Choices whose prompt has not been."""
         self._writing: asyncio.Task[None] | None = None

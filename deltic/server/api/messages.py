@@ -33,7 +33,7 @@ class DeveloperMessage(SystemMessage, tag="developer", tag_field="role", kw_only
 
 
 class UserMessage(SystemMessage, tag="user", tag_field="role", kw_only=True):
-    """What the model is to answer."""
+    """A user's message, which the model answers."""
 
 
 class ToolMessage(Struct, tag="tool", tag_field="role", kw_only=True):

@@ -126,7 +126,7 @@ class LinesAnswer:
         self._reason: str | None = None
 
     def lines(self, piece: Piece) -> bytes:
-        """What comes next, as a line; nothing if there is nothing to tell."""
+        """The next line, or nothing if there is nothing to tell."""
         delta = piece.delta
         for call in delta.calls:
             if call.id is not None:

@@ -1,10 +1,10 @@
-"""What Ollama's API says on the wire, and how it becomes a ChatRequest, or with `raw` a CompletionRequest.
+"""The wire format of Ollama's API, and how it becomes a ChatRequest, or with `raw` a CompletionRequest.
 
-What asks for nothing that could show in an answer is accepted: `keep_alive` (a model stays as long as its
-server), and the options that say how a model is loaded and computed (`num_gpu`, `num_thread`, ...). `num_ctx`
-is the most that prompt and answer may have, where it is less than what the server has; programs that send a
-large one by habit get what there is, and a prompt that does not fit is refused, not shortened. What messages
-of the history have beyond the fields below is passed over.
+Fields that could not show in an answer are accepted: `keep_alive` (a model stays as long as its server), and
+the options that say how a model is loaded and computed (`num_gpu`, `num_thread`, ...). `num_ctx` is the most
+that prompt and answer may have, where it is less than what the server has; programs that send a large one by
+habit get what there is, and a prompt that does not fit is refused, not shortened. What messages of the
+history have beyond the fields below is passed over.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of answers are asked for with."""
+    """The fields that requests for both kinds of answers share."""
 
     model: str
     stream: bool | None = None

@@ -1,4 +1,4 @@
-"""What the OpenAI API says on the wire, and how it becomes a Request of the engine.
+"""The wire format of the OpenAI API, and how it becomes a Request of the engine.
 
 Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field,
 a value out of range, and a feature that is not supported unless its value asks for nothing (`echo: false`;
@@ -436,9 +436,7 @@ def settle(request: Sampling) -> None:
 
 
 class SamplingDefaults(Struct, frozen=True):
-    """What a request gets that names no value: of the checkpoint's generation_config.json, or as the operator
-    says.
-    """
+    """Default sampling values, from the checkpoint's generation_config.json or from the operator."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     top_p: Probability = 1.0

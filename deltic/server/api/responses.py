@@ -52,7 +52,7 @@ class Asked(msgspec.Struct):
 
     request: wire.ResponsesRequest
     history: tuple[Turn, ...]
-    """What it continues."""
+    """The history that it continues."""
     turn: Turn
     """Its own items, references replaced by what they refer to; empty unless the response is to be kept."""
     owner: str
@@ -281,7 +281,7 @@ def _said(item: dict[str, Any]) -> str:
 
 
 class End(NamedTuple):
-    """What a response ends with."""
+    """The end of a response."""
 
     events: bytes
     """Its last ones, if there are any."""

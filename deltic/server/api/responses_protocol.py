@@ -1,4 +1,4 @@
-"""What OpenAI's Responses API says on the wire, and how it becomes the ChatRequest that every door shares.
+"""The wire format of OpenAI's Responses API, and how it becomes the ChatRequest that every API shares.
 
 As in protocol.py, a field is honoured or refused by name, but for those of items that a model or a library
 wrote. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
@@ -214,9 +214,9 @@ class ReasoningItem(Struct, kw_only=True):
 
 
 class HostedItem(Struct):
-    """What a tool on OpenAI's servers did for another model.
+    """A call of a tool on OpenAI's servers, made by another model.
 
-    It is ignored: what the model said of it stands in its message.
+    It is ignored: the model's own message tells of it.
     """
 
 
@@ -295,7 +295,7 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
 
 
 def turn_starts(items: list[tuple[str, Item]]) -> tuple[int, list[int]]:
-    """Where a history may be cut: behind its first settings, and before each later message of a user."""
+    """Where a history may be cut: after its first settings, and before each later message of a user."""
     n_settings = 0
     while n_settings < len(items) and _role(items[n_settings][1]) in ("system", "developer"):
         n_settings += 1
@@ -437,7 +437,7 @@ def _unknown_tool(tool: dict[str, Any], place: str) -> ApiError:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """What the model calls a function."""
+    """The name by which the model calls a function."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"

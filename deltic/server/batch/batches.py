@@ -30,9 +30,9 @@ from deltic.server.transport import LargeResponse, json_response, read_body
 
 MAX_FILE_BYTES = 200_000_000
 MAX_FIELD_BYTES = 4096
-"""Of all fields of a form beside its file, and of each part's head."""
+"""The most bytes of all fields of a form beside its file, and of each part's head."""
 WRITE_BYTES = 1_000_000
-"""That are collected before they are written."""
+"""Bytes that are collected before they are written."""
 MAX_LISTED = 10_000
 MAX_LISTED_BATCHES = 100
 

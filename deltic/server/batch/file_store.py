@@ -33,7 +33,7 @@ log = logging.getLogger("deltic.server")
 MAX_FILES = 10_000
 """Of one key."""
 MIN_BYTES = 4096
-"""What a file takes at least, with its card."""
+"""Bytes that a file takes at least, with its card."""
 KEPT_S = 30 * 86_400
 """How long a file is kept that does not say."""
 SWEEP_S = 60.0
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Card(Struct):
-    """What is known of a file. Times in seconds of the epoch."""
+    """The metadata of a file. Times in seconds of the epoch."""
 
     id: str
     owner: str
@@ -76,7 +76,7 @@ class FileStore:
         self.directory = directory
         self.room_bytes = int(room_gb * 1e9)
         self.share_bytes = self.room_bytes // n_owners
-        """What one owner may take."""
+        """Bytes that one owner may take."""
         self._used: Counter[str] = Counter()
         """Bytes by owner."""
         self._n_files: Counter[str] = Counter()
@@ -218,7 +218,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def unwritable(what: str, error: OSError) -> ApiError:
-    """What a client is told whose `what` the disk does not take."""
+    """The error for a client whose `what` the disk does not take."""
     said = f"{what} cannot be written: {error.strerror}"
     return ApiError(409, said, code="storage_full", headers=NO_RETRY)
 

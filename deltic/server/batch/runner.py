@@ -112,7 +112,7 @@ class Batch(Struct, kw_only=True):
     """How long what it makes is kept."""
     status: str = "validating"
     final: str | None = None
-    """What `status` becomes, once all lines are done with."""
+    """The `status` that follows once all lines are finished."""
     model: str | None = None
     errors: list[dict[str, Any]] = []
     times: dict[str, int] = {}
@@ -635,7 +635,7 @@ class _Results:
         self.err: BinaryIO = err.open("ab", buffering=0)
 
     def read(self) -> None:
-        """What the files hold."""
+        """The contents of the files."""
         self.usage, self.done, self.n_bytes = Usage(), set(), 0
         self.n_out, self.n_err = map(self._read, self._paths)
 

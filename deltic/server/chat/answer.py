@@ -65,7 +65,7 @@ class PromptScores(msgspec.Struct):
 
 
 class Piece(msgspec.Struct):
-    """What one output added to a choice. `finish_reason` is set in its last."""
+    """The text and tokens that one output added to a choice. `finish_reason` is set in its last."""
 
     index: int
     delta: Delta
@@ -74,7 +74,7 @@ class Piece(msgspec.Struct):
     stop: str | None = None
     """The stop string that ended it."""
     token_ids: list[int] = []
-    """What the model drew, the end token included; where it was asked for."""
+    """The tokens that the model drew, the end token included, if they were asked for."""
     n_tokens: int = 0
     """Of its choice so far."""
 
@@ -234,7 +234,7 @@ class Usage(msgspec.Struct):
     cached_tokens: int
     reasoning_tokens: int
     timing: dict[str, float] = {}
-    """Where its time went, in milliseconds."""
+    """Milliseconds of each part of its time."""
 
     def timings(self) -> dict[str, float]:
         """llama.cpp's form of the same."""
@@ -269,7 +269,7 @@ class Message:
         self.scores: Scores | None = None
         """Those that are not in `logprobs` yet."""
         self.logprobs: dict[str, Encoded] = {}
-        """As the answer has them: encoded as they come, for as objects they would take ten times as much."""
+        """In the answer's form: encoded as they come, as objects would take ten times the memory."""
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
         self.prompt_logprobs: Iterator[dict[str, Any] | None] | None = None
@@ -290,7 +290,7 @@ class Message:
 
 
 class Extras(msgspec.Struct, frozen=True):
-    """What an answer has beside what it says."""
+    """Fields of an answer beside its content."""
 
     usage: bool = False
     """Chunks have `usage: null`, and a last one has the counts."""

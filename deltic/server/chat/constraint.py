@@ -1,4 +1,4 @@
-"""What a request asks of the form of its answer, as the engine's Constraint.
+"""From the answer's form, as a request asks for it, to the engine's Constraint.
 
 `response_format`; vLLM's `structured_outputs` and its older `guided_*`; `grammar` and `json_schema` of
 llama.cpp, `regex` and `ebnf` of SGLang; `tool_choice`, `parallel_tool_calls` and strict tools; a budget for
@@ -67,9 +67,7 @@ class TagStructure(Struct, forbid_unknown_fields=True):
 
 
 class StructuralTag(Struct, forbid_unknown_fields=True):
-    """As in vLLM: the text is free, but where it has one of the triggers, a structure follows that begins
-    with that.
-    """
+    """As in vLLM: the text is free, but each trigger in it starts a structure that begins with it."""
 
     structures: Annotated[list[TagStructure], Meta(min_length=1, max_length=128)]
     triggers: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=128)]
@@ -95,8 +93,9 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Format(Struct):
-    """What the answer is to be. path: of the field that says so; kind: json (a schema), regex, choice,
-    grammar, tag.
+    """The form of the answer.
+
+    path: of the field that asks for it; kind: json (a schema), regex, choice, grammar, tag.
     """
 
     path: str
@@ -263,8 +262,8 @@ class Constrainer:
         )
 
     def _bad_ids(self, words: list[str]) -> Iterator[tuple[int, ...]]:
-        """As vLLM has them: each word as it begins a text, and as one token goes on with a space where that
-        makes another of it.
+        """The ids of bad words, as in vLLM: each word as it begins a text, and after a space where that gives
+        another token.
         """
         if sum(map(len, words)) > MAX_BAD:
             raise bad_request("bad_words", f"may have at most {MAX_BAD} characters together")
@@ -394,7 +393,7 @@ def is_fixed(chat: protocol.ChatRequest) -> bool:
 
 
 def asked_format(request: protocol.Sampling) -> Format | None:
-    """What the answer is to be, if it is not any text. Raises ApiError (400)."""
+    """The answer's form; None for free text. Raises ApiError (400)."""
     found = [*_response_format(request.response_format), *_structured(request)]
     for other in found[1:]:
         if (other.kind, other.value) != (found[0].kind, found[0].value):

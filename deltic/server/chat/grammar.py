@@ -33,7 +33,7 @@ MAX_GRAMMAR = 300_000
 as long.
 """
 STACK_BYTES = 16_000_000
-"""Of a thread that compiles: the library ends the process if that is too little."""
+"""Stack of a thread that compiles: the library ends the process if it is too small."""
 MAX_BRANCHES = 256
 """Schemas that one parameter may choose from."""
 MAX_VALUES = 2000
@@ -100,7 +100,7 @@ def check_schema(schema: Schema, options: dict[str, Any]) -> None:
 
 
 class _Bytes:
-    """What the library asks of a tokenizer.
+    """The tokenizer interface that the library asks for.
 
     Its special tokens, the last of which stands for any, have no name in a grammar.
     """
@@ -134,7 +134,7 @@ ASCII = (1 << 128) - 1
 
 
 def error_of(grammar: str, own: bool = True) -> str:
-    """What is wrong with a grammar, "" for nothing. own: of ours, not the user's text."""
+    """The fault of a grammar, "" for none. own: the grammar is ours, not the user's."""
     if len(grammar) > MAX_GRAMMAR:
         return f"too large: its grammar has {len(grammar)} characters, and may have {MAX_GRAMMAR}"
     if own:  # the tokens of the model's vocabulary stand for themselves

@@ -17,7 +17,7 @@ Kind = Literal["thought", "text", "call"]
 
 
 class Item:
-    """What was said in one go."""
+    """One piece of an answer: thought, text or call."""
 
     __slots__ = ("call", "kind", "parts")
 
@@ -29,7 +29,7 @@ class Item:
 
     @property
     def text(self) -> str:
-        """What was said so far; of a call, JSON of its arguments."""
+        """Its text so far; of a call, JSON of its arguments."""
         return "".join(self.parts)
 
 

@@ -23,25 +23,25 @@ from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
 MOST_STEPS = 4_000_000
-"""Of one rendering, some seconds: twenty for each object that a body may have."""
+"""The most steps of one rendering: some seconds, twenty for each object that a body may have."""
 
 CALL_STEPS = 4
 """A call takes longer than a turn of a loop."""
 
 MOST_CHARACTERS = 256_000_000
-"""That it makes, one after another: sixteen times the largest body."""
+"""The most characters that a rendering makes in all: sixteen times the largest body."""
 
 LARGEST = 32_000_000
 """Characters of one text."""
 
 MOST_ITEMS = 1_000_000
-"""Of one list, and the greatest number that a call takes."""
+"""The most items of one list, and the greatest number that a call takes."""
 
 MOST_BITS = 4096
 """Of a number."""
 
 INLINE_STEPS, INLINE_CHARACTERS = 5_000, 1_000_000
-"""What may be taken in the event loop: some ten milliseconds."""
+"""The limits of a rendering in the event loop: some ten milliseconds."""
 
 LARGEST_SOURCE = 1_000_000
 
@@ -51,7 +51,7 @@ class TooMuch(jinja2.TemplateError):
 
 
 class Meter(threading.local):
-    """What the rendering of this thread may still take."""
+    """The steps and characters that the rendering of this thread may still take."""
 
     n_steps = n_characters = 0
 

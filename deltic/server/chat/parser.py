@@ -52,7 +52,7 @@ class CallDelta(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """What some text added to the message."""
+    """The parts that some text added to the message."""
 
     reasoning: str = ""
     content: str = ""
@@ -290,8 +290,8 @@ class OutputParser:
         self._n_after_draft += sum(map(len, delta.content.split()))
 
     def _reject_draft(self, rest: str) -> bool:
-        """What the trial read is thought, up to the next opener that may be in it. rest: what it did not
-        read.
+        """Turns the trial's text into thought, up to the next opener in it, if any. rest: the text that it
+        did not read.
         """
         text = "".join(self._draft_text)
         opener = markup.CALL_OPENER.match(text)

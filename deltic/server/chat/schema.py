@@ -175,7 +175,7 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def target_of(reference: str, root: Schema) -> Schema | None:
-    """What a reference leads to, as far as plain names do; None otherwise."""
+    """The target of a reference made of plain names; None for any other."""
     target: Any = root
     for part in reference.removeprefix("#/").split("/"):
         target = target.get(part) if isinstance(target, dict) else None

@@ -106,7 +106,7 @@ class ChatTemplate:
         self.defaults = dict(settings)
 
     def _unknown(self, name: str) -> str | None:
-        """What is wrong with the name of a setting."""
+        """The message for a setting's name that is not known."""
         if name in self.variables or name in _THINKING:
             return None
         known = ", ".join(sorted(self.variables)) or "none"

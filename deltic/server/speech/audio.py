@@ -257,7 +257,7 @@ def main() -> int:
 def _decode(data: bytes) -> NDArray[np.float32]:
     """As decode_reference does.
 
-    What the header says is looked at first; what it says of the length is not relied on.
+    The header is read first; the length in it is not relied on.
     """
     import soundfile
     import soxr

@@ -18,7 +18,7 @@ class Words:
     """The texts of one utterance, as ids."""
 
     body: list[int]
-    """What is said."""
+    """The text to be spoken."""
     instructions: list[int]
     reference: list[int]
     """The transcript of the voice's reference frames."""
@@ -63,7 +63,7 @@ class OpenText:
         self._grew.set()
 
     async def wait(self, n: int) -> None:
-        """Until it has n ids, or is whole."""
+        """Waits until it has n ids, or is whole."""
         while len(self.ids) < n and not self.is_whole:
             self._grew.clear()
             await self._grew.wait()

@@ -1,4 +1,4 @@
-"""What the speech API says on the wire, and what of it a checkpoint can honour.
+"""The wire format of the speech API, and the fields of it that a checkpoint can honour.
 
 OpenAI's fields, and those that vLLM-Omni has beside them, under its names; `temperature`, `top_k`, `top_p`,
 `repetition_penalty` and `subtalker_*` are the settings of generation_config.json. Each is honoured or refused

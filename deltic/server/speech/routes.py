@@ -48,7 +48,7 @@ from deltic.server.speech.voices import Stored
 from deltic.server.transport import EventStream, json_response, let_go, read_body, unless_disconnected
 
 FORM_BYTES = 65_536
-"""Of an upload, parsed at a time."""
+"""Bytes of an upload that are parsed at a time."""
 
 T = TypeVar("T")
 
@@ -251,8 +251,9 @@ class Utterance:
         convert(b"", True)
 
     async def _compress(self, take: Callable[[bytes], None]) -> None:
-        """As stream, through an encoder, which works in the thread of files: what it takes would hold up
-        everybody's tokens.
+        """As stream, through an encoder.
+
+        It runs in the thread of files: in the event loop it would hold up all other answers.
         """
         file = StreamedFile(self.plan.manner.form, self.plan.manner.rate)
         pieces: asyncio.Queue[bytes | None] = asyncio.Queue()

@@ -438,7 +438,7 @@ class Splitter:
         return end
 
     def flush(self) -> str:
-        """What is left; "" for nothing but white space."""
+        """The remaining text; "" for nothing but white space."""
         rest = ("".join(self._whole) + self._held).strip()
         self._held, self._whole, self.n_held = "", [], 0
         return rest
