@@ -54,8 +54,8 @@ log = logging.getLogger("deltic.host.client")
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
-COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions")
-"""The fields of Stats that only grow."""
+COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions", "n_recomputed")
+"""The fields of Stats that only grow: they go on where an engine process that died had left them."""
 
 CACHE_COUNTERS = (
     "n_lookups",

@@ -92,6 +92,11 @@ class Plan(Generic[S]):
         return 2 * self.max_num_seqs
 
     @property
+    def n_vocoder_slots(self) -> int:
+        """Those of the streams, and the one behind them in which voices are primed."""
+        return self.n_streams + 1
+
+    @property
     def max_logit_rows(self) -> int:
         return self.max_num_seqs + PAGE_SIZE
 

@@ -1,7 +1,8 @@
-"""One thread in which keys take turns, as they do in the engine's scheduler: start-time fair queueing.
+"""One thread that prepares large requests, in which keys take turns: start-time fair queueing.
 
-Work waits behind its key's last that waits, at a distance of that one's size, but no earlier in the order than what was begun
-last. So a key that has much waits behind itself, and one that comes with a little waits for what runs and its turn.
+Who is served first is the scheduler's to say (`engine/scheduler.py`, `_take_turn`); here only large bodies wait to be parsed.
+A key's next job is placed after its previous one, at a distance equal to that job's size, and never before the job started last.
+So a key with much work waits behind itself, and a key with little waits for the job that runs and for its turn.
 """
 
 from __future__ import annotations

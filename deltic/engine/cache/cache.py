@@ -8,7 +8,7 @@ convolution window for every DeltaNet layer. A place is a row in the tables of a
 | a sequence that runs | those of all its tokens; full ones are shared with the tree | the one it writes; for a step, a checkpoint it starts from |
 | the prefix tree | every full page that was not evicted | checkpoints |
 
-What only the tree owns is as good as free: it is evicted (`residency.py`) when a sequence needs the room. So the cache takes
+What only the tree owns is as good as free: it is evicted when a sequence needs the room (which first: `tree.py`). So the cache takes
 nothing from those that run, and needs no limit of its own.
 
 Where prefill and decode differ in bits, the tree has what prefill wrote, and nothing else: full pages of prompts, and states

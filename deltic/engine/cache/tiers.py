@@ -1,6 +1,6 @@
 """The bytes of the prefix cache below device memory: units of host memory, and one file an object on disk.
 
-This file moves; what is worth moving, and when, is decided in `residency.py`. Host copies for eviction and preemption happen
+This file moves. `tree.py` says what is worth keeping, `residency.py` when it moves. Host copies for eviction and preemption happen
 at once, in the engine's thread. Everything that may wait for a disk is done by one thread behind the steps: loads first, then,
 one object at a time, what is to be saved or deleted, in the order in which it was asked for.
 

@@ -9,7 +9,7 @@ checkpoint of a leaf or a slot is wanted, the state of the least priority. Prior
 Irani, 1997, "Cost-aware WWW proxy caching algorithms"; Cherkasova, 1998, for the frequency): the prefill time a checkpoint saves
 over the next one above it, per byte of what only it needs, times its uses, on top of a clock that rises to the priority of whatever
 is evicted. So what is not used ages without being touched.
-This file only knows who is where; the bytes are moved by `tiers.py`, and `cache.py` says when.
+The rule is here (`Tier.victim`, `PrefixTree.price`). `residency.py` applies it when room is wanted, `tiers.py` moves the bytes.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ TEXT = Kind[ModelShape](
 def _speech_bytes(plan: SpeechPlan) -> dict[str, int]:
     arena = Arena()
     build_speech_workspace(plan, arena)
-    allocate_vocoder(plan.shape.vocoder, plan.n_streams + 1, arena.allocate)
+    allocate_vocoder(plan.shape.vocoder, plan.n_vocoder_slots, arena.allocate)
     voices = {"voices": MEMORY_BYTES + ENCODING_BYTES} if plan.shape.variant == "base" else {}
     return {**arena.sizes, **voices, "rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 

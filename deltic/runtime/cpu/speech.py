@@ -57,7 +57,7 @@ class SpeechRunner(Speaker):
         self.vocoder: VocoderStreams = VocoderStreams(
             shape.vocoder,
             vocoder,
-            n_streams=plan.n_streams + 1,
+            n_streams=plan.n_vocoder_slots,
             n_threads=plan.n_threads,
             cpus=plan.cpus,
             allocate=arena.allocate,

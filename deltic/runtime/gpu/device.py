@@ -132,7 +132,7 @@ def speech(levers: Levers) -> Kind[SpeechShape]:
 
     def measure(plan: SpeechPlan) -> dict[str, int]:
         sizes = _counted(lambda allocate: gpu_speech_workspace(plan, levers, allocate))
-        sizes["vocoder states"] = 4 * (plan.n_streams + 1) * state_words(plan.shape.vocoder)
+        sizes["vocoder states"] = 4 * (plan.n_vocoder_slots) * state_words(plan.shape.vocoder)
         return sizes | {"rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 
     return Kind(

@@ -96,7 +96,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         w.decode.numbers.copy_(torch.arange(2 * n, dtype=torch.int32))
         self.model = TtsGpu(shape, weights, plan.max_model_len, levers)
         self.vocoder: GpuVocoderStreams = GpuVocoderStreams(
-            shape.vocoder, vocoder, n_streams=plan.n_streams + 1, levers=levers, device=device, progress=progress
+            shape.vocoder, vocoder, n_streams=plan.n_vocoder_slots, levers=levers, device=device, progress=progress
         )
         places = SpeechPlaces(w, shape.end_id, shape.n_drawn, plan.max_model_len)
         super().__init__(plan, levers, w, places, [self.memory.pages], [self.memory.past])
