@@ -66,6 +66,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def library_file(name: str) -> Path:
+    """The compiled kernels of an instruction set."""
+    return _LIBRARIES / f"cpu_{name}.so"
+
+
 @cache
 def usable_instruction_sets() -> tuple[str, ...]:
     """Names of the compiled instruction sets that this machine can run, best first."""
@@ -73,7 +78,7 @@ def usable_instruction_sets() -> tuple[str, ...]:
     return tuple(
         name
         for name, needed in INSTRUCTION_SETS
-        if needed <= flags and (_LIBRARIES / f"cpu_{name}.so").exists() and load_library(name).deltic_prepare()
+        if needed <= flags and library_file(name).exists() and load_library(name).deltic_prepare()
     )
 
 
@@ -90,7 +95,7 @@ def instruction_set() -> str:
 @cache
 def load_library(name: str) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(_LIBRARIES / f"cpu_{name}.so"))
+        library = ctypes.CDLL(str(library_file(name)))
         library.deltic_prepare  # noqa: B018  of an older build it has none
     except (OSError, AttributeError) as error:
         raise KernelError(

@@ -19,7 +19,7 @@ from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import empty_speech_weights, speech_weight_bytes
 from deltic.models.vocoder.cpu import allocate_vocoder, check_vocoder
 from deltic.models.vocoder.weights import vocoder_weight_bytes
-from deltic.ops.cpu.program import load_library
+from deltic.ops.cpu.program import library_file
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_speech_workspace, build_workspace
 from deltic.runtime.cpu.speech import SpeechRunner
@@ -175,4 +175,4 @@ class Cpu:
 
     def kernels(self, runner: Any) -> Path:
         """What a fingerprint must know of the kernels: the library in use."""
-        return Path(load_library(runner.program.instruction_set)._name)
+        return library_file(runner.program.instruction_set)
