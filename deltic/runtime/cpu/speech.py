@@ -17,7 +17,7 @@ from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights
-from deltic.ops.cpu.program import Program, chosen, instruction_set
+from deltic.ops.cpu.program import Program, instruction_set
 from deltic.ops.cpu.vocoder import multiplies_half
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_speech_workspace
@@ -72,8 +72,7 @@ class SpeechRunner(Speaker):
         self.model.record(self.program, batch.inputs, self.memory, batch.draws, activations)
         self.workspace.sampler.record(self.program, activations.logits)
         self._warm_up()
-        made_by = f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"
-        self.info = engine_info(plan, "cpu", canonical_decode=False, operators=chosen() | {"vocoder": made_by})
+        self.info = engine_info(plan, "cpu", canonical_decode=False, kernels=self.program.instruction_set)
 
     @property
     def has_half_vocoder(self) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
@@ -101,6 +102,7 @@ class GpuRunner(ABC):
             self.plan,
             torch.cuda.get_device_name() if self.is_gpu else "interpreted",
             on_gpu=self.is_gpu,
+            kernels=f"Triton {triton.__version__}",
             canonical_decode=False,
             n_lookahead=1,
             block_size=PAGE_SIZE,
