@@ -66,9 +66,8 @@ class Splits:
         return max(min(self.few, n_tiles), min(self.most, -(-n_tiles // self.few_tiles)))
 
 
-def splits_of(heads: AttentionHeads) -> Splits:
-    """The one choice for a model's heads, whatever the batch."""
-    return Splits()
+SPLITS = Splits()
+"""The one choice, whatever the batch."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def attention_scratch(
     splits: Splits | None = None,
 ) -> AttentionScratch:
     """Room for n_rows rows of at most max_len keys. allocate(name, size, dtype) gives zeroed tensors."""
-    records = (splits or splits_of(heads)).capacity(max_len)
+    records = (splits or SPLITS).capacity(max_len)
     merged, group = -(-records // FAN), heads.n_q // heads.n_kv
     shape = n_rows, heads.n_kv
     return AttentionScratch(
@@ -370,7 +369,7 @@ def attention_decode(
     neither N nor max_len touches the bits. Left out: windows, sinks, quantised pages, several new tokens a row.
     Raises KernelError where shapes, types or the scratch's size do not fit.
     """
-    splits = splits or splits_of(heads)
+    splits = splits or SPLITS
     n_splits, n_rows, n_row = proj.shape
     group, half = heads.n_q // heads.n_kv, cos.shape[1]
     capacity = splits.capacity(max_len)

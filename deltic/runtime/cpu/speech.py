@@ -118,7 +118,7 @@ class SpeechRunner(Speaker):
         for source, target in step.page_copies:
             memory.pages[target].copy_(memory.pages[source])
         result = sampler.read(step)
-        result.codes = batch.read_codes(step)
+        result.codes = batch.read_codes()
         return result
 
     def is_busy(self) -> bool:
