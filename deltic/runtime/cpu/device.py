@@ -9,6 +9,7 @@ from typing import Any
 
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
+from deltic.engine.step import Progress
 from deltic.machine import free_memory_bytes
 from deltic.models.packed import PACKED, map_packed, map_parts, resolve_quantize, through_cache
 from deltic.models.qwen.cpu import check_kernels
@@ -26,8 +27,6 @@ from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.plan import CACHE_SHARE, Kind, Plan, SpeechPlan, TextPlan
 from deltic.runtime.voices import ENCODING_BYTES, MEMORY_BYTES
-
-Progress = Callable[[str, float], None]
 
 DEFAULT_SEQS = 32
 DEFAULT_POOL_BYTES = 2 << 30

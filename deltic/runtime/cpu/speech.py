@@ -7,14 +7,13 @@ what is made of the codes, and when, is `speech.py`'s to say.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights
 from deltic.ops.cpu.program import Program, instruction_set
@@ -25,8 +24,6 @@ from deltic.runtime.cpu.vocoder import VocoderStreams
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import Speaker
-
-Progress = Callable[[str, float], None]
 
 
 class SpeechRunner(Speaker):

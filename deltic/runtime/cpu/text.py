@@ -7,14 +7,13 @@ drawn tokens, is recorded as one program. A step is then: fill the buffers, run 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.qwen.cpu import Memory, Qwen
 from deltic.models.qwen.weights import Weights
 from deltic.ops.cpu.program import Program
@@ -22,8 +21,6 @@ from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_workspace
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import TextPlan
-
-Progress = Callable[[str, float], None]
 
 
 class Runner:
