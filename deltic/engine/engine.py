@@ -1,6 +1,6 @@
 """The engine of one model: scheduler, cache and runner put together, requests in, steps, outputs out.
 
-It is synchronous and knows no sockets: the engine process (`process.py`) and the offline API run it.
+It is synchronous and knows no sockets: the engine process (`host/process.py`) and the offline API run it.
 """
 
 from __future__ import annotations
