@@ -329,8 +329,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     state_bytes: int = 16
     even_context: float = 32768.0
     """Tokens of context at which a token's attention takes as long as all the rest of it."""
-    operators: dict[str, str] = {}
-    """Operator name -> implementation chosen."""
+    kernels: str = ""
+    """Whose kernels run: the CPU's instruction set they were compiled for, or Triton's version."""
     notices: list[str] = []
     n_prompt_ids: int = 0
     """Ids that a prompt may have, where these are not those that can be drawn (speech: rows); 0: vocab_size."""

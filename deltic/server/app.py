@@ -1,7 +1,8 @@
 """The HTTP application: routes, and what is the same for all of them.
 
-Bodies are parsed by `protocol.py`, not by the framework: what a token passes through is bytes and small structs only. The routes
-that generate are in `completions.py`, `responses.py`, `anthropic.py` and `speech.py`.
+Bodies are parsed by the structs of each API (`api/protocol.py` and its like), not by the framework: what a token passes through
+is bytes and small structs only. The routes that generate are in `api/completions.py`, `api/responses.py`, `api/anthropic.py`,
+`api/ollama.py` and `speech/routes.py`.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class Service:
 
     def _about(self) -> dict[str, str]:
         info = self.client.info
-        return {"version": __version__} | ({"device": info.device} if info else {})
+        return {"version": __version__} | ({"device": info.device, "kernels": info.kernels} if info else {})
 
     def admit(self, *, speech: bool = False) -> EngineInfo:
         """What the engine has, for a request that is about to be read. speech: it is to be spoken, not written.

@@ -121,6 +121,22 @@ def test_what_every_planner_does(device: str, name: str) -> None:
         plan(1.5)
 
 
+@pytest.mark.parametrize(("device", "name"), [("cuda", "text"), ("cpu", "speech")])
+def test_a_plan_passes_over_variables_that_mean_nothing_to_it(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = kind_of(device, name)
+    shape: Any = PUBLISHED["qwen3.5-0.8b"] if name == "text" else PUBLISHED_SPEECH["qwen3-tts-0.6b"]
+    settings: dict[str, Any] = {"quantize": "int8"} if device == "cuda" else {"n_checkpoints": 7}
+    for setting in settings:
+        monkeypatch.setenv(f"DELTIC_{setting.upper()}", "given")
+    given, none = (
+        make_plan(config, shape, kind, 1000, 24 * 10**9, 64 * 10**9)
+        for config in (EngineConfig(**settings), EngineConfig())
+    )
+    assert given == none
+
+
 def test_a_gpu_with_room_for_one_checkpoint_has_it() -> None:
     """Without any there are no hits."""
     kind, shape = kind_of("cuda", "text"), PUBLISHED["qwen3.5-2b"]

@@ -13,6 +13,7 @@ from triton.errors import TritonError
 
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
+from deltic.engine.step import Progress
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.packed import PACKED
 from deltic.models.qwen.gpu import RING
@@ -32,8 +33,6 @@ from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.gpu.vocoder import vocoder_bytes
 from deltic.runtime.plan import Kind, Plan, SpeechPlan, TextPlan
-
-Progress = Callable[[str, float], None]
 
 INTERPRETED_BYTES = 2 << 30
 """What a plan may count on where kernels are interpreted."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltic.engine.step import Sequence, Step, StepResult, Voice
+from deltic.engine.step import Progress, Sequence, Step, StepResult, Voice
 from deltic.models.qwen.gpu import PrefillInputs
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.gpu import TtsGpu
@@ -23,7 +23,7 @@ from deltic.runtime.gpu.ahead import Pending
 from deltic.runtime.gpu.buffers import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
-from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Progress, allocate_on
+from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, allocate_on
 from deltic.runtime.gpu.vocoder import GpuVocoderStreams
 from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY, Speaker
