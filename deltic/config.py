@@ -54,7 +54,7 @@ def knob(
     """A dataclass field that is a command-line flag: its default and its help text.
 
     several: the flag may have several values behind it, beside being repeated. device, kind: the only device (cpu, cuda) and the only
-    kind of model (text, speech) for which it means something; see `refuse_foreign`.
+    kind of model (text, speech) for which it means something; see `without_foreign`.
     """
     metadata = {
         "help": text,
@@ -546,13 +546,19 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
         pinned_cpus(config.threads or 1)
 
 
-def refuse_foreign(config: EngineConfig, device: str, kind: str) -> None:
-    """Raises ConfigError for a setting that was given and means nothing on this device (cpu, cuda), or to this kind of model (text,
-    speech). A DELTIC_ variable holds for every model of a server, so it is passed over where it means nothing."""
+def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfig:
+    """The configuration with nothing set that means nothing on this device (cpu, cuda), or to this kind of model (text, speech).
+
+    A DELTIC_ variable holds for every model of a server, so it is passed over there; for a flag it raises ConfigError.
+    """
+    passed_over: dict[str, Any] = {}
     devices = {"cpu": "the CPU", "cuda": "a GPU"}
     for field in dataclasses.fields(config):
         value, holds = getattr(config, field.name), field.metadata
-        if value == field.default or ENV_PREFIX + field.name.upper() in os.environ:
+        if value == field.default or (holds["device"] in (None, device) and holds["kind"] in (None, kind)):
+            continue
+        if ENV_PREFIX + field.name.upper() in os.environ:
+            passed_over[field.name] = field.default
             continue
         shown = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
         given = f"--{field.name.replace('_', '-')}{shown}"
@@ -561,8 +567,8 @@ def refuse_foreign(config: EngineConfig, device: str, kind: str) -> None:
                 f"{given} is for {devices[holds['device']]}, and this model runs on {devices[device]}; leave it out, or give "
                 f"--device {holds['device']}"
             )
-        if holds["kind"] not in (None, kind):
-            raise ConfigError(f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out")
+        raise ConfigError(f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out")
+    return dataclasses.replace(config, **passed_over)
 
 
 def pinned_cpus(n_threads: int) -> tuple[int, ...]:

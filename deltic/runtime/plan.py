@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from deltic.config import ConfigError, EngineConfig, pinned_cpus, refuse_foreign
+from deltic.config import ConfigError, EngineConfig, pinned_cpus, without_foreign
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.qwen.shape import ModelShape
@@ -204,7 +204,7 @@ def make_plan(
     cannot run.
     """
     kind.check(shape)
-    refuse_foreign(config, kind.device, kind.name)
+    config = without_foreign(config, kind.device, kind.name)
     asked = _asked(config, shape, kind, n_real, free_bytes)
     plan = _shrunk(asked, kind, config)
     if plan.spare_bytes < 0:
