@@ -128,11 +128,11 @@ class Cache:
             self._extend_keys(sequence)
 
     def _root(self, sequence: Sequence) -> Node:
-        return self._tree.root(_root_key(sequence))
+        return self._tree.root(root_key(sequence.request))
 
     def _extend_keys(self, sequence: Sequence) -> None:
         keys, tokens = sequence.prefix.keys, sequence.tokens
-        key = keys[-1] if keys else _root_key(sequence)
+        key = keys[-1] if keys else root_key(sequence.request)
         for i in range(len(keys), self._n_canonical(sequence) // PAGE_SIZE):
             key = next_key(key, tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
             keys.append(key)
@@ -560,10 +560,6 @@ class Cache:
                 units.update(held)
         self.store.check(pages, slots, units)
         self.places.check(places)
-
-
-def _root_key(sequence: Sequence) -> bytes:
-    return root_key(sequence.request.party, sequence.request.cache_salt)
 
 
 def _within(where: list[Any], tier: int) -> bool:

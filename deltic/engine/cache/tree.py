@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from deltic.engine.messages import Request
 from deltic.ops.geometry import PAGE_SIZE
 
 DEVICE, HOST, DISK = 0, 1, 2
@@ -47,11 +48,11 @@ class Geometry:
         return (end - start) * (1.0 + (start + end) / 2 / self.even_context)
 
 
-def root_key(party: str, salt: str) -> bytes:
+def root_key(request: Request) -> bytes:
     """The key before the first page: who shares prefixes, and whatever decides KV and state beside the tokens. An adapter would
-    join here. party: without a line end."""
+    join here."""
     # Another hash than that of next_key, lest a salt be made up of another salt's key and tokens.
-    both = f"{party}\n{salt}".encode("utf-8", "surrogatepass")
+    both = f"{request.party}\n{request.cache_salt}".encode("utf-8", "surrogatepass")
     return blake2b(both, digest_size=16, person=b"deltic salt").digest()
 
 
