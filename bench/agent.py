@@ -1,17 +1,21 @@
 """The prefix cache under coding agents: `python -m bench.agent --dummy qwen3.5-0.8b --quantize int8`.
 
-Replays the trace of `bench.agent_trace` on an engine in this process, as the server would run it: the same templates, message
-boundaries and steps; prompts are rendered in another thread, as the server renders them in another process. A session sends its
-next request when the answer to the last one is complete; several sessions run at once. So the ids of every prompt and of every
-answer are known here, and with them what the best of all caches could have reused (`agent_trace.Oracle`): of everything computed
-by the time a request was made, the longest beginning in common, in whole pages. The headline is the share of that which was reused.
+Replays the trace of `bench.agent_trace` on an engine in this process, as the server would run it: the same
+templates, message boundaries and steps; prompts are rendered in another thread, as the server renders them in
+another process. A session sends its next request when the answer to the last one is complete; several
+sessions run at once. So the ids of every prompt and of every answer are known here, and with them what the
+best of all caches could have reused (`agent_trace.Oracle`): of everything computed by the time a request was
+made, the longest beginning in common, in whole pages. The headline is the share of that which was reused.
 
-runs   "all"        pools so large that nothing need leave them; what they hold in the end is the memory the trace wants
+runs   "all"        pools so large that nothing need leave them; in the end they hold the memory the trace
+                    wants
        "share S"    pools of S times as many pages and as many checkpoints, and no host memory below them
        "off"        with --off: without a prefix cache (each turn computes its whole prompt: slow)
-cold   prompts that share nothing, one at a time, on an engine with the cache and on one without, in turns: what it costs to have it
+cold   prompts that share nothing, one at a time, on an engine with the cache and on one without, in turns:
+       the cost of having it
 
-A time to the first token is counted from when the prompt was rendered, waiting for a place in the engine's step included.
+A time to the first token is counted from when the prompt was rendered, waiting for a place in the engine's
+step included.
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ from deltic.text import Tokenizer
 
 Row = dict[str, Any]
 Event = tuple[str, Row, list[int]]
-"""What happened to a request, in order: "asked", "computed" (its prompt) or "answered"; its row; token ids."""
+"""What happened to a request, in order: "asked", "computed" (its prompt) or "answered"; its row; token ids.
+"""
 
 QUICK: Row = {
     "sessions": 2,
@@ -142,8 +147,9 @@ class Replay:
         ignore_eos: bool = True,
         on_turn: Callable[[Row], None] = lambda row: None,
     ) -> None:
-        """gap_s: mean time between two sessions' arrivals. own: the model's answers become the history, as the parser
-        reads them; else the recorded ones. ignore_eos: answers are as long as the trace says."""
+        """gap_s: mean time between two sessions' arrivals. own: the model's answers become the history, as
+        the parser reads them; else the recorded ones. ignore_eos: answers are as long as the trace says.
+        """
         self._engine = engine
         self._tokenizer = tokenizer
         self._trace = trace
@@ -242,10 +248,12 @@ class Replay:
 
 
 def add_best(events: Sequence[Event]) -> None:
-    """Adds to the row of each request what could have been reused, afterwards, so that it costs the replay no time.
+    """Adds to the row of each request what could have been reused, afterwards, so that it costs the replay no
+    time.
 
-    best_tokens: of what was computed when it was made; best_exact_tokens: were it not for whole pages; best_waiting_tokens:
-    if it waited for every prompt that had been asked before it, as the engine does for a little while.
+    best_tokens: of what was computed when it was made; best_exact_tokens: were it not for whole pages;
+    best_waiting_tokens: if it waited for every prompt that had been asked before it, as the engine does for a
+    little while.
     """
     computed, asked = Oracle(), Oracle()
     for what, row, ids in events:
@@ -315,8 +323,9 @@ class Bench:
         self.ignore_eos = arguments.dummy is not None or not self.own
 
     def pools(self) -> Row:
-        """Counts with which nothing should have to leave: every session twice over, and a checkpoint for every message of
-        every turn, if that much memory is free."""
+        """Counts with which nothing should have to leave: every session twice over, and a checkpoint for
+        every message of every turn, if that much memory is free.
+        """
         arguments = self.arguments
         n_pages = arguments.n_pages or 2 * arguments.sessions * pages_for(self.max_tokens)
         n_left = POOLS_SHARE * free_memory_bytes() - n_pages * self.shape.page_bytes(PAGE_SIZE)
@@ -437,7 +446,10 @@ def prefill_s(engine: Engine, prompt: Prompt) -> float:
 
 
 def cold_summary(rows: Sequence[Row]) -> list[Row]:
-    """Medians by length. The ratio is taken prompt by prompt: both engines met the same machine within a second."""
+    """Medians by length.
+
+    The ratio is taken prompt by prompt: both engines met the same machine within a second.
+    """
     found = []
     for length in dict.fromkeys(row["length"] for row in rows):
         of = [row for row in rows if row["length"] == length]
@@ -507,7 +519,9 @@ def show(result: Row, console: Console) -> None:
 
 
 def draw(result: Row, path: Path) -> None:
-    """Writes a PNG: time to the first token over turns and over new tokens, reuse over turns, and the cold cost."""
+    """Writes a PNG: time to the first token over turns and over new tokens, reuse over turns, and the cold
+    cost.
+    """
     figure = Figure(figsize=(18, 4.6))
     by_turn, by_new, reuse, cold = figure.subplots(1, 4)
     for i, run in enumerate(result["runs"]):

@@ -1,12 +1,14 @@
 """Conversations of coding agents, made from a seed, and the most of them that a prefix cache could reuse.
 
-A trace stands for what an engine gets from tools that write code: a few sessions share one system prompt and one list of
-tools; a session is a loop of answers with a tool call, tool results of very different lengths (most short, some whole files), and
-now and then a word of the user's. Some turns go back: the same request again, an earlier message edited, or turns undone. A
-thinking session's thoughts stay in the prompt until the user speaks again; then the template drops them.
+A trace stands for what an engine gets from tools that write code: a few sessions share one system prompt and
+one list of tools; a session is a loop of answers with a tool call, tool results of very different lengths
+(most short, some whole files), and now and then a word of the user's. Some turns go back: the same request
+again, an earlier message edited, or turns undone. A thinking session's thoughts stay in the prompt until the
+user speaks again; then the template drops them.
 
-What a session says depends on the seed and on its number only, never on time or on what the model answered, so two runs
-with recorded answers send the same prompts. All sizes are for sessions of FULL_SIZE tokens and shrink with a smaller limit.
+What a session says depends on the seed and on its number only, never on time or on what the model answered,
+so two runs with recorded answers send the same prompts. All sizes are for sessions of FULL_SIZE tokens and
+shrink with a smaller limit.
 
 `Oracle` knows what could have been reused: an upper bound for any prefix cache on this trace, in this order.
 """
@@ -63,7 +65,9 @@ class Writer:
         self._count = count
 
     def text(self, kind: str, n_tokens: int) -> str:
-        """Lines of `kind` ("prose", "code", "log" or "listing"), of at least n_tokens in all and a line more at the most."""
+        """Lines of `kind` ("prose", "code", "log" or "listing"), of at least n_tokens in all and a line more
+        at the most.
+        """
         line = {"prose": self._prose, "code": self._code, "log": self._log, "listing": self._listing}[kind]
         lines: list[str] = []
         n = 0
@@ -166,7 +170,10 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """One session: its messages so far, and the turns to come. Sizes and places depend on the trace's seed only."""
+    """One session: its messages so far, and the turns to come.
+
+    Sizes and places depend on the trace's seed only.
+    """
 
     trace: Trace
     number: int

@@ -1,7 +1,8 @@
-"""docs/cli.md, made from the parsers of the command line: `python -m bench.cli` writes it, `--check` only looks.
+"""docs/cli.md, made from the parsers of the command line: `python -m bench.cli` writes it, `--check` only
+looks.
 
-A group of flags that has a title (engine, model, server, load, speech) is written once, behind the commands; a command says which of its
-flags it takes.
+A group of flags that has a title (engine, model, server, load, speech) is written once, behind the commands;
+a command says which of its flags it takes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Groups = dict[str, list[argparse.Action]]
 
 
 def commands(top: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """(name, parser) of each command that can be run, in the parser's order: `deltic bench serve`, not `deltic bench`."""
+    """(name, parser) of each command that can be run, in the parser's order: `deltic bench serve`, not
+    `deltic bench`.
+    """
     below = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
     for action in below:
         for child in action.choices.values():
@@ -41,7 +44,7 @@ def commands(top: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Argum
 
 
 def groups(command: argparse.ArgumentParser) -> Groups:
-    """Its arguments by the title of their group, without --help; "" for those that belong to no titled group."""
+    """Its arguments by the title of their group ("" for a group without one), without --help."""
     found: Groups = {"": []}
     for group in command._action_groups:
         title = "" if group in (command._positionals, command._optionals) else group.title or ""

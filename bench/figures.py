@@ -1,12 +1,13 @@
-"""Takes the runs that the documents' tables are made of: `python -m bench.figures cpu`, on a machine that does nothing else.
+"""Takes the runs that the documents' tables are made of: `python -m bench.figures cpu`, on a machine that
+does nothing else.
 
     python -m bench.figures cpu --minutes 60 --peers /tmp/peers --published /tmp/qwen-tts/bin/python
-    python -m bench.figures gpu-text --out $OUT --commit $(git rev-parse --short=12 HEAD)     (then gpu-more, gpu-speech)
-    python -m bench.tables                                                                     (writes them into the documents)
+    python -m bench.figures gpu-text --out $OUT --commit $(git rev-parse --short=12 HEAD)
+    python -m bench.tables        (writes them into the documents; before it, gpu-more and gpu-speech)
 
-Results go to bench/runs/<date>-<machine>, what the commands print to a log beside them. A step that the minutes left do not hold
-is passed over; --only and --skip choose. A tree with uncommitted changes is refused. --commit notes which commit it is where the
-files are a copy without history.
+Results go to bench/runs/<date>-<machine>, what the commands print to a log beside them. A step that the
+minutes left do not hold is passed over; --only and --skip choose. A tree with uncommitted changes is refused.
+--commit notes which commit it is where the files are a copy without history.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Step:
-    """Commands that belong together. `minutes`: how long they take on the machines of the kept runs; `python` begins each.
+    """Commands that belong together.
 
-    In a command {out}, {scratch}, {peers}, {published} and {minutes} stand for the directory of the results, one that is thrown away,
-    where the peers are, the other package's Python and the time left.
+    `minutes`: how long they take on the machines of the kept runs; `python` begins each. In a command {out},
+    {scratch}, {peers}, {published} and {minutes} stand for the directory of the results, one that is thrown
+    away, where the peers are, the other package's Python and the time left.
     """
 
     name: str
@@ -143,7 +145,10 @@ PLANS = {
 
 
 def chosen(plan: Sequence[Step], only: str, skip: str) -> list[Step]:
-    """The steps that --only and --skip (names with commas between) leave. Raises ValueError for an unknown name."""
+    """The steps that --only and --skip (names with commas between) leave.
+
+    Raises ValueError for an unknown name.
+    """
     wanted, unwanted = ({part for part in text.split(",") if part} for text in (only, skip))
     names = {step.name for step in plan}
     if unknown := (wanted | unwanted) - names:

@@ -1,7 +1,8 @@
 """What the host costs a step: `python -m bench.host`, on the built-in model, where nothing else costs much.
 
 engine    schedule, fill the buffers, read the tokens, commit: a step less its program, in this process
-recorded  the program as one call from Python, against a call for each operator, against recording it anew each step
+recorded  the program as one call from Python, against a call for each operator, against recording it anew in
+          each step
 server    CPU time of the HTTP process a token: detokenise, render, send; from /proc, while N streams run
 """
 

@@ -1,7 +1,9 @@
-"""Products with packed matrices, by format, rows and instruction set: `python -m bench.linear --instructions amx --threads 16`.
+"""Products with packed matrices, by format, rows and instruction set:
+`python -m bench.linear --instructions amx --threads 16`.
 
-The weights are as many copies as no longer fit into the caches (a few for many rows, which take long enough). Prints bytes of
-weights and operations a second, medians of 7, beside the read bandwidth, and the error against float32 products.
+The weights are as many copies as no longer fit into the caches (a few for many rows, which take long enough).
+Prints bytes of weights and operations a second, medians of 7, beside the read bandwidth, and the error
+against float32 products.
 """
 
 from __future__ import annotations

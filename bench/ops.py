@@ -1,4 +1,5 @@
-"""Each operator at a model's shapes, beside what the machine can do at best: `python -m bench.ops qwen3.5-0.8b`.
+"""Each operator at a model's shapes, beside what the machine can do at best:
+`python -m bench.ops qwen3.5-0.8b`.
 
 Up to 64 rows are that many decodes, each with 1,024 tokens behind it; more rows are one prefill chunk of
 one sequence with as much behind it. Weights are copied until they fit into the caches no better than
@@ -148,7 +149,9 @@ class Workload:
         return Case(name, size, n_per_step, program, 1, n_bytes, n_operations, decodes_only)
 
     def linear_case(self, what: str, n_out: int, n_in: int, n_per_step: int, role: Role = "plain") -> Case:
-        """A linear over copies of its weight, each used once a run. role: of the weight, which decides the format."""
+        """A linear over copies of its weight, each used once a run. role: of the weight, which decides the
+        format.
+        """
         format = format_of(role, self.quantize)
         weight = Matrix.n_bytes_of(n_out, n_in, format)
         n_copies = max(1, min(MAX_COPIES, min(CACHE_BYTES, self.weight_bytes) // weight))
@@ -458,7 +461,9 @@ def find_shape(name: str | None) -> tuple[str, ModelShape]:
 
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """Measures, prints a table and a last line of JSON, and writes a JSON file; 0. config: its threads and quantize count."""
+    """Measures, prints a table and a last line of JSON, and writes a JSON file; 0. config: its threads and
+    quantize count.
+    """
     n_threads, quantize = config.threads or n_usable_cpus(), config.quantize
     rows = sorted(numbers(arguments.rows, "--rows", int))
     name, shape = find_shape(arguments.shape)

@@ -1,14 +1,16 @@
 """Deltic side by side with llama.cpp and transformers: the same random checkpoint, machine and minutes.
 
-    python -m bench.peers                                  (from the root of a checkout with the CPU kernels built)
+    python -m bench.peers                     (from the root of a checkout with the CPU kernels built)
     python -m bench.peers --rounds 1 --n 1,16 --prefill 512 --engines deltic,llama.cpp-bf16
 
-Makes an environment of its own for the peers (llama.cpp is compiled for this machine: minutes to half an hour), writes the
-checkpoint and its GGUF forms, checks that all engines give the same logits, then measures in interleaved rounds. Each engine
-is a process that has its model loaded; all but the one that is measured are stopped (SIGSTOP), since idle thread pools spin.
-All decode as many tokens behind prompts of one length, and all have computed a prompt of the same length before a prefill counts.
-Options of llama.cpp are tried for each of its formats and each number of sequences. Ours is timed with everything a step does,
-theirs without sampling. With --minutes no round begins that would end too late. Writes JSON, a table and a plot to bench/runs/.
+Makes an environment of its own for the peers (llama.cpp is compiled for this machine: minutes to half an
+hour), writes the checkpoint and its GGUF forms, checks that all engines give the same logits, then measures
+in interleaved rounds. Each engine is a process that has its model loaded; all but the one that is measured
+are stopped (SIGSTOP), since idle thread pools spin. All decode as many tokens behind prompts of one length,
+and all have computed a prompt of the same length before a prefill counts. Options of llama.cpp are tried for
+each of its formats and each number of sequences. Ours is timed with everything a step does, theirs without
+sampling. With --minutes no round begins that would end too late. Writes JSON, a table and a plot to
+bench/runs/.
 """
 
 from __future__ import annotations
@@ -63,17 +65,24 @@ WITHOUT_AMX = "-DGGML_NATIVE=OFF " + " ".join(
         *("AVX_VNNI", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16"),
     )
 )
-"""Where there is AMX: everything but it. Its kernels for Q8_0 end this version with a general protection fault (LOG.md)."""
+"""Where there is AMX: everything but it.
+
+Its kernels for Q8_0 end this version with a general protection fault (LOG.md).
+"""
 
 
 LEAST_COSINE = {16: 0.99, 8: 0.9, 4: 0.3}
-"""By bits a weight: between the logits of an engine and those of transformers in bfloat16, for it to be the same model."""
+"""By bits a weight: between the logits of an engine and those of transformers in bfloat16, for it to be the
+same model.
+"""
 
 TUNE_TOKENS = 64
 """Of each sequence before llama.cpp's options are tried on it."""
 
 PREFILL_WARM_UP = "a prompt of the same length"
-"""What every engine computes just before a prefill that counts; llama.cpp besides the prompt itself once, in its fresh context."""
+"""What every engine computes just before a prefill that counts; llama.cpp besides the prompt itself once, in
+its fresh context.
+"""
 
 N_ATTEMPTS = 3
 """Times that a figure is taken when it is disturbed."""
@@ -88,8 +97,8 @@ class Worker:
 
     def __init__(self, name: str, python: Path, module: str, config: dict[str, Any], log: Path) -> None:
         self.name, self.log = name, log
-        # In a session of its own: when a shell that started the driver in the background ends, the kernel continues
-        # every stopped process of that job.
+        # In a session of its own: when a shell that started the driver in the background ends, the kernel
+        # continues every stopped process of that job.
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", module, json.dumps(config)],
@@ -135,7 +144,9 @@ def build_flags() -> str:
 
 
 def make_environment(directory: Path, n_jobs: int) -> tuple[Path, dict[str, str]]:
-    """The Python of an environment that holds the packages (made, or completed, when it does not) and their versions."""
+    """The Python of an environment that holds the packages (made, or completed, when it does not) and their
+    versions.
+    """
     python = directory / "bin" / "python"
     if not python.exists():
         print(f"making an environment for the peers in {directory}", flush=True)
@@ -168,7 +179,10 @@ def installed(python: Path) -> dict[str, str] | None:
 
 
 def make_models(directory: Path, shape_name: str, python: Path, n_threads: int) -> dict[str, int]:
-    """Writes what is missing of the checkpoint and its GGUF forms; the bytes of weights that a GGUF's step reads."""
+    """Writes what is missing of the checkpoint and its GGUF forms.
+
+    The bytes of weights that a GGUF's step reads.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory.parent / ".gitignore").write_text("*\n")
     checkpoint, sizes = directory / "hf", directory / "bytes.json"
@@ -184,7 +198,8 @@ def make_models(directory: Path, shape_name: str, python: Path, n_threads: int) 
 
 
 def chosen_lanes(text: str | None) -> list[Lane]:
-    """The lanes of --engines (engines or lanes, with commas between); of ours, those that this version can run.
+    """The lanes of --engines (engines or lanes, with commas between); of ours, those that this version can
+    run.
 
     Raises ConfigError.
     """
@@ -249,7 +264,9 @@ class Comparison:
         self.figures: list[dict[str, Any]] = []
         self.roofs: list[dict[str, Any]] = []
         self.tuning: dict[str, Any] = {}
-        """llama.cpp's options for decode and prefill by lane and number of sequences, and the trials that chose them."""
+        """llama.cpp's options for decode and prefill by lane and number of sequences, and the trials that
+        chose them.
+        """
         self.workloads = [Workload("decode", n) for n in arguments.n] + [
             Workload("prefill", n) for n in arguments.prefill
         ]
@@ -276,7 +293,10 @@ class Comparison:
                 self.tuning[lane.name] = self._tune(self.workers[lane.name])
 
     def _tune(self, worker: Worker) -> dict[str, Any]:
-        """llama.cpp's faster settings on this machine, for this lane and each number of sequences; it keeps them."""
+        """llama.cpp's faster settings on this machine, for this lane and each number of sequences.
+
+        It keeps them.
+        """
         vocab_size = self.shape.vocab_size
         (prompt,) = prompts("tune", 1, 256, vocab_size)
         found = {}
@@ -296,8 +316,10 @@ class Comparison:
             worker.close()
 
     def check(self) -> dict[str, Any]:
-        """Each lane's logits against those of transformers, or else of another engine than ours: least cosine over the
-        positions, and at how many of them the likeliest token is the same. Raises PeerFailed when bfloat16 lanes disagree."""
+        """Each lane's logits against those of transformers, or else of another engine than ours: least cosine
+        over the positions, and at how many of them the likeliest token is the same. Raises PeerFailed when
+        bfloat16 lanes disagree.
+        """
         (prompt,) = prompts("check", 1, 48, self.shape.vocab_size)
         (follow,) = prompts("follow", 1, 8, self.shape.vocab_size)
         found: dict[str, np.ndarray] = {}
@@ -324,8 +346,9 @@ class Comparison:
         return {"reference": first, "lanes": result}
 
     def calmly(self, worker: Worker, take: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """What `take` (given the attempt) finds, with `others`: the attempt with the least other work beside it, ended by the
-        first that had the CPUs to itself."""
+        """What `take` (given the attempt) finds, with `others`: the attempt with the least other work beside
+        it, ended by the first that had the CPUs to itself.
+        """
         tried = []
         patience = self.arguments.patience
         for attempt in range(N_ATTEMPTS):

@@ -1,7 +1,8 @@
 """How busy the machine is with other work, from /proc (Linux; elsewhere it counts as idle).
 
-A pool of as many threads as there are CPUs loses far more than another process takes: every barrier waits for the thread that
-was put aside. So a figure is worth something only with the CPUs to itself, and each one records whether it had them.
+A pool of as many threads as there are CPUs loses far more than another process takes: every barrier waits for
+the thread that was put aside. So a figure is worth something only with the CPUs to itself, and each one
+records whether it had them.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ def read(pid: int | None = None) -> Reading:
 
 
 def others(before: Reading, after: Reading) -> float:
-    """CPUs that other work kept busy between two readings of the same process; ticks are coarse, so small is nothing."""
+    """CPUs that other work kept busy between two readings of the same process; ticks are coarse, so small is
+    nothing.
+    """
     took = after.wall_s - before.wall_s
     return max(0.0, (after.all_s - before.all_s) - (after.own_s - before.own_s)) / max(took, 1e-9)
 
 
 def wait_until_idle(most: float, patience_s: float, look_s: float = 0.5) -> float:
-    """Waits until other work keeps at most `most` CPUs busy for a moment, or patience ends; seconds waited."""
+    """Waits until other work keeps at most `most` CPUs busy, or patience ends; returns the seconds waited."""
     start = time.monotonic()
     while time.monotonic() - start < patience_s:
         before = read()

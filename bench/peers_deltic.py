@@ -1,4 +1,5 @@
-"""Deltic in this comparison: its engine as the offline API runs it, every step whole (schedule, forward, draw, commit).
+"""Deltic in this comparison: its engine as the offline API runs it, every step whole (schedule, forward,
+draw, commit).
 
 With no model it is the machine's worker: it measures the two roofs and loads nothing.
 """
@@ -102,8 +103,11 @@ class Deltic:
         return {"seconds": took}
 
     def check(self, prompt: list[int], follow: list[int], file: str) -> dict[str, Any]:
-        """Logits after the prompt, then after each of `follow`. The engine draws its own tokens, so each is the end of a prompt
-        of one step: the same bits as decoding it."""
+        """Logits after the prompt, then after each of `follow`.
+
+        The engine draws its own tokens, so each is the end of a prompt of one step: the same bits as decoding
+        it.
+        """
         found = []
         for n in range(len(follow) + 1):
             request_id = self._add(prompt + follow[:n], 2)

@@ -1,11 +1,12 @@
-"""The checkpoint as GGUF, for llama.cpp: bfloat16 through the `gguf` package, then quantised by llama.cpp itself.
+"""The checkpoint as GGUF, for llama.cpp: bfloat16 through the `gguf` package, then quantised by llama.cpp
+itself.
 
     python -m bench.peers_gguf CHECKPOINT OUT THREADS      (in the environment of the peers)
 
-Writes OUT/bf16.gguf, OUT/q8_0.gguf, OUT/q4_k_m.gguf, OUT/q4_0.gguf and, last, OUT/bytes.json: for each the bytes of weights
-that a decode step reads. The format's conventions (names, decay as -exp(A_log), zero-centred norms stored as 1 + w, value
-heads in tiled rather than grouped order) are those that llama.cpp's graph for "qwen35" expects. There is no vocabulary: the
-engines exchange token ids.
+Writes OUT/bf16.gguf, OUT/q8_0.gguf, OUT/q4_k_m.gguf, OUT/q4_0.gguf and, last, OUT/bytes.json: for each the
+bytes of weights that a decode step reads. The format's conventions (names, decay as -exp(A_log), zero-centred
+norms stored as 1 + w, value heads in tiled rather than grouped order) are those that llama.cpp's graph for
+"qwen35" expects. There is no vocabulary: the engines exchange token ids.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""llama.cpp through its low-level interface, as llama-cpp-python packages it (runs in the environment of the peers).
+"""llama.cpp through its low-level interface, as llama-cpp-python packages it (runs in the environment of the
+peers).
 
-A context is made for each workload, with as many sequences as it has, so that no workload pays for another's cache. Physical
-batches are 512 tokens. Decode steps ask for the logits of every sequence and feed given tokens: no sampling is timed.
+A context is made for each workload, with as many sequences as it has, so that no workload pays for another's
+cache. Physical batches are 512 tokens. Decode steps ask for the logits of every sequence and feed given
+tokens: no sampling is timed.
 """
 
 from __future__ import annotations
@@ -98,8 +100,9 @@ class Llama:
         self.info = {"n_ubatch": UBATCH, "system": ll.llama_print_system_info().decode()}
 
     def tune(self, prompts: list[list[int]], prompt: list[int]) -> dict[str, Any]:
-        """Chooses the faster settings of flash attention and, for decodes of so many sequences, of one cache for all, by a quick
-        trial of each; they hold from here on."""
+        """Chooses the faster settings of flash attention and, for decodes of so many sequences, of one cache
+        for all, by a quick trial of each; they hold from here on.
+        """
         decode: list[dict[str, Any]] = []
         for flash, unified in itertools.product((False, True), (False, True) if len(prompts) > 1 else (False,)):
             trial = {"flash": flash, "unified": unified}

@@ -1,7 +1,9 @@
-"""One random checkpoint at a published shape, in the Hugging Face layout: what every engine of the comparison loads.
+"""One random checkpoint at a published shape, in the Hugging Face layout: what every engine of the comparison
+loads.
 
-Dense text models only. The values are drawn as those of `deltic.models.qwen.weights.dummy_weights` are: unit fan-in matrices,
-norms near their rest, decays from a few tokens to thousands; so activations and states stay in the range of trained ones.
+Dense text models only. The values are drawn as those of `deltic.models.qwen.weights.dummy_weights` are: unit
+fan-in matrices, norms near their rest, decays from a few tokens to thousands; so activations and states stay
+in the range of trained ones.
 
     python -m bench.peers_model SHAPE DIRECTORY
 """
@@ -128,7 +130,10 @@ def draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor
 
 
 def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0) -> None:
-    """Writes config.json, the safetensors files and their index; the config comes last and so marks a complete one."""
+    """Writes config.json, the safetensors files and their index.
+
+    The config comes last and so marks a complete one.
+    """
     config = config_json(shape)
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)

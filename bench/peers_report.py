@@ -1,8 +1,9 @@
-"""Results of `bench.peers`: from raw figures to medians, ratios within a round, tables and the plot. Pure but for the files.
+"""Results of `bench.peers`: from raw figures to medians, ratios within a round, tables and the plot.
 
-A figure is a dict: round, workload ("decode 16", "prefill 512"), lane ("llama.cpp-q8_0"), tok_s, and `others`: the CPUs that
-other work took meanwhile. A ratio is taken between figures of one round, where both engines met the same machine; the median
-over the rounds is reported with its range. Figures that were disturbed are left out, unless there are no others.
+Pure but for the files. A figure is a dict: round, workload ("decode 16", "prefill 512"), lane
+("llama.cpp-q8_0"), tok_s, and `others`: the CPUs that other work took meanwhile. A ratio is taken between
+figures of one round, where both engines met the same machine; the median over the rounds is reported with its
+range. Figures that were disturbed are left out, unless there are no others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ OURS = "deltic"
 
 @dataclass(frozen=True)
 class Lane:
-    """One engine with one weight format. `width`: bits of a weight, by which formats are set against each other."""
+    """One engine with one weight format.
+
+    `width`: bits of a weight, by which formats are set against each other.
+    """
 
     engine: str
     format: str
@@ -66,8 +70,8 @@ class Workload:
 class Cost:
     """What a lane's model must do at least; states and cache are not counted.
 
-    weight_bytes: read by one step. body_params, head_params: elements of the matrices that every token, and every
-    sequence's last token, is multiplied with.
+    weight_bytes: read by one step. body_params, head_params: elements of the matrices that every token, and
+    every sequence's last token, is multiplied with.
     """
 
     weight_bytes: int
@@ -75,7 +79,7 @@ class Cost:
     head_params: int
 
     def least_s(self, workload: Workload, read: float, multiply: float) -> float:
-        """Seconds of a step, or of the prefill's one reading, at the roofs (bytes and operations a second)."""
+        """Seconds of a step, or of the one prefill, at the roofs (bytes and operations a second)."""
         n_heads = workload.size if workload.kind == "decode" else 1
         n_operations = 2.0 * (workload.size * self.body_params + n_heads * self.head_params)
         return max(self.weight_bytes / read, n_operations / multiply)
@@ -114,7 +118,7 @@ def summarise(figures: Sequence[Row], roofs: Sequence[Row], lanes: Sequence[Lane
     speeds, ratios = [], []
 
     def usable(workload: str, *names: str) -> tuple[list[int], bool]:
-        """Rounds that have a figure of each lane, undisturbed if there are such; whether they are disturbed."""
+        """Rounds that have a figure of each lane, undisturbed ones if any; and whether they are disturbed."""
         found = [r for r in rounds if all((workload, name, r) in by_key for name in names)]
         calm = [r for r in found if all(by_key[workload, name, r]["others"] <= MOST_OTHERS for name in names)]
         return calm or found, not calm
@@ -145,7 +149,10 @@ def summarise(figures: Sequence[Row], roofs: Sequence[Row], lanes: Sequence[Lane
 
 
 def speed_cells(summary: Row) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: tok/s, median and range over the rounds, and the share of the roof; a star where the CPUs were shared with other work."""
+    """Header and rows: tok/s, median and range over the rounds, and the share of the roof.
+
+    A star where the CPUs were shared with other work.
+    """
     lanes = list(dict.fromkeys(s["lane"] for s in summary["speeds"]))
     rows: dict[str, list[str]] = {}
     for s in summary["speeds"]:

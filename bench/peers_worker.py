@@ -1,13 +1,17 @@
-"""The child's side of the comparison: one engine with its model loaded, asked through JSON lines on stdin and stdout.
+"""The child's side of the comparison: one engine with its model loaded, asked through JSON lines on stdin and
+stdout.
 
     {"do": "decode", "prompts": [[id, ...], ...], "n_steps": 24}   ->  {"step_s": [seconds, ...]}
-    {"do": "prefill", "prompt": [id, ...]}                          ->  {"seconds": s}
-    {"do": "check", "prompt": ..., "follow": [id, ...], "file": f}  ->  {}, and in the file float32 [1 + follow, V]: the logits
-                                                                        after the prompt and after each token that follows
-    {"do": "tune", "prompts": [...], "prompt": [...]}              ->  {"options": ..., "tried": ...} (llama.cpp only)
-    {"do": "roofs"}                                                 ->  what the machine can do (the machine's worker only)
+    {"do": "prefill", "prompt": [id, ...]}                         ->  {"seconds": s}
+    {"do": "check", "prompt": ..., "follow": [id, ...], "file": f} ->  {}
+    {"do": "tune", "prompts": [...], "prompt": [...]}              ->  {"options": ..., "tried": ...}
+    {"do": "roofs"}                                                ->  what the machine can do
 
-The first line it writes is {"ready": {...}}: what it is and how it is set. Standard library only: it runs in two environments.
+The file of a check gets float32 [1 + follow, V]: the logits after the prompt and after each token that
+follows. Only llama.cpp is tuned, and only the machine's worker knows roofs.
+
+The first line it writes is {"ready": {...}}: what it is and how it is set. Standard library only: it runs in
+two environments.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ PR_SET_PDEATHSIG, SIGKILL = 1, 9
 def serve(build: Callable[[dict[str, Any]], Any]) -> None:
     """Builds the engine from the JSON in the last argument, then answers until stdin ends.
 
-    `build` returns an object with `info` and a method for each thing it can be asked. What a library prints goes to stderr.
+    `build` returns an object with `info` and a method for each thing it can be asked. What a library prints
+    goes to stderr.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,18 +1,21 @@
 """What the prefix cache does to a request, over HTTP: `python -m bench.prefix [--dummy qwen3.5-0.8b]`.
 
-Two servers of our own run side by side, with the cache and without; only one of them has work at a time. Items, each measured
-once a round:
-  system        chat with a system message of 448 tokens, then with another user message of 64: TTFT of the second over the first's
+Two servers of our own run side by side, with the cache and without; only one of them has work at a time.
+Items, each measured once a round:
+  system        chat with a system message of 448 tokens, then with another user message of 64: TTFT of the
+                second over the first's
   repeat        a completion of 512 token ids, twice: TTFT of the second over the first's
-  conversation  30 turns of a chat, each answer put into the history: TTFT fitted as a + b * new tokens + c * all tokens
+  conversation  30 turns of a chat, each answer put into the history: TTFT fitted as
+                a + b * new tokens + c * all tokens
   cold 512, cold 2048   two prompts that nobody sent before, to both servers: TTFT with the cache over without
-  restart       a conversation on a server with --cache-dir; the server is started again: cached tokens of the next turn, then
-                over before
-  short         2,000 prompts of 200 tokens that share 128, 8 at once, to both servers: time with the cache over without
+  restart       a conversation on a server with --cache-dir; the server is started again: cached tokens of the
+                next turn, then over before
+  short         2,000 prompts of 200 tokens that share 128, 8 at once, to both servers: time with the cache
+                over without
 
-What is fair about it: no two rounds share a prompt; the halves of a ratio come from the same minute of the same machine, with
-the order of the servers changing; the client is on the same cores for both. An answer of one token ends with the first event that
-counts, so nothing that the detokenizer holds back can hide its time.
+What is fair about it: no two rounds share a prompt; the halves of a ratio come from the same minute of the
+same machine, with the order of the servers changing; the client is on the same cores for both. An answer of
+one token ends with the first event that counts, so nothing that the detokenizer holds back can hide its time.
 """
 
 from __future__ import annotations
@@ -110,8 +113,8 @@ async def ask(endpoint: Endpoint, body: Row) -> Answered:
 def fit_ttft(points: Sequence[tuple[float, float, float]]) -> Row | None:
     """Least squares of seconds = a + b * new tokens + c * all tokens over (new, all, seconds).
 
-    None for fewer than four points, or where both counts rise as one, as without a cache. `total_share`: the part of the
-    mean time that c * all tokens makes, 0 if a turn costs its new tokens only.
+    None for fewer than four points, or where both counts rise as one, as without a cache. `total_share`: the
+    part of the mean time that c * all tokens makes, 0 if a turn costs its new tokens only.
     """
     if len(points) < 4:
         return None
@@ -247,7 +250,9 @@ class Bench:
         return {"value": fit["total_share"] if fit else None, "fit": fit, "turns": turns}
 
     async def cold(self, on: Endpoint, off: Endpoint, n_tokens: int) -> Row:
-        """Two prompts that are new to both servers: each server is the first to get one of them, as that is slower."""
+        """Two prompts that are new to both servers: each server is the first to get one of them, as that is
+        slower.
+        """
         spent = {"on": 0.0, "off": 0.0}
         for turn in range(2):
             body = {"prompt": self.prompts.ids(n_tokens), "max_tokens": 1}
@@ -259,7 +264,9 @@ class Bench:
         return {"value": spent["on"] / spent["off"], "on_s": spent["on"], "off_s": spent["off"]}
 
     async def restart(self) -> Row:
-        """The next turn of a conversation, before and after the server was started again with the same directory."""
+        """The next turn of a conversation, before and after the server was started again with the same
+        directory.
+        """
         messages: list[Message] = [{"role": "system", "content": self.prompts.text(SYSTEM_TOKENS)}]
         found = []
         with tempfile.TemporaryDirectory(prefix="deltic-prefix-") as directory:
@@ -322,7 +329,7 @@ def _points(turns: Sequence[Row]) -> list[tuple[float, float, float]]:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """A row for each item: median and range of its value, and whether that meets the target, if it has one."""
+    """A row for each item: median and range of its value, and whether it meets its target, if any."""
     found = []
     for item in dict.fromkeys(row["item"] for row in rows):
         of = [row for row in rows if row["item"] == item]

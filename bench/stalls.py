@@ -1,9 +1,10 @@
-"""How long running answers stand still while long prompts arrive: `python -m bench.stalls --dummy qwen3.5-0.8b`.
+"""How long running answers stand still while long prompts arrive:
+`python -m bench.stalls --dummy qwen3.5-0.8b`.
 
-Some answers decode; then prompts are computed beside them, one after another. Measured for each target of a step's time
-(`--max-itl-ms` of the server) are the gaps between an answer's tokens, alone and beside the prompts, and what the target costs
-the prompts. Answers repeat one token, whose text is whole, so every token is an event. Prints a table, writes JSON with every
-gap and a PNG, and ends with one line of JSON.
+Some answers decode; then prompts are computed beside them, one after another. Measured for each target of a
+step's time (`--max-itl-ms` of the server) are the gaps between an answer's tokens, alone and beside the
+prompts, and what the target costs the prompts. Answers repeat one token, whose text is whole, so every token
+is an event. Prints a table, writes JSON with every gap and a PNG, and ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -204,7 +205,10 @@ def bench(arguments: argparse.Namespace, serve: list[str]) -> int:
 
 
 def _draw(path: Path, picture: Path) -> None:
-    """Writes `picture` (PNG) of a result: every gap over time, and their distribution. Raises ModuleNotFoundError."""
+    """Writes `picture` (PNG) of a result: every gap over time, and their distribution.
+
+    Raises ModuleNotFoundError.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,5 @@
-"""Seconds from the command to `/ready`, and which stage they go to: `python -m bench.start --dummy qwen3.5-0.8b`.
+"""Seconds from the command to `/ready`, and which stage they go to:
+`python -m bench.start --dummy qwen3.5-0.8b`.
 
 Each start is a fresh server process with its engine; files are warm in the system's cache after the first.
 """
@@ -24,8 +25,9 @@ from deltic.commands.settings import server_arguments
 from deltic.config import BUILT_IN, ConfigError
 
 STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache", "fit")
-"""What the engine reports: interpreter, importing torch, sizing, reading weights, allocating and warming up, on a GPU
-compiling and recording instead, opening --cache-dir, timing steps for --max-itl-ms."""
+"""What the engine reports: interpreter, importing torch, sizing, reading weights, allocating and warming up,
+on a GPU compiling and recording instead, opening --cache-dir, timing steps for --max-itl-ms.
+"""
 
 
 async def start_once(serve: list[str]) -> dict[str, float]:
@@ -42,7 +44,10 @@ async def start_once(serve: list[str]) -> dict[str, float]:
 
 
 def bench(arguments: argparse.Namespace, serve: list[str]) -> int:
-    """Prints a table and a last line of JSON, and writes a JSON file. Exit status 1 when the server did not start."""
+    """Prints a table and a last line of JSON, and writes a JSON file.
+
+    Exit status 1 when the server did not start.
+    """
     if arguments.starts < 1:
         raise ConfigError(f"--starts {arguments.starts}: must be at least 1")
     console = Console(stderr=True)

@@ -1,10 +1,11 @@
-"""The tables of the documents, made from the raw runs that are kept: `python -m bench.tables` rewrites them, `--check` only looks.
+"""The tables of the documents, made from the raw runs that are kept: `python -m bench.tables` rewrites them,
+`--check` only looks.
 
-A document says where: what stands between `<!-- table NAME -->` and `<!-- end -->` is written by the function of that name in
-`TABLES`. A run counts when its tree is not known to have had uncommitted changes; where it was a copy without
-history, the table says that no commit was recorded. Of each kind the newest counts, with those that were taken at the
-same commit in the same directory as further rounds of it. A cell is a median with the least and the most of its rounds.
-`bench.figures` takes the runs.
+A document says where: what stands between `<!-- table NAME -->` and `<!-- end -->` is written by the function
+of that name in `TABLES`. A run counts when its tree is not known to have had uncommitted changes; where it
+was a copy without history, the table says that no commit was recorded. Of each kind the newest counts, with
+those that were taken at the same commit in the same directory as further rounds of it. A cell is a median
+with the least and the most of its rounds. `bench.figures` takes the runs.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Runs:
         return sorted(kept, key=lambda run: str(run.data["date"]))
 
     def newest(self, name: str, gpu: bool = False) -> list[Run]:
-        """The newest whose file is called so (a pattern), and the others of its directory and commit; oldest first."""
+        """The newest whose file is called so (a pattern), and the others of its directory and commit; oldest
+        first.
+        """
         found = [run for run in self.clean if run.path.match(name) and (GPU in run.path.parent.name) == gpu]
         return [run for run in found if run.key == found[-1].key]
 
@@ -216,7 +219,10 @@ def workload_name(name: str) -> str:
 
 
 def peer_rows(data: Row) -> Iterator[tuple[Row, list[Row], list[Row]]]:
-    """(our speed, theirs, ratios) of each workload and width. Prefills count where all engines had been warmed up alike."""
+    """(our speed, theirs, ratios) of each workload and width.
+
+    Prefills count where all engines had been warmed up alike.
+    """
     summary = data["summary"]
     for ours in (row for row in summary["speeds"] if row["lane"] in OURS):
         if ours["workload"].startswith("prefill") and "prefill_warm_up" not in data:
@@ -651,7 +657,8 @@ def broken(part: str) -> str:
 def filled(text: str, runs: Runs, document: Path) -> str:
     """The document with its marked parts made anew. Raises KeyError for a name that is not in TABLES.
 
-    A part that begins on the marker's line stays in its sentence. Lines of prose are broken; a table's are not.
+    A part that begins on the marker's line stays in its sentence. Lines of prose are broken; a table's are
+    not.
     """
     to_runs = os.path.relpath(runs.directory, document.parent)
 

@@ -1,7 +1,7 @@
 """The command line: `deltic serve | chat | run | say | pack | plan | warmup | doctor | bench WHAT | version`.
 
-A command's module is imported when it runs, so `deltic --help` answers at once. Its flags are in commands/flags.py or
-bench/flags.py.
+A command's module is imported when it runs, so `deltic --help` answers at once. Its flags are in
+commands/flags.py or bench/flags.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ Result = int | str | None
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its help, what adds its flags, its function as `module:function` below deltic, and what makes the
-    values that the function is called with."""
+    """A command: its help, what adds its flags, its function as `module:function` below deltic, and what
+    makes the values that the function is called with.
+    """
 
     help: str
     flags: Callable[[argparse.ArgumentParser], None]
@@ -83,14 +84,19 @@ def _models(arguments: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def _check_names(engine: EngineConfig, about: ModelConfig) -> None:
-    """Raises ConfigError where the last of several names must have been meant as the MODEL, of which there is none."""
+    """Raises ConfigError where the last of several names must have been meant as the MODEL, of which there is
+    none.
+    """
     *others, last = about.served_model_name or ("",)
     if others and engine.model == BUILT_IN and engine.dummy is None and ("/" in last or Path(last).exists()):
         raise ConfigError(f"--served-model-name takes every word behind it, {last!r} too; give the MODEL before it")
 
 
 def _further(words: Sequence[str]) -> argparse.Namespace:
-    """What stands behind an `--and`: a model and its flags, and perhaps another `--and`. Raises ConfigError."""
+    """What stands behind an `--and`: a model and its flags, and perhaps another `--and`.
+
+    Raises ConfigError.
+    """
     group = parsed(["serve", *words])
     if not {"model", "dummy"} & vars(group).keys():
         raise ConfigError("--and needs a MODEL behind it, or --dummy SHAPE")

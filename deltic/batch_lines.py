@@ -105,7 +105,9 @@ def read(text: bytes, line: int) -> Job:
 
 
 def parse(text: bytes, line: int) -> Job:
-    """As read, but what cannot be sent gets `error` instead of `body`, and keeps its custom_id where it has one."""
+    """As read, but what cannot be sent gets `error` instead of `body`, and keeps its custom_id where it has
+    one.
+    """
     try:
         return read(text, line)
     except BadLine as error:
@@ -163,10 +165,11 @@ def _begins_result(line: bytes) -> bool:
 
 
 def wait_s(status: int, headers: Mapping[str, str], n_tries: int) -> float | None:
-    """Seconds after which a request that was answered with `status` is worth another try; None: it has its answer.
+    """Seconds after which a request that was answered with `status` is worth another try; None: it has its
+    answer.
 
-    A server that is full (429) or has no engine at the moment (503) is waited for however often it says so; at any other fault of
-    the server a request has N_TRIES. headers: with their names in lower case.
+    A server that is full (429) or has no engine at the moment (503) is waited for however often it says so;
+    at any other fault of the server a request has N_TRIES. headers: with their names in lower case.
     """
     if status in (429, 503) or (status >= 500 and n_tries < N_TRIES and headers.get("x-should-retry") != "false"):
         try:

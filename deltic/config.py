@@ -1,7 +1,7 @@
 """Every knob of Deltic, in two stages: as given (flags, environment) and resolved (frozen, complete).
 
-This is the only file that reads the environment or invents a default. `--help` and the command line's parser are
-made from the fields below: a field is a flag, its metadata the help text.
+This is the only file that reads the environment or invents a default. `--help` and the command line's parser
+are made from the fields below: a field is a flag, its metadata the help text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class MayPass(ConfigError):
 
 
 def exit_status(error: Exception) -> int:
-    """Of a command that an error ends: 2 where a setting is wrong, which no later start mends, 1 for all else."""
+    """Of a command that an error ends: 2 where a setting is wrong, which no later start mends, 1 for all
+    else.
+    """
     return 2 if isinstance(error, ValueError) and not isinstance(error, MayPass) else 1
 
 
@@ -199,7 +201,9 @@ class ModelConfig:
     )
 
     def names(self, own: str) -> tuple[str, ...]:
-        """What it is called in /v1/models, first the name in its answers. own: the model's, where no other is given."""
+        """What it is called in /v1/models, first the name in its answers. own: the model's, where no other is
+        given.
+        """
         return tuple(n for n in dict.fromkeys(self.served_model_name) if not _is_pattern(n)) or (own,)
 
     @property
@@ -389,7 +393,8 @@ def resolve(
     environ: typing.Mapping[str, str] = os.environ,
     table: typing.Mapping[str, Any] = types.MappingProxyType({}),
 ) -> T:
-    """Flags over `DELTIC_<FIELD>` variables over those of a file over defaults; unknown flags and malformed values are errors.
+    """Flags over `DELTIC_<FIELD>` variables over those of a file over defaults; unknown flags and malformed
+    values are errors.
 
     table: of a file, which its `config` is; what is not of `cls` is passed over. Raises ConfigError.
     """
@@ -516,7 +521,9 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, str]) -> None:
-    """Raises ConfigError for a value that no model and no machine could make right. called: settings that are no flags."""
+    """Raises ConfigError for a value that no model and no machine could make right. called: settings that are
+    no flags.
+    """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         flag = called.get(field.name, "--" + field.name.replace("_", "-"))
@@ -574,7 +581,10 @@ def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfi
 
 
 def pinned_cpus(n_threads: int) -> tuple[int, ...]:
-    """The CPU of each thread when threads are bound: the first of the affinity mask. Raises ConfigError if there are fewer."""
+    """The CPU of each thread when threads are bound: the first of the affinity mask.
+
+    Raises ConfigError if there are fewer.
+    """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--pin-threads: this system does not let threads be bound to CPUs; leave it out")
     if n_threads > len(CPUS):

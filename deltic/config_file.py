@@ -22,9 +22,9 @@ AND = "and"
 
 
 def read_config(path: Path) -> list[dict[str, Any]]:
-    """What the file says of each model, by the names of fields; of the server with the first. Values are as the file has them.
-    `config` is the file, for complaints.
+    """What the file says of each model, by the names of fields; of the server with the first.
 
+    Values are as the file has them. `config` is the file, for complaints.
     Raises ConfigError for a file that cannot be read, and for a key that is no setting.
     """
     top = _load(path)

@@ -57,7 +57,10 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     """All that were drawn, the stop token included."""
     finish_reason: str | None = None
-    """"stop", "length", "tool_calls", "error" or "abort"; a call that was cut short has another than tool_calls."""
+    """"stop", "length", "tool_calls", "error" or "abort".
+
+    A call that was cut short has another than tool_calls.
+    """
     reasoning: str = ""
     tool_calls: list[dict[str, str]] = field(default_factory=list)
     """Each with `id`, `name` and `arguments` (JSON text); from `chat` with tools."""
@@ -111,9 +114,9 @@ class LLM:
     ) -> list[Completion]:
         """Continues each prompt (text, or token ids); completions in the prompts' order.
 
-        `params`: for all prompts, or one for each. `cache_salt`: prefixes are shared only with requests of the same
-        salt. `use_cache`: False neither reads nor feeds the prefix cache. Raises ValueError, and runs none, when one
-        cannot run.
+        `params`: for all prompts, or one for each. `cache_salt`: prefixes are shared only with requests of
+        the same salt. `use_cache`: False neither reads nor feeds the prefix cache. Raises ValueError, and
+        runs none, when one cannot run.
         """
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
@@ -135,8 +138,9 @@ class LLM:
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
-        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt` and `use_cache` are
-        generate's. `template_settings` are the template's, or the request's enable_thinking and reasoning_effort.
+        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt` and
+        `use_cache` are generate's. `template_settings` are the template's, or the request's enable_thinking
+        and reasoning_effort.
         Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say.
         """
         if self._template is None:
@@ -176,9 +180,10 @@ class LLM:
         self._engine.reset_cache()
 
     def close(self) -> None:
-        """Lets what is on its way to the cache_dir get there. Nothing can run afterwards. Closing twice is fine.
+        """Lets what is on its way to the cache_dir get there.
 
-        An LLM that is dropped, or lives to the end of the program, is closed by that.
+        Nothing can run afterwards. Closing twice is fine. An LLM that is dropped, or lives to the end of the
+        program, is closed by that.
         """
         self._close()
 

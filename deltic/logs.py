@@ -9,7 +9,8 @@ import sys
 
 
 class JsonFormatter(logging.Formatter):
-    """time (UTC), level, logger, message; `fields` of the record beside them; the traceback under `exception`.
+    """time (UTC), level, logger, message; `fields` of the record beside them; the traceback under
+    `exception`.
 
     Nothing but ASCII: what a client sent cannot reach a terminal as a control character.
     """

@@ -1,4 +1,7 @@
-"""What this process may use: CPUs with their quotas, free memory with its limits, and the CPU's name. Imports nothing of ours."""
+"""What this process may use: CPUs with their quotas, free memory with its limits, and the CPU's name.
+
+Imports nothing of ours.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def n_usable_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """CPUs this process may use, as threads to start: its affinity mask, and the container's quota when there is one;
-    at most MAX_THREADS.
+    """CPUs this process may use, as threads to start: its affinity mask, and the container's quota when there
+    is one; at most MAX_THREADS.
 
-    A quota of a CPU and a half is one thread: two would be stopped for a quarter of each period, and a step waits for
-    the last of them.
+    A quota of a CPU and a half is one thread: two would be stopped for a quarter of each period, and a step
+    waits for the last of them.
     """
     n_cpus = len(CPUS)
     for group in _control_groups("cpu", proc, cgroup):
@@ -40,10 +43,12 @@ def n_usable_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def _control_groups(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
-    """Directories of the control groups of this process that may limit it, each tree from the process's own group up to the root.
+    """Directories of the control groups of this process that may limit it, each tree from the process's own
+    group up to the root.
 
-    `cgroup` mounts version 2 (one tree), or version 1 (a tree for each controller), or both side by side. Inside a container the
-    path may be one of the host's that is not mounted: the root of what is mounted is then the container's own group.
+    `cgroup` mounts version 2 (one tree), or version 1 (a tree for each controller), or both side by side.
+    Inside a container the path may be one of the host's that is not mounted: the root of what is mounted is
+    then the container's own group.
     """
     lines = [line.split(":", 2) for line in _lines(proc / "self/cgroup")]
     groups = {name: path for _, names, path in lines for name in names.split(",")}  # version 2 has no name
@@ -83,17 +88,19 @@ def free_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def memory_bound() -> str:
-    """ " under" and the limit that `free_memory_bytes` follows, for behind its figure; empty where it is the machine."""
+    """The limit that `free_memory_bytes` follows, as " under ..." to put after its figure; empty where that
+    is the machine's memory.
+    """
     limit = free_memory().limit
     return f" under {limit}" if limit else ""
 
 
 def free_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> FreeMemory:
-    """What this process may still take: the machine's available memory, or less under a limit of its own, or of a control group
-    that it is in, at whatever level.
+    """What this process may still take: the machine's available memory, or less under a limit of its own, or
+    of a control group that it is in, at whatever level.
 
-    The file cache counts as free in a group, too: the kernel drops it when memory is asked for, and a checkpoint that was
-    just downloaded is all file cache.
+    The file cache counts as free in a group, too: the kernel drops it when memory is asked for, and a
+    checkpoint that was just downloaded is all file cache.
     """
     free = [FreeMemory(int(_table(proc / "meminfo")["MemAvailable:"]) * 1024, "")]
     for group in _control_groups("memory", proc, cgroup):
@@ -127,7 +134,9 @@ MEMORY_FILES = (
 
 
 def n_oom_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """Processes of this process's control group that the kernel has ended for want of memory; None where it does not say."""
+    """Processes of this process's control group that the kernel has ended for want of memory; None where it
+    does not say.
+    """
     for group in _control_groups("memory", proc, cgroup):
         for file in "memory.events", "memory.oom_control":  # cgroup v2, v1
             if found := _table(group / file).get("oom_kill"):

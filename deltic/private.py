@@ -14,8 +14,11 @@ def is_ours(uid: int) -> bool:
 
 
 def make_private(flag: str, directory: Path) -> None:
-    """Makes a directory for this user alone, unless it is there. flag: of the setting that names it. Raises ConfigError when others
-    own it or may write to it, so that its files may be anybody's; OSError when it cannot be made."""
+    """Makes a directory for this user alone, unless it is there. flag: of the setting that names it.
+
+    Raises ConfigError when others own it or may write to it, so that its files may be anybody's; OSError when
+    it cannot be made.
+    """
     directory.mkdir(0o700, parents=True, exist_ok=True)
     told = directory.stat()
     if not is_ours(told.st_uid):

@@ -13,7 +13,9 @@ from deltic.ops.matrix import FORMATS, Matrix, row_bytes
 
 
 def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:
-    """Bytes per second of reading memory once, best of five passes over `n_bytes` (more than the caches hold)."""
+    """Bytes per second of reading memory once, best of five passes over `n_bytes` (more than the caches
+    hold).
+    """
     data = torch.ones(n_bytes // 4, dtype=torch.float32)
     program = Program(n_threads)
     program.call("deltic_read_memory", data, n_bytes, torch.empty(n_bytes >> 20))
@@ -21,8 +23,9 @@ def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:
 
 
 def multiply_peak(n_threads: int, format: str = "bf16") -> float:
-    """Operations per second (a multiply-add is two) of the kernels' inner tile on operands in the first-level cache:
-    bfloat16, or int8 for a quantised format."""
+    """Operations per second (a multiply-add is two) of the kernels' inner tile on operands in the first-level
+    cache: bfloat16, or int8 for a quantised format.
+    """
     n_tasks, n_repeats, k = 4 * n_threads, 4000, 256
     w = Matrix.empty(32, k, FORMATS[format])
     w.data.zero_()

@@ -1,7 +1,8 @@
 """Text on both sides of the engine: tokenizer, incremental detokenizer, stop strings.
 
-The tokenizer itself is the `tokenizers` library; this file decides which text may become a special token, turns ids
-into bytes one by one, and finds stop strings in a stream. It imports no torch and holds no request state of its own.
+The tokenizer itself is the `tokenizers` library; this file decides which text may become a special token,
+turns ids into bytes one by one, and finds stop strings in a stream. It imports no torch and holds no request
+state of its own.
 """
 
 from __future__ import annotations
@@ -20,21 +21,27 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-# The library's own threads would take the engine's cores, and complain when the engine process is started again.
+# The library's own threads would take the engine's cores, and complain when the engine process is started
+# again.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TRUSTED = "\udcff"
-"""Put before a special token's literal to say that it is meant. A lone surrogate: no valid JSON or UTF-8 holds one,
-so no user can write it."""
+"""Put before a special token's literal to say that it is meant.
+
+A lone surrogate: no valid JSON or UTF-8 holds one, so no user can write it.
+"""
 
 _MOST_BYTES_COMPOSED = 4
-"""More than how much shorter NFC makes a text: 3.5 times (U+1FBE U+0308 U+0341, 7 bytes of UTF-8, to U+0390)."""
+"""More than how much shorter NFC makes a text: 3.5 times (U+1FBE U+0308 U+0341, 7 bytes of UTF-8, to U+0390).
+"""
 
 PIECE_CHARACTERS = 65_536
 """Of a longer text, what is encoded at once."""
 
 MOST_UNCUT = 1_000_000
-"""Characters without a place where a token is certain to end: a word, or white space, of which nobody has so much."""
+"""Characters without a place where a token is certain to end: a word, or white space, of which nobody has so
+much.
+"""
 
 UNKNOWN_TOKEN = "\N{REPLACEMENT CHARACTER}".encode()
 """What an id that names no token decodes to (padding rows of the embedding; random weights draw them)."""
@@ -54,7 +61,10 @@ class UnreadableText(TokenizerError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no such file. Raises TokenizerError for a malformed one."""
+    """The object in a JSON file, {} where there is no such file.
+
+    Raises TokenizerError for a malformed one.
+    """
     if not path.exists():
         return {}
     try:
@@ -69,8 +79,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class Tokenizer:
     """Byte-level BPE of one checkpoint: text to ids, ids to text, id to bytes.
 
-    Added tokens that are not special (`<think>`, `<tool_call>`) are single ids wherever they are written, and they
-    stay in decoded text. Special ones (`<|im_end|>`) become ids only where the caller says so.
+    Added tokens that are not special (`<think>`, `<tool_call>`) are single ids wherever they are written, and
+    they stay in decoded text. Special ones (`<|im_end|>`) become ids only where the caller says so.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -91,7 +101,9 @@ class Tokenizer:
         """One more than the largest id that names a token; the model's vocabulary may be padded beyond it."""
         self._bytes: list[bytes | None] = [None] * self.n_tokens
         self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
-        """Texts of ids that are whole characters, as far as they were needed; without and with special tokens skipped."""
+        """Texts of ids that are whole characters, as far as they were needed; without and with special tokens
+        skipped.
+        """
         literals = sorted(map(re.escape, self._id_of_special), key=len, reverse=True)
         self._literal = re.compile("|".join(literals)) if literals else None
         self._trusted = re.compile(f"{TRUSTED}({'|'.join(literals)})") if literals else None
@@ -115,8 +127,8 @@ class Tokenizer:
     def encode(self, text: str, specials: Specials = "text") -> list[int]:
         """Token ids of `text` (str without lone surrogates, except TRUSTED).
 
-        specials: "parse" makes every special literal its id (a prompt that the caller wrote whole), "trusted" only
-        those behind TRUSTED (a rendered chat), "text" none (content). The rest is encoded between them.
+        specials: "parse" makes every special literal its id (a prompt that the caller wrote whole), "trusted"
+        only those behind TRUSTED (a rendered chat), "text" none (content). The rest is encoded between them.
         """
         ids: list[int] = []
         for some in self.encode_pieces(text, specials):
@@ -124,8 +136,9 @@ class Tokenizer:
         return ids
 
     def encode_pieces(self, text: str, specials: Specials = "text") -> Iterator[list[int]]:
-        """As `encode`, a few thousand ids at a time: of a long text the library would keep a hundred times its size, and the
-        interpreter stand still while its ids become Python's. Raises UnreadableText."""
+        """As `encode`, a few thousand ids at a time: of a long text the library would keep a hundred times
+        its size, and the interpreter stand still while its ids become Python's. Raises UnreadableText.
+        """
         pattern = {"parse": self._literal, "trusted": self._trusted, "text": None}[specials]
         end = 0
         for match in pattern.finditer(text) if pattern else ():
@@ -135,7 +148,9 @@ class Tokenizer:
         yield from self._encode((text[end:] if end else text).replace(TRUSTED, ""))
 
     def _encode(self, text: str) -> Iterator[list[int]]:
-        """The ids of a text without special tokens: at once if it is short, else between places where tokens are certain to end."""
+        """The ids of a text without special tokens: at once if it is short, else between places where tokens
+        are certain to end.
+        """
         start = 0
         while len(text) - start > PIECE_CHARACTERS and self.has_known_cuts:
             end = min(start + PIECE_CHARACTERS, len(text))
@@ -154,7 +169,10 @@ class Tokenizer:
             yield self._encode_piece(text[start:] if start else text)
 
     def encode_end(self, text: str, n: int, specials: Specials) -> list[int]:
-        """The last `n` ids of `encode(text, specials)`: of a long text no more is read than they take. Raises UnreadableText."""
+        """The last `n` ids of `encode(text, specials)`: of a long text no more is read than they take.
+
+        Raises UnreadableText.
+        """
         pieces: list[list[int]] = []
         n_ids, start = 0, len(text)
         while start and n_ids < n:
@@ -216,8 +234,8 @@ class Tokenizer:
     def least_tokens(self, text: str, limit: int) -> int:
         """A number of tokens that `text` has at least, from its size alone: cheap, where encoding is not.
 
-        For texts that may be much longer than `limit` tokens: 0 for others, and at most 1 when the tokenizer may drop
-        text, so that its size says nothing.
+        For texts that may be much longer than `limit` tokens: 0 for others, and at most 1 when the tokenizer
+        may drop text, so that its size says nothing.
         """
         text = text.replace(TRUSTED, "")
         n_bytes = len(text.encode("utf-8", "surrogatepass"))
@@ -228,7 +246,9 @@ class Tokenizer:
 
     @cached_property
     def _keeps_text(self) -> bool:
-        """Whether nothing of a text is dropped: it is normalised by NFC at most, and no added token takes white space with it."""
+        """Whether nothing of a text is dropped: it is normalised by NFC at most, and no added token takes
+        white space with it.
+        """
         added = self._backend.get_added_tokens_decoder().values()
         strips = any(token.lstrip or token.rstrip for token in added)
         return not strips and isinstance(self._backend.normalizer, normalizers.NFC | None)
@@ -245,7 +265,9 @@ class Tokenizer:
 
     @cached_property
     def has_known_cuts(self) -> bool:
-        """Whether text is cut by one of the family's patterns, and nothing else is done to it that looks across a cut."""
+        """Whether text is cut by one of the family's patterns, and nothing else is done to it that looks
+        across a cut.
+        """
         stage = self._backend.pre_tokenizer
         match json.loads(stage.__getstate__()) if stage is not None else None:
             case {
@@ -258,7 +280,9 @@ class Tokenizer:
         return False
 
     def last_cut(self, text: str) -> int:
-        """The last place before which the tokens of `text` are those of any text that begins with it; -1: there is none."""
+        """The last place before which the tokens of `text` are those of any text that begins with it; -1:
+        there is none.
+        """
         if not self.has_known_cuts:
             return -1
         # An added token that were cut would have both characters.
@@ -267,7 +291,10 @@ class Tokenizer:
 
     @cached_property
     def _max_token_bytes(self) -> int:
-        """Bytes of the longest token, or of any text where text may be dropped. Takes 0.1 s for a large vocabulary."""
+        """Bytes of the longest token, or of any text where text may be dropped.
+
+        Takes 0.1 s for a large vocabulary.
+        """
         if not self._keeps_text:
             return sys.maxsize
         # One character of the byte-level alphabet is one byte; of an added token, it may be more.
@@ -276,7 +303,9 @@ class Tokenizer:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet of GPT-2: printable Latin-1 stands for itself, the rest for U+0100 and up, in order."""
+    """The byte-level alphabet of GPT-2: printable Latin-1 stands for itself, the rest for U+0100 and up, in
+    order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -323,11 +352,11 @@ def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
 
 
 class IncrementalEncoder:
-    """Text to ids as it comes: all of `push` and `flush` together are the ids of the whole text without the white space at its end,
-    for any cut.
+    """Text to ids as it comes: all of `push` and `flush` together are the ids of the whole text without the
+    white space at its end, for any cut.
 
-    What is given out no further text can change: it is encoded up to the last place where the family's pre-tokenizer cuts whatever
-    follows, once. With another pre-tokenizer nothing comes before `flush`.
+    What is given out no further text can change: it is encoded up to the last place where the family's
+    pre-tokenizer cuts whatever follows, once. With another pre-tokenizer nothing comes before `flush`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -352,7 +381,9 @@ class IncrementalEncoder:
 
 
 def _is_ever(character: str, kind: str) -> bool:
-    """Whether a character is of a major category in Unicode 3.2 and in Python's: then it is in the library's, whatever that is."""
+    """Whether a character is of a major category in Unicode 3.2 and in Python's: then it is in the library's,
+    whatever that is.
+    """
     return unicodedata.ucd_3_2_0.category(character)[0] == unicodedata.category(character)[0] == kind
 
 
@@ -367,9 +398,10 @@ DIGITS = frozenset("0123456789")
 
 
 def _is_boundary(before: str, after: str) -> bool:
-    """Whether it is certain that a token of the family's ends between two characters, whatever stands around them: where a line
-    begins with something visible; between that and a space, a tab or a digit; behind a digit, which is a token of its own, before
-    ASCII; and behind a letter before a line's end, punctuation or a symbol. NFC composes none of them with what is before it.
+    """Whether it is certain that a token of the family's ends between two characters, whatever stands around
+    them: where a line begins with something visible; between that and a space, a tab or a digit; behind a
+    digit, which is a token of its own, before ASCII; and behind a letter before a line's end, punctuation or
+    a symbol. NFC composes none of them with what is before it.
     """
     if before in "\r\n" or after in " \t" or after in DIGITS:
         seen = after if before in "\r\n" else before
@@ -382,7 +414,8 @@ def _is_boundary(before: str, after: str) -> bool:
 
 
 class Detokenizer:
-    """Ids to text as they come, for one sequence: `push(a) + push(b) + flush()` equals `decode(a + b)`, for any cut.
+    """Ids to text as they come, for one sequence: `push(a) + push(b) + flush()` equals `decode(a + b)`, for
+    any cut.
 
     Bytes that could still become a character are held back, at most three; each id costs O(1).
     """
@@ -415,11 +448,12 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed in a stream of text; neither it nor any part of it is emitted, unless
-    it is to be.
+    """Finds the first stop string to be completed in a stream of text; neither it nor any part of it is
+    emitted, unless it is to be.
 
-    Read character by character, the stop string that ends first wins, so the result does not depend on the cuts;
-    of two that end together the longer wins. Text that may be the beginning of a stop string is held back.
+    Read character by character, the stop string that ends first wins, so the result does not depend on the
+    cuts; of two that end together the longer wins. Text that may be the beginning of a stop string is held
+    back.
     """
 
     def __init__(self, stops: Sequence[str], includes: bool = False) -> None:

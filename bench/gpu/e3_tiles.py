@@ -1,8 +1,8 @@
 """E3: does a column of a matrix product have the same bits in every tile shape?
 
-Weights are the M side, tokens the N side, K walked in order without a split, float32 accumulator. One column alone and among
-others through token tiles 16 to 128, weight tiles 64 and 128, K blocks 64 and 128; bfloat16 and e4m3. Decides whether tile
-shapes may follow the batch. `python -m bench.gpu.e3_tiles`
+Weights are the M side, tokens the N side, K walked in order without a split, float32 accumulator. One column
+alone and among others through token tiles 16 to 128, weight tiles 64 and 128, K blocks 64 and 128; bfloat16
+and e4m3. Decides whether tile shapes may follow the batch. `python -m bench.gpu.e3_tiles`
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """E4: is a row of a matrix instruction's result free of the other rows, whatever they hold?
 
-One token in a tile of 16, 64 or 128 with others that are zero, masked, random, infinite or NaN; the token on the narrow (N) and
-on the wide (M) side; and a tile whose other *weight* rows are NaN. Decides whether rows that are not in use may hold garbage, and
-whether one token may ride in a chunk's tile. `python -m bench.gpu.e4_rows`
+One token in a tile of 16, 64 or 128 with others that are zero, masked, random, infinite or NaN; the token on
+the narrow (N) and on the wide (M) side; and a tile whose other *weight* rows are NaN. Decides whether rows
+that are not in use may hold garbage, and whether one token may ride in a chunk's tile.
+`python -m bench.gpu.e4_rows`
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""E7: from how many rows on does the vendor's bfloat16 product change the bits of a row, and do ours agree with it?
+"""E7: from how many rows on does the vendor's bfloat16 product change the bits of a row, and do ours agree
+with it?
 
-Row 0 of torch.mm with 1 to 8,192 rows against 8,192, for every linear of three models, with and without the library's leave to
-sum its K splits in bfloat16; and an unsplit Triton product, K in order, against it. Decides where prefill may use the library
-without leaving the decode's bits. `python -m bench.gpu.e7_cublas_rows`
+Row 0 of torch.mm with 1 to 8,192 rows against 8,192, for every linear of three models, with and without the
+library's leave to sum its K splits in bfloat16; and an unsplit Triton product, K in order, against it.
+Decides where prefill may use the library without leaving the decode's bits.
+`python -m bench.gpu.e7_cublas_rows`
 """
 
 from __future__ import annotations

@@ -55,8 +55,9 @@ def parser(text: str | None = None) -> argparse.ArgumentParser:
 def run(
     name: str, parts: dict[str, Callable[[Callable[..., None]], None]], arguments: argparse.Namespace | None = None
 ) -> None:
-    """Runs each part with a `row(**cells)` function that prints a line and keeps it; --out DIR gets NAME.json. arguments: of a `parser`
-    with flags of its own."""
+    """Runs each part with a `row(**cells)` function that prints a line and keeps it; --out DIR gets
+    NAME.json. arguments: of a `parser` with flags of its own.
+    """
     arguments = arguments or parser().parse_args()
     torch.manual_seed(0)
     result: dict[str, Any] = {

@@ -1,9 +1,10 @@
 """Speech on a GPU in one call: the three targets, and where the time of a frame goes.
 
-Targets (random weights of the shape, bfloat16, over HTTP, `deltic bench speech`): one stream's real-time factor at most 0.10; at 16
-streams 60 seconds of audio a second; at 10 requests a second that come at random, 95 of 100 hear something within 34 ms, and no stream
-runs dry. Then, in this process, a frame as it is served (steps of the engine, the vocoder beside them) and its recordings alone, by
-CUDA events: decodes, prefills, chunks of the vocoder, each beside the other; and the kernels of a decode by name.
+Targets (random weights of the shape, bfloat16, over HTTP, `deltic bench speech`): one stream's real-time
+factor at most 0.10; at 16 streams 60 seconds of audio a second; at 10 requests a second that come at random,
+95 of 100 hear something within 34 ms, and no stream runs dry. Then, in this process, a frame as it is served
+(steps of the engine, the vocoder beside them) and its recordings alone, by CUDA events: decodes, prefills,
+chunks of the vocoder, each beside the other; and the kernels of a decode by name.
 `python -m bench.gpu.speech --out bench/runs/...`
 """
 
@@ -169,7 +170,9 @@ class Frames:
             self.end(n)
 
     def kernels(self, row: Row) -> None:
-        """What a decode starts, by name: times a frame, microseconds each, and of the whole frame; by the profiler."""
+        """What a decode starts, by name: times a frame, microseconds each, and of the whole frame; by the
+        profiler.
+        """
         for n in self._sizes()[:2]:
             self.begin(n)
             recording, n_replays = self.runner.decode_of(n, 512), 3
@@ -213,7 +216,10 @@ def replayed(
 
 
 def both_ms(*pairs: tuple[Recording, torch.cuda.Stream | None], n_replays: int = 40) -> list[float]:
-    """Milliseconds of a replay of each, where all are replayed at once; the longer one runs alone at its end."""
+    """Milliseconds of a replay of each, where all are replayed at once.
+
+    The longer one runs alone at its end.
+    """
     torch.cuda.synchronize()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in pairs]
     for (_, stream), (begin, _) in zip(pairs, events, strict=True):

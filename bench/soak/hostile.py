@@ -1,7 +1,8 @@
-"""The soak's hostile clients: connections that say nothing, or too much, and texts that look like something else.
+"""The soak's hostile clients: connections that say nothing, or too much, and texts that look like something
+else.
 
-They speak to the socket themselves, since no library would send what they do. What they must get is written beside each; what the
-other clients get beside them is for soak.py and traffic.py to see.
+They speak to the socket themselves, since no library would send what they do. What they must get is written
+beside each; what the other clients get beside them is for soak.py and traffic.py to see.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ CLIENT_TIMEOUT_S = 3.0
 SLACK_S = 25.0
 """By how much it may be late on a busy machine."""
 MOST_ACCEPTED = 40_000_000
-"""Bytes of headers, or of a body that is too large, that may be on their way before the server has closed: what lies in the
-sockets' buffers is among them."""
+"""Bytes of headers, or of a body that is too large, that may be on their way before the server has closed:
+what lies in the sockets' buffers is among them.
+"""
 
 N_LONG_PROMPTS, N_LONG_WORDS = 40, 250
 """Some 400 tokens each: six times what the soak's pools hold."""
@@ -94,7 +96,10 @@ async def silent(traffic: Traffic, rng: random.Random) -> None:
 
 
 async def _flood(traffic: Traffic, start: bytes, piece: bytes, statuses: tuple[int, ...]) -> None:
-    """Writes for as long as the server takes it. It must answer one of the statuses, or close, before MOST_ACCEPTED."""
+    """Writes for as long as the server takes it.
+
+    It must answer one of the statuses, or close, before MOST_ACCEPTED.
+    """
     async with _connected(traffic) as (reader, writer):
         n_sent = 0
         try:
@@ -159,7 +164,9 @@ async def forced_special(traffic: Traffic, rng: random.Random) -> None:
 
 
 async def come_back(traffic: Traffic, rng: random.Random) -> None:
-    """One of more long prompts than the pools hold, so that it is read from the disk, if there is a cache: the same text each time."""
+    """One of more long prompts than the pools hold, so that it is read from the disk, if there is a cache:
+    the same text each time.
+    """
     which = rng.randrange(1000, 1000 + N_LONG_PROMPTS)
     words = " ".join(random.Random(which).choices(WORDS, k=N_LONG_WORDS))
     await asked_again(traffic, rng, which, words)

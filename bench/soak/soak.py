@@ -1,9 +1,10 @@
 """A soak: random traffic on loopback against a server of our own, with its promises checked all along.
 
     python -m bench.soak --minutes 30 [--kill-engine 5] [--seed 0]
-    python -m bench.soak MODEL --speech --minutes 20       (a model that speaks, or --serve-args "--dummy ...")
+    python -m bench.soak MODEL --speech --minutes 20    (a model that speaks, or --serve-args "--dummy ...")
     python -m bench.soak --hostile 4 [--hang-engine 5] [--spoil-cache 2]
-            (beside it: clients that mean harm, an engine that stands still, a prefix cache on disk that gives no numbers)
+            (beside it: clients that mean harm, an engine that stands still, a prefix cache on disk that
+            gives no numbers)
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
 other with a status), no 5xx except then, the answers' form, the same text for the same seed; at quiet
@@ -85,11 +86,12 @@ MEMORY_TOLERANCE = (0.04, 6e6)
 """The median of a process's memory in the last third may exceed the second third's by 4 % and 6 MB."""
 
 LEAK_BYTES = 500.0
-"""Bytes of growth for each request in the last two thirds, by least squares, that may be noise, beside the 6 MB.
+"""Bytes of growth for each request in the last two thirds, by least squares, that may be noise, beside the 6
+MB.
 
-Half of what a leak of 1 KB a request would show. Runs of the built-in model without one showed 100 bytes in the
-server and 5 in the engine after four minutes (11,000 requests), so such a leak is found once the last two thirds
-have more than 12,000 requests.
+Half of what a leak of 1 KB a request would show. Runs of the built-in model without one showed 100 bytes in
+the server and 5 in the engine after four minutes (11,000 requests), so such a leak is found once the last two
+thirds have more than 12,000 requests.
 """
 
 WARM_UP_S, WARM_UP_BYTES = 600.0, 20e6
@@ -224,14 +226,17 @@ class Soak:
         self.killing = False
 
     async def spoil(self) -> None:
-        """Fills the prefix cache on disk with what is no number; requests must be answered as if it were not there."""
+        """Fills the prefix cache on disk with what is no number; requests must be answered as if it were not
+        there.
+        """
         if self.cache_dir is not None:
             self.n_spoilt += await asyncio.to_thread(spoil, self.cache_dir)  # the clients go on meanwhile
 
     async def run(self, n_clients: int, n_hostile: int, breaks: dict[signal.Signals | None, float]) -> None:
         """Traffic until the deadline, with quiet points between.
 
-        breaks: what the engine gets under load, and every how many seconds; None: its prefix cache on disk is spoilt.
+        breaks: what the engine gets under load, and every how many seconds; None: its prefix cache on disk is
+        spoilt.
         """
         every = min(30.0, (self.deadline - self.begin) / 13)
         kinds = [self.kinds] * n_clients + [hostile.KINDS] * n_hostile
@@ -265,7 +270,8 @@ class Soak:
     def check_memory(self) -> dict[str, Any]:
         """Growth of each process's memory: from the second third to the last, and for each request of both.
 
-        Too much is a violation. An engine that was started again is another process: the one seen most often is looked at.
+        Too much is a violation. An engine that was started again is another process: the one seen most often
+        is looked at.
         """
         growth: dict[str, Any] = {}
         for name in ("server", "engine") if self.memory else ():

@@ -71,7 +71,10 @@ async def body(traffic: Traffic, rng: random.Random) -> dict[str, Any]:
 
 
 def check_length(request: dict[str, Any], n_bytes: int) -> int:
-    """Frames in so much PCM. Raises Violation when it is none, or not whole ones, or more than were asked for."""
+    """Frames in so much PCM.
+
+    Raises Violation when it is none, or not whole ones, or more than were asked for.
+    """
     per_frame = FRAME_BYTES * int(request.get("sample_rate", 24000)) // 24000
     n_frames, rest = divmod(n_bytes, per_frame)
     if rest or not 1 <= n_frames < request["max_new_tokens"]:
@@ -189,7 +192,9 @@ async def burst(traffic: Traffic, rng: random.Random) -> None:
 
 
 async def again(traffic: Traffic, rng: random.Random) -> None:
-    """A seeded request that was asked before: the same samples, whatever runs beside it and however they are sent."""
+    """A seeded request that was asked before: the same samples, whatever runs beside it and however they are
+    sent.
+    """
     which = rng.randrange(6)
     own = random.Random(which)
     request = {

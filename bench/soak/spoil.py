@@ -9,10 +9,11 @@ from deltic.engine.cache.tiers import HEADER, HEADER_BYTES, HEADER_CRC
 
 
 def spoil(cache_dir: Path) -> int:
-    """Fills every page and state under a `--cache-dir` with what is no finite number; returns how many files those were.
+    """Fills every page and state under a `--cache-dir` with what is no finite number; returns how many files
+    those were.
 
-    The bytes are none in bfloat16 nor in float32, and the checksums are made right again. A server that runs meanwhile
-    may read a file that is half done, which it notices.
+    The bytes are none in bfloat16 nor in float32, and the checksums are made right again. A server that runs
+    meanwhile may read a file that is half done, which it notices.
     """
     files = [path for kind in ("page", "state") for path in sorted(cache_dir.rglob(f"*.{kind}"))]
     for path in files:

@@ -1,4 +1,5 @@
-"""The soak's traffic: random requests of every kind, each with what its answer must look like (speech: speech.py).
+"""The soak's traffic: random requests of every kind, each with what its answer must look like
+(speech: speech.py).
 
 An answer that breaks a promise raises Violation. What a request asks depends on the random generator only, so
 a seed gives the same traffic again (its timing is the machine's).
@@ -249,7 +250,9 @@ async def gone_waiting(traffic: Traffic, rng: random.Random) -> None:
 
 
 async def too_long(traffic: Traffic, rng: random.Random) -> None:
-    """A prompt beyond the context: 400 with limit and length, or 429 when the queue is full: it is not read then."""
+    """A prompt beyond the context: 400 with limit and length, or 429 when the queue is full: it is not read
+    then.
+    """
     request = {"model": traffic.model, "prompt": text(rng, 1) + " word" * (traffic.max_model_len * rng.randint(2, 20))}
     reply = await traffic.endpoint.open("POST", COMPLETIONS, request)
     await refused(reply)

@@ -1,10 +1,11 @@
-"""What the codes of a frame cost on this CPU, talker and predictor, for some numbers of streams at once, beside the roof.
+"""What the codes of a frame cost on this CPU, talker and predictor, for some numbers of streams at once,
+beside the roof.
 
     python bench/speech/frames.py [--model qwen3-tts-0.6b] [--quantize int8] [--streams 1,2,4,8] [--n 20]
 
-Random weights; streams 100 rows into their utterance, drawn with the published parameters. Streams take turns, and the least and
-the median are given: on a machine with other work the least is nearer the truth. The roof is bytes of matrices over the bandwidth
-measured in the same run. The last line is JSON.
+Random weights; streams 100 rows into their utterance, drawn with the published parameters. Streams take
+turns, and the least and the median are given: on a machine with other work the least is nearer the truth. The
+roof is bytes of matrices over the bandwidth measured in the same run. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""The published package (qwen-tts, torch) on this machine: ms a frame and RTF of a random checkpoint of a published size.
+"""The published package (qwen-tts, torch) on this machine: ms a frame and RTF of a random checkpoint of a
+published size.
 
     python -m venv /tmp/qwen-tts
     /tmp/qwen-tts/bin/pip install torch==2.13.0 transformers==4.57.3 accelerate einops librosa soundfile
     /tmp/qwen-tts/bin/pip install --no-deps qwen-tts==0.1.1
     /tmp/qwen-tts/bin/python bench/speech/published.py --shape 0.6b --threads 2
 
-Run in an environment of its own, where Deltic is not installed; the bandwidth of reading is measured by the kernels of the checkout. A frame is 80 ms of audio. Codes (prompt, talker and predictor;
-everything the package does from text to codes) and waveform are timed apart; beside it, from Deltic's environment:
-`deltic bench speech --dummy qwen3-tts-0.6b --threads 2 --n 1 --max-new-tokens 49`. On a GPU (`--device cuda`) attention is torch's, not
-flash-attn's. The text vocabulary of the checkpoint is small:
+Run in an environment of its own, where Deltic is not installed; the bandwidth of reading is measured by the
+kernels of the checkout. A frame is 80 ms of audio. Codes (prompt, talker and predictor; everything the
+package does from text to codes) and waveform are timed apart; beside it, from Deltic's environment:
+`deltic bench speech --dummy qwen3-tts-0.6b --threads 2 --n 1 --max-new-tokens 49`. On a GPU (`--device cuda`)
+attention is torch's, not flash-attn's. The text vocabulary of the checkpoint is small:
 its table is only read by a prompt. Ends with a line of JSON, which --out writes into a directory, too.
 """
 
@@ -82,7 +84,9 @@ def write(path: Path, shape: str) -> None:
 
 
 def measure(model: Any, n_frames: int, seed: int) -> dict[str, float]:
-    """One utterance, drawn as the package does by default: seconds of codes and of waveform, and the frames it has."""
+    """One utterance, drawn as the package does by default: seconds of codes and of waveform, and the frames
+    it has.
+    """
     decode, spent = model.model.speech_tokenizer.decode, [0.0]
 
     def timed(*args: Any, **kwargs: Any) -> Any:

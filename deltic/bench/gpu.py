@@ -1,8 +1,10 @@
-"""`deltic bench gpu` and `deltic bench ablate`: what a GPU does with a shape, beside its roofs, and what each lever brings.
+"""`deltic bench gpu` and `deltic bench ablate`: what a GPU does with a shape, beside its roofs, and what each
+lever brings.
 
-A decode is measured as it is served: N prompts are prefilled, then every sequence decodes, and a step's time is what passes between
-two steps of the engine, scheduler and all. Beside it stands the same recorded step replayed alone. Roofs are measured in the same
-process: a read of memory that is larger than the cache, and a matrix product of 8192 x 8192 x 8192.
+A decode is measured as it is served: N prompts are prefilled, then every sequence decodes, and a step's time
+is what passes between two steps of the engine, scheduler and all. Beside it stands the same recorded step
+replayed alone. Roofs are measured in the same process: a read of memory that is larger than the cache, and a
+matrix product of 8192 x 8192 x 8192.
 """
 
 from __future__ import annotations
@@ -100,7 +102,9 @@ def replayed_ms(engine: Engine, n: int, n_keys: int) -> float:
 
 
 def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> list[float]:
-    """Milliseconds from a cold prompt of n_tokens to its first token, n times, behind one that is not counted."""
+    """Milliseconds from a cold prompt of n_tokens to its first token, n times, behind one that is not
+    counted.
+    """
     times = []
     for i in range(n + 1):
         draw = random.Random(1000 + i)
@@ -148,7 +152,10 @@ def prefill_row(shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Seque
 
 
 def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """The command `deltic bench gpu`: a table and a JSON file. A round has every number of sequences and every prompt once."""
+    """The command `deltic bench gpu`: a table and a JSON file.
+
+    A round has every number of sequences and every prompt once.
+    """
     _need_gpu()
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     roofs, shape_name = GpuRoofs.measured(), config.dummy or config.model
@@ -244,7 +251,9 @@ def variants() -> list[tuple[str, Levers]]:
 
 
 def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """The command `deltic bench ablate`: for each lever the time of a step with and without, launches, and whether bits change."""
+    """The command `deltic bench ablate`: for each lever the time of a step with and without, launches, and
+    whether bits change.
+    """
     _need_gpu()
     rows = [int(n) for n in arguments.n.split(",")]
     model, shape_name = Model.load(config), config.dummy or config.model

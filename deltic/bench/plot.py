@@ -1,4 +1,5 @@
-"""Plots of `deltic bench serve` and `bench speech` results: one file, or several over each other to compare servers or changes.
+"""Plots of `deltic bench serve` and `bench speech` results: one file, or several over each other to compare
+servers or changes.
 
 python -m deltic.bench.plot A.json B.json -o compared.png
 """

@@ -14,7 +14,9 @@ from deltic.machine import cpu_model, cpuinfo, n_usable_cpus
 
 
 def machine() -> dict[str, Any]:
-    """CPU's name and its family/model numbers, instruction sets that matter to the kernels, usable cores, memory in GB, system."""
+    """CPU's name and its family/model numbers, instruction sets that matter to the kernels, usable cores,
+    memory in GB, system.
+    """
     has = set(cpuinfo("flags").split())
     meminfo = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
     total = re.search(r"^MemTotal:\s*(\d+) kB", meminfo, re.MULTILINE)

@@ -1,15 +1,16 @@
 """`deltic bench quality`: what quantising loses, against the same model in bfloat16 on the same text.
 
-Every format reads the text through the kernels that serve, teacher-forced, 64 tokens a step, beside the bfloat16 model.
-For each token that counts, with p the bfloat16 distribution over the vocabulary and q the quantised one:
+Every format reads the text through the kernels that serve, teacher-forced, 64 tokens a step, beside the
+bfloat16 model. For each token that counts, with p the bfloat16 distribution over the vocabulary and q the
+quantised one:
 
     perplexity  exp(mean(-log q[token]))
     KL          sum p (log p - log q), in nats: mean with its standard error, 99th percentile, greatest
     same        share of tokens for which p and q have the same most likely one
-    gap         p of its most likely token less p of q's: how near a tie was that q decided otherwise, at worst
+    gap         p of its most likely token less p of q's, at worst: how near a tie q decided otherwise
 
-The default text is from the built-in model's held-out corpus (training/held_out.py). A text that the model does not know
-says little: there bfloat16 and its rounded copy are wrong together.
+The default text is from the built-in model's held-out corpus (training/held_out.py). A text that the model
+does not know says little: there bfloat16 and its rounded copy are wrong together.
 """
 
 from __future__ import annotations
@@ -70,9 +71,11 @@ class Document:
 
 
 def read_documents(file: Path, tokenizer: Tokenizer) -> list[Document]:
-    """Lines of [[text, whether it counts], ...] from a .jsonl file, or any other file as plain text, all of which counts.
+    """Lines of [[text, whether it counts], ...] from a .jsonl file, or any other file as plain text, all of
+    which counts.
 
-    Special tokens may be written out. Raises ConfigError for a file that cannot be read or has no token that counts.
+    Special tokens may be written out. Raises ConfigError for a file that cannot be read or has no token that
+    counts.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -127,7 +130,10 @@ class Losses:
 def compare(
     runners: dict[str, Runner], documents: list[Document], advance: Callable[[int], None]
 ) -> dict[str, dict[str, float]]:
-    """The summary of each runner against the first, over all documents. advance: called with the tokens done."""
+    """The summary of each runner against the first, over all documents.
+
+    advance: called with the tokens done.
+    """
     losses = {name: Losses() for name in runners}
     n_real = next(iter(runners.values())).plan.n_real
     for document in documents:
@@ -188,7 +194,10 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def _load(config: EngineConfig, formats: list[str], progress: Progress) -> dict[str, Runner]:
-    """A runner of each format, the reference first. Raises ConfigError for a model that has no bfloat16 weights."""
+    """A runner of each format, the reference first.
+
+    Raises ConfigError for a model that has no bfloat16 weights.
+    """
     runners = {}
     for name in (REFERENCE, *formats):
         bar = progress.add_task(f"loading {name}", total=1.0)

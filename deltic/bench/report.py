@@ -1,4 +1,7 @@
-"""How a load's bench ends: its result in a file, and in a picture; a table for people, and one line of JSON for programs."""
+"""How a load's bench ends: its result in a file, and in a picture.
+
+A table for people, and one line of JSON for programs.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ def report(
     raw: str,
     note: str | None = None,
 ) -> None:
-    """result: has the bench's name, a label and rows; all of it goes into the file, under runs_directory(out). draw: writes a
-    PNG (second path) of a file; may find matplotlib missing. raw: the field of a row that the last line leaves out. note: stands
-    below the table."""
+    """result: has the bench's name, a label and rows; all of it goes into the file, under
+    runs_directory(out). draw: writes a PNG (second path) of a file; may find matplotlib missing. raw: the
+    field of a row that the last line leaves out. note: stands below the table.
+    """
     name, label = result["bench"], result["label"]
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
     path = runs_directory(out) / f"{name}-{slug}-{now():%H%M%S}.json"

@@ -1,8 +1,10 @@
-"""`deltic bench speech`: what a client hears of a /v1/audio/speech endpoint, by streams at once or by arrival rate.
+"""`deltic bench speech`: what a client hears of a /v1/audio/speech endpoint, by streams at once or by arrival
+rate.
 
-Each point is warmed up and then measured: time to first audio, real-time factor, seconds of audio a second, and by how much
-a player that begins with the first bytes would have run dry. Audio is PCM, streamed as raw bytes (or as events, if --extra
-asks for them). Prints a table, writes JSON with every request's raw row and a PNG, and ends with one line of JSON.
+Each point is warmed up and then measured: time to first audio, real-time factor, seconds of audio a second,
+and by how much a player that begins with the first bytes would have run dry. Audio is PCM, streamed as raw
+bytes (or as events, if --extra asks for them). Prints a table, writes JSON with every request's raw row and a
+PNG, and ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ RATE = 24000
 """Samples a second, two bytes each, unless the request says otherwise."""
 
 DUMMY_FRAMES = 100
-"""Of an utterance of random weights, unless --max-new-tokens says otherwise: they hardly ever end by themselves."""
+"""Of an utterance of random weights, unless --max-new-tokens says otherwise: they hardly ever end by
+themselves.
+"""
 
 CONTINUOUS_S = 0.1
 """A stream that was never later than this was continuous."""
@@ -72,7 +76,10 @@ class Heard:
 
 
 async def audio(reply: Reply) -> AsyncGenerator[tuple[float, bytes], None]:
-    """(arrival, PCM bytes) of a raw body or of events. Raises EndpointError for an error event and for a missing end."""
+    """(arrival, PCM bytes) of a raw body or of events.
+
+    Raises EndpointError for an error event and for a missing end.
+    """
     if not reply.headers.get("content-type", "").startswith("text/event-stream"):
         async with contextlib.aclosing(reply.pieces()) as pieces:
             async for arrival, data in pieces:
@@ -260,7 +267,10 @@ async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Cons
 
 
 def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
-    """The command. Exit status 1 when the server failed, a request did, or memory of a cancelled one was not given back."""
+    """The command.
+
+    Exit status 1 when the server failed, a request did, or memory of a cancelled one was not given back.
+    """
     points(arguments)  # refuses malformed settings before anything starts
     numbers(arguments.words, "--words", int)
     fields(arguments, ("stream", "stream_format"))

@@ -1,6 +1,7 @@
 """A sweep: points of requests in flight, or of requests a second, warmed up and measured one after another.
 
-What is sent, and what is noted of the answers, is the caller's (`Work`): serve.py has it for text, speech.py for speech.
+What is sent, and what is noted of the answers, is the caller's (`Work`): serve.py has it for text, speech.py
+for speech.
 """
 
 from __future__ import annotations
@@ -186,7 +187,9 @@ def run(
     server_arguments: list[str],
     sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[dict[str, Any]]],
 ) -> dict[str, Any] | None:
-    """What `sweep` found at --url, or at a server started for it; None, with a line on stderr, when that failed."""
+    """What `sweep` found at --url, or at a server started for it; None, with a line on stderr, when that
+    failed.
+    """
     try:
         return asyncio.run(_measure(arguments, server_arguments, Console(stderr=True), sweep))
     except (EndpointError, ServerFailed) as error:

@@ -146,7 +146,10 @@ class Reply:
         self.headers = connection.headers
 
     async def pieces(self) -> AsyncGenerator[tuple[float, bytes], None]:
-        """(arrival on time.perf_counter's clock in seconds, bytes) as the body comes. Raises EndpointError when it breaks off."""
+        """(arrival on time.perf_counter's clock in seconds, bytes) as the body comes.
+
+        Raises EndpointError when it breaks off.
+        """
         connection = self._connection
         if connection is None:
             return
@@ -189,7 +192,10 @@ class Endpoint:
     """An OpenAI-compatible server: its address, key and idle connections. For use within one event loop."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` may end in `/v1` or not. Raises ConfigError when it is no http(s) URL, or the key no header's value."""
+        """`url` may end in `/v1` or not.
+
+        Raises ConfigError when it is no http(s) URL, or the key no header's value.
+        """
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else "http://" + url)
             is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -279,7 +285,10 @@ def error_message(body: Any, status: int) -> str:
 
 
 async def model_name(endpoint: Endpoint, *, speaks: bool = False) -> str:
-    """The first model the endpoint lists, of a Deltic server the first that speaks, or writes. Raises EndpointError."""
+    """The first model the endpoint lists, of a Deltic server the first that speaks, or writes.
+
+    Raises EndpointError.
+    """
     status, body = await endpoint.json("GET", "/v1/models")
     try:
         cards = body["data"]
@@ -331,8 +340,11 @@ FOR_A_CHILD = frozenset(
         "trust_request_chat_template",
     )
 )
-"""Settings of ServerConfig that mean the same in a server of ours. The others say where the main server listens, whom it lets in, and
-what is that one's alone, as the directory of its batches."""
+"""Settings of ServerConfig that mean the same in a server of ours.
+
+The others say where the main server listens, whom it lets in, and what is that one's alone, as the directory
+of its batches.
+"""
 
 
 def own_environment() -> dict[str, str]:
@@ -363,7 +375,7 @@ class LocalServer:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal is ours to handle
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # however this process goes
-            env=own_environment() | {f"{ENV_PREFIX}API_KEY": self.api_key},  # every user may read a command line
+            env=own_environment() | {f"{ENV_PREFIX}API_KEY": self.api_key},  # a command line is public
         )
 
     def log_tail(self, n_lines: int = 12) -> str:
@@ -373,7 +385,10 @@ class LocalServer:
     async def wait_ready(
         self, progress: Callable[[str, float], None] | None = None, timeout_s: float = 900.0
     ) -> Endpoint:
-        """Waits for `/ready`, reporting (stage, part done). Raises ServerFailed, also when nothing changes for `timeout_s`."""
+        """Waits for `/ready`, reporting (stage, part done).
+
+        Raises ServerFailed, also when nothing changes for `timeout_s`.
+        """
         endpoint = Endpoint(self.url, self.api_key)
         deadline, last = time.monotonic() + timeout_s, ("", 0.0)
         while time.monotonic() < deadline:

@@ -45,7 +45,9 @@ def add_config(sub: argparse.ArgumentParser) -> None:
 
 
 def add_remote(sub: argparse.ArgumentParser, positional: bool = True, text: str = REMOTE_HELP) -> None:
-    """MODEL and the flags that name a running server. text: the help of --model where MODEL is not positional."""
+    """MODEL and the flags that name a running server. text: the help of --model where MODEL is not
+    positional.
+    """
     if positional:
         sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=REMOTE_HELP)
     text = "the same as MODEL" if positional else text

@@ -14,7 +14,10 @@ from deltic.models.packed import pack_model
 
 
 def pack(arguments: argparse.Namespace, config: EngineConfig) -> str:
-    """Writes the directory --out; what it came to, in a line. Raises ConfigError and a loader's other ValueErrors."""
+    """Writes the directory --out; what it came to, in a line.
+
+    Raises ConfigError and a loader's other ValueErrors.
+    """
     target = Path(arguments.out)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

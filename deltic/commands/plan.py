@@ -1,4 +1,6 @@
-"""`deltic plan`: the memory plan of a model on this machine, what fits in it, and the speed that the roofs allow."""
+"""`deltic plan`: the memory plan of a model on this machine, what fits in it, and the speed that the roofs
+allow.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ ROWS_PER_S = 12.5
 
 
 def report(config: EngineConfig) -> str:
-    """What `deltic plan` prints: the memory plan, what fits in it, and the speed that the roofs allow. On the device that would
-    serve; or, with --device cuda where there is no GPU, for one with --memory-gb of memory.
+    """What `deltic plan` prints: the memory plan, what fits in it, and the speed that the roofs allow.
 
+    On the device that would serve; or, with --device cuda where there is no GPU, for one with --memory-gb of
+    memory.
     Raises ConfigError or another ValueError when the model cannot be served with these settings.
     """
     on_gpu = is_for_gpu(config)
@@ -144,8 +147,9 @@ def _lengths(plan: Plan[Any]) -> list[int]:
 def _cache_table(plan: TextPlan, on_host: bool, disk_bytes: int | None) -> Table:
     """How many conversations the prefix cache keeps, each with its pages and one checkpoint, by tier.
 
-    While nothing runs the slots of sequences are checkpoints, too, but for the one that the next request takes.
-    on_host: host memory was given for what is evicted. disk_bytes: size of the disk tier, None without one.
+    While nothing runs the slots of sequences are checkpoints, too, but for the one that the next request
+    takes. on_host: host memory was given for what is evicted. disk_bytes: size of the disk tier, None without
+    one.
     """
     page, state = plan.page_bytes, plan.state_bytes
     title = (
@@ -172,8 +176,9 @@ def _cache_table(plan: TextPlan, on_host: bool, disk_bytes: int | None) -> Table
 def decode_bytes(
     shape: ModelShape, quantize: str | None, n_seqs: int, context: int, layout: Layout = "strips"
 ) -> float:
-    """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that uniform
-    routing touches), each state read and written, each context's keys and values read."""
+    """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that
+    uniform routing touches), each state read and written, each context's keys and values read.
+    """
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings, "meta", layout)
     n_bytes: float = weights.n_bytes
     if weights.lm_head is not weights.embed:
@@ -194,8 +199,9 @@ def _roofs(plan: Plan[Any], on_gpu: bool) -> tuple[float, float]:
 
 
 def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | None) -> Table:
-    """Roofs, not forecasts, and without a vocoder: the larger of bytes over bandwidth and operations over the multiply rate. Without
-    roofs, the bytes of a step."""
+    """Roofs, not forecasts, and without a vocoder: the larger of bytes over bandwidth and operations over the
+    multiply rate. Without roofs, the bytes of a step.
+    """
     shape, context = plan.shape, min(1024, plan.max_model_len)
     layout: Layout = "rows" if on_gpu else "strips"
     if plan.speaks:

@@ -1,9 +1,10 @@
 """`deltic run IN.jsonl OUT.jsonl`: a file of requests to a file of answers, resumed where it stopped.
 
 A line is what OpenAI's batch API takes, `{"custom_id": ..., "url": "/v1/chat/completions", "body": {...}}`,
-or a bare body with `messages`, `prompt` or `input`. The requests go over HTTP to a server (a child of ours without
---url), so they mean exactly what they mean online. A result line is `{"custom_id", "line", "response":
-{"status_code", "body"}, "error"}`; results come in the order of completion.
+or a bare body with `messages`, `prompt` or `input`. The requests go over HTTP to a server (a child of ours
+without --url), so they mean exactly what they mean online. A result line is
+`{"custom_id", "line", "response": {"status_code", "body"}, "error"}`; results come in the order of
+completion.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def key_of(result: dict[str, Any]) -> str | int:
 
 
 def finished(out: BinaryIO) -> dict[str | int, bool]:
-    """Keys of the results that `out` holds, and whether each is an error; cuts off a last line that was not written to its end."""
+    """Keys of the results that `out` holds, and whether each is an error; cuts off a last line that was not
+    written to its end.
+    """
     try:
         return {key_of(result): result.get("error") is not None for result in read_results(out, is_result)}
     except ForeignFile as error:
@@ -58,8 +61,8 @@ def finished(out: BinaryIO) -> dict[str | int, bool]:
 def without_errors(path: Path, out: BinaryIO) -> BinaryIO:
     """The output file again, less its lines with an error. `out` is closed. Raises Stopped.
 
-    A file of its own takes the place of the old one when it is whole, so that nothing is lost if this process ends meanwhile;
-    who may read it, and a link to it, stay as they were.
+    A file of its own takes the place of the old one when it is whole, so that nothing is lost if this process
+    ends meanwhile; who may read it, and a link to it, stay as they were.
     """
     finished(out)
     path = path.resolve()
@@ -177,7 +180,10 @@ async def work(
     progress: Progress,
     tally: Tally,
 ) -> None:
-    """Has all jobs answered by `ask`, `n_in_flight` at once, and writes each result as it comes. Raises Stopped."""
+    """Has all jobs answered by `ask`, `n_in_flight` at once, and writes each result as it comes.
+
+    Raises Stopped.
+    """
     bar = progress.tasks[0].id
 
     async def client() -> None:
@@ -235,7 +241,9 @@ async def _run(arguments: argparse.Namespace, server_arguments: list[str], sourc
 
 
 def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
-    """The command. 0: every line has its answer; 1: some have an error, or it stopped early: run again to resume."""
+    """The command. 0: every line has its answer; 1: some have an error, or it stopped early: run again to
+    resume.
+    """
     source, target = Path(arguments.input), Path(arguments.output)
     try:
         if arguments.in_flight < 1:

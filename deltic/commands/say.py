@@ -125,7 +125,10 @@ class Sink:
         return n_samples / max(1, int.from_bytes(self.head[28:32], "little"))
 
     def close(self) -> None:
-        """The header of a stream does not know its sizes: that of a file is set right. May be called again. Raises OSError."""
+        """The header of a stream does not know its sizes: that of a file is set right.
+
+        May be called again. Raises OSError.
+        """
         if self._file is None or self._file.closed or self._out == "-":
             return
         if self._file.seekable() and self.head[:4] == b"RIFF" and self.head[36:40] == b"data":

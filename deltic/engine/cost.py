@@ -2,12 +2,13 @@
 
     seconds = scale * (curve(rows) + per_decode * decodes + per_key * keys + per_pair * pairs)
 
-rows: of prefill. keys: tokens of context of all decodes. pairs: of a prefill row and a token before it. `curve` is a line through
-measured points. All but `scale` is fitted at start, with what was not measured put on the safe side; `scale` follows the machine.
+rows: of prefill. keys: tokens of context of all decodes. pairs: of a prefill row and a token before it.
+`curve` is a line through measured points. All but `scale` is fitted at start, with what was not measured put
+on the safe side; `scale` follows the machine.
 
-What is wrong with the fit shows in the ratio of a step's time to its estimate, and `scale` is nearly the largest of the last
-ratios. What happens now and then (somebody else's process, a page fault) changes nothing; what is slow three times counts at once,
-and what got faster counts when the slow ones are forgotten.
+Errors of the fit show in the ratio of a step's time to its estimate; `scale` is nearly the largest of the
+last ratios. A rare accident (another process, a page fault) changes nothing. A step that is slow three times
+counts at once; one that got faster counts when the slow ones are forgotten.
 """
 
 from __future__ import annotations
@@ -25,29 +26,31 @@ from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.ops.geometry import PAGE_SIZE
 
 N_RATIOS = 32
-"""Steps that are remembered."""
+"""How many of the last steps are remembered."""
 
 N_ACCIDENTS = 2
-"""The slowest of so many do not count, and of fewer in proportion."""
+"""This many of the slowest of N_RATIOS steps do not count; of fewer steps, proportionally fewer."""
 
 FIT_S = 0.3
-"""What the fit may take beyond its first decode and its first prefill."""
+"""Seconds that the fit may take beyond its first decode and its first prefill."""
 
 SLOW_S = 0.1
-"""A decode that takes longer is all that is measured: the first prefills, of 64 tokens, are what is learned from then."""
+"""If one decode takes longer than this, nothing else is measured at start. The model then learns from the
+first prefills, of 64 tokens each.
+"""
 
 FAR = 8192
-"""Tokens of context at which attention is timed, where there are so many."""
+"""Tokens of context at which attention is timed, if a sequence may have that many."""
 
 
 @dataclass(slots=True)
 class Load:
-    """What a step computes, as far as it takes time."""
+    """The work of a step, as the cost model counts it."""
 
     n_decodes: int = 0
     n_keys: int = 0
     n_rows: int = 0
-    """With the padding to whole blocks."""
+    """Rows of prefill, padding to whole blocks included."""
     n_pairs: float = 0.0
 
     @classmethod
@@ -98,8 +101,11 @@ class StepCost:
         return self.scale * (seconds + self.per_pair_s * load.n_pairs)
 
     def room(self, load: Load, context: int, most: int) -> int:
-        """Tokens of one more prefill behind `context` tokens that keep a step with `load` within the target: `most`, or a
-        multiple of 64, 0 if there is none, or nothing is known."""
+        """How many tokens of one more prefill, after `context` tokens, keep a step with `load` within the
+        target.
+
+        The result is `most` or a multiple of 64; 0 if none fit, or nothing is known.
+        """
         if not self.curve:
             return 0
 
@@ -112,7 +118,9 @@ class StepCost:
         return min(most, PAGE_SIZE * bisect_right(sizes, self.target_s, key=with_blocks))
 
     def observe(self, load: Load, seconds: float) -> None:
-        """Learns from a step that ran, if it is of the kind that is estimated: with prefill, and somebody who waits."""
+        """Learns from a step that ran, if steps of its kind are estimated: it had a prefill, and somebody
+        waited for it.
+        """
         if not self.curve:
             if load.n_rows >= PAGE_SIZE:
                 self._know_rows([(0, 0.0), (load.n_rows, seconds)])
@@ -122,14 +130,18 @@ class StepCost:
             self.scale = max(1e-3, sorted(self._ratios)[-1 - n_ignored])
 
     def _know_rows(self, curve: list[tuple[int, float]]) -> None:
-        """Sets the curve, and the rest to what is no less than it will be measured: a decode costs a row of prefill, and
-        attention what its multiplications are beside the others'."""
+        """Sets the curve, and the rest to what is no less than it will be measured: a decode costs a row of
+        prefill, and attention what its multiplications are beside the others'.
+        """
         self.curve = curve
         self.per_decode_s = curve[1][1] / curve[1][0]
         self.per_pair_s = self.per_key_s = self.per_decode_s / self._even_context
 
     def fit(self, run: Callable[[Step], object], info: EngineInfo) -> None:
-        """Times some steps of `run`, a runner's that nobody uses yet. They write to the first pages and slots."""
+        """Times some steps of `run`, a runner's that nobody uses yet.
+
+        They write to the first pages and slots.
+        """
         self._even_context = info.even_context
         if info.max_num_seqs < 2 or info.n_pages < 4:
             return  # then nothing prefills beside a decode
@@ -183,8 +195,10 @@ class StepCost:
 
 
 def _made_up(n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab_size: int) -> Step:
-    """A step of sequences that nobody asked for, in the first places, slots and pages. Its tokens are random: equal ones would
-    all go to the same experts."""
+    """A step of made-up sequences, in the first places, slots and pages.
+
+    Its tokens are random: equal ones would all go to the same experts.
+    """
     params = SamplingParams(max_tokens=1, top_k=20, top_p=0.95)  # behind one token, nothing runs ahead
     step = Step()
     n_pages = 0

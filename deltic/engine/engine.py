@@ -49,21 +49,25 @@ SHARED_WAIT_S = 0.0005
 
 
 class StepRunner(Protocol):
-    """What the engine needs of a runner: one of `deltic.runtime`, or a fake in tests.
+    """The engine's interface to a runner: one of `deltic.runtime`, or a fake in tests.
 
     A chunk that starts at 0 starts from the zero state, whatever its slot held before.
 
-    Where `info.canonical_decode` is False, decodes and prefill chunks are two batches. A prefill chunk starts at a multiple of
-    PAGE_SIZE and ends with the prompt at the latest; a decode is one generated token, known by value, of a sequence without a
-    `start_slot`. One without a draw brings back what was lost.
+    Where `info.canonical_decode` is False, decodes and prefill chunks are two batches. A prefill chunk starts
+    at a multiple of PAGE_SIZE and ends with the prompt at the latest; a decode is one generated token, known
+    by value, of a sequence without a `start_slot`. A decode without a draw computes KV and state that were
+    lost.
 
-    Such a runner may run ahead: start the next decode of a sequence that drew a token before that token was read, as far as the
-    sequence's pages go and after the step's copies. It keeps what that draws until a later step asks for just that chunk, whatever
-    else that step holds, and then does not run the chunk. A chunk of that sequence with another start, and its end, drop what
-    was kept; nothing else does: a preempted sequence may come back, elsewhere, with pages and state as the run ahead left them.
-    All that the engine takes from a sequence it hands to later work of the same stream, or to copies through `tiers`, which wait
-    for it. So a run ahead whose sequence has ended does no harm. While `is_busy()`, what it runs ahead is not over: so long a step
-    that waits for masks costs nothing.
+    Such a runner may run ahead: it may start the next decode of a sequence before the host has read the token
+    that the sequence drew. It does so after the step's copies, and only as far as the sequence's pages go. It
+    keeps the token drawn ahead until a later step asks for exactly that chunk, whatever else that step holds;
+    then it does not run the chunk again. The kept token is dropped when the sequence ends, or when a chunk of
+    it has another start. Nothing else drops it: a preempted sequence may come back, elsewhere, with pages and
+    state as the run ahead left them.
+
+    The engine hands everything it takes from a sequence to later work of the same stream, or to copies
+    through `tiers`, which wait for the stream. So a run ahead whose sequence has ended does no harm. While
+    `is_busy()`, the run ahead is not finished, and a step that waits for masks costs nothing.
     """
 
     @property
@@ -82,7 +86,7 @@ class StepRunner(Protocol):
 
 
 class ClonedVoices(Protocol):
-    """What the engine needs of encoded voices: `runtime.voices.Voices`, which says more."""
+    """The engine's interface to encoded voices; see `runtime.voices.Voices`."""
 
     @property
     def is_waiting(self) -> bool: ...
@@ -111,20 +115,23 @@ class SpeechStepRunner(StepRunner, Protocol):
 
     @property
     def n_streams(self) -> int:
-        """Slots of the vocoder, from 0 on, that are the stage's."""
+        """Number of vocoder slots, from 0 on, that the stage may use."""
 
     def check_speech(self, request: Request) -> Voice | None:
-        """The encoded voice that the request names, None without one. Raises RequestError for what the model cannot speak."""
+        """The encoded voice that the request names, None without one.
+
+        Raises RequestError for what the model cannot speak.
+        """
 
     def check_texts(self, text_ids: Iterable[int]) -> None:
-        """Raises RequestError for an id that is none of a text."""
+        """Raises RequestError for an id that cannot occur in a text."""
 
 
 Build = Callable[[EngineConfig, Progress], StepRunner]
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
-    """Refuses what the sampler could not handle; a request that passes can do no harm to those beside it.
+    """Refuses a request that the sampler could not handle, so that it cannot harm others in the same step.
 
     Raises RequestError.
     """
@@ -208,21 +215,27 @@ class Engine:
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
         self.n_steps = 0
         self.n_failures = 0
-        """Steps that failed since the last one that did not."""
+        """Number of steps that failed since the last success."""
         self.last_step_s = 0.0
         self.turn_s = 0.0
-        """What the last `step` took, with its audio."""
+        """Seconds that the last `step` took, its audio included."""
         self.target_s = (max_itl_ms or math.inf) / 1000
         self._is_alone = True
         self.trace: Trace | None = None
 
     def fit_cost(self) -> None:
-        """Times some steps, for the target of a step's time if there is one. Only before the first request."""
+        """Times some steps, for the target of a step's time if there is one.
+
+        Only before the first request.
+        """
         if self.scheduler.cost is not None:
             self.scheduler.cost.fit(self.runner.step, self.info)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises RequestError, a ValueError, when it cannot be run; nothing is queued then."""
+        """Queues a request.
+
+        Raises RequestError, a ValueError, when it cannot be run; nothing is queued then.
+        """
         check_request(request, self.info)
         constraint = request.params.constraint
         if constraint is not None and constraint.grammar and not self.guides.has_tokenizer:
@@ -237,7 +250,10 @@ class Engine:
             self.trace.arrived(request)
 
     def add_text(self, command: AddText) -> list[Output]:
-        """More of a text that is spoken while it is written. One that cannot be said ends its request: the last Outputs."""
+        """Adds text to a request that is spoken while it is written.
+
+        A text that cannot be spoken ends the request: then its last Outputs are returned.
+        """
         try:
             if self._speaker is not None:
                 self._speaker.check_texts(command.text_ids)
@@ -250,15 +266,19 @@ class Engine:
             return ended
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
-        """Ends a request or one of its sequences at once: their last Outputs. Unknown ids are ignored. if_waiting: unless they
-        ever had a place."""
+        """Ends a request or one of its sequences at once, and returns their last Outputs.
+
+        Unknown ids are ignored. if_waiting: only if it never had a place.
+        """
         ended = self.scheduler.abort(request_id, index, if_waiting)
         if self.stage is not None:
             ended = self.stage.hold(ended) + ([] if if_waiting else self.stage.abort(request_id, index))
         return self._traced(ended)
 
     def encode_voice(self, command: EncodeVoice) -> VoiceEncoded | None:
-        """Has a voice encoded; None: `voices.poll` answers. An answer at once is a refusal."""
+        """Starts to encode a voice. Returns None, and `voices.poll` answers later; or returns a refusal at
+        once.
+        """
         if self.voices is not None:
             self.voices.encode(command)
             return None
@@ -270,16 +290,21 @@ class Engine:
 
     @property
     def _n_active(self) -> int:
-        """Open sequences that a step may bring on: not those that wait for more of their text, or behind such."""
+        """Number of open sequences that a step can advance: not those that wait for text, or behind one that
+        does.
+        """
         scheduler = self.scheduler
         if self.stage is None or not scheduler.n_open:
             return scheduler.n_open
         return 0 if scheduler.is_blocked else scheduler.n_open - scheduler.n_stalled
 
     def share(self, others: list[Engine]) -> None:
-        """Who else has work, in turns with this engine in one thread: nobody's next token comes before all have had theirs. So the
-        shortest target is divided among the steps (a frame's time, where one of them speaks), a prefill is cut to it though
-        nothing decodes here, and audio that would be late after the others' turns goes first."""
+        """Tells the engine which others have work and take turns with it in one thread.
+
+        A sequence gets its next token only after every engine had its turn. So the engines share the shortest
+        target (a frame's time, where one of them speaks). A prefill is cut to its share even if nothing
+        decodes here, and audio that would be late after the others' turns goes first.
+        """
         n, cost, stage = 1 + len(others), self.scheduler.cost, self.stage
         self._is_alone = n == 1
         if cost is not None:
@@ -292,8 +317,10 @@ class Engine:
             stage.others_s = sum(engine.turn_s for engine in others)
 
     def step(self) -> list[Output]:
-        """Runs one step, and of a speech model the vocoder beside it or instead. A step that fails ends its sequences with an
-        error; the others go on."""
+        """Runs one step, and of a speech model the vocoder beside it or instead.
+
+        A step that fails ends its sequences with an error; the others go on.
+        """
         begin = time.perf_counter()
         outputs = self._step() if self.stage is None else self._speak(self.stage)
         self.turn_s = time.perf_counter() - begin
@@ -306,7 +333,9 @@ class Engine:
         return self._step() + self._vocode(stage)
 
     def _vocode(self, stage: SpeechStage) -> list[Output]:
-        """Audio that is done, and the next that the vocoder makes. Where it fails, the sequence ends, too."""
+        """Collects finished audio and starts the vocoder's next chunks. Where it fails, the sequence ends,
+        too.
+        """
         outputs = stage.vocode(self._n_active)
         for output in outputs:
             if output.finish_reason == "error":
@@ -384,7 +413,7 @@ class Engine:
         self.scheduler.reset_cache()
 
     def close(self, timeout_s: float) -> None:
-        """Lets what is to be kept on disk get there, for at most so long. No step may follow."""
+        """Waits, for a bounded time, until the prefixes to be kept are on disk. No step may follow."""
         begin = time.monotonic()
         self.guides.close()
         self.cache.store.close(max(0.0, timeout_s - (time.monotonic() - begin)))

@@ -1,12 +1,15 @@
-"""What the next token of a constrained sequence may be: a thought, then ids that are forced, then a grammar; and never a bad word.
+"""Decides which ids the next token of a constrained sequence may have.
 
-The grammar engine is llguidance. What takes time (compiling a grammar, taking drawn tokens, the masks of the next) is done by a
-few threads, which it lets run beside the step; two queues are all that they share with the engine's thread. What one step drew is
-one job: the library spreads it over threads of its own, so Python's lock changes hands twice, and not for each sequence. A sequence
-whose mask is not there when a step is planned sits that step out, and the others go on. Only while it makes its tokenizer, once,
-nothing else runs: so that is done before the first grammar comes, if there is a quiet moment.
+Such a sequence is a thought, then forced ids, then text of a grammar; and it never contains a bad word.
 
-A guide follows the tokens that were drawn, and nothing else: a sequence that is preempted, or computed again, finds it as it was.
+The grammar engine is llguidance. A few threads do the slow work beside the step: they compile grammars, take
+drawn tokens and make the next masks. They share only two queues with the engine's thread. All tokens that one
+step drew are one job. The library spreads it over threads of its own, so Python's lock changes hands twice a
+step, not twice a sequence. A sequence whose mask is not there when a step is planned sits that step out, and
+the others go on. Nothing else runs while the library makes its tokenizer, once. So this happens before the
+first grammar comes, if there is a quiet moment.
+
+A guide depends on the drawn tokens only: a sequence that is preempted or computed again finds it as it was.
 """
 
 from __future__ import annotations
@@ -30,25 +33,35 @@ from deltic.engine.messages import Constraint
 from deltic.engine.step import Sequence
 
 N_WORKERS = 4
-"""Jobs that are done side by side: a slow one holds up those behind it only when there are as many."""
+"""Number of jobs done side by side. Slow jobs hold up the others only when there are this many of them."""
 N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""Of the library's, for the masks of a job."""
+"""The library's threads that make the masks of a job."""
 SLOW_S, SLOW_EACH_S = 0.005, 0.0005
-"""A job that takes longer, by so much for each of its guides, has a slow one: each has its next job to itself."""
+"""A job that takes longer than SLOW_S plus SLOW_EACH_S a guide contains a slow guide. Each of its guides then
+has its next job to itself.
+"""
 N_ALONE = 100
-"""Jobs that one has to itself from the one that was slow on."""
+"""Number of jobs that a slow guide has to itself, the slow one included."""
 HERE_S = 0.001
-"""How long the engine's thread makes masks itself, in a step, while the device computes ahead: to wake another costs more than a few."""
+"""How long, in a step, the engine's thread makes masks itself while the device computes ahead.
+
+Waking another thread costs more than making a few masks.
+"""
 SWITCH_S = 0.0002
-"""How long Python lets a thread keep the lock that another waits for, once there are workers: five milliseconds otherwise."""
+"""Seconds that Python lets a thread keep the lock while another waits, once there are workers.
+
+Python's default is five milliseconds.
+"""
 LONGEST_WAIT_S = 0.001
-"""How long a step waits, at most, for the masks of those that would have to sit it out."""
+"""The longest time, in seconds, that a step waits for missing masks."""
 POLL_S = 0.0001
-"""How often a step that waits looks whether the device has come to its end."""
+"""How often, in seconds, a waiting step looks whether the device has finished."""
 LONGEST_CLOSE_S = 3.0
-"""How long the end waits for the threads: Python crashes if it ends while one of them is in the library."""
+"""How long, in seconds, `close` waits for the threads. Python crashes if it ends while one is in the
+library.
+"""
 STACK_BYTES = 16_000_000
-"""Of a worker, as of the server's thread that has compiled the grammar before."""
+"""Stack of a worker: that of the server's thread which compiled the grammar before."""
 N_KEPT = 32
 """Compiled grammars that are kept: an agent sends the same schema with every request."""
 
@@ -57,7 +70,7 @@ Words = np.ndarray
 
 
 class Lexicon:
-    """The ids that may come anywhere in a request's answers, and those that would complete one of its bad words."""
+    """The ids that a request allows anywhere in its answers, and those that would complete a bad word."""
 
     __slots__ = ("_allowed", "_bad", "n_before")
 
@@ -66,7 +79,7 @@ class Lexicon:
         given = np.unpackbits(np.frombuffer(constraint.allowed, np.uint8), bitorder="little", count=n_ids)
         bits[:n_ids] = given if constraint.allowed else 1
         self._bad: dict[int, list[tuple[list[int], int]]] = {}
-        """By the last id before it: all ids before it, and the one that is bad behind them."""
+        """Keyed by the last id before the bad one: all ids before it, and the bad one."""
         for *before, last in constraint.bad_ids:
             if before:
                 self._bad.setdefault(before[-1], []).append((before, last))
@@ -74,10 +87,10 @@ class Lexicon:
                 bits[last] = 0
         self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
         self.n_before = max(map(len, constraint.bad_ids), default=1)
-        """Ids drawn last that it is to know, at most."""
+        """How many of the ids drawn last `narrow` needs, at most."""
 
     def narrow(self, words: Words | None, drawn: list[int]) -> Words:
-        """What of a mask (None: all) is left behind these ids."""
+        """The part of a mask (None: all ids) that is allowed after these ids."""
         words = self._allowed if words is None else words & self._allowed
         for before, last in self._bad.get(drawn[-1], ()) if drawn else ():
             if drawn[-len(before) :] == before:
@@ -87,7 +100,10 @@ class Lexicon:
 
 
 class Guide:
-    """Where one sequence is in its constraint. Only the engine's thread reads it, but for what `is_busy` guards."""
+    """The position of one sequence in its constraint.
+
+    Only the engine's thread reads it, but for what `is_busy` guards.
+    """
 
     __slots__ = (
         "_drawn",
@@ -115,13 +131,13 @@ class Guide:
         self._drawn: list[int] = []  # last, as far as the lexicon is to know them
         self.error = ""
         self.is_busy = False
-        """Whether a worker has it: `matcher`, `words`, `is_satisfied` and `error` are that one's then."""
+        """Whether a worker has it. The worker then owns `matcher`, `words`, `is_satisfied` and `error`."""
         self.is_late = False
-        """Whether a step has waited for its mask, and in vain."""
+        """Whether a step has waited for its mask in vain."""
         self.is_satisfied = False
         """Whether nothing but the end may follow in the grammar."""
         self.n_alone = 0
-        """Jobs that it is to have to itself: it is slow, or suspected to be."""
+        """How many more jobs it has to itself, as it is slow or suspected to be."""
         self.matcher: Any = None
         self.words: Words | None = None
         self._mask: Words | None = None
@@ -147,7 +163,7 @@ class Guide:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer ends here, without a token that says so."""
+        """Whether the answer ends here, without an end token."""
         return not (self._thinks or self._forced or self.is_busy) and self.is_satisfied
 
     @property
@@ -163,7 +179,7 @@ class Guide:
         return self._mask
 
     def leaves_any(self, banned: Iterable[int]) -> bool:
-        """Whether there is an id that may be drawn and is none of these."""
+        """Whether any id other than these may be drawn."""
         mask = self.mask
         if mask is None:
             return True
@@ -174,7 +190,7 @@ class Guide:
 
     @property
     def bans_end(self) -> bool:
-        """Whether what would end the answer may not be drawn: a grammar is to follow the thought."""
+        """Whether end tokens are forbidden, because a grammar must follow the thought."""
         return self._thinks and bool(self.constraint.grammar)
 
     @property
@@ -188,7 +204,7 @@ class Guide:
         return not self._forced and not c.grammar
 
     def advance(self, token: int) -> bool:
-        """Takes a drawn token; whether the grammar is to take it, too."""
+        """Takes a drawn token. Returns whether the grammar must take it, too."""
         if self._lexicon is not None:
             self._drawn = [*self._drawn, token][-self._lexicon.n_before :]
         if self._thinks:
@@ -216,11 +232,12 @@ class Guides:
         tokenizer_file: Callable[[], Path] | None,
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
-        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is none. is_busy: whether the
-        device computes ahead, so that waiting costs nothing."""
+        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is
+        none. is_busy: whether the device computes ahead, so that waiting costs nothing.
+        """
         self.n_ids = n_ids
         self.n_busy = 0
-        """Guides that workers have, or have done with and that were not collected."""
+        """Number of guides that workers have, or have finished but that were not collected."""
         self.has_tokenizer = tokenizer_file is not None
         self._tokenizer_file = tokenizer_file
         self._is_busy = is_busy or (lambda: False)
@@ -232,20 +249,23 @@ class Guides:
         self._done: SimpleQueue[list[Guide]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._drew: tuple[list[Guide], list[int]] = ([], [])
-        """Guides whose sequences drew in this step, and what; those that are slow have a job each."""
+        """Guides whose sequences drew in this step, and the tokens. A slow guide has a job of its own."""
         self._drew_slow: list[tuple[list[Guide], list[int]]] = []
         self._is_prepared = False
         self._lock = threading.Lock()  # of what is below
         self._tokenizer: Any = None
         self._executor: Any = None
         self._foreign_end: int | None = None
-        """Random weights borrow a tokenizer whose end has another id than theirs."""
+        """The end id of the tokenizer that random weights borrow: not their own."""
         self._kept: OrderedDict[str, tuple[Any, Words, bool]] = OrderedDict()
 
     # The engine's thread.
 
     def prepare(self) -> None:
-        """Makes the tokenizer, unless there is none or that was tried before: a second or two with a large vocabulary."""
+        """Makes the tokenizer, if there is one and it was not tried before.
+
+        Takes a second or two with a large vocabulary.
+        """
         if self.has_tokenizer and not self._is_prepared:
             self._is_prepared = True
             with suppress(Exception):  # the first grammar will say what is wrong
@@ -265,7 +285,7 @@ class Guides:
             self._give(guides, [])
 
     def advance(self, guide: Guide, token: int) -> None:
-        """Has a guide take the token that its sequence drew; its mask is made behind the next `give`."""
+        """Has a guide take the token that its sequence drew. The next `give` starts to make its mask."""
         if guide.advance(token):
             guide.is_busy = True
             if guide.n_alone:
@@ -275,7 +295,10 @@ class Guides:
                 self._drew[1].append(token)
 
     def give(self) -> None:
-        """Has the masks made that follow what a step drew: by the workers, or at once, while the device is busy anyway."""
+        """Starts to make the masks that follow a step's tokens.
+
+        The workers make them; or this thread, at once, while the device is busy anyway.
+        """
         guides, tokens = self._drew
         if guides and self._is_busy():
             deadline, words = time.perf_counter() + HERE_S, self._empty(len(guides))
@@ -308,10 +331,11 @@ class Guides:
         self._todo.put((guides, tokens))
 
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
-        """Takes back what is done; gives the guides that failed, or whose answer is over.
+        """Takes back finished guides. Returns those that failed, or whose answer is over.
 
-        Waits for the masks of `decodes`, once for each: while the device computes ahead, and then at most LONGEST_WAIT_S, the longer
-        the larger the part of them that would sit out a step of step_s, since that is what is lost.
+        Waits once for each mask of `decodes`: while the device computes ahead, and then for at most
+        LONGEST_WAIT_S. The larger the share of decodes that would sit out a step of step_s seconds, the
+        longer it waits.
         """
         if not self.n_busy:
             return []
@@ -341,13 +365,13 @@ class Guides:
         return ended
 
     def wait(self, timeout_s: float) -> None:
-        """Until a worker is done with something, at most so long."""
+        """Waits until a worker has finished a job, for a bounded time."""
         if self.n_busy:
             with suppress(Empty):
                 self._done.put(self._done.get(timeout=timeout_s))
 
     def close(self) -> None:
-        """Ends the threads, as soon as they have done what they are at. Nothing may follow."""
+        """Ends the threads once they have finished their jobs. No other call may follow."""
         with suppress(Empty):
             while True:
                 self._todo.get_nowait()
@@ -367,7 +391,10 @@ class Guides:
             del job  # it may be long until the next
 
     def _do_timed(self, guides: list[Guide], tokens: list[int], words: Words | None = None) -> None:
-        """Does a job, and notes who was slow. words: where the masks go."""
+        """Does a job, and notes slow guides.
+
+        words: where the masks go.
+        """
         start = time.perf_counter()
         try:
             if any(guide.sequence.finish_reason is None for guide in guides):  # else nobody waits for it
@@ -381,7 +408,7 @@ class Guides:
         self._done.put(guides)
 
     def _do(self, guides: list[Guide], tokens: list[int], words: Words | None = None) -> None:
-        """tokens: that the guides' sequences drew; none: the grammar of all of them begins."""
+        """tokens: those that the guides' sequences drew. Without any, the grammar of all of them begins."""
         if not tokens:
             self._begin(guides)
             return
@@ -417,7 +444,7 @@ class Guides:
             guide.matcher, guide.words, guide.is_satisfied = matcher.deep_copy(), words, is_satisfied
 
     def _compile(self, grammar: str) -> tuple[Any, Words, bool]:
-        """A matcher that nothing is done with but to copy it, its first mask, and whether only the end may follow."""
+        """A matcher that is only ever copied, its first mask, and whether only the end may follow."""
         import llguidance  # few engines need it
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -426,7 +453,9 @@ class Guides:
         return matcher, words[0], self._fill([matcher], words)[0]
 
     def _fill(self, matchers: list[Any], words: Words) -> list[bool]:
-        """Writes their masks, int32 [matchers, words]; whether only the end may follow, of each."""
+        """Writes the matchers' masks, int32 [matchers, words]. Returns for each whether only the end may
+        follow.
+        """
         satisfied = [bool(m.is_stopped()) and not m.is_error() for m in matchers]
         live = [(m, i) for i, m in enumerate(matchers) if not m.is_stopped()]  # what failed is stopped, too
         if len(live) == 1 == len(matchers):
@@ -470,11 +499,11 @@ class Guides:
 
 
 def _sealed(text: str) -> tuple[str, list[int]]:
-    """A tokenizer.json in which text is nothing but text, and the ids of its special tokens.
+    """A tokenizer.json without special literals in text, and the ids of its special tokens.
 
-    Where a grammar leaves one text only, the library takes the tokens that the tokenizer makes of it. Those must have the text's own
-    bytes: so nothing is normalised, and an added token (`<|im_end|>`, `<think>`), which grammars name by its number, has a name that
-    nobody can write.
+    Where a grammar leaves only one text, the library takes the tokens that the tokenizer makes of it. Those
+    must have the text's own bytes. So nothing is normalised, and an added token (`<|im_end|>`, `<think>`) has
+    a name that nobody can write; grammars name it by its number.
     """
     said = msgspec.json.decode(text)
     said["normalizer"] = None

@@ -13,23 +13,29 @@ from typing import Any, Literal
 import msgspec
 
 MAX_BIASES = 1024
-"""Ids that one request may bias, and stop ids it may have: the sampler's buffers hold as many for each sequence."""
+"""The most ids that one request may bias, and the most stop ids: the room in the sampler's buffers."""
 
 MAX_LOGPROBS = 100
 """Alternatives per position that the sampler's buffers hold; the server usually allows fewer."""
 
 LOGPROBS_PACKED = 64
-"""Positions of a prompt whose log-probabilities are packed, and unpacked, at once: some hundred microseconds."""
+"""Positions of a prompt whose log-probabilities are packed at once: that takes some hundred microseconds."""
 
 MAX_FIRST_FRAMES = 32
-"""Frames that a request may want in its first chunk of audio. They are made in one go, and everybody waits for it."""
+"""Frames that a request may want in its first chunk of audio.
+
+They are made in one go, and all requests wait for it.
+"""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must look like. The grammar begins behind the thought; `allowed` and `bad_ids` hold in it, too, and what is
-    forced comes whatever they say."""
+    """What an answer must look like.
+
+    The grammar begins behind the thought; `allowed` and `bad_ids` hold in it, too, and what is forced comes
+    whatever they say.
+    """
 
     grammar: str = ""
     """As llguidance's LLMatcher takes it, JSON or Lark; "": none."""
@@ -48,10 +54,11 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request's tokens are drawn. Defaults are the neutral ones: temperature 1, no filter, no penalty.
+    """How one request's tokens are drawn.
 
-    The order of the transformations is the one of `reference/sample.py`. Penalties count as in the OpenAI API:
-    presence and frequency look at generated tokens, repetition at prompt and generated tokens.
+    Defaults are the neutral ones: temperature 1, no filter, no penalty. The order of the transformations is
+    the one of `reference/sample.py`. Penalties count as in the OpenAI API: presence and frequency look at
+    generated tokens, repetition at prompt and generated tokens.
     """
 
     max_tokens: int = 16
@@ -77,18 +84,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request to a speech model has beside its prompt, whose ids are rows then (`models/tts/shape.py`)."""
+    """The fields of a request to a speech model, beside its prompt.
+
+    The prompt's ids are rows (`models/tts/shape.py`).
+    """
 
     trailing_ids: tuple[int, ...] = ()
     """Text ids still to be said: one is fed with each frame, then the pad row."""
     is_open: bool = False
-    """More of them are to come, by AddText. A frame whose id is not there yet is not computed before it is, or the text has ended."""
+    """More of the ids are to come, by AddText.
+
+    A frame is not computed before its id has come, or the text has ended.
+    """
     voice: str = ""
     """Key of the encoded voice whose speaker vector and reference frames the prompt's rows name; "": none."""
     is_primed: bool = False
     """The vocoder starts behind the voice's reference codes."""
     temperature: float = 0.9
-    """Of the predictor's draws; 0: greedy."""
+    """Temperature of the predictor's draws; 0: greedy."""
     top_k: int = 50
     """The predictor draws among so many of the most likely codes; 0: among all."""
     top_p: float = 1.0
@@ -99,7 +112,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Frames of the first chunk of audio, at most MAX_FIRST_FRAMES; 0: the engine's choice."""
 
     def knows_text(self, frame: int) -> bool:
-        """Whether it is known what goes with this frame: an id, or, behind the end of the text, the pad row."""
+        """Whether the text for this frame is known: an id or, after the end of the text, the pad row."""
         return not self.is_open or frame < len(self.trailing_ids)
 
 
@@ -110,12 +123,15 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     prompt_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    """Lower runs first: above 0 of all requests, below 0 of its owner's alone. Of equal ones owners take turns, and what one
-    owner sent is first come, first served."""
+    """Lower runs first.
+
+    A priority above 0 ranks among all requests, one below 0 among its owner's alone. At equal priority owners
+    take turns, and each owner's requests are first come, first served.
+    """
     owner: str = ""
     """The name of the API key; "" without keys."""
     party: str = ""
-    """Prefixes are shared only within a party: an API key's name, without line ends, or "" where all are one."""
+    """Prefixes are shared only within a party: an API key's name, without line ends, or "" for one party."""
     boundaries: list[int] = []
     """Token offsets at which a chat message ends (from the template): where prompts branch."""
     cache_salt: str = ""
@@ -126,11 +142,14 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
 
 
 class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):
-    """Asks a speech model for a VoiceEncoded: makes what `Speech.voice` names, and keeps it, on disk where there is a place for it.
-    With neither samples nor a speaker vector: whether the key is known."""
+    """Asks a speech model for a VoiceEncoded.
+
+    The model makes the voice that `Speech.voice` names, and keeps it, on disk if there is a directory for it.
+    With neither samples nor a speaker vector it only asks whether the key is known.
+    """
 
     key: str
-    """Of the content: the same audio and mode have the same key."""
+    """Names the content: the same audio and mode have the same key."""
     samples: bytes = b""
     """float32, mono, at the model's rate, within [-1, 1]."""
     speaker: bytes = b""
@@ -138,7 +157,7 @@ class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):
     needs_codes: bool = False
     """In-context cloning: reference codes and the vocoder's state behind them, too."""
     is_kept: bool = False
-    """Stored on disk; otherwise it lives with the process, as long as there is room."""
+    """Store it on disk. Otherwise it lives with the process, as long as there is room."""
 
 
 class DropVoice(msgspec.Struct, tag="drop_voice"):
@@ -148,20 +167,26 @@ class DropVoice(msgspec.Struct, tag="drop_voice"):
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """Ends a request (index None) or one of its n sequences. Unknown ids are ignored: it may have just ended."""
+    """Ends a request (index None) or one of its n sequences.
+
+    Unknown ids are ignored: it may have just ended.
+    """
 
     id: str
     index: int | None = None
     if_waiting: bool = False
-    """Only a request that never had a place."""
+    """Abort it only if it never had a place."""
 
 
 class AddText(msgspec.Struct, tag="add_text"):
-    """More of the text of a request whose `Speech.is_open`. One that is not open is left alone: it may have just ended."""
+    """More of the text of a request whose `Speech.is_open`.
+
+    One that is not open is left alone: it may have just ended.
+    """
 
     id: str
     text_ids: list[int]
-    """Behind its trailing_ids."""
+    """They follow its trailing_ids."""
     is_last: bool = False
     max_tokens: int | None = None
     """Lowers the request's, where that follows from the length of the text."""
@@ -172,7 +197,10 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 class InspectCache(msgspec.Struct, tag="inspect_cache"):
-    """Asks for a CacheReport. reset: after everything that the prefix cache holds was dropped, on disk as well."""
+    """Asks for a CacheReport.
+
+    reset: first drop everything that the prefix cache holds, on disk as well.
+    """
 
     reset: bool = False
 
@@ -193,8 +221,10 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of a prompt's tokens, in order, the first of which has none. Read once or twice, and as they are needed:
-    as objects they would take ten times as much, and hold up everybody while they are all made.
+    """Log-probabilities of a prompt's tokens, in order, the first of which has none.
+
+    They stay packed until they are read: as objects they would take ten times the memory, and making all of
+    them at once would hold up every other request.
     """
 
     packed: list[bytes] = []
@@ -219,7 +249,10 @@ _unpack_logprobs = msgspec.msgpack.Decoder(list[TokenLogprob | None]).decode
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What one step brought for one sequence. Exactly one Output of a sequence has a finish_reason: its last."""
+    """What one step brought for one sequence.
+
+    Exactly one Output of a sequence has a finish_reason: its last.
+    """
 
     id: str
     index: int = 0
@@ -260,7 +293,7 @@ class CacheStats(msgspec.Struct, array_like=True):
     written_bytes: dict[str, int] = {}
     """Moved or copied to a tier: host, disk."""
     n_damaged: int = 0
-    """Files of the disk tier that were not what they should be."""
+    """Damaged files of the disk tier."""
     n_pages: int = 0
     """Pages that the tree holds in device memory, those of running sequences included."""
     n_checkpoints: int = 0
@@ -317,12 +350,20 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     on_gpu: bool = False
     prefix_cache: bool = True
     canonical_decode: bool = True
-    """Whether prefill and decode give the same bits. Where they do not (GPU), a token of the prompt always goes through prefill
-    and a generated one through decode, each a batch of its own, and only what prefill wrote is kept for others."""
+    """Whether prefill and decode give the same bits.
+
+    Where they do not (GPU), a token of the prompt always goes through prefill and a generated one through
+    decode, each a batch of its own, and only what prefill wrote is kept for others.
+    """
     n_lookahead: int = 0
-    """Tokens beyond the one of a step for which a decode has pages, so that the next may be started before this one was read."""
+    """Tokens beyond a step's own for which a decode has pages, so that the device may start the next
+    early.
+    """
     block_size: int = 1
-    """Rows of a prefill batch that one sequence takes at a time: max_step_tokens is counted in whole blocks."""
+    """Rows that a sequence takes at a time in a prefill batch.
+
+    max_step_tokens is counted in such blocks.
+    """
     max_prefill_seqs: int = 0
     """Prefill chunks in one step; 0: any number."""
     page_bytes: int = 1
@@ -333,10 +374,13 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Whose kernels run: the CPU's instruction set they were compiled for, or Triton's version."""
     notices: list[str] = []
     n_prompt_ids: int = 0
-    """Ids that a prompt may have, where these are not those that can be drawn (speech: rows); 0: vocab_size."""
+    """Number of ids that a prompt may have, if it differs from vocab_size (speech: rows); 0: vocab_size."""
     is_speech: bool = False
     has_state: bool = True
-    """Whether a sequence has a recurrent state, so that it can start only behind a checkpoint; else behind any page."""
+    """Whether a sequence has a recurrent state.
+
+    Then it can start only after a checkpoint, else after any page.
+    """
     start_s: dict[str, float] = {}
     """Seconds spent in each stage of the start."""
 
@@ -372,11 +416,14 @@ class VoiceEncoded(msgspec.Struct, tag="voice_encoded"):
     n_frames: int = 0
     """Reference frames; 0 without codes."""
     error: str | None = None
-    """Why there is no such voice now."""
+    """Why the voice could not be encoded; None if it was."""
 
 
 class StartFailed(msgspec.Struct, tag="start_failed"):
-    """The engine cannot serve (bad checkpoint, plan that does not fit); it exits. The message says what to do."""
+    """The engine cannot serve (bad checkpoint, plan that does not fit); it exits.
+
+    The message says what to do.
+    """
 
     message: str
 
@@ -385,7 +432,7 @@ class Pong(msgspec.Struct, tag="pong"):
     """The answer to Ping, between two steps."""
 
     is_stuck: bool = False
-    """Whether what is awaited from the lower tiers has not come on since the last Ping."""
+    """Whether a load from the lower tiers has made no progress since the last Ping."""
 
 
 Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | Pong | StartFailed

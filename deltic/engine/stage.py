@@ -1,27 +1,31 @@
-"""From codes to audio: which streams are vocoded now, and how many of their frames.
+"""From codes to audio: the stage decides which streams are vocoded now, and how many of their frames.
 
-The steps bring a frame of codes for each sequence that decodes; the stage keeps them, and between two steps it may have the vocoder
-make one chunk of audio of some of them. It runs in the engine's own loop, without threads.
+Each step brings a frame of codes for each sequence that decodes. The stage keeps the frames. Between two
+steps it may have the vocoder turn some of them into one chunk of audio. It runs in the engine's own loop,
+without threads.
 
-Every frame has a deadline: when a client that plays the stream from its first audio on would run dry. Frames are taken in the order
-of their deadlines, whoever's they are, and all that are taken are one batch, which shares the vocoder's weights. From that follow
-the sizes of chunks: a stream that is ahead of playback waits until a batch is worth it, one that is not gets what there is.
+Every frame has a deadline: the time at which a client that plays the stream from its first audio on would run
+dry. Frames of all streams are taken in the order of their deadlines. All frames taken at once are one batch,
+which shares the vocoder's weights. This decides the sizes of chunks: a stream that is ahead of playback waits
+until a batch is worth it; any other gets the frames that are there.
 
 | who goes first | |
 | --- | --- |
 | frames that would be late after one more step | before the step |
 | a step | |
 | first chunks of streams, and frames that are due soon | after the step |
-| frames of streams that are ahead, when there are enough for a batch | after the step, unless somebody has heard nothing yet |
-| the same, where the vocoder runs beside the steps and takes less than one | after the step, but not together with a first chunk |
+| a batch of frames of streams that are ahead | after the step, unless a stream has heard nothing yet |
+| the same, where the vocoder runs beside the steps and is quicker | after the step, without first chunks |
 | the same, where somebody lacks a slot | after the step |
 | whole answers, whose deadlines are far away | when there is a full pass of them, or no step to run |
 
-So a stream that is behind is never behind those that are ahead, but these are not kept to the pace of playback: their clients, and
-others that want their slots, would wait for nothing. Where all streams together are more than the machine can do, steps
-wait for audio, and not the other way round, and chunks are large enough to share the weights. A stream's slot in the vocoder lives
-from its first chunk to its last; its sequence may have ended long before, or be preempted. A sequence's terminal Output is held
-back until its audio is out.
+So a late stream never waits for streams that are ahead. But streams may run ahead of playback: holding them
+back would only make their clients, and others that want their slots, wait. When all streams together are more
+than the machine can do, steps wait for audio, not audio for steps, and chunks are large enough to share the
+weights.
+
+A stream keeps its vocoder slot from its first chunk to its last; its sequence may have ended long before, or
+be preempted. A sequence's terminal Output is held back until its audio is out.
 """
 
 from __future__ import annotations
@@ -44,17 +48,19 @@ if TYPE_CHECKING:
 
 FRAME_S = 0.08
 FIRST_S = 0.15
-"""Deadline of a first chunk, from the stream's first frame on: frames of others that are due earlier go first."""
+"""Deadline of a first chunk, in seconds after the stream's first frame."""
 WHOLE_S = 10.0
-"""The same of an answer that is not streamed, so that it is not put off for ever."""
+"""Deadline of an answer that is not streamed, so that it is not put off for ever."""
 GUARD_S = 0.03
-"""How long before its deadline a frame is to be out: what the way to the client may vary."""
+"""How long before its deadline, in seconds, a frame must be out, as the time to the client varies."""
 LATE_S = 0.1
-"""Audio that comes later than this was an underrun that can be heard."""
+"""Audio later than this, in seconds, counts as an audible underrun."""
 WORTH_FRAMES = 4
-"""Frames of a batch from which on it makes little difference that more would share the weights."""
+"""Size of a batch, in frames, beyond which sharing the weights gains little."""
 PASS_FRAMES = 16
-"""Most frames of a batch, or two for each stream if those are more: how long commands and steps wait."""
+"""The most frames of a batch, or two for each stream if that is more. It bounds how long commands and steps
+wait.
+"""
 MOST_FIRST_FRAMES = 8
 SMOOTHING = 0.2
 """Weight of the newest measurement in an estimate."""
@@ -71,11 +77,14 @@ class Pending(Protocol):
         """Of each chunk, float32 [1920 n]; waits."""
 
     def seconds(self) -> float | None:
-        """What they took, once they are done; None: what passed until they were taken."""
+        """The seconds they took, once they are done; None: count the time until they were taken."""
 
 
 class StreamVocoder(Protocol):
-    """What the stage needs of a vocoder: `runtime.cpu.vocoder.VocoderStreams`, its sister on a GPU, or a fake in tests."""
+    """The stage's interface to a vocoder.
+
+    `runtime.cpu.vocoder.VocoderStreams`, its counterpart on a GPU, or a fake in tests.
+    """
 
     def open(self, slot: int, state: Tensor | None = None) -> None: ...
 
@@ -118,7 +127,7 @@ class Stream:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody listens who has heard nothing yet."""
+        """Whether a listener has heard nothing yet."""
         return self.is_streamed and self.dry_at is None
 
     def deadline(self, n: int, after: float) -> float:
@@ -155,7 +164,7 @@ class SpeechStage:
         self.step_s = self.frame_s = 0.0
         """Estimates: of a step and the others' turns, of a frame in a batch."""
         self.others_s = 0.0
-        """What other engines' turns take between two of this one's steps."""
+        """Seconds that other engines' turns take between two of this one's steps."""
         self._vocoder, self._clock = vocoder, clock
         self._step_at = 0.0
         self._is_beside = False
@@ -204,7 +213,10 @@ class SpeechStage:
         self._step_at = self._clock() - self.others_s
 
     def take(self, step: Step, result: StepResult, outputs: list[Output]) -> list[Output]:
-        """Keeps the codes of the step that began; its Outputs, without those that have to wait for their audio."""
+        """Keeps the codes of a step.
+
+        Returns the step's Outputs, without those that must wait for their audio.
+        """
         now = self._clock()
         for i, chunk in enumerate(step.chunks):
             if not chunk.is_decode:
@@ -239,7 +251,7 @@ class SpeechStage:
         return stream
 
     def hold(self, outputs: list[Output]) -> list[Output]:
-        """Those that may leave now. What ends well waits for its audio, an abort or an error does not."""
+        """The Outputs that may leave now. A normal end waits for its audio; an abort or an error does not."""
         leaving = []
         for output in outputs:
             stream = self._streams.get((output.id, output.index))
@@ -256,7 +268,9 @@ class SpeechStage:
         return leaving
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
-        """Ends what the scheduler does not know any more: the last Outputs of sequences that only had audio to come."""
+        """Ends sequences that only had audio to come, which the scheduler has forgotten. Returns their last
+        Outputs.
+        """
         ended = []
         for (name, i), stream in list(self._streams.items()):
             if name == request_id and index in (None, i) and stream.end is not None:
@@ -281,8 +295,10 @@ class SpeechStage:
     # What goes to the vocoder.
 
     def vocode(self, n_open: int) -> list[Output]:
-        """Takes what the vocoder has finished and gives it the next chunks. n_open: the scheduler's open sequences that do not stall;
-        without any, it waits for the chunks. A vocoder that fails ends its streams with an error."""
+        """Takes what the vocoder has finished and gives it the next chunks. n_open: the scheduler's open
+        sequences that do not stall; without any, it waits for the chunks. A vocoder that fails ends its
+        streams with an error.
+        """
         is_busy = n_open > 0
         outputs: list[Output] = []
         if self._flight is not None and (self._flight.pending.is_done() or not is_busy):
@@ -307,8 +323,9 @@ class SpeechStage:
         except Exception as error:
             return outputs + self._fail(parts, error)
         self._is_beside = not self._flight.pending.is_done()
-        # What is done does not wait here for what is not, unless somebody has heard nothing yet, and the device is busy for longer, with
-        # the step that follows. Where steps are long, an early first chunk would only run dry before the second is there.
+        # What is done does not wait here for what is not, unless somebody has heard nothing yet, and the
+        # device is busy for longer, with the step that follows. Where steps are long, an early first chunk
+        # would only run dry before the second is there.
         is_short = is_first and 0.0 < self._first_s < self.step_s < FRAME_S / 4
         if not self._is_beside or not (is_busy or outputs) or is_short:
             outputs += self._land()
@@ -318,7 +335,7 @@ class SpeechStage:
         return stream.slot is not None or bool(self._free)
 
     def _pick(self, now: float, is_busy: bool, n_open: int) -> list[tuple[Stream, int]]:
-        """What to vocode now: streams and frames of each, earliest deadline first."""
+        """The streams to vocode now, and how many frames of each, earliest deadline first."""
         first_frames, n_unheard = self._first_frames(), n_open
         ready: list[Stream] = []
         for stream in self._streams.values():
@@ -346,8 +363,11 @@ class SpeechStage:
     def _earliest(
         self, ready: Iterable[Stream], first_frames: int, limit: float, now: float, n_most: int
     ) -> list[tuple[Stream, int]]:
-        """Frames due before `limit`, and first chunks; of those no more than would be done by the earliest deadline, but in any case
-        one for each stream that is about to be late, up to a batch that is worth it, or that where there is no time."""
+        """Frames due before `limit`, and first chunks.
+
+        There are no more of them than would be done by the earliest deadline, but in any case one for each
+        stream that is about to be late. If there is no time, a batch that is worth it is the limit.
+        """
         heap: list[tuple[float, int, Stream, int]] = []  # deadline, order, stream, frames taken
         for i, stream in enumerate(ready):
             deadline = stream.deadline(0, FIRST_S if stream.is_streamed else WHOLE_S)
@@ -383,17 +403,23 @@ class SpeechStage:
         return list(taken.values())
 
     def _first_frames(self) -> int:
-        """Frames of a first chunk: what plays until the next turn has brought more, and half as much again."""
+        """Frames of a first chunk: enough to play until the next turn brings more, and half as much again."""
         return max(1, min(MOST_FIRST_FRAMES, int(np.ceil(1.5 * self._turn_s() / FRAME_S))))
 
     def _turn_s(self) -> float:
-        """Of a step and a frame for each stream that lives; where the vocoder runs beside the steps, of the slower."""
+        """Seconds of a step and of a frame for each live stream.
+
+        Where the vocoder runs beside the steps, the longer of the two.
+        """
         n_live = sum(stream.is_streamed and stream.goes_on for stream in self._streams.values())
         both = self.step_s, self.frame_s * n_live
         return max(both) if self._is_beside else sum(both)
 
     def _gathers(self, ready: list[Stream]) -> bool:
-        """Whether streams that cannot be kept up with anyway should wait for a batch that is worth it: it wins them time."""
+        """Whether streams should wait for a batch that is worth it.
+
+        They do when they will be late anyway: a larger batch wins them time.
+        """
         n_left = sum(stream.n_left for stream in ready)
         is_alive = all(stream.goes_on and stream.dry_at is not None for stream in ready)
         return bool(ready) and is_alive and n_left < WORTH_FRAMES and self._turn_s() > FRAME_S

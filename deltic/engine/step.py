@@ -1,6 +1,6 @@
-"""What the engine asks of a device: sequences, the step that runs them, and what comes back.
+"""The contract between the engine and the runtimes: sequences, the step that runs them, and its results.
 
-Plain dataclasses of integers, without torch: the contract between the engine and the runtimes.
+Plain dataclasses of integers, without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Progress = Callable[[str, float], None]
 
 
 class Voice(Protocol):
-    """An encoded voice (runtime/voices.py). The engine only carries it: to the rows of a prompt, and `state` to the vocoder."""
+    """An encoded voice (runtime/voices.py).
+
+    The engine only carries it: to the rows of a prompt, and `state` to the vocoder.
+    """
 
     @property
     def speaker(self) -> Tensor:
@@ -54,8 +57,9 @@ def mixed_seed(seed: int, index: int) -> int:
 class Sequence:
     """One sequence in the engine: its tokens and what it owns.
 
-    `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one, in `slot`;
-    the rest is still to be run. While running, exactly one token (the last drawn) is not computed yet.
+    `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one,
+    in `slot`; the rest is still to be run. While running, exactly one token (the last drawn) is not computed
+    yet.
     """
 
     request: Request
@@ -67,7 +71,7 @@ class Sequence:
     n_computed: int = 0
     pages: list[int] = field(default_factory=list)
     pages_version: int = 0
-    """Raised whenever an entry of `pages` that a step may have seen is another one now."""
+    """Counted up whenever an entry of `pages` that a step may have seen changes."""
     place: int | None = None
     """Its row in the tables of the step (page table, sampling parameters), while it runs."""
     slot: int | None = None
@@ -77,7 +81,7 @@ class Sequence:
     arrival: int = 0
     """Order of arrival, to break ties of equal turn."""
     turn: int = 0
-    """In the order of which owners are served. It rises when its owner sends something more urgent."""
+    """Owners are served in order of this number. It rises when its owner sends something more urgent."""
     arrived_at: float = 0.0
     """time.monotonic() of its arrival."""
     queued_s: float = 0.0
@@ -87,17 +91,22 @@ class Sequence:
     prompt_logprobs: PromptLogprobs | None = None
     n_preempted: int = 0
     is_second_try: bool = False
-    """Its logits were not finite once: it was computed again from nothing, without the cache, and will not be another time."""
+    """Its logits were not finite once, so it was computed again from nothing, without the cache.
+
+    There is no third try.
+    """
     prefix: Any = None
-    """What ties it to the prefix tree (cache.Prefix); None: it neither reads nor feeds the tree."""
+    """Its tie to the prefix tree (cache.Prefix); None: it neither reads nor feeds the tree."""
     n_cached: int = 0
     """Prompt tokens that it found there."""
     waits_for: tuple[Sequence, int] | None = None
-    """Another, whose prefill is to reach that many tokens before this one is admitted: they begin with the same."""
+    """A sequence with the same beginning, and how many tokens its prefill must reach before this one is
+    admitted.
+    """
     voice: Voice | None = None
-    """What the prompt's rows of a voice are, kept as long as the sequence; None: it has none."""
+    """The voice of the prompt's rows, kept as long as the sequence; None: it has none."""
     guide: Any = None
-    """What says which ids its next token may be (guides.Guide); None: all."""
+    """It says which ids the next token may be (guides.Guide); None: any."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -111,24 +120,30 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """The first sequence of the request brings them, with its first token; computed again later, it does not."""
+        """Whether it brings the prompt's log-probabilities, with its first token.
+
+        Only the first sequence of a request does, and not when it is computed again.
+        """
         return self.request.params.prompt_logprobs is not None and self.index == 0 and self.n_generated == 0
 
     def begin_prompt_logprobs(self) -> None:
-        """If it wants them: what it has is forgotten, and the first token has none."""
+        """Starts the prompt's log-probabilities afresh, if it wants them. The first token has none."""
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = PromptLogprobs()
             self.prompt_logprobs.extend([None])
 
     @property
     def lacks_text(self) -> bool:
-        """Speech: whether the frame of its last token goes with a text that has not come yet. It stalls until then."""
+        """Speech: whether the frame of its last token goes with a text that has not come yet.
+
+        It stalls until then.
+        """
         speech = self.request.speech
         return speech is not None and not speech.knows_text(self.n_generated - 1)
 
     @property
     def can_draw(self) -> bool:
-        """Whether its next token can be: it is known which ids that may be, and the text that goes before it is there."""
+        """Whether its next token can be drawn: the mask is there, and the text that goes before it."""
         return not self.lacks_text and (self.guide is None or bool(self.guide.is_ready))
 
 
@@ -142,12 +157,16 @@ class Chunk:
     prompt_logprobs: bool = False
     """The log-probabilities of this chunk's own tokens are wanted (a logits row for each)."""
     snapshots: list[tuple[int, int]] = field(default_factory=list)
-    """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple of
-    PAGE_SIZE, 0 < n < length, ascending."""
+    """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple
+    of PAGE_SIZE, 0 < n < length, ascending.
+    """
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one generated token. One token of a prompt, the last behind a full page, is a prefill."""
+        """Whether it is one generated token.
+
+        One token of a prompt, the last behind a full page, is a prefill.
+        """
         return self.length == 1 and self.start >= self.sequence.n_prompt
 
 
@@ -162,10 +181,11 @@ class Draw:
 
 @dataclass(slots=True)
 class Step:
-    """What runs in one forward, or, where decodes are a batch of their own, in two. Decodes come first, then prefill chunks.
+    """What runs in one forward, or, where decodes are a batch of their own, in two.
 
-    A decode without a draw computes a token that was drawn before, and whose KV and state were lost. (Where prefill and decode
-    give the same bits, what was lost comes back in chunks of any length, and one of a preempted sequence may stand behind others.)
+    Decodes come first, then prefill chunks. A decode without a draw computes a token that was drawn before,
+    whose KV and state were lost. (Where prefill and decode give the same bits, lost tokens are computed in
+    chunks of any length, and a preempted sequence's chunk may come after others.)
 
     After the forward and before the draws are read, states and pages are copied for sequences that fork off a
     finished prompt: `slot_copies` and `page_copies` are (source, destination) pairs.
@@ -191,17 +211,17 @@ class Step:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the device gave back: `tokens[i]` and `logprobs[i]` belong to `Step.draws[i]`.
+    """The results of a step: `tokens[i]` and `logprobs[i]` belong to `Step.draws[i]`.
 
-    A draw gives one token, or several that follow each other, of which the step has computed all but the last: KV and state
-    are there. -1 alone says that nothing could be drawn.
+    A draw gives one token, or several in a row. Of several, the step has computed KV and state of all but the
+    last. -1 alone says that nothing could be drawn.
 
-    `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose predecessor
-    is in the chunk and which exist in the prompt).
+    `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose
+    predecessor is in the chunk and which exist in the prompt).
     """
 
     tokens: list[list[int]]
-    """Lists of their own, not empty: whoever reads them keeps them."""
+    """Each is a new list, not empty, and belongs to the reader."""
     logprobs: list[list[TokenLogprob] | None]
     """One of each token, or None where nobody asked."""
     prompt_logprobs: dict[int, list[TokenLogprob]]

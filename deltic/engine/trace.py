@@ -1,7 +1,8 @@
-"""What the engine did and when, as a file for Perfetto or chrome://tracing.
+"""The engine's steps over time, as a file for Perfetto or chrome://tracing.
 
-Chrome's JSON array, which needs no end: whole lines are appended, so what a killed process leaves loads, and an engine that is
-started again goes on in the same file. A row of steps with their phases, counters, and a row for each open sequence.
+Chrome's JSON array, which needs no end: whole lines are appended, so what a killed process leaves loads, and
+an engine that is started again goes on in the same file. A row of steps with their phases, counters, and a
+row for each open sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ FLUSH_S = 1.0
 
 
 class Trace:
-    """Appends to `path`. Times are time.perf_counter()'s, in seconds. What fails later than the opening ends the trace alone."""
+    """Appends to `path`.
+
+    Times are time.perf_counter()'s, in seconds. What fails later than the opening ends the trace alone.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError."""
@@ -61,7 +65,10 @@ class Trace:
             self._enter((request.id, index), "queue", now_s)
 
     def stepped(self, step: Step, stats: Stats, waiting: list[Sequence], times: tuple[float, ...]) -> None:
-        """A step ran. times: it began, was planned, had run, ended. waiting: the sequences that do, preempted ones too."""
+        """Notes a step.
+
+        times: when it began, was planned, had run, ended. waiting: the waiting sequences, preempted ones too.
+        """
         begin, planned, ran, end = times
         prefills = [chunk for chunk in step.chunks if not chunk.is_decode]
         for chunk in step.chunks:

@@ -169,7 +169,9 @@ class EngineClient:
         self.stats = Stats()
         """Gauges of the process that runs; counters over all there were."""
         self.recent_steps: deque[tuple[float, float, int, int, int]] = deque(maxlen=N_RECENT_STEPS)
-        """Of each: when it was heard of (time.monotonic()), ms, sequences running, prompt tokens, generated tokens."""
+        """Of each: when it was heard of (time.monotonic()), ms, sequences running, prompt tokens, generated
+        tokens.
+        """
         self.loading: Loading | None = None
         self.failure: str | None = None
         """Why the last process died or could not start."""
@@ -226,7 +228,8 @@ class EngineClient:
         self._all_ended.clear()
 
     def check_room(self, n: int, spare: int = 0) -> EngineInfo:
-        """What the engine has, if it takes requests and n sequences more find a place. spare: of the queue, what is left to others.
+        """What the engine has, if it takes requests and n sequences more find a place. spare: of the queue,
+        what is left to others.
 
         Raises EngineUnavailable or QueueFull.
         """
@@ -246,8 +249,9 @@ class EngineClient:
             self._send(AddText(request_id, text_ids, is_last, max_tokens))
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> None:
-        """Ends a request, or one of its sequences, within a step; its last outputs are delivered. if_waiting: unless it ever had
-        a place."""
+        """Ends a request, or one of its sequences, within a step; its last outputs are delivered. if_waiting:
+        unless it ever had a place.
+        """
         if request_id in self._streams:
             self._send(Abort(request_id, index, if_waiting))
 
@@ -297,7 +301,10 @@ class EngineClient:
     # For the EngineHost.
 
     def open(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> ModelLaunch:
-        """Makes the sockets of the next process, whose names begin with `endpoint`; what to tell it. Raises ZMQError."""
+        """Makes the sockets of the next process, whose names begin with `endpoint`; what to tell it.
+
+        Raises ZMQError.
+        """
         self.refusal, self._is_pinged, self.is_stuck = None, False, False
         endpoint = f"{endpoint}-{self.n_restarts}"
         self._events, self._commands = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -373,7 +380,10 @@ class EngineClient:
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
     def receive(self) -> None:
-        """Takes every message that has come, then delivers. None may be left: the socket signals only new ones."""
+        """Takes every message that has come, then delivers.
+
+        None may be left: the socket signals only new ones.
+        """
         fed: list[Stream] = []
         while self._events is not None:
             try:
@@ -468,7 +478,9 @@ class EngineClient:
                 _add(kept.speech, last.speech, SPEECH_COUNTERS)
 
     def _retry_after_s(self, n_waiting: int) -> int:
-        """When one of those that wait will have got its turn, if requests go on taking as long as the last did."""
+        """When one of those that wait will have got its turn, if requests go on taking as long as the last
+        did.
+        """
         assert self.info
         return min(60, max(1, math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)))
 

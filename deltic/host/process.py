@@ -1,8 +1,9 @@
-"""The engine process: one or more engines, each between two sockets of its own, which take turns in one thread.
+"""The engine process: one or more engines, each between two sockets of its own, which take turns in one
+thread.
 
-A turn takes all commands that have come, runs one step if there is work, and sends its outputs as one message. So a step of one
-model delays the others by no more than itself, and a model without work costs nothing. The process never waits for
-commands while an engine has work.
+A turn takes all commands that have come, runs one step if there is work, and sends its outputs as one
+message. So a step of one model delays the others by no more than itself, and a model without work costs
+nothing. The process never waits for commands while an engine has work.
 
 It ends when its parent does, when told to, and when it can no longer be trusted: a scheduler that raises, pages that do not add up,
 steps that fail one after another. The parent (`supervisor.py`) starts a new one.
@@ -53,7 +54,9 @@ log = logging.getLogger("deltic.engine")
 OUT_OF_MEMORY = "out of memory while loading{}; free some, or lower --memory-gb"
 
 CLOSE_S = 4.0
-"""How long a process that was told to stop goes on writing to --cache-dir: less than the host waits (SHUTDOWN_S)."""
+"""How long a process that was told to stop goes on writing to --cache-dir: less than the host waits
+(SHUTDOWN_S).
+"""
 
 CHECK_S = 60.0
 """An idle process looks whether everything adds up, but not oftener than this."""
@@ -119,7 +122,10 @@ class ServedModel:
         self.send(Loading(stage, done))
 
     def build(self, build: Build) -> None:
-        """Builds the engine. Raises ValueErrors, MemoryError, or torch's RuntimeError when there is no memory."""
+        """Builds the engine.
+
+        Raises ValueErrors, MemoryError, or torch's RuntimeError when there is no memory.
+        """
         config = self.config
         trace = Trace(config.trace) if config.trace is not None else None
         self.engine = Engine(
@@ -173,7 +179,9 @@ class ServedModel:
         self.send(Pong(is_stuck=store.is_loading and n_moved == self._n_moved))
 
     def step(self) -> bool:
-        """Runs a step if there is work, and says what came of it and of the commands; whether there was work."""
+        """Runs a step if there is work, and sends the outputs of it and of the commands. Returns whether
+        there was work.
+        """
         engine = self.engine
         outputs, self._outputs = self._outputs, []
         if engine.voices is not None:
@@ -190,7 +198,10 @@ class ServedModel:
         return is_busy
 
     def rest(self) -> float:
-        """What is left for when no engine has work. How long the process may wait for commands, in seconds."""
+        """What is left for when no engine has work.
+
+        How long the process may wait for commands, in seconds.
+        """
         engine = self.engine
         if not self._is_checked and time.monotonic() - self._checked_s > CHECK_S:
             engine.check()  # walks the whole tree
@@ -215,8 +226,9 @@ class EngineProcess:
         self._context.term()
 
     def load(self, build: Build | None) -> bool:
-        """Builds the engines one after the other, so that each plan sees what memory the last one left, and says so when all are
-        there. False when one cannot be built, which is said, too."""
+        """Builds the engines one after the other, so that each plan sees what memory the last one left, and
+        says so when all are there. False when one cannot be built, which is said, too.
+        """
         start_s = {"python": time.time() - self.launch.started_at}
         is_fake = build is not None
         model = self.models[0]
@@ -306,14 +318,19 @@ class EngineProcess:
 
 
 def _refusals(message: bytes, error: str) -> list[Output]:
-    """An error for each sequence of a request that cannot be run, or whose fields have not even the right types."""
+    """An error for each sequence of a request that cannot be run, or whose fields have not even the right
+    types.
+    """
     command = msgspec.msgpack.decode(message)
     n = command.get("params", {}).get("n", 1)
     return [Output(command["id"], index, finish_reason="error", error=error) for index in range(n)]
 
 
 def _wake_gpu() -> None:
-    """Has the driver make the context that torch will use, while torch is imported. Does nothing without a driver."""
+    """Has the driver make the context that torch will use, while torch is imported.
+
+    Does nothing without a driver.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -330,7 +347,10 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def main(build: Build | None = None, argument: str | None = None) -> int:
-    """The engine process; the exit status. `argument` is a Launch as JSON, by default the last of the command line."""
+    """The engine process; the exit status.
+
+    `argument` is a Launch as JSON, by default the last of the command line.
+    """
     die_with_parent()
     # The terminal's Ctrl-C and a service manager's SIGTERM go to every process; the server drains, then says
     # Shutdown.

@@ -1,7 +1,7 @@
 """A directory for the sockets between a server and its engine process, which nobody else may enter.
 
-A server that is killed cannot remove its own: the next one does. Whoever uses a directory holds a lock on it, which the kernel
-gives back when the process ends.
+A server that is killed cannot remove its own: the next one does. Whoever uses a directory holds a lock on it,
+which the kernel gives back when the process ends.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class SocketDirectory:
 
 
 def remove_stale(parent: Path) -> None:
-    """Removes the directories in `parent` that this user's servers left when they were killed: those that nobody has locked and that
-    hold nothing but sockets."""
+    """Removes the directories in `parent` that this user's servers left when they were killed: those that
+    nobody has locked and that hold nothing but sockets.
+    """
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -80,10 +81,14 @@ def _parent() -> Path:
 
 
 def _locked(parent: Path) -> tuple[Path, int]:
-    """A new directory that only its owner can enter, and the descriptor that holds its lock. Raises OSError."""
+    """A new directory that only its owner can enter, and the descriptor that holds its lock.
+
+    Raises OSError.
+    """
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        with contextlib.suppress(FileNotFoundError):  # another server took it for a stale one, before it was locked
+        # Another server may take it for a stale one before it is locked.
+        with contextlib.suppress(FileNotFoundError):
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(directory, fcntl.LOCK_EX)

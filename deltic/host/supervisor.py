@@ -1,6 +1,7 @@
 """The engine process of one or more EngineClients: starts it, watches it, starts it again.
 
-Everything runs in the clients' asyncio loop. All models live in one process, so they die together and come back together.
+Everything runs in the clients' asyncio loop. All models live in one process, so they die together and come
+back together.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class EngineHost:
         log_format: str = "text",
         timeout_s: float = 0.0,
     ) -> None:
-        """program: the command that runs `deltic.host.process.main`; a Launch is added to it as its last argument. timeout_s: a
-        process that shows no sign of life for so long, though it has work, is ended; 0: never."""
+        """program: the command that runs `deltic.host.process.main`; a Launch is added to it as its last
+        argument. timeout_s: a process that shows no sign of life for so long, though it has work, is ended;
+        0: never.
+        """
         self.clients = tuple(clients)
         self._program = program
         self._log_format = log_format
@@ -76,7 +79,10 @@ class EngineHost:
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def start(self) -> None:
-        """Starts the engine process and returns; it loads meanwhile. Raises OSError when it cannot be started."""
+        """Starts the engine process and returns; it loads meanwhile.
+
+        Raises OSError when it cannot be started.
+        """
         self._context = zmq.Context()
         self._directory = SocketDirectory()
         await self._spawn()
@@ -186,9 +192,10 @@ class EngineHost:
     async def _hang(self) -> str | None:
         """Waits until the process has ended: None; or until it shows no sign of life any more: says so.
 
-        A sign is what it says: of a step, a start, an answer to a Ping, which it takes between two steps. A step on a CPU may honestly
-        take minutes: while the engine's thread computes, it lives. One that waits for a GPU may compute, too (it looks again and
-        again), so that is no sign there, where a step takes seconds at most.
+        A sign is what it says: of a step, a start, an answer to a Ping, which it takes between two steps. A
+        step on a CPU may honestly take minutes: while the engine's thread computes, it lives. One that waits
+        for a GPU may compute, too (it looks again and again), so that is no sign there, where a step takes
+        seconds at most.
         """
         assert self._process
         ending = asyncio.create_task(self._process.wait())
@@ -217,7 +224,9 @@ class EngineHost:
             ending.cancel()
 
     def _had_oom_kill(self) -> bool:
-        """Whether the kernel has ended a process of this control group for want of memory since the engine's was started."""
+        """Whether the kernel has ended a process of this control group for want of memory since the engine's
+        was started.
+        """
         now = n_oom_kills()
         return None not in (now, self._n_oom_kills) and now != self._n_oom_kills
 
@@ -240,7 +249,9 @@ class EngineHost:
             client.set_state("failed")
 
     def _supervisor_ended(self, supervisor: asyncio.Task[None]) -> None:
-        """A supervisor that raised leaves nobody to say that the engine died: better no engine, and to say so."""
+        """A supervisor that raised leaves nobody to say that the engine died: better no engine, and to say
+        so.
+        """
         error = None if supervisor.cancelled() else supervisor.exception()
         if error is None:
             return
@@ -265,7 +276,9 @@ class EngineHost:
 
 
 def _cpu_ticks(pid: int) -> int:
-    """Time on a CPU that the first thread of a process has had, the engine's, in the kernel's ticks; 0 where it is not told."""
+    """Time on a CPU that the first thread of a process has had, the engine's, in the kernel's ticks; 0 where
+    it is not told.
+    """
     try:
         fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])  # utime, stime: proc(5)
@@ -274,7 +287,9 @@ def _cpu_ticks(pid: int) -> int:
 
 
 def _describe(code: int, was_out_of_memory: bool) -> str:
-    """An exit status in words. was_out_of_memory: the kernel says that it ended a process of this control group."""
+    """An exit status in words. was_out_of_memory: the kernel says that it ended a process of this control
+    group.
+    """
     if code == -signal.SIGKILL:
         if was_out_of_memory:
             return "killed by SIGKILL: memory ran out, says the kernel; lower --memory-gb, or allow the server more"

@@ -49,7 +49,8 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
-    """Ids that mean something: rows of the embedding past the tokenizer's last id are padding and are never drawn.
+    """Ids that mean something: rows of the embedding past the tokenizer's last id are padding and are never
+    drawn.
 
     A dummy has no tokenizer of its own, and its sampler is to work as hard as the real one's: all ids. Raises
     CheckpointError, also for a --tokenizer with more ids than the model has.

@@ -2,8 +2,9 @@
 
     python -m deltic.models.hub JSON
 
-downloads what a Download says in a process of its own, which can be ended at any moment: the library's threads cannot. It writes
-lines of JSON, each a Progress, the last an Outcome, and ends when its standard input does.
+downloads what a Download says in a process of its own, which can be ended at any moment: the library's
+threads cannot. It writes lines of JSON, each a Progress, the last an Outcome, and ends when its standard
+input does.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class _Watch:
             for entry in os.scandir(self._blobs):
                 with contextlib.suppress(OSError):  # renamed meanwhile
                     stat = entry.stat()
-                    sizes[entry.name] = min(stat.st_size, stat.st_blocks * 512)  # some are made at full size, empty
+                    # Some files are made at full size, empty.
+                    sizes[entry.name] = min(stat.st_size, stat.st_blocks * 512)
         return sizes
 
 

@@ -30,9 +30,12 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 Role = Literal["plain", "sensitive", "kept"]
-"""How much a matrix may lose when weights are quantised. A plain one takes the precision that is asked for. A sensitive one keeps 8
-bits of int4: the head and the last layer's `down`, whose errors nothing evens out any more, and the embedding, which is often the
-head. One that is kept stays as stored: a router, whose near-ties decide which experts run, and what is read for few rows."""
+"""How much a matrix may lose when weights are quantised.
+
+A plain one takes the precision that is asked for. A sensitive one keeps 8 bits of int4: the head and the last
+layer's `down`, whose errors nothing evens out any more, and the embedding, which is often the head. One that
+is kept stays as stored: a router, whose near-ties decide which experts run, and what is read for few rows.
+"""
 
 
 _INDEX = "model.safetensors.index.json"
@@ -60,10 +63,15 @@ class Mlp:
 
 
 class Parts:
-    """Weights of a model, as a base of dataclasses: vectors, tables and packed matrices, in further dataclasses and lists."""
+    """Weights of a model, as a base of dataclasses: vectors, tables and packed matrices, in further
+    dataclasses and lists.
+    """
 
     def named_parts(self) -> Iterator[tuple[str, Tensor | Matrix]]:
-        """Every part with its path, such as `layers.3.mlp.gate_up`; one that is there twice, as a tied head, by its first only."""
+        """Every part with its path, such as `layers.3.mlp.gate_up`.
+
+        One that is there twice, as a tied head, by its first only.
+        """
         seen = set()
         for name, part in _walk("", self):
             if id(part) not in seen:
@@ -115,10 +123,12 @@ def _memory(part: Tensor | Matrix) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """One checkpoint tensor, and the rows of a part that it fills: `sizes` rows each, one range after another.
+    """One checkpoint tensor, and the rows of a part that it fills: `sizes` rows each, one range after
+    another.
 
-    Its own rows are `n_groups` equal groups, each holding a share of every range: so Next interleaves q, k, v and z by key
-    head, and every family interleaves query and gate by head. A plain tensor is one group with one range.
+    Its own rows are `n_groups` equal groups, each holding a share of every range: so Next interleaves q, k, v
+    and z by key head, and every family interleaves query and gate by head. A plain tensor is one group with
+    one range.
     """
 
     name: str
@@ -150,8 +160,10 @@ class Planned:
 
 
 class Declaration:
-    """Makes the parts of a model's weights, uninitialised, each from the one place that says what it is: sizes, format, and the
-    stored tensors that fill it, which `plan` keeps in the order of declaration. On the device "meta" a part has no memory."""
+    """Makes the parts of a model's weights, uninitialised, each from the one place that says what it is:
+    sizes, format, and the stored tensors that fill it, which `plan` keeps in the order of declaration. On the
+    device "meta" a part has no memory.
+    """
 
     def __init__(self, quantize: str | None, device: str | None = None, layout: Layout = "strips") -> None:
         self.quantize, self.device, self.layout = quantize, device, layout
@@ -270,8 +282,9 @@ def fill_dummy(
 ) -> None:
     """Random values, the same for the same seed on every device: for benches, where only sizes matter.
 
-    Matrices have unit fan-in, so activations keep their magnitude, and are tiled from one block of a few million normals, since
-    drawing each would take minutes at the large sizes. fill_vector: draws a vector, float32 on the CPU, of the part of this name.
+    Matrices have unit fan-in, so activations keep their magnitude, and are tiled from one block of a few
+    million normals, since drawing each would take minutes at the large sizes. fill_vector: draws a vector,
+    float32 on the CPU, of the part of this name.
     """
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(_DUMMY_BLOCK, generator=generator)
@@ -308,8 +321,10 @@ def _tile(flat: Tensor, block: Tensor, offset: int) -> None:
 
 
 def format_of(role: Role, quantize: str | None, layout: Layout = "strips") -> MatrixFormat:
-    """The format of a matrix of this role. quantize: the precision asked for, None: as stored. Raises KernelError for a precision
-    that the layout does not have."""
+    """The format of a matrix of this role. quantize: the precision asked for, None: as stored.
+
+    Raises KernelError for a precision that the layout does not have.
+    """
     if layout == "rows":
         check("weights", quantize is None, f"bfloat16: there are no rows in {quantize}")
         return ROWS

@@ -1,11 +1,12 @@
 """Packed weights on disk: the internal layout as one safetensors file that is mapped, not read.
 
-A start from such a file copies nothing: the kernels work on the mapped pages. The file is written once, by `deltic pack`
-into a directory that is a model of its own, or by the first start with `--weights-cache`. It is the same for all machines.
-The pages are the system's file cache: it may drop them when others need the memory, and read them again.
-Every part is stored as bytes, padded to 64 so that all begin on a cache line. A file appears whole or not at all: it is
-written under another name and moved when the disk has it. What the header says is checked on every start, the bytes are
-not, as little as those of any checkpoint.
+A start from such a file copies nothing: the kernels work on the mapped pages. The file is written once, by
+`deltic pack` into a directory that is a model of its own, or by the first start with `--weights-cache`. It is
+the same for all machines. The pages are the system's file cache: it may drop them when others need the
+memory, and read them again.
+Every part is stored as bytes, padded to 64 so that all begin on a cache line. A file appears whole or not at
+all: it is written under another name and moved when the disk has it. What the header says is checked on every
+start, the bytes are not, as little as those of any checkpoint.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ P = TypeVar("P", bound=Parts)
 def save_packed(
     weights: Parts, file: Path, quantize: str | None, notices: list[str], progress: Progress | None = None
 ) -> None:
-    """Writes the file beside its name and moves it there when it is complete. Several may write it at once: the last
-    wins, and all wrote the same. Raises OSError."""
+    """Writes the file beside its name and moves it there when it is complete.
+
+    Several may write it at once: the last wins, and all wrote the same. Raises OSError.
+    """
     parts = dict(weights.named_tensors())
     header: dict[str, object] = {
         "__metadata__": {"deltic": VERSION, "quantize": quantize or "", "notices": json.dumps(notices)}
@@ -90,8 +93,10 @@ def save_packed(
 
 
 def resolve_quantize(config: EngineConfig, directory: Path) -> str | None:
-    """The format that the weights will have. Raises ConfigError when a packed model is asked to be another, and
-    CheckpointError when it cannot be read."""
+    """The format that the weights will have.
+
+    Raises ConfigError when a packed model is asked to be another, and CheckpointError when it cannot be read.
+    """
     if config.dummy is not None or not (directory / PACKED).exists():
         return config.quantize
     packed, _ = _metadata(directory / PACKED)
@@ -106,8 +111,8 @@ def resolve_quantize(config: EngineConfig, directory: Path) -> str | None:
 def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, float], None]) -> list[str]:
     """Writes a model directory of packed weights; gives the notices of loading, which the file keeps as well.
 
-    progress: the stage, and how much of it is done. Raises ConfigError, and a loader's other ValueErrors, before anything
-    is written; and ConfigError when it cannot be.
+    progress: the stage, and how much of it is done. Raises ConfigError, and a loader's other ValueErrors,
+    before anything is written; and ConfigError when it cannot be.
     """
     if config.dummy is not None:
         raise ConfigError(
@@ -180,7 +185,8 @@ def _metadata(file: Path) -> tuple[str | None, list[str]]:
 def map_packed(
     file: Path, shape: ModelShape, n_threads: int, progress: Progress | None = None
 ) -> tuple[Weights, list[str]]:
-    """The weights as views of the mapped file, every page of it touched, and the notices of when it was packed.
+    """The weights as views of the mapped file, every page of it touched, and the notices of when it was
+    packed.
 
     Raises CheckpointError for a file that is damaged, of another version or of another model.
     """
@@ -195,7 +201,9 @@ def map_packed(
 def map_parts(
     file: Path, empty: Callable[[str | None, set[str]], P], n_threads: int, progress: Progress | None = None
 ) -> tuple[P, list[str]]:
-    """As map_packed, of any model: `empty` gives its weights without memory, from the format and the names in the file."""
+    """As map_packed, of any model: `empty` gives its weights without memory, from the format and the names in
+    the file.
+    """
     quantize, notices = _metadata(file)
     with safe_open(str(file), framework="pt") as handle:
         names = set(handle.keys())
@@ -229,7 +237,9 @@ def _touch(data: Tensor, n_threads: int) -> None:
 
 
 def cache_file(config: EngineConfig, directory: Path) -> Path:
-    """Where the cache keeps the packed weights of this checkpoint: a name that changes when a file of it does."""
+    """Where the cache keeps the packed weights of this checkpoint: a name that changes when a file of it
+    does.
+    """
     assert config.weights_cache is not None
     if config.dummy is not None:
         what: list[object] = [config.dummy, config.seed]
@@ -251,8 +261,11 @@ def through_cache(
     load: Callable[[], tuple[P, list[str]]],
     progress: Progress | None = None,
 ) -> tuple[P, list[str]]:
-    """What `load` gives, or the cache has of an earlier start, with notices. Whatever is wrong with the cache is one of them: it
-    costs a load, not the start. progress: of the writing. Raises ConfigError where its files may be anybody's."""
+    """What `load` gives, or the cache has of an earlier start, with notices.
+
+    Whatever is wrong with the cache is one of them: it costs a load, not the start. progress: of the writing.
+    Raises ConfigError where its files may be anybody's.
+    """
     if config.weights_cache is None:
         return load()
     cached, cache_notices = cache_file(config, directory), list[str]()

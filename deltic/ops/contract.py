@@ -8,6 +8,9 @@ class KernelError(ValueError):
 
 
 def check(operator: str, condition: bool, expected: str) -> None:
-    """Raises KernelError naming the operator when its contract does not hold. Costs nothing after recording."""
+    """Raises KernelError naming the operator when its contract does not hold.
+
+    Costs nothing after recording.
+    """
     if not condition:
         raise KernelError(f"{operator}: expected {expected}")

@@ -17,7 +17,8 @@ N_CODES = 16
 """Of a frame of speech: one that the talker draws, and 15 of its predictor."""
 
 Allocate = Callable[[str, tuple[int, ...], "torch.dtype"], "Tensor"]
-"""A tensor by the name of what it is for, its shape and its type: one that is counted, or one that is there."""
+"""A tensor by the name of what it is for, its shape and its type: one that is counted, or one that is there.
+"""
 
 
 MAX_HEAD_DIM = 256
@@ -29,7 +30,10 @@ MAX_GDN_DIM = 256
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Geometry: query and key/value heads and their width. A projection row is q | gate | k | v, without gates q | k | v."""
+    """Geometry: query and key/value heads and their width.
+
+    A projection row is q | gate | k | v, without gates q | k | v.
+    """
 
     n_q: int
     n_kv: int
@@ -41,9 +45,10 @@ class AttentionHeads:
         return ((2 if self.is_gated else 1) * self.n_q + 2 * self.n_kv) * self.dim
 
     def records_size(self, max_len: int) -> tuple[int, int]:
-        """Size of the `records` of `attention`, float32: enough to give every split of a sequence of max_len tokens to
-        another thread, whether it decodes or its prefill is a few rows. More than MAX_RECORDS, and a longest one is
-        fewer tasks."""
+        """Size of the `records` of `attention`, float32: enough to give every split of a sequence of max_len
+        tokens to another thread, whether it decodes or its prefill is a few rows. More than MAX_RECORDS, and
+        a longest one is fewer tasks.
+        """
         n_splits = -(-max_len // SPLIT_KEYS)
         return min(MAX_RECORDS, n_splits * max(self.n_q, MAX_GROUP)), self.dim + 16
 
@@ -64,7 +69,9 @@ class GdnHeads:
 
 @dataclass(frozen=True)
 class GdnWeights:
-    """conv: float32 [4, C] (tap 3 multiplies the current token); a_log, dt_bias: float32 [Hv]; norm: float32 [dv]."""
+    """conv: float32 [4, C] (tap 3 multiplies the current token); a_log, dt_bias: float32 [Hv]; norm: float32
+    [dv].
+    """
 
     conv: Tensor
     a_log: Tensor

@@ -4,11 +4,12 @@ A format is a precision in a layout. The CPU's kernels read strips of 16 rows (c
 
     bf16   as stored in the checkpoint
     int8   8.25 bits a weight: groups of 128 along K with a float32 scale, symmetric
-    int4   4.5 bits a weight: groups of 64 along K with a bfloat16 scale and least value, fitted by least squares; int4-symmetric has
-           only the scale, its least is -8 scale
+    int4   4.5 bits a weight: groups of 64 along K with a bfloat16 scale and least value, fitted by least
+           squares; int4-symmetric has only the scale, its least is -8 scale
 
-Rows multiplied with a quantised matrix are themselves rounded to int8, with a scale per row and group; the sums within
-a group are exact integers. The layout does not depend on the machine, so a packed file can be kept and moved.
+Rows multiplied with a quantised matrix are themselves rounded to int8, with a scale per row and group; the
+sums within a group are exact integers. The layout does not depend on the machine, so a packed file can be
+kept and moved.
 
 The GPU's kernels read rows, one after another as stored in the checkpoint, so far in bf16 only.
 """
@@ -36,8 +37,8 @@ Layout = Literal["strips", "rows"]
 class MatrixFormat:
     """A precision in a layout.
 
-    bits: of one weight, scales left out; group: weights along K that share a scale; code: the precision's number in
-    csrc/matrix.h, -1 where the CPU's kernels do not read the layout.
+    bits: of one weight, scales left out; group: weights along K that share a scale; code: the precision's
+    number in csrc/matrix.h, -1 where the CPU's kernels do not read the layout.
     """
 
     layout: Layout
@@ -65,7 +66,9 @@ ROWS = MatrixFormat("rows", "bf16", 16, 1)
 
 @dataclass(frozen=True)
 class Matrix:
-    """n_matrices matrices of [n, k] (the experts of a layer, or one), packed. data: uint8 [n_matrices, bytes of one]."""
+    """n_matrices matrices of [n, k] (the experts of a layer, or one), packed. data: uint8
+    [n_matrices, bytes of one].
+    """
 
     n: int
     k: int
@@ -125,7 +128,10 @@ class Matrix:
         return self
 
     def unpack(self) -> Tensor:
-        """float32 [n_matrices, n, k]: the values that stand for the matrices. For tests and to see what a format loses."""
+        """float32 [n_matrices, n, k]: the values that stand for the matrices.
+
+        For tests and to see what a format loses.
+        """
         out = torch.empty(self.data.shape[0], self.n, self.k)
         rows, count = torch.arange(self.n, dtype=torch.int32), torch.tensor(self.n, dtype=torch.int32)
         program = Program(1)
@@ -137,5 +143,7 @@ class Matrix:
 
 
 def row_bytes(k: int) -> int:
-    """Bytes that one row of x takes when packed for a product, in whatever format (row_bytes in csrc/matrix.h)."""
+    """Bytes that one row of x takes when packed for a product, in whatever format (row_bytes in
+    csrc/matrix.h).
+    """
     return 2 * k

@@ -1,9 +1,9 @@
 """The sampler for one row: logits, parameters, seed and position in, one token id out.
 
-The order of the steps is the contract: bias, repetition, frequency and presence penalties, bans, the mask, then
-greedy, or temperature, top-k, softmax, min-p, top-p and one draw. The draw uses a counter-based generator,
-so a token depends on (logits, seed, position) alone: Salmon et al. 2011, "Parallel random numbers: as easy
-as 1, 2, 3" (Philox4x32-10). `params` is read by attribute: temperature, top_k (0: all), top_p, min_p,
+The order of the steps is the contract: bias, repetition, frequency and presence penalties, bans, the mask,
+then greedy, or temperature, top-k, softmax, min-p, top-p and one draw. The draw uses a counter-based
+generator, so a token depends on (logits, seed, position) alone: Salmon et al. 2011, "Parallel random numbers:
+as easy as 1, 2, 3" (Philox4x32-10). `params` is read by attribute: temperature, top_k (0: all), top_p, min_p,
 repetition_penalty, frequency_penalty, presence_penalty, logit_bias, min_tokens, stop_token_ids.
 """
 

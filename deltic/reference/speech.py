@@ -1,8 +1,9 @@
 """Qwen3-TTS for one request: prompt rows, talker, predictor and the loop over frames.
 
-A checkpoint is its config.json and its tensors under their published names, in any dtype. Everything is computed in float32;
-`precision` rounds as in `layers.py`, "bfloat16" where the engine does. A frame is 16 codes: code 0 is drawn from the talker's
-logits, the other 15 by the predictor, one after another. Left out: batches, and drawing itself (`Choose` does it).
+A checkpoint is its config.json and its tensors under their published names, in any dtype. Everything is
+computed in float32; `precision` rounds as in `layers.py`, "bfloat16" where the engine does. A frame is 16
+codes: code 0 is drawn from the talker's logits, the other 15 by the predictor, one after another. Left out:
+batches, and drawing itself (`Choose` does it).
 
 Source: the published package `qwen-tts` 0.1.1, which `tests/golden/make_speech.py` runs.
 """
@@ -56,7 +57,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q [T, nq, d], the last T of S positions; k, v [S, nk, d] -> [T, nq, d]. window: positions that one sees, itself included."""
+    """q [T, nq, d], the last T of S positions; k, v [S, nk, d] -> [T, nq, d]. window: positions that one
+    sees, itself included.
+    """
     n, s, repeat = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     distance = torch.arange(s - n, s)[:, None] - torch.arange(s)
@@ -74,10 +77,12 @@ def transformer(
     precision: Precision = "float32",
     window: int | None = None,
 ) -> Tensor:
-    """The next rows x [T, width] through all layers and the final norm: talker, predictor and the vocoder's transformer.
+    """The next rows x [T, width] through all layers and the final norm: talker, predictor and the vocoder's
+    transformer.
 
-    cache: {} for the first rows; has the keys and values of those before (of the last window - 1). The rows take up
-    positions where those before ended. Norms of q and k, and layer scales, where there are weights for them.
+    cache: {} for the first rows; has the keys and values of those before (of the last window - 1). The rows
+    take up positions where those before ended. Norms of q and k, and layer scales, where there are weights
+    for them.
     """
     head_dim, eps = config["head_dim"], config["rms_norm_eps"]
     start = cache.setdefault("n", 0)
@@ -130,7 +135,9 @@ def codec_rows(model: Checkpoint, ids: Sequence[int]) -> Tensor:
 
 
 def frame_rows(model: Checkpoint, codes: Tensor) -> Tensor:
-    """codes [R, 16] -> [R, h]: the sum of each frame's 16 embeddings, code 0 from the talker's table, others from the predictor's."""
+    """codes [R, 16] -> [R, h]: the sum of each frame's 16 embeddings, code 0 from the talker's table, others
+    from the predictor's.
+    """
     x = codec_rows(model, codes[:, 0].tolist())
     for i in range(1, codes.shape[1]):
         table = model.weights[f"talker.code_predictor.model.codec_embedding.{i - 1}.weight"]
@@ -161,8 +168,8 @@ def prompt(
 ) -> tuple[Tensor, Tensor]:
     """The talker's input rows [P, h], and the text rows that are still to come, one a frame [n, h].
 
-    text_ids, instruct_ids: of the whole templates. speaker: a name of `spk_id`, or a speaker vector [h]. is_streaming: text
-    comes with the frames instead of before them.
+    text_ids, instruct_ids: of the whole templates. speaker: a name of `spk_id`, or a speaker vector [h].
+    is_streaming: text comes with the frames instead of before them.
     """
     talker = model.config["talker_config"]
 
@@ -244,7 +251,8 @@ def generate(
     precision: Precision = "float32",
     trace: list[Tensor] | None = None,
 ) -> Tensor:
-    """Codes [T, 16], from `prompt`'s rows: T <= max_new_tokens - 1, since a last code 0 without its residual codes is dropped.
+    """Codes [T, 16], from `prompt`'s rows: T <= max_new_tokens - 1, since a last code 0 without its residual
+    codes is dropped.
 
     trace: collects the talker's hidden state [h] behind each code 0, the last included.
     """

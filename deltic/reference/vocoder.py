@@ -1,8 +1,10 @@
 """The vocoder of Qwen3-TTS (12.5 Hz, 16 codes a frame) for one stream: codes in, samples out, in float32.
 
-Everything is causal, so a stream can be cut anywhere: `decode` takes the next frames and a state, {} at first, that keeps what the next
-ones need to see of these. A whole pass is one call. Tensors have the names of speech_tokenizer/model.safetensors.
-The encoders, which run once a voice, are in `models/vocoder/encoder.py`: their float32 torch code is as plain as it would be here.
+Everything is causal, so a stream can be cut anywhere: `decode` takes the next frames and a state, {} at
+first, that keeps what the next ones need to see of these. A whole pass is one call. Tensors have the names of
+speech_tokenizer/model.safetensors.
+The encoders, which run once a voice, are in `models/vocoder/encoder.py`: their float32 torch code is as plain
+as it would be here.
 
 Source: the published package `qwen-tts` 0.1.1, which `tests/golden/make_speech.py` runs.
 """
@@ -23,8 +25,10 @@ FLOOR = 1e-5
 
 
 def causal_conv(model: Checkpoint, name: str, x: Tensor, state: State, dilation: int = 1) -> Tensor:
-    """x [C, T] -> [C', T]; the (kernel - 1) * dilation inputs before x are the state's, zeros at first. Depthwise where the
-    weights have one input channel and x has more."""
+    """x [C, T] -> [C', T]; the (kernel - 1) * dilation inputs before x are the state's, zeros at first.
+
+    Depthwise where the weights have one input channel and x has more.
+    """
     weight, bias = model.weights[f"{name}.weight"], model.weights[f"{name}.bias"]
     n_before = (weight.shape[2] - 1) * dilation
     padded = torch.cat([state.get(name, x.new_zeros(x.shape[0], n_before)), x], 1)
@@ -33,7 +37,10 @@ def causal_conv(model: Checkpoint, name: str, x: Tensor, state: State, dilation:
 
 
 def transposed_conv(model: Checkpoint, name: str, x: Tensor, rate: int, state: State) -> Tensor:
-    """x [C, T] -> [C', T * rate]. A kernel of 2 * rate reaches one input back: the state's, zeros at first; one of rate, none."""
+    """x [C, T] -> [C', T * rate].
+
+    A kernel of 2 * rate reaches one input back: the state's, zeros at first; one of rate, none.
+    """
     weight, bias = model.weights[f"{name}.weight"], model.weights[f"{name}.bias"]
     n_before = weight.shape[2] // rate - 1
     padded = torch.cat([state.get(name, x.new_zeros(x.shape[0], n_before)), x], 1)
@@ -54,7 +61,7 @@ def dense(model: Checkpoint, name: str, x: Tensor) -> Tensor:
 
 
 def latents(model: Checkpoint, codes: Tensor) -> Tensor:
-    """codes [T, 16] -> [codebook_dim, T]: code 0's entry and the sum of the others', each projected, added."""
+    """codes [T, 16] -> [codebook_dim, T]: code 0's entry plus the sum of the others', each projected."""
     total = torch.zeros(())
     for part, used in (("first", codes[:, :1]), ("rest", codes[:, 1:])):
         quantizer = f"decoder.quantizer.rvq_{part}"
@@ -69,7 +76,10 @@ def latents(model: Checkpoint, codes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode(model: Checkpoint, codes: Tensor, state: State | None = None) -> Tensor:
-    """The next frames of a stream, codes [T, 16] -> samples [T * 1920] within [-1, 1]. Updates the state; None: a stream of its own."""
+    """The next frames of a stream, codes [T, 16] -> samples [T * 1920] within [-1, 1].
+
+    Updates the state; None: a stream of its own.
+    """
     state = {} if state is None else state
     config = model.config["decoder_config"]
     prefix = "decoder.pre_transformer"

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 def is_for_gpu(config: EngineConfig) -> bool:
-    """Whether the model runs on a GPU: where that is asked for, or else where there is one, and nothing that only the CPU has."""
+    """Whether the model runs on a GPU: where that is asked for, or else where there is one, and nothing that
+    only the CPU has.
+    """
     if config.device is not None or not config.may_use_gpu:
         return config.may_use_gpu
     has_gpu = torch.cuda.is_available() and find_spec("triton") is not None
@@ -50,8 +52,10 @@ def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
 
 
 def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tuple[EngineConfig, Path, Plan[Any]]:
-    """The configuration with the format that the weights will have, the checkpoint's directory, and the plan in free_bytes of the
-    device's memory. Raises ValueError subclasses: a bad checkpoint, a plan that does not fit."""
+    """The configuration with the format that the weights will have, the checkpoint's directory, and the plan
+    in free_bytes of the device's memory. Raises ValueError subclasses: a bad checkpoint, a plan that does not
+    fit.
+    """
     if speaks(config):
         directory, speech = locate_speech(config)
         config = device.prepare(config, directory)
@@ -63,7 +67,8 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
 
 
 def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None) -> StepRunner:
-    """A runner of the configured model. device: by default the one that was asked for, or else a GPU if there is one.
+    """A runner of the configured model. device: by default the one that was asked for, or else a GPU if there
+    is one.
 
     Raises ValueError subclasses: a bad checkpoint, a plan that does not fit, no such device.
     """
@@ -148,7 +153,8 @@ def _open_voices(runner: Any, config: EngineConfig, directory: Path, kernels: Pa
 def warmup(config: EngineConfig) -> int:
     """`deltic warmup`: fills Triton's cache for a model or a shape, and prints what that took.
 
-    Exit status 1: not all kernels could be compiled. Raises ConfigError without a GPU or Triton, and what planning raises.
+    Exit status 1: not all kernels could be compiled. Raises ConfigError without a GPU or Triton, and what
+    planning raises.
     """
     device = gpu_device(config)
     import triton

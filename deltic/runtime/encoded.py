@@ -1,12 +1,14 @@
 """What requests name by a key and is encoded once: made beside the steps, kept in memory and on disk.
 
-An item goes through two threads. One of its own runs the encoders (seconds, torch without Python's lock, at low priority) and
-reads and writes files. `poll`, in the engine's thread between two steps, does what only that thread may do, one piece a call, so
-that no step waits long. A finished item never changes; a sequence that runs keeps its own, whatever happens to it here.
+An item goes through two threads. One of its own runs the encoders (seconds, torch without Python's lock, at
+low priority) and reads and writes files. `poll`, in the engine's thread between two steps, does what only
+that thread may do, one piece a call, so that no step waits long. A finished item never changes; a sequence
+that runs keeps its own, whatever happens to it here.
 
-Memory holds the items used last, within a number of bytes. A file is `DIRECTORY/MODEL/KEY.safetensors`, where MODEL names
-everything that decides the bits (runtime/fingerprint.py); it is written under another name and moved when complete, and its
-digest is compared whenever it is read. A damaged file is removed. Whoever sent the source keeps it: files here are a cache.
+Memory holds the items used last, within a number of bytes. A file is `DIRECTORY/MODEL/KEY.safetensors`, where
+MODEL names everything that decides the bits (runtime/fingerprint.py); it is written under another name and
+moved when complete, and its digest is compared whenever it is read. A damaged file is removed. Whoever sent
+the source keeps it: files here are a cache.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Command(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the item is stored on disk; otherwise it lives with the process, as long as there is room."""
+        """Whether the item is stored on disk. Otherwise it lives in this process, as long as there is
+        room.
+        """
 
 
 C = TypeVar("C", bound=Command)
@@ -80,8 +84,10 @@ class _Unfinished(Generic[C, T]):
 
 
 class Encoded(ABC, Generic[C, T, A]):
-    """The encoded items of one model: commands C ask for items T, and `poll` brings answers A. All public methods are for the
-    engine's thread. A subclass says what the items are."""
+    """The encoded items of one model: commands C ask for items T, and `poll` brings answers A.
+
+    All public methods are for the engine's thread. A subclass says what the items are.
+    """
 
     noun: str
     """What an item is called in messages, such as "voice"."""
@@ -91,7 +97,9 @@ class Encoded(ABC, Generic[C, T, A]):
     """Exceptions of `make`, and of the fingerprint, whose text is the answer."""
 
     def __init__(self, directory: Path | None, model: Callable[[], str]) -> None:
-        """directory: where items are kept; None: in memory only. model: the fingerprint, asked for once, in the other thread."""
+        """directory: where items are kept; None: in memory only. model: the fingerprint, asked for once, in
+        the other thread.
+        """
         self._directory, self._ask_model, self._model = directory, model, ""
         self._items: OrderedDict[str, T] = OrderedDict()  # least recently used first
         self._asked: dict[str, deque[C | None]] = {}  # by key; the first is worked on; None: a drop
@@ -114,7 +122,9 @@ class Encoded(ABC, Generic[C, T, A]):
 
     @abstractmethod
     def make(self, command: C) -> T | str | None:
-        """In the other thread: an item, why there is none, or None: the command brings nothing to make it of."""
+        """Runs in the other thread. Returns an item, the reason why there is none, or None if the command
+        brings nothing to make it of.
+        """
 
     @abstractmethod
     def of(self, tensors: dict[str, Tensor]) -> T:
@@ -133,7 +143,9 @@ class Encoded(ABC, Generic[C, T, A]):
         return True
 
     def finish(self, item: T, i: int) -> tuple[T, bool]:
-        """In the engine's thread: the item behind piece i of the work that is left, and whether that was the last."""
+        """In the engine's thread: the item behind piece i of the work that is left, and whether that was the
+        last.
+        """
         return item, True
 
     # In the engine's thread.
@@ -149,7 +161,10 @@ class Encoded(ABC, Generic[C, T, A]):
         return bool(self._answers or self._done or self._unfinished)
 
     def get(self, key: str) -> T | None:
-        """An item by its key, from memory or, if this process knows that its files fit, from disk. None: encode it (again)."""
+        """An item by its key, from memory or, if this process knows that its files fit, from disk.
+
+        None: encode it (again).
+        """
         item = self._items.get(key)
         if item is not None:
             self._items.move_to_end(key)
@@ -160,22 +175,29 @@ class Encoded(ABC, Generic[C, T, A]):
         return item
 
     def encode(self, command: C) -> None:
-        """Has an item made, or looked for when the command has nothing to make it of. The answer comes from `poll`; those of one
-        key come in the order in which they were asked."""
+        """Has an item made, or looked for when the command has nothing to make it of.
+
+        The answer comes from `poll`; those of one key come in the order in which they were asked.
+        """
         asked = self._asked.setdefault(command.key, deque())
         asked.append(command)
         if len(asked) == 1:
             self._begin(command)
 
     def drop(self, key: str) -> None:
-        """Forgets an item and removes its file. One that is being made is forgotten when it was; one that is asked for after
-        this stays. Nothing happens when there is none."""
+        """Forgets an item and removes its file.
+
+        One that is being made is forgotten when it was; one that is asked for after this stays. Nothing
+        happens when there is none.
+        """
         if key in self._asked:
             self._asked[key].append(None)
         self._forget(key)
 
     def poll(self) -> list[A]:
-        """Takes what the other thread has done, and does one piece of what is left; gives the answers that are ready."""
+        """Takes what the other thread has done, and does one piece of what is left; gives the answers that
+        are ready.
+        """
         while self._done:
             command, result = self._done.popleft()
             if result is None or isinstance(result, str) or self.is_finished(result):

@@ -1,9 +1,11 @@
-"""The name of everything that decides the bits of pages and states: what is computed under another name is of no use.
+"""The name of everything that decides the bits of pages and states: what is computed under another name is of
+no use.
 
-That is the content of the checkpoint (or which random weights), how it is quantised, the compiled kernels, and the Python code
-that lays out the memory and records the steps, with the versions of the libraries it calculates with. The processor is in it
-through the kernels that were chosen for it. Whatever is in doubt is in it: a name too many costs an empty cache, one too few
-wrong answers. Hashing a large checkpoint takes seconds, so each file's hash is remembered, by size and time of change.
+That is the content of the checkpoint (or which random weights), how it is quantised, the compiled kernels,
+and the Python code that lays out the memory and records the steps, with the versions of the libraries it
+calculates with. The processor is in it through the kernels that were chosen for it. Whatever is in doubt is
+in it: a name too many costs an empty cache, one too few wrong answers. Hashing a large checkpoint takes
+seconds, so each file's hash is remembered, by size and time of change.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _SEGMENT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 _N_THREADS = 2
 _SETTLED_S = 2.0
-"""A file that changed this recently could change again within the resolution of its time stamp: it is not remembered."""
+"""A file that changed this recently could change again within the resolution of its time stamp: it is not
+remembered.
+"""
 
 _CODE = ("engine", "models", "ops", "runtime")
 """Folders whose Python, at any depth, may decide the bits."""
@@ -42,8 +46,9 @@ Progress = Callable[[int, int], None]  # bytes hashed, bytes to hash
 
 
 def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_progress: Progress | None = None) -> str:
-    """32 hex digits. config.quantize: resolved, as a packed model has it. directory: the checkpoint's, or one safetensors
-    file. kernels: the library in use; or, of kernels that are sources here, a text with everything else that they depend on.
+    """32 hex digits. config.quantize: resolved, as a packed model has it. directory: the checkpoint's, or one
+    safetensors file. kernels: the library in use; or, of kernels that are sources here, a text with
+    everything else that they depend on.
 
     Raises CheckpointError for a file that cannot be read.
     """
@@ -111,7 +116,10 @@ def _remembered(files: list[Path], memory_file: Path | None, on_progress: Progre
 
 
 def _identity(file: Path) -> list[int]:
-    """What changes with a file's content. Images and archives may give all their files one mtime, so its inode as well."""
+    """What changes with a file's content.
+
+    Images and archives may give all their files one mtime, so its inode as well.
+    """
     try:
         stat = file.stat()
     except OSError as error:

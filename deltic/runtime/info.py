@@ -10,8 +10,9 @@ from deltic.runtime.plan import Plan
 
 
 def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
-    """Everything but the model's name, the notices, whether there is a prefix cache, and how long the start took: these are
-    `build.build_runner`'s to say. of_device: fields that follow from the device."""
+    """Everything but the model's name, the notices, whether there is a prefix cache, and how long the start
+    took: these are `build.build_runner`'s to say. of_device: fields that follow from the device.
+    """
     shape = plan.shape
     of_kind: dict[str, Any] = (
         {

@@ -1,8 +1,9 @@
-"""The memory plan: what is allocated before the first request, and what that lets run. One planner for every model and device.
+"""The memory plan: what is allocated before the first request, and what that lets run.
 
-Weights, workspace (buffers of a step), state slots, pages and the host tier of the prefix cache are all there is; after ready
-nothing grows with load. A setting that cannot fit is refused with the largest that would. What differs between a language model and
-a speech model, on a CPU and on a GPU, is a `Kind`, which the device's own files make: this one knows no device.
+One planner for every model and device. Weights, workspace (buffers of a step), state slots, pages and the
+host tier of the prefix cache are all there is; after ready nothing grows with load. A setting that cannot fit
+is refused with the largest that would. What differs between a language model and a speech model, on a CPU and
+on a GPU, is a `Kind`, which the device's own files make: this one knows no device.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from deltic.models.tts.shape import SpeechShape
 from deltic.ops.geometry import PAGE_SIZE
 
 CACHE_SHARE = 4
-"""One part in so many of what the pools hold beside running sequences is for checkpoints, and of the memory for the host
-tier, unless told otherwise."""
+"""One part in so many of what the pools hold beside running sequences is for checkpoints, and of the memory
+for the host tier, unless told otherwise.
+"""
 TOO_MUCH = 1 << 60
 """Bytes that a workspace is said to take where there are not even addresses for it."""
 
@@ -78,7 +80,9 @@ class Plan(Generic[S]):
 
     @property
     def n_batch_tokens(self) -> int:
-        """Longest batch of a language model on a CPU: decodes may fill the budget and a prefill still gets one page's worth."""
+        """Longest batch of a language model on a CPU: decodes may fill the budget and a prefill still gets
+        one page's worth.
+        """
         return max(self.max_step_tokens, self.max_num_seqs + PAGE_SIZE)
 
     @property
@@ -133,8 +137,10 @@ class Plan(Generic[S]):
 
     @property
     def spare_bytes(self) -> int:
-        """Left once there are the pages that there must be: those that were asked for, else one sequence's. Negative when there
-        are not even those."""
+        """Left once there are the pages that there must be: those that were asked for, else one sequence's.
+
+        Negative when there are not even those.
+        """
         return self.left_bytes - (self.pages_bytes or self.sequence_bytes)
 
     @property
@@ -169,7 +175,10 @@ class Kind(Generic[S]):
     """In the format of --quantize."""
     state_bytes: Callable[[S], int]
     measure: Callable[[Plan[S]], dict[str, int]]
-    """Bytes of every buffer of a step by its name. Raises MemoryError where there are not even addresses for them."""
+    """Bytes of every buffer of a step by its name.
+
+    Raises MemoryError where there are not even addresses for them.
+    """
     useful_pages: Callable[[Plan[S], EngineConfig], int]
     """The most pages that are taken where --n-pages does not say."""
     model_len: int
@@ -179,11 +188,15 @@ class Kind(Generic[S]):
     step_tokens: Callable[[int], int]
     """The default of --max-step-tokens, by --max-model-len."""
     shrink: tuple[tuple[str, int], ...]
-    """Settings that are halved where the defaults do not fit, and the least that each may become; the first that can be, first."""
+    """Settings that are halved where the defaults do not fit, and the least that each may become.
+
+    The first that can be, first.
+    """
     vocoder_bytes: Callable[[S], int] = _no_vocoder
     settle: Callable[[Plan[S], EngineConfig], Plan[S]] | None = None
-    """Decides budget and host tier before the pools are divided; None: the budget is all that may be used, and the host tier gets
-    of what is left."""
+    """Decides budget and host tier before the pools are divided; None: the budget is all that may be used,
+    and the host tier gets of what is left.
+    """
     max_checkpoints: int = 0
     """Most by default; 0: this kind keeps none."""
     max_num_seqs: float = math.inf
@@ -204,9 +217,9 @@ def make_plan(
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
-    host_free_bytes: of a GPU's host (default: what is free now). Raises ConfigError when the model or a setting does not fit, naming
-    the largest value that would, or when a setting means nothing here; UnsupportedModelError for a geometry that the kernels
-    cannot run.
+    host_free_bytes: of a GPU's host (default: what is free now). Raises ConfigError when the model or a
+    setting does not fit, naming the largest value that would, or when a setting means nothing here;
+    UnsupportedModelError for a geometry that the kernels cannot run.
     """
     kind.check(shape)
     config = without_foreign(config, kind.device, kind.name)
@@ -229,7 +242,10 @@ def make_plan(
 
 
 def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int) -> Plan[S]:
-    """What the settings and the defaults say, with the workspace that it needs. Raises ConfigError for what no memory would mend."""
+    """What the settings and the defaults say, with the workspace that it needs.
+
+    Raises ConfigError for what no memory would mend.
+    """
     longest = shape.max_position_embeddings
     length = config.max_model_len or min(longest, kind.model_len)
     if config.n_pages is not None and config.max_model_len is None:
@@ -324,7 +340,9 @@ def _with_checkpoints(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Pla
 
 
 def _on_host(plan: Plan[S], config: EngineConfig, free_bytes: int) -> int:
-    """Bytes of the host's memory for what leaves a GPU: what is asked for, else one sequence of full length where that is free."""
+    """Bytes of the host's memory for what leaves a GPU: what is asked for, else one sequence of full length
+    where that is free.
+    """
     given = config.cache_host_gb
     wanted = plan.host_sequence_bytes if given is None else int(given * 1e9)
     if wanted <= free_bytes // 2:
@@ -375,7 +393,8 @@ def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig)
 
 
 def _largest(plan: Plan[S], kind: Kind[S], field: str, least: int, unit: int) -> int | None:
-    """The largest value of a field, of least, least + unit, ..., with which the plan fits; None: not even the least does.
+    """The largest value of a field, of least, least + unit, ..., with which the plan fits; None: not even the
+    least does.
 
     It is looked for from below, so that no workspace is measured that is much larger than one that fits.
     """

@@ -18,7 +18,8 @@ from deltic.models.vocoder.cpu import SEEN_FRAMES
 from deltic.runtime.voices import Voice, Voices
 
 PREDICTOR_KEY = 0x9E3779B97F4A7C15
-"""The predictor's draws are keyed by the sequence's seed xor this: they share no number with those of code 0."""
+"""The predictor's draws are keyed by the sequence's seed xor this: they share no number with those of code 0.
+"""
 
 DEFAULT_SPEECH = Speech()
 
@@ -45,7 +46,10 @@ class Speaker:
     gives_logprobs = True
 
     def check_speech(self, request: Request) -> Voice | None:
-        """The encoded voice that the request names, None without one. Raises RequestError for what this model cannot speak."""
+        """The encoded voice that the request names, None without one.
+
+        Raises RequestError for what this model cannot speak.
+        """
         params, speech = request.params, request.speech or DEFAULT_SPEECH
         if params.logprobs is not None and not self.gives_logprobs:
             raise RequestError("logprobs are not there for a speech model on a GPU; leave them out")
@@ -76,7 +80,9 @@ class Speaker:
         return voice
 
     def _check_rows(self, prompt_ids: list[int], voice: Voice | None) -> None:
-        """Raises RequestError for a row whose codec side does not exist, or is of a voice that was not named."""
+        """Raises RequestError for a row whose codec side does not exist or belongs to a voice that was not
+        named.
+        """
         n_frames = 0 if voice is None or voice.frames is None else len(voice.frames)
         for side in {row % N_SIDE for row in prompt_ids}:
             if side < codec_side(self.shape.talker.vocab_size):
@@ -95,8 +101,9 @@ class Speaker:
             raise RequestError(f"speech.trailing_ids has an id outside the text vocabulary (0 to {n - 1})")
 
     def prime(self, codes: Tensor, state: Tensor | None, n_after: int = 0) -> Tensor:
-        """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin. n_after: frames that it will be primed
-        with behind these; where there are enough, most of the work is left out."""
+        """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin. n_after: frames
+        that it will be primed with behind these; where there are enough, most of the work is left out.
+        """
         slot, frames = self.n_streams, codes.to(torch.int32).numpy()
         self.vocoder.open(slot, state)
         if n_after >= SEEN_FRAMES:

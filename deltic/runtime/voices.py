@@ -1,7 +1,9 @@
-"""Encoded voices: what cloning needs of a reference recording, made once (runtime/encoded.py has how they are kept).
+"""Encoded voices: what cloning needs of a reference recording, made once (runtime/encoded.py has how they are
+kept).
 
-The other thread runs the two encoders. What is left to the engine's own is the vocoder's state behind the reference codes, since
-only that thread may use the vocoder: `poll` looks up the frames' embeddings and takes the vocoder through a few frames a call.
+The other thread runs the two encoders. What is left to the engine's own is the vocoder's state behind the
+reference codes, since only that thread may use the vocoder: `poll` looks up the frames' embeddings and takes
+the vocoder through a few frames a call.
 """
 
 from __future__ import annotations
@@ -69,8 +71,9 @@ class VoiceParts(Protocol):
         """codes int32 [R, 16] -> float32 [R, h]."""
 
     def prime(self, codes: Tensor, state: Tensor | None, n_after: int = 0) -> Tensor:
-        """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin of a stream; n_after: frames of the same
-        voice that come behind these."""
+        """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin of a stream;
+        n_after: frames of the same voice that come behind these.
+        """
 
 
 class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
@@ -81,7 +84,9 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
     def __init__(
         self, encoder: VoiceEncoder, parts: VoiceParts, directory: Path | None, model: Callable[[], str]
     ) -> None:
-        """directory: where voices are kept; None: in memory only. model: the fingerprint, asked for once, in the other thread."""
+        """directory: where voices are kept; None: in memory only. model: the fingerprint, asked for once, in
+        the other thread.
+        """
         super().__init__(directory, model)
         self._encoder, self._parts = encoder, parts
 
@@ -138,8 +143,11 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
 
 
 def open_voices(config: EngineConfig, checkpoint: Path, width: int, parts: VoiceParts, kernels: Path | str) -> Voices:
-    """Of a Base model. width: of the talker. kernels: as `fingerprint` takes them. Raises CheckpointError and UnsupportedModelError
-    when the encoders cannot be used, ConfigError when the directory cannot."""
+    """Of a Base model. width: of the talker. kernels: as `fingerprint` takes them.
+
+    Raises CheckpointError and UnsupportedModelError when the encoders cannot be used, ConfigError when the
+    directory cannot.
+    """
     is_dummy = config.dummy is not None
     encoder = VoiceEncoder.dummy(width, config.seed) if is_dummy else VoiceEncoder.open(checkpoint)
     if encoder.shape.width != width:

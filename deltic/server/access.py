@@ -1,16 +1,18 @@
 """Who may ask: API keys, and where there are none, that it is not a web page that asks.
 
-A browser lets any page send requests to a server on its user's machine. Without a key, what the page cannot do tells it
-from a program: it may not POST `application/json` elsewhere without asking first (which CORS, off by default, denies),
-and a name of its own that it has pointed at 127.0.0.1 (DNS rebinding) stands in the Host header. So, without keys:
+A browser lets any page send requests to a server on its user's machine. Without a key, what the page cannot
+do tells it from a program: it may not POST `application/json` elsewhere without asking first (which CORS, off
+by default, denies), and a name of its own that it has pointed at 127.0.0.1 (DNS rebinding) stands in the Host
+header. So, without keys:
 
-- a POST must have `Content-Type: application/json`, else 415. A form (an upload), a WebSocket and a body of another type (as
-  curl sends to Ollama's routes) are what a page may send anywhere; but then the browser says whose page it is: an Origin that is
-  neither this server nor `--cors-origin` gets 403;
-- a server that listens on a loopback address answers only to `localhost`, a name under it, or any IP address (rebinding
-  needs a name), with any port, else 403. A request without a Host header is none of a browser's.
+- a POST must have `Content-Type: application/json`, else 415. A form (an upload), a WebSocket and a body of
+  another type (as curl sends to Ollama's routes) are what a page may send anywhere; but then the browser says
+  whose page it is: an Origin that is neither this server nor `--cors-origin` gets 403;
+- a server that listens on a loopback address answers only to `localhost`, a name under it, or any IP address
+  (rebinding needs a name), with any port, else 403. A request without a Host header is none of a browser's.
 
-No page reaches a Unix socket, but through a proxy, whose names are its own. A server that listens on all addresses is meant for others and answers to any name: give it a key.
+No page reaches a Unix socket, but through a proxy, whose names are its own. A server that listens on all
+addresses is meant for others and answers to any name: give it a key.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ class Access:
     def check(
         self, request: Request, *, open_: bool, any_type: bool = False, is_shared: bool = False
     ) -> Account | None:
-        """Whose key it has; None where none is needed (open_). any_type: its body need not be declared as JSON. is_shared: it asks
-        for what all keys share, which only some may.
-        Raises ApiError (401, 403, 415)."""
+        """Whose key it has; None where none is needed (open_). any_type: its body need not be declared as
+        JSON. is_shared: it asks for what all keys share, which only some may.
+        Raises ApiError (401, 403, 415).
+        """
         if self._accounts:
             if open_:
                 return None

@@ -40,9 +40,11 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """The socket of `uds`, or of `host` and `port`, which listens: a port that was only bound could be another's, too.
+    """The socket of `uds`, or of `host` and `port`, which listens: a port that was only bound could be
+    another's, too.
 
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     if config.uds is not None:
         return _listen_on_path(config.uds)
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)

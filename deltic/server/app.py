@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what is the same for all of them.
+"""The HTTP application: its routes, and everything that all of them share.
 
 Bodies are parsed by the structs of each API (`api/protocol.py` and its like), not by the framework: what a token passes through
 is bytes and small structs only. The routes that generate are in `api/completions.py`, `api/responses.py`, `api/anthropic.py`,
@@ -75,12 +75,12 @@ CLIENT_GONE = 499
 CLOSE = {"connection": "close", "x-should-retry": "false"}
 
 LARGE_BYTES = 1_000_000
-"""Of a body and its answer, behind which memory is given back."""
+"""Bytes of a body and its answer from which on memory is given back after the request."""
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache")
-"""Routes that are polled: not worth a line in the log each time."""
+"""Routes that are polled and get no line in the log."""
 
 Endpoint = Callable[[Service, Request], Awaitable[ASGIApp]]
 
@@ -97,13 +97,13 @@ class Route:
     open_: bool = False
     """No key is needed."""
     kind: Kind = "text"
-    """What the model makes that is asked when the request names none."""
+    """The kind of the model that is used when the request names none."""
     takes_model: bool = False
     """The query's `model` names one; else the body's does, if there is one."""
     generates: bool = False
-    """The limits of a key hold here."""
+    """It generates, so the limits of a key hold."""
     is_shared: bool = False
-    """It tells of what all keys share, or resets it: for administrators."""
+    """It reads or resets data that all keys share: for administrators."""
     form: bool = False
     """Its body is not JSON but a form."""
     any_type: bool = False
@@ -176,9 +176,11 @@ def _model_in(body: bytes) -> str | None:
 
 
 async def asked_model(server: Server, route: Route, request: Request) -> Service:
-    """The model that a request names, or the first of the route's kind. Raises ApiError (404; what reading a body does).
+    """The model that a request names, or the first of the route's kind.
 
-    Where there is but one, its endpoint looks at the name in the body."""
+    Raises ApiError (404; what reading a body does). Where there is but one, its endpoint looks at the name in
+    the body.
+    """
     service, name = server.first(route.kind), None
     if route.takes_model:
         name = request.query_params.get("model")
@@ -189,8 +191,10 @@ async def asked_model(server: Server, route: Route, request: Request) -> Service
 
 
 class Application(FastAPI):
-    """FastAPI that tells an EventStream the server's own `send`, so that later chunks go past the middleware, which looks at
-    no body."""
+    """FastAPI that hands an EventStream the server's own `send`.
+
+    So later chunks go past the middleware, which looks at no body.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send
@@ -246,7 +250,7 @@ DECLINED = {
     }.items()
     for path in names
 }
-"""Doors of OpenAI's API, and of Ollama's, that there are none of here, by how their paths start."""
+"""Endpoints of OpenAI and Ollama that this server does not have, by path prefix."""
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
@@ -263,10 +267,10 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 
 
 class Envelope:
-    """What every response has: a request id, a line in the log, a count; and a 500 for what was not foreseen.
+    """Gives every response a request id, a line in the log and a count; and a 500 for an unforeseen error.
 
-    The line has the client's id of the request (x-request-id, made here when it sent none) beside the id in the answer's
-    body, by which the engine knows it.
+    The line has the client's id of the request (x-request-id, made here when it sent none) beside the id in
+    the answer's body, by which the engine knows it.
     """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
@@ -334,7 +338,10 @@ class Envelope:
                 log_request(scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-"))
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket: its line in the log, and its count, when it has ended. The limits are those of what is said through it."""
+        """Logs and counts a WebSocket when it has ended.
+
+        Limits apply to the requests made through it.
+        """
         request_id = scope["deltic.request_id"] = secrets.token_hex(16)
         ticket = scope[TICKET] = Ticket()
         status = 101
@@ -393,7 +400,7 @@ async def get_model(service: Service, request: Request) -> ASGIApp:
 
 
 def model_card(service: Service, name: str) -> dict[str, Any]:
-    """What /v1/models says of a model under one of its names; `root` is the first of them."""
+    """The entry of /v1/models for a model under one of its names; `root` is the first of them."""
     info = service.client.info
     limit = protocol.context_limit(info) if info else None
     started_s = service.server.started_s

@@ -1,7 +1,8 @@
 """HTTP connections and what each may take: bytes of a head, time, a descriptor when they get scarce.
 
-uvicorn's protocol reads requests; it bounds neither what a head takes nor how long a client is silent. Here it is told to: a
-connection that breaks a bound is closed, counted in `deltic_http_connections_closed_total`, and nobody else notices.
+uvicorn's protocol reads requests; it bounds neither what a head takes nor how long a client is silent. Here
+it is told to: a connection that breaks a bound is closed, counted in `deltic_http_connections_closed_total`,
+and nobody else notices.
 """
 
 from __future__ import annotations
@@ -29,20 +30,27 @@ from deltic.server.errors import ApiError
 log = logging.getLogger("deltic.server")
 
 MAX_HEAD_BYTES = 65_536
-"""Of a request's line and headers together, its trailers included; and of what a client sends that is no part of a request."""
+"""Of a request's line and headers together, its trailers included; and of what a client sends that is no part
+of a request.
+"""
 
 MAX_DROPPED_BYTES = 1_000_000
-"""Of a body that still comes behind its answer (a 401, a 429) and that nobody reads; then the connection is closed."""
+"""Of a body that still comes behind its answer (a 401, a 429) and that nobody reads.
+
+Then the connection is closed.
+"""
 
 LEAST_BYTES_PER_S = 256
 """A body that comes more slowly, for the client's whole timeout, is given up."""
 
 KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections: one that is closed as it is used again looks like a failure to them. A client that
-takes nothing of its answer for as long has stalled."""
+"""Longer than clients keep idle connections: one that is closed as it is used again looks like a failure to
+them. A client that takes nothing of its answer for as long has stalled.
+"""
 
 MAX_PIPELINED = 8
-"""Requests that may wait behind the one that is answered while it is still watched whether the client leaves."""
+"""Requests that may wait behind the one that is answered while it is still watched whether the client leaves.
+"""
 
 RESERVED = 16
 """Descriptors that connections leave to everything else, and to those that come next."""
@@ -54,8 +62,9 @@ class Connections:
     """The connections of a server."""
 
     def __init__(self, timeout_s: float, closed: Counter[str] | None = None) -> None:
-        """timeout_s: how long a head may take, and a body make no progress; 0: any time. closed: counts, by why, those closed
-        before their client was done with them."""
+        """timeout_s: how long a head may take, and a body make no progress; 0: any time. closed: counts, by
+        why, those closed before their client was done with them.
+        """
         self.timeout_s = timeout_s
         self.closed = Counter() if closed is None else closed
         self.silent: dict[HttpConnection | Handshake, None] = {}
@@ -66,8 +75,9 @@ class Connections:
         self._warned_s = -WARN_EVERY_S
 
     def make_room(self, descriptor: int | None = None) -> None:
-        """Closes the connection that has been silent longest when few descriptors are left, as that of a new connection tells: the
-        system gives the lowest that is free. None: none is left."""
+        """Closes the connection that has been silent longest when few descriptors are left, as that of a new
+        connection tells: the system gives the lowest that is free. None: none is left.
+        """
         if (descriptor is not None and descriptor < self._limit - RESERVED) or not self.silent:
             return
         oldest = next(iter(self.silent))
@@ -101,10 +111,13 @@ class HttpConnection(HttpToolsProtocol):
         self._body_since_s = 0.0
         self._n_dropped = 0
         self._n_unsent = self._n_same = 0
-        """Bytes of the answer that the client had not taken at the last look, and how many looks saw as many."""
+        """Bytes of the answer that the client had not taken at the last look, and how many looks saw as many.
+        """
         self._refusal: ApiError | None = None
         self._answered: RequestResponseCycle | None = None
-        """The request whose answer is made, or was last; `cycle` is the newest, which may have to wait in `pipeline`."""
+        """The request whose answer is made, or was last; `cycle` is the newest, which may have to wait in
+        `pipeline`.
+        """
 
     # What the transport calls.
 
@@ -252,7 +265,9 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse("timeout", ApiError(408, said, code="request_timeout"))
 
     def _refuse(self, why: str, error: ApiError) -> None:
-        """Answers for the application, unless that has begun to, or has answered what is not whole; and closes."""
+        """Answers for the application, unless that has begun to, or has answered what is not whole; and
+        closes.
+        """
         cycle = self._answered
         has_answer = cycle.response_started if cycle and not cycle.response_complete else self._is_body_open
         self._disconnect()
@@ -285,7 +300,9 @@ def too_large_head() -> ApiError:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server on sockets that are bound, with bounds on what their clients may take, and without its own signals."""
+    """uvicorn's server on sockets that are bound, with bounds on what their clients may take, and without its
+    own signals.
+    """
 
     def __init__(self, app: ASGIApp, connections: Connections, **settings: Any) -> None:
         """settings: further ones of uvicorn.Config."""
@@ -308,7 +325,9 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: Any = None) -> None:
-        """Takes connections one by one: uvloop takes all that wait at once, and resets those it has no descriptors for."""
+        """Takes connections one by one: uvloop takes all that wait at once, and resets those it has no
+        descriptors for.
+        """
         await self.lifespan.startup()
         for listener in sockets:
             listener.setblocking(False)

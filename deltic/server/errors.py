@@ -84,7 +84,9 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
 
 
 def renamed(error: ApiError, names: Iterable[tuple[str, str]]) -> ApiError:
-    """The error with its field called as in the API that was asked. names: patterns of fields' names, and what becomes of them."""
+    """The error with its field called as in the API that was asked. names: patterns of fields' names, and
+    what becomes of them.
+    """
     if error.param and error.message.startswith(error.param):
         theirs = error.param
         for pattern, name in names:

@@ -21,19 +21,20 @@ class FairThread:
     """May be used from any thread."""
 
     def __init__(self, name: str, most: int) -> None:
-        """most: the size that a key's work may have together, unless it is a single one."""
+        """most: the largest total size of a key's waiting jobs. A single job may be larger."""
         self._most = most
         self._thread = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
-        self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []  # a heap, by turn and arrival
+        # A heap, by turn and arrival.
+        self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
         self._n_submitted = 0
         self._turn = 0
-        """Of what was begun last."""
+        """The turn of the job started last."""
         self._next_turns: dict[str, int] = {}
         self._sizes: dict[str, int] = defaultdict(int)
 
     def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T] | None:
-        """Has `work` done in its turn, unless it is cancelled before; None when the key has too much already."""
+        """Queues `work`, which may be cancelled until it starts. None: the key's backlog is full."""
         done: Future[T] = Future()
         with self._lock:
             if self._sizes[key] and self._sizes[key] + size > self._most:

@@ -1,4 +1,6 @@
-"""Models of the hub are downloaded before anything else of the server starts, visibly, and until a signal comes."""
+"""Models of the hub are downloaded before anything else of the server starts, visibly, and until a signal
+comes.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +84,11 @@ async def fetch_all(
 
 
 async def fetched(config: EngineConfig, stop: asyncio.Event, tell: Tell = _nobody) -> EngineConfig | None:
-    """The settings with directories for the hub names in them, whose files are there then; None: `stop` was set before.
+    """The settings with directories for the hub names in them, whose files are there then; None: `stop` was
+    set before.
 
-    So nothing asks the network later, and all processes read the same commit. Raises CheckpointError, OSError.
+    So nothing asks the network later, and all processes read the same commit. Raises CheckpointError,
+    OSError.
     """
     directory = str(config.download_dir.expanduser()) if config.download_dir else None
     if config.dummy is None and is_hub_name(config.model):

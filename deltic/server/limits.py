@@ -1,12 +1,12 @@
-"""API keys by name, what each may take and see, and the ticket of every request: who asks, what it took, how long it may take.
+"""API keys with their limits and rights, and a ticket for every request: its account, usage and deadline.
 
-Two limits for each key. Requests at once: one more is refused. Tokens a minute, prompt and answer: a bucket that holds
-a minute's worth and fills evenly. A request is let in while there is anything in it, since nobody knows how long its answer
-will be; what it takes beyond that is a debt that is paid off before the next. So a long prompt is never
-impossible, and over time a key gets its rate and not more.
+Two limits for each key. Requests at once: one more is refused. Tokens a minute, prompt and answer: a bucket
+that holds a minute's worth and fills evenly. A request is admitted while the bucket is not empty, since the
+length of its answer is unknown. Tokens beyond the bucket become a debt, which is paid off before the next
+request. So a long prompt is never impossible, and over time a key gets exactly its rate.
 
-Keys with names are parties that do not trust each other: one finds none of another's prefixes in the cache, and what
-tells of all of them is for administrators. A key without a name is the operator's.
+Keys with names are parties that do not trust each other. None finds another's prefixes in the cache, and only
+administrators see figures of all of them. A key without a name is the operator's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deltic.server.metrics import KeyNumbers
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PLACE = re.compile(r"key-\d+")
-"""Names of keys that were given none."""
+"""Names for keys without one."""
 
 Limit = Annotated[int, Meta(ge=0)]
 
@@ -45,13 +45,14 @@ class KeyEntry(Struct, forbid_unknown_fields=True):
 
 
 class Account:
-    """What one name has taken. Keys of one name share it."""
+    """The usage and limits of one name. Keys of one name share it."""
 
     def __init__(
         self, name: str, max_concurrent: int, tokens_per_minute: int, *, is_admin: bool = True, party: str = ""
     ) -> None:
-        """Limits of 0 are none. is_admin: whether it may see and reset what all keys share. party: accounts of one party find
-        each other's prefixes in the cache."""
+        """Limits of 0 are none. is_admin: whether it may see and reset what all keys share. party: accounts
+        of one party find each other's prefixes in the cache.
+        """
         self.name = name
         self.is_admin = is_admin
         self.party = party
@@ -111,7 +112,10 @@ RATE_HEADERS = [
 
 
 class Ticket:
-    """One HTTP request on its way through the server. Made by the Envelope, under TICKET in the request's scope."""
+    """One HTTP request on its way through the server.
+
+    Made by the Envelope, under TICKET in the request's scope.
+    """
 
     __slots__ = (
         "_deadline_s",
@@ -127,8 +131,9 @@ class Ticket:
     )
 
     def __init__(self, config: ServerConfig | None = None, *, is_batch: bool = False) -> None:
-        """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all others, and is ended with
-        its batch's window only: others may take its place from it again and again."""
+        """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all
+        others, and is ended with its batch's window only: others may take its place from it again and again.
+        """
         config = config or ServerConfig()
         timeout_s = 0.0 if is_batch else config.request_timeout_s
         self.queue_timeout_s = 0.0 if is_batch else config.queue_timeout_s
@@ -137,29 +142,32 @@ class Ticket:
         self.account: Account | None = None
         """Of the key that it came with; None without keys, and on routes that need none."""
         self.model = ""
-        """Its name, where the server has several."""
+        """The model's name, where the server has several models."""
         self.usage: Usage | None = None
-        """Of its answer, once that has ended in whatever way."""
+        """The token usage of its answer, once that has ended in any way."""
         self.first_s: float | None = None
         """time.monotonic() of its first token."""
         self.body = bytearray()
-        """For the log, if that is to have it."""
+        """The request's body, if the log is to contain it."""
         self._deadline_s = self.started_s + timeout_s if timeout_s else None
         self._is_open = False
 
     @property
     def owner(self) -> str:
-        """Between whose requests the engine's places are shared out."""
+        """The party between whose requests the engine's places are shared out."""
         return self.account.name if self.account else ""
 
     @property
     def turns(self) -> str:
-        """Whose turns it takes, here and in the engine: its key's, or those of its key's batches, which cost the key none."""
+        """The queue in whose turns it runs, here and in the engine: its key's, or that of its key's batches.
+
+        A batch costs its key no turns.
+        """
         return f"{self.owner}/batches" if self.is_batch else self.owner
 
     @property
     def party(self) -> str:
-        """Among whose requests prefixes in the cache are shared."""
+        """The party among whose requests prefixes in the cache are shared."""
         return self.account.party if self.account else ""
 
     def left_s(self) -> float | None:
@@ -167,7 +175,7 @@ class Ticket:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def enter(self) -> None:
-        """Its key's limits let it in, if they have not yet. Raises ApiError (429)."""
+        """Admits the request under its key's limits, unless that was done before. Raises ApiError (429)."""
         if self.account and self.is_batch:
             self.account.check_tokens()
         elif self.account and not self._is_open:
@@ -175,12 +183,12 @@ class Ticket:
             self._is_open = True
 
     def take(self, n_tokens: int) -> None:
-        """Tokens that were given to it, of the prompt or the answer."""
+        """Counts tokens of its prompt or answer."""
         if self.account:
             self.account.take(n_tokens)
 
     def end(self, status: int) -> None:
-        """It was answered with `status`."""
+        """Ends the request, which was answered with `status`."""
         if self.account:
             if self._is_open:
                 self.account.leave()
@@ -195,14 +203,20 @@ class Ticket:
 TICKET = "deltic.ticket"
 
 BATCH = "deltic.batch"
-"""In the scope of a line of a batch: the Account of its key, None without keys. No HTTP connection's scope has it."""
+"""In the scope of a line of a batch: the Account of its key, None without keys.
+
+No HTTP connection's scope has it.
+"""
 
 BATCH_PRIORITY = 2**31 - 1
-"""Of such a line in the engine: behind all others."""
+"""The engine's priority of a batch's line: behind all others."""
 
 
 class Accounts:
-    """All API keys. Of each only a digest is kept: looking one up takes the same time however much of it is right."""
+    """All API keys.
+
+    Of each only a digest is kept: looking one up takes the same time however much of it is right.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for keys that cannot be meant, without printing any."""
@@ -250,7 +264,10 @@ def _digest(key: bytes) -> bytes:
 
 
 def _given(values: Iterable[str]) -> Iterable[tuple[str, str, KeyEntry]]:
-    """The entries of `--api-key`, with name and party: NAME=KEY, or KEY, which is named by its place and the operator's."""
+    """The entries of `--api-key` with name and party.
+
+    An entry is NAME=KEY, or KEY alone: that is the operator's and is named by its place.
+    """
     for place, value in enumerate(values, 1):
         name, separator, key = value.strip().partition("=")
         if not separator:

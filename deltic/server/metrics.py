@@ -1,7 +1,7 @@
 """Counters and histograms of the server, for /metrics.
 
-Kept as plain numbers, since every token passes here; they become Prometheus' text when it is asked for. The engine's
-gauges and counters are read from its last Stats at that moment.
+Kept as plain numbers, since every token passes here; they become Prometheus' text when it is asked for. The
+engine's gauges and counters are read from its last Stats at that moment.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def plain(prefix: str, *rows: tuple[Kind, str, str, float]) -> Iterable[Metric]:
 
 
 def labelled(kind: Kind, name: str, text: str, labels: str, values: Mapping[Any, float]) -> Metric:
-    """A family with labels. labels: their names, with spaces between; values: by the label, or a tuple of all labels."""
+    """A family with labels. labels: their names, with spaces between; values: by the label, or a tuple of all
+    labels.
+    """
     family = kind(name, text, labels=labels.split())
     for key, value in values.items():
         family.add_metric([str(label) for label in (key if isinstance(key, tuple) else (key,))], value)

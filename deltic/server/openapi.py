@@ -1,7 +1,7 @@
 """The OpenAPI document of the routes, made from the structs that their bodies are parsed with.
 
-What a body may hold beyond its types (a field that is refused, one that excludes another) is a 400 that says so. Answers
-are described by their media type; their fields are those of the API that the route belongs to.
+What a body may hold beyond its types (a field that is refused, one that excludes another) is a 400 that says
+so. Answers are described by their media type; their fields are those of the API that the route belongs to.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """For a person who looks at this server: the page at `/`, and the numbers behind its second half at `/live`.
 
-The page is one file with its own script and style; it asks nobody but this server, and holds nothing that a key protects.
-Its policy names that script and that style by their hashes, and forbids to turn text into markup, so that whatever a
-model writes stays text.
+The page is one file with its own script and style; it asks nobody but this server, and holds nothing that a
+key protects. Its policy names that script and that style by their hashes, and forbids to turn text into
+markup, so that whatever a model writes stays text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def _policy(page: bytes) -> str:
 HEADERS = {
     "content-security-policy": _policy(PAGE),
     "etag": f'"{hashlib.sha256(PAGE).hexdigest()[:32]}"',
-    "cache-control": "no-cache",  # kept, and asked for again each time: a server that is newer has another page
+    # A browser may keep it, but asks again each time: a newer server has another page.
+    "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
@@ -60,7 +61,8 @@ async def page(service: Service, request: Request) -> ASGIApp:
 async def live(service: Service, request: Request) -> ASGIApp:
     """What the engine does at the moment.
 
-    Its gauges and counters, and the last steps: [seconds ago, ms, sequences running, prompt tokens, generated tokens].
+    Its gauges and counters, and the last steps: [seconds ago, ms, sequences running, prompt tokens, generated
+    tokens].
     """
     client, now_s = service.client, time.monotonic()
     told = {

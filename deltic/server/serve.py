@@ -1,7 +1,7 @@
 """The server process: the engines are started first, everything else is imported and built while they load.
 
-SIGTERM or Ctrl-C: new requests get 503, those that run may finish within `drain_s`, then the rest is ended. A second
-signal ends at once. So does a first one that the event loop does not take.
+SIGTERM or Ctrl-C: new requests get 503, those that run may finish within `drain_s`, then the rest is ended. A
+second signal ends at once. So does a first one that the event loop does not take.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ BLOCKED_AGAIN_S = 1.0
 """The same of the second, which asks for the end at once."""
 
 MOST_DESCRIPTORS = 1 << 20
-"""Asked of the system, where it would give more: programs that are started may look at each there could be."""
+"""Asked of the system, where it would give more: programs that are started may look at each there could be.
+"""
 
 M_ARENA_MAX = -8
 """Of <malloc.h>."""
@@ -72,8 +73,8 @@ def serve(
 ) -> int:
     """Serves until a signal; returns the exit status, `exit_status`'s or 1 when a model cannot be served.
 
-    program: the command of the engine process. Raises ConfigError when the address cannot be listened on, or two models have one
-    name; UnsupportedModelError for a dummy of no known shape.
+    program: the command of the engine process. Raises ConfigError when the address cannot be listened on, or
+    two models have one name; UnsupportedModelError for a dummy of no known shape.
     """
     for engine, _ in models:
         if engine.dummy is not None and not speaks(engine):
@@ -97,15 +98,19 @@ def serve(
 
 
 def use_one_heap() -> None:
-    """Has all threads of this process use glibc's main heap: of any other `malloc_trim` leaves the end alone, tens of megabytes behind
-    a large request."""
+    """Has all threads of this process use glibc's main heap: of any other `malloc_trim` leaves the end alone,
+    tens of megabytes behind a large request.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_ARENA_MAX, 1)
 
 
 def raise_descriptors() -> None:
-    """Lets this process, and those it starts, have as many descriptors as they may: each connection is one."""
+    """Raises the limit of open files, for this process and those it starts, to the most that is allowed.
+
+    Each connection takes one.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -121,7 +126,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may be called in a signal handler
+        # Its `put` may be called in a signal handler.
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self._came.put(number))
         loop = asyncio.get_running_loop()
@@ -190,7 +196,7 @@ async def _serve(
                 http.force_exit = True
             http.should_exit = True
             await asyncio.gather(running, return_exceptions=True)
-    except (ConfigError, CheckpointError, OSError) as error:  # a model's files, the port, no process to be had
+    except (ConfigError, CheckpointError, OSError) as error:  # files, port, no process
         log.error("%s", error)
         return exit_status(error)
     finally:
@@ -286,7 +292,10 @@ async def _until_stopped(
     listener: socket.socket,
     started_s: float,
 ) -> int:
-    """Serves until the first signal and through the drain, or until the HTTP server, `running`, ends; the exit status."""
+    """Serves until the first signal and through the drain, or until the HTTP server, `running`, ends.
+
+    The exit status.
+    """
     url = url_of(listener, server.config)
     log.info("listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, " and ".join(server.models))
     services = list(server.models.values())
@@ -331,7 +340,9 @@ def _tell_ready(services: list[Service], ready: asyncio.Future[list[EngineInfo]]
 
 
 async def _show_loading(services: list[Service]) -> None:
-    """Progress of the start until cancelled: a bar in a terminal, else a line for each quarter of a long stage."""
+    """Progress of the start until cancelled: a bar in a terminal, else a line for each quarter of a long
+    stage.
+    """
 
     def stage() -> tuple[str, float] | None:
         """Models load one after the other."""

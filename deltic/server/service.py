@@ -1,4 +1,6 @@
-"""What the routes share: of a model its engine's client, tokenizer and template; of the process the settings, the keys, its end."""
+"""The state that routes share: of each model its client, tokenizer and template; of the process its settings
+and keys.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +48,22 @@ INLINE_BYTES = 8192
 """A body up to this size is parsed and tokenised in the event loop; a larger one in a thread beside it."""
 
 CACHE_ANSWER_S = 10.0
-"""How long the engine may take to tell of its prefix cache; it answers between two steps."""
+"""Seconds that the engine may take to report its prefix cache; it answers between two steps."""
 
 MAX_PREPARING = 2
-"""Bodies of the largest size allowed, or as many smaller ones as make up this much, that a key may have wait for that thread."""
+"""A key's backlog in the thread for large bodies, in units of the largest body allowed."""
 
 UNKNOWN_AGAIN_S = 600.0
-"""How long the log says nothing more of a field that was left out."""
+"""Seconds before the log names the same unknown field again."""
 
 MAX_UNKNOWN = 100
-"""Such fields that are remembered."""
+"""The most unknown fields that are remembered."""
 
 TRIM_S = 0.2
-"""Between a large request's end and the memory that is given back behind it: for all that end meanwhile, once."""
+"""Seconds between the end of a large request and the return of free memory to the system.
+
+Requests that end meanwhile share one return.
+"""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """glibc's."""
@@ -74,7 +79,7 @@ T = TypeVar("T")
 
 @dataclass
 class Server:
-    """What the process has once, and its models. Raises ConfigError for keys that cannot be meant."""
+    """The state of the process, and its models. Raises ConfigError for keys that cannot be meant."""
 
     config: ServerConfig
     models: dict[str, Service] = field(default_factory=dict, init=False)
@@ -83,7 +88,7 @@ class Server:
     accounts: Accounts = field(init=False)
     responses: ResponseStore = field(init=False)
     batches: BatchRunner | None = field(init=False, default=None)
-    """None without a place for files."""
+    """None without a directory for files."""
     worker: FairThread = field(init=False)
     """One thread, so that large prompts cannot take the engine's cores."""
     started_s: int = field(default_factory=lambda: int(time.time()))
@@ -107,7 +112,9 @@ class Server:
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
 
     def trim_soon(self) -> None:
-        """Has the C library give what is free back to the system, which it keeps otherwise, once this request is forgotten."""
+        """Has the C library return free memory to the system once this request is forgotten. It would keep it
+        otherwise.
+        """
         if _trim is not None and not self._is_trimming:
             self._is_trimming = True
             asyncio.get_running_loop().call_later(TRIM_S, self._trim_now)
@@ -128,11 +135,17 @@ class Server:
         return [service for service in self.models.values() if service.kind == kind]
 
     def first(self, kind: Kind) -> Service:
-        """The model of a request that names none; one of the other kind, which will say so, where there is no other."""
+        """The model of a request that names none.
+
+        If there is none of this kind, it is one of the other kind, which will refuse.
+        """
         return next(iter(self.of(kind)), next(iter(self.models.values())))
 
     def admit_speech(self) -> None:
-        """Before it is known which model a request asks: raises ApiError, as `Service.admit`, if none that speaks would take it."""
+        """Raises ApiError, as `Service.admit`, if no model that speaks would take a request.
+
+        For use before the request's model is known.
+        """
         refusals = []
         for service in self.of("speech") or [self.first("speech")]:
             try:
@@ -143,7 +156,10 @@ class Server:
         raise refusals[0]
 
     def note_unknown(self, route: str, field: str) -> None:
-        """A request had a field that is not known, and is answered all the same. The log names each once in UNKNOWN_AGAIN_S."""
+        """Logs a field that is not known, in a request that is answered all the same.
+
+        The log names each once in UNKNOWN_AGAIN_S.
+        """
         self.metrics.unknown_fields[route] += 1
         now_s, place = time.monotonic(), (route, field[:64])
         if self._unknown_s.get(place, -math.inf) + UNKNOWN_AGAIN_S > now_s:
@@ -156,9 +172,10 @@ class Server:
         log.warning("%s: the field %r is not known, and was left out (--strict-fields off)", *place)
 
     def find(self, name: str) -> Service:
-        """The model that a request means: the one so called, else the first of which a pattern fits. Raises ApiError (404).
+        """The model of this name, else the first one with a pattern that fits.
 
-        `:latest` behind a name is what programs for Ollama write."""
+        Raises ApiError (404). Programs for Ollama write `:latest` after a name.
+        """
         services = self.models.values()
         for called in (name, name.removesuffix(":latest")):
             for service in services:
@@ -172,14 +189,19 @@ class Server:
         raise ApiError(404, said, param="model", code="model_not_found")
 
     def writer(self, name: str | None) -> tuple[str, EngineClient]:
-        """Name and engine of the model that a batch's line means; without a name the first. Raises ApiError (404) for one that speaks."""
+        """Name and engine of the model that a batch's line means; without a name the first.
+
+        Raises ApiError (404) for one that speaks.
+        """
         service = self.first("text") if name is None else self.find(name)
         if service.kind != "text":
             raise ApiError(404, f"{service.model_name!r} speaks and does not write", code="unsupported_model")
         return service.model_name, service.client
 
     def status(self) -> dict[str, Any]:
-        """For /health and /ready: of the model that is worst off; when there are several, of each by its name."""
+        """The status for /health and /ready: that of the model that is worst off, and, if there are several,
+        of each.
+        """
         each = {name: service.status() for name, service in self.models.items()}
         # Of those that load the last that has begun: the ones before it have loaded, and wait for the others.
         worst = min(reversed(each), key=lambda name: (STATES.index(each[name]["status"]), "loading" not in each[name]))
@@ -209,7 +231,7 @@ class SpeechParts:
 
 @dataclass
 class Service:
-    """What the routes need of one model."""
+    """One model, as the routes see it."""
 
     server: Server
     client: EngineClient
@@ -222,7 +244,7 @@ class Service:
     aliases: tuple[str, ...] = ()
     """More names for it in /v1/models."""
     patterns: tuple[str, ...] = ()
-    """Of names that are not listed, as fnmatch has them."""
+    """Names that it answers to and that are not listed, as fnmatch patterns."""
     metrics: Metrics = field(init=False)
     constrainer: Constrainer = field(init=False)
 
@@ -246,7 +268,10 @@ class Service:
         return (self.model_name, *self.aliases)
 
     def read(self, request: Request, body: bytes, kind: type[T]) -> T:
-        """A body as `kind`. Raises ApiError (400), for fields that are not known unless --strict-fields is off."""
+        """A body as `kind`.
+
+        Raises ApiError (400), for fields that are not known unless --strict-fields is off.
+        """
         if self.config.strict_fields == "on":
             return protocol.parse(body, kind)
         return protocol.parse(body, kind, partial(self.server.note_unknown, request.scope["deltic.route"]))
@@ -265,10 +290,11 @@ class Service:
         return {"version": __version__} | ({"device": info.device, "kernels": info.kernels} if info else {})
 
     def admit(self, *, speech: bool = False) -> EngineInfo:
-        """What the engine has, for a request that is about to be read. speech: it is to be spoken, not written.
+        """The engine's info, for a request that is about to be read.
 
-        Raises ApiError: 404 when the model does the other, 503 while the engine takes no requests, 429 while not one more would
-        find a place. Whether all sequences of this one do shows when it is submitted.
+        speech: the request is to be spoken, not written. Raises ApiError: 404 when the model does the other,
+        503 while the engine takes no requests, 429 while there is no place for one more. Whether there is
+        room for all its sequences shows when it is submitted.
         """
         if speech:
             self.speaking()
@@ -293,9 +319,10 @@ class Service:
         return ApiError(404, f"{self.model_name!r} {what}", param="model", code="unsupported_model")
 
     async def inspect_cache(self, reset: bool) -> dict[str, Any]:
-        """What the engine tells of its prefix cache; reset: after it was emptied.
+        """The engine's report on its prefix cache. reset: empty it first.
 
-        Raises ApiError: 503 while there is no engine to ask, or when it dies; 504 when it does not answer in time.
+        Raises ApiError: 503 while there is no engine to ask, or when it dies; 504 when it does not answer in
+        time.
         """
         if self.server.draining:
             raise unavailable(SHUTTING_DOWN)
@@ -315,7 +342,7 @@ class Service:
             ) from None
 
     def status(self) -> dict[str, Any]:
-        """What it does: one of STATES, and why it is not ready."""
+        """One of STATES, and why it is not ready."""
         client = self.client
         if self.server.draining:
             return {"status": "stopping", "message": SHUTTING_DOWN}
@@ -327,10 +354,11 @@ class Service:
         return status
 
     async def prepare(self, size: int, work: Callable[[], T], request: Request) -> T:
-        """Runs `work` (parsing, rendering, tokenising `size` bytes) without holding up other answers for long.
+        """Runs `work` (parsing, rendering, tokenising `size` bytes) without holding up other answers for
+        long.
 
-        request: whose body was read. Raises ClientDisconnect when its client leaves meanwhile, and the work is not begun then;
-        ApiError (429) when too much of its key's waits to be prepared already.
+        request: the one whose body was read. Raises ClientDisconnect when its client leaves before the work
+        begins; ApiError (429) when the key's backlog is full.
         """
         if size <= INLINE_BYTES:
             with suppress(NotInline):
@@ -346,7 +374,9 @@ class Service:
         return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError: 404 for a name of none, 400 for that of another where it cannot choose any more."""
+        """Raises ApiError: 404 for a name that no model has; 400 for that of another model, as it is too late
+        to choose.
+        """
         if name is not None and self.server.find(name) is not self:
             said = f"{name!r} cannot answer a part of what {self.model_name!r} was asked; send that by itself"
             raise bad_request("model", said)

@@ -22,36 +22,44 @@ SERVER_SEND = "deltic.send"
 """In the scope: the HTTP server's own `send`."""
 
 BODY = "deltic.body"
-"""In the scope: a body that was read to see whose it is, until it is read once more."""
+"""In the scope: a body that was read to find its model, until it is read once more."""
 
 ANTHROPIC = "/v1/messages"
-"""How the paths of Anthropic's API begin that OpenAI's has not."""
+"""Path prefixes of Anthropic's API that OpenAI's does not have."""
 
 ANTHROPIC_HEADER = b"anthropic-version"
-"""What its clients send on all paths."""
+"""A header that Anthropic's clients send on all paths."""
 
 OLLAMA = "/api/"
-"""How those of Ollama's do."""
+"""Path prefix of Ollama's API."""
 
 MAX_CONTAINERS = 100_000
-"""JSON objects and arrays of a body, nested and side by side. The interpreter stands still while they are made and collected: for
-15 ms then, for 3 s where a body of 16 MB is nothing else."""
+"""The most JSON objects and arrays in a body, nested and side by side.
+
+The interpreter stands still while they are made and collected: 15 ms for this many, 3 s for a body of 16 MB
+with nothing else.
+"""
 
 MAX_UNSENT_BYTES = 8_000_000
-"""Of a stream, what is kept for a client that does not read, beside what the system keeps: half an hour of an answer, some
-4,000 tokens of one with twenty alternatives each."""
+"""The most bytes of a stream kept for a client that does not read, beside those the system keeps.
+
+That is half an hour of an answer, or some 4,000 tokens with twenty alternatives each.
+"""
 
 MAX_VALUES = 500_000
-"""Of a body's arrays and objects: numbers, for the most part. They are made in one go, too: for 15 ms then."""
+"""The most values in a body's arrays and objects, mostly numbers.
+
+They, too, are made in one go, which takes 15 ms.
+"""
 
 PART_BYTES = 131_072
-"""Of a large answer, what is sent at once."""
+"""Bytes of a large answer that are sent at once."""
 
 AT_ONCE_S = 0.003
-"""How long a large answer may be made before others have their turn."""
+"""Seconds of work on a large answer before others get their turn."""
 
 COUNTED_BYTES = 16_384
-"""Of a body whose brackets are counted at a time."""
+"""Bytes of a body whose brackets are counted at a time."""
 
 T = TypeVar("T")
 
@@ -59,8 +67,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def read_body(request: Request, max_mb: float, is_json: bool = True) -> bytes:
-    """The whole body. Raises ApiError: 413 as soon as it is larger than allowed, whatever Content-Length says; 400 for
-    JSON with more than MAX_CONTAINERS or MAX_VALUES."""
+    """The whole body.
+
+    Raises ApiError: 413 as soon as it is larger than allowed, whatever Content-Length says; 400 for JSON with
+    more than MAX_CONTAINERS or MAX_VALUES.
+    """
     kept: bytes | None = request.scope.pop(BODY, None)
     if kept is not None:
         return kept
@@ -89,7 +100,10 @@ async def read_body(request: Request, max_mb: float, is_json: bool = True) -> by
 
 
 async def _n_outside(body: bytearray, marks: bytes, most: int) -> int:
-    """How many of `marks` stand in no string, until there are more than `most`. Others have their turn between the pieces."""
+    """How many of `marks` stand in no string, until there are more than `most`.
+
+    Others have their turn between the pieces.
+    """
     n, start, is_inside = 0, 0, False
     while start < len(body) and n <= most:
         piece = body[start : start + COUNTED_BYTES]
@@ -128,16 +142,17 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream:
-    """A response of server-sent events. Nothing is sent before the first chunk: an error until then has a status.
+    """A response of server-sent events.
 
-    A chunk goes to the socket as it is written, and no task wakes up for it, as long as the client reads; what comes
-    while it does not is sent together once it does.
+    Nothing is sent before the first chunk: an error until then has a status. While the client reads, a chunk
+    goes to the socket as it is written, and no task wakes up for it. Chunks that come while it does not read
+    are sent together later.
     """
 
     __slots__ = ("_is_cut", "_n_unsent", "_send", "_sending", "_server_send", "_started", "_transport", "_unsent")
 
     max_unsent_bytes = MAX_UNSENT_BYTES
-    """Where the stream of a client that does not read ends."""
+    """Unsent bytes at which the stream of a client that does not read ends."""
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -146,12 +161,14 @@ class EventStream:
     def __init__(self) -> None:
         self._started = False
         self._is_cut = False
-        """Whether the client left so much unread that no more is kept for it: what follows would leave a gap."""
+        """Whether the client left so much unread that later chunks were dropped: nothing may follow the
+        gap.
+        """
         self._unsent: list[bytes] = []
         self._n_unsent = 0
         self._sending: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
-        """Where the body's chunks go, once the response has started and if the HTTP server is the one we know."""
+        """Takes the body's chunks, once the response has started, if the HTTP server is the one we know."""
 
     @property
     def is_unwritten(self) -> bool:
@@ -191,11 +208,14 @@ class EventStream:
         await send({"type": "http.response.body", "body": self.last(error), "more_body": False})
 
     def last(self, error: ApiError | None) -> bytes:
-        """What ends the stream, as OpenAI does; error: what `run` raised after the first chunk."""
+        """The bytes that end the stream, as in OpenAI's API. error: raised by `run` after the first chunk."""
         return b"data: [DONE]\n\n" if error is None else b"data: " + error.body() + b"\n\n"
 
     def write(self, chunk: bytes) -> None:
-        """Sends a chunk, at once if the client reads; never waits. The first may be empty: it starts the response."""
+        """Sends a chunk, at once if the client reads; never waits.
+
+        The first may be empty: it starts the response.
+        """
         transport = self._transport
         if self._is_cut:
             return
@@ -250,7 +270,10 @@ class Encoded(list[bytes | Iterator[bytes]]):
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """JSON a few kilobytes at a time. What is an iterator in `value` becomes an array, each of its items a piece."""
+    """JSON in pieces of a few kilobytes.
+
+    An iterator in `value` becomes an array, each of its items a piece.
+    """
     if isinstance(value, dict):
         start = b"{"
         for name, part in value.items():
@@ -293,9 +316,10 @@ def _parts(made: bytes) -> Iterator[bytes]:
 
 
 class LargeResponse:
-    """A body of any size, made as it is sent, and at most some milliseconds at a time: other answers go on meanwhile.
+    """A body of any size that is made while it is sent, a few milliseconds at a time.
 
-    What turns out to be small is sent as any other answer, with its length.
+    Other answers go on meanwhile. A body that turns out to be small is sent with its length, as any other
+    answer.
     """
 
     def __init__(self, value: bytes | dict[str, Any], headers: list[tuple[bytes, bytes]] | None = None) -> None:
@@ -337,15 +361,20 @@ def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """The frames that an error came through, and futures in them, hold the error, which holds them, and with them a body of any
-    size, until the interpreter looks for such rings. It seldom does."""
+    """Cuts an error's ties to its frames.
+
+    The frames, and futures in them, hold the error, and the error holds them. Such a ring keeps a request's
+    body alive until the garbage collector runs, which is seldom.
+    """
     while error is not None:
         error.__traceback__, error = None, error.__context__
 
 
 def let_go(error: ApiError, scope: Scope) -> None:
-    """What is done with every error that was caught: its frames are forgotten, and the log has a line if the client is not to
-    blame, for the request's own has no room for the reason."""
+    """Finishes every caught error: forgets its frames, and logs it if the client is not to blame.
+
+    The request's own line in the log has no room for the reason.
+    """
     forget_frames(error)
     if error.status >= 500:
         log.error("%s: %s %s", error.message, scope["deltic.request_id"], scope.get("deltic.answer_id", "-"))

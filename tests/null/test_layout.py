@@ -23,6 +23,7 @@ MAX_SOURCE_FILES = 175
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_LINES = 35_300
+MAX_PROSE_COLUMNS = 110
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 
 LAYERS = [{"commands", "bench"}, {"server"}, {"host"}, {"runtime"}, {"engine", "models"}, {"ops"}]
@@ -202,6 +203,35 @@ def test_only_lines_of_code_are_counted(tmp_path: Path) -> None:
         '"""Doc.\n\nMore."""\n\n# a comment\nx = (  # one\n    1\n)\n\n\ndef f():\n    """Doc."""\n    return """two\nlines"""\n'
     )
     assert n_code_lines(file) == 6
+
+
+def prose_lines(text: str) -> set[int]:
+    """Numbers of the lines that hold docstrings or comments, but for those with an instruction to a checker."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith(("# type:", "# noqa", "# fmt:")):
+            lines.add(token.start[0])
+    return lines
+
+
+def test_only_lines_of_prose_are_measured() -> None:
+    text = (
+        '"""Doc.\n\nMore."""\n\n# a comment\nx = 1  # one\ny = "text"  # type: ignore\n\n\nclass C:\n    """Doc."""\n'
+    )
+    assert prose_lines(text) == {1, 2, 3, 5, 6, 11}
+
+
+PROSE = [*FILES, *sorted((ROOT / "bench").rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_and_comments_are_narrow(path: Path) -> None:
+    text = path.read_text()
+    wide = [n for n in prose_lines(text) if len(text.splitlines()[n - 1]) > MAX_PROSE_COLUMNS]
+    assert not wide, f"{path.name}: lines {sorted(wide)} are over {MAX_PROSE_COLUMNS} columns"
 
 
 def test_size_ceilings() -> None:

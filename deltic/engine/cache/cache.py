@@ -1,21 +1,23 @@
 """What each sequence owns of the two memories, and what it shares with the prefix tree.
 
-A page holds the keys and values of PAGE_SIZE tokens for all attention layers, a state slot one recurrent state and one
-convolution window for every DeltaNet layer. A place is a row in the tables of a step: whoever runs has one.
+A page holds the keys and values of PAGE_SIZE tokens for all attention layers, a state slot one recurrent
+state and one convolution window for every DeltaNet layer. A place is a row in the tables of a step: whoever
+runs has one.
 
 | owner | of pages | of slots |
 | --- | --- | --- |
-| a sequence that runs | those of all its tokens; full ones are shared with the tree | the one it writes; for a step, a checkpoint it starts from |
+| a running sequence | of all its tokens; full ones are shared with the tree | its own, and its start |
 | the prefix tree | every full page that was not evicted | checkpoints |
 
 What only the tree owns is as good as free: it is evicted when a sequence needs the room (which first: `tree.py`). So the cache takes
 nothing from those that run, and needs no limit of its own.
 
-Where prefill and decode differ in bits, the tree has what prefill wrote, and nothing else: full pages of prompts, and states
-inside them. What was decoded is a sequence's own as long as it runs; the next turn brings it as a prompt, and it is computed again.
+Where prefill and decode differ in bits, the tree has what prefill wrote, and nothing else: full pages of
+prompts, and states inside them. What was decoded is a sequence's own as long as it runs; the next turn brings
+it as a prompt, and it is computed again.
 
-The slot of a sequence whose `n_computed` is 0 holds whatever its last owner left: a chunk that starts at 0 starts from the
-zero state.
+The slot of a sequence whose `n_computed` is 0 holds whatever its last owner left: a chunk that starts at 0
+starts from the zero state.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
 
 LADDER = (1024, 2048, 4096, 8192)
-"""Tokens after which a long message, or a prompt without messages, gets checkpoints; then every LADDER[-1]."""
+"""Tokens after which a long message, or a prompt without messages, gets checkpoints.
+
+Then every LADDER[-1].
+"""
 
 MAX_LOADS = 3
 """Times a request waits for pages from a lower tier; then it computes what is missing."""
@@ -68,7 +73,9 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Parked:
-    """What a preempted sequence has in host memory: the pages that are not the tree's, its last ones, and its state."""
+    """What a preempted sequence has in host memory: the pages that are not the tree's, its last ones, and its
+    state.
+    """
 
     n_computed: int
     n_shared: int
@@ -95,10 +102,11 @@ class Cache:
         n_lookahead: int = 0,
         has_state: bool = True,
     ) -> None:
-        """n_places: sequences that may run at once. enabled: else nothing is kept for other requests, and host memory is for
-        preempted sequences alone. canonical_decode: whether what decode writes may be found by others; n_lookahead: tokens that
-        the device may have computed beyond a decode's n_computed; has_state: else any page will do to start behind, and there are
-        no checkpoints (all as in EngineInfo)."""
+        """n_places: sequences that may run at once. enabled: else nothing is kept for other requests, and
+        host memory is for preempted sequences alone. canonical_decode: whether what decode writes may be
+        found by others; n_lookahead: tokens that the device may have computed beyond a decode's n_computed;
+        has_state: else any page will do to start behind, and there are no checkpoints (all as in EngineInfo).
+        """
         self.store = Residency(n_pages, n_slots, geometry or Geometry(), tiers, enabled)
         self.pages, self.slots = self.store.pages, self.store.slots
         self.places = Pool("place", n_slots if n_places is None else n_places)
@@ -142,7 +150,7 @@ class Cache:
         return len(sequence.tokens) if self.canonical_decode else sequence.n_prompt
 
     def look_up(self, sequence: Sequence) -> list[Node]:
-        """The nodes of the pages that the tree knows of a waiting sequence, of all those that it could share."""
+        """The tree's nodes for the pages that a waiting sequence could share."""
         if sequence.prefix is None:
             return []
         self._extend_keys(sequence)
@@ -154,9 +162,10 @@ class Cache:
         return bool(prefix.keys) and self.store.is_doomed(prefix.keys[0])
 
     def usable(self, sequence: Sequence, known: list[Node], tier: int = DISK) -> list[Node]:
-        """As much of `known` as the sequence can start behind, with what is in this tier and in those above it. Unless it comes
-        back from host memory, one token of those that may be shared is left to compute: somebody must be drawn from it, and a
-        decode does not start from a checkpoint."""
+        """As much of `known` as the sequence can start behind, with what is in this tier and in those above
+        it. Unless it comes back from host memory, one token of those that may be shared is left to compute:
+        somebody must be drawn from it, and a decode does not start from a checkpoint.
+        """
         parked = self._parked.get(sequence)
         n_most = next((i for i, node in enumerate(known) if not _within(node.page, tier)), len(known))
         if parked is not None:
@@ -173,7 +182,9 @@ class Cache:
         return sequence in self._parked
 
     def fetch(self, sequence: Sequence, path: list[Node]) -> bool:
-        """Starts to bring what `path` lacks on the device, if it lacks anything and there is room; whether it did."""
+        """Starts to bring what `path` lacks on the device, if it lacks anything and there is room; whether it
+        did.
+        """
         prefix = sequence.prefix
         if prefix is None or not path or prefix.n_loads == MAX_LOADS:
             return False
@@ -182,7 +193,9 @@ class Cache:
         return prefix.load is not None
 
     def fits(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
-        """Whether all its tokens find room beside n_promised pages of others, with what they share with those that run."""
+        """Whether all its tokens find room beside n_promised pages of others, with what they share with those
+        that run.
+        """
         shared = (node.page[DEVICE] for node in path if node.page[DEVICE] is not None)
         n_shared = sum(not self.pages.is_idle(page) for page in shared)
         return pages_for(len(sequence.tokens)) - n_shared <= self.pages.n_available - n_promised
@@ -201,9 +214,10 @@ class Cache:
         return PAGE_SIZE * bisect_left(range(n), True, key=lambda i: mine[i] != theirs[i])
 
     def admit(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
-        """Gives a waiting sequence a place, a slot, and the pages of `path`, all on the device; its siblings place and slot.
+        """Gives a waiting sequence a place, a slot, and the pages of `path`, all on the device.
 
-        n_promised: available pages that are others'. False, with nothing of it changed, when something is short.
+        Its siblings place and slot. n_promised: available pages that are others'. False, with nothing of it
+        changed, when something is short.
         """
         group = [sequence, *sequence.siblings]
         parked = self._parked.get(sequence)
@@ -255,8 +269,8 @@ class Cache:
     def want_checkpoints(self, sequence: Sequence, n_known: int) -> None:
         """Decides where the prefill of an admitted sequence leaves checkpoints.
 
-        n_known: tokens whose pages the tree had. Where it cannot start behind the last of them, prompts branch, and the next
-        one that comes this way shall not compute the stretch again.
+        n_known: tokens whose pages the tree had. Where it cannot start behind the last of them, prompts
+        branch, and the next one that comes this way shall not compute the stretch again.
         """
         prefix, n_tokens = sequence.prefix, self._n_canonical(sequence)
         if prefix is None or not self.has_state:
@@ -275,7 +289,9 @@ class Cache:
     # A sequence runs.
 
     def grow(self, sequence: Sequence, n_tokens: int) -> bool:
-        """Makes room for `n_tokens` tokens in all; False, with nothing of the sequence changed, when pages are short."""
+        """Makes room for `n_tokens` tokens in all; False, with nothing of the sequence changed, when pages
+        are short.
+        """
         n_missing = pages_for(n_tokens) - len(sequence.pages)
         if n_missing > 0:
             pages = self.store.take_pages(n_missing)
@@ -285,7 +301,9 @@ class Cache:
         return True
 
     def plan_checkpoints(self, chunk: Chunk) -> None:
-        """Before a chunk of a prompt runs: the checkpoint where it starts, and the snapshots that it takes on its way."""
+        """Before a chunk of a prompt runs: the checkpoint where it starts, and the snapshots that it takes on
+        its way.
+        """
         sequence = chunk.sequence
         prefix: Prefix | None = sequence.prefix
         if prefix is None or not prefix.wanted:
@@ -294,7 +312,8 @@ class Cache:
         above = self._depth_above(prefix)
         prices = {}
         for depth, kind in prefix.wanted.items():
-            # All but the last one are soon left behind by a deeper one; at a junction others will go another way.
+            # All but the last one are soon left behind by a deeper one; at a junction others will go another
+            # way.
             weight = 1.0 if depth == last or kind == "junction" else SUPERSEDED
             prices[depth] = self._tree.price(depth, above if depth > above else 0, weight)
             above = depth
@@ -326,8 +345,9 @@ class Cache:
             chunk.snapshots.sort()
 
     def _leave_checkpoint(self, sequence: Sequence, kind: str, price: float) -> None:
-        """The state between two chunks becomes a checkpoint, if it is worth a slot: the sequence's own slot changes its owner,
-        and the next chunk writes another."""
+        """The state between two chunks becomes a checkpoint, if it is worth a slot: the sequence's own slot
+        changes its owner, and the next chunk writes another.
+        """
         node = sequence.prefix.node
         if node.depth == sequence.n_computed and node.state[DEVICE] is None and sequence.start_slot is None:
             slot = self.store.take_slot_worth(price)
@@ -347,7 +367,9 @@ class Cache:
         self.stats.checkpoints_taken[kind] = self.stats.checkpoints_taken.get(kind, 0) + 1
 
     def move_tail(self, sequence: Sequence) -> None:
-        """A decode has filled a page: the state behind it is where the next turn will start, and no longer the one before."""
+        """A decode has filled a page: the state behind it is where the next turn will start, and no longer
+        the one before.
+        """
         prefix: Prefix | None = sequence.prefix
         if prefix is None or prefix.node.depth != sequence.n_computed or sequence.start_slot is not None:
             return
@@ -385,8 +407,11 @@ class Cache:
             sequence.start_slot = None
 
     def publish(self, sequence: Sequence) -> None:
-        """Full pages enter the tree. Where it has the same page already, the sequence takes that one for its own; where that is not
-        to be used, the sequence goes on without the tree."""
+        """Full pages enter the tree.
+
+        Where it has the same page already, the sequence takes that one for its own; where that is not to be
+        used, the sequence goes on without the tree.
+        """
         prefix, pages = sequence.prefix, sequence.pages
         n_tokens = min(sequence.n_computed, self._n_canonical(sequence))
         if prefix is None or prefix.node.depth + PAGE_SIZE > n_tokens:
@@ -427,8 +452,10 @@ class Cache:
     # A sequence stops running.
 
     def release(self, sequence: Sequence, *, keep_state: bool = True) -> None:
-        """Takes back everything that `sequence` owns. keep_state: its state may become a checkpoint; it is not what its
-        tokens say after a step that failed, nor, where the device runs ahead, from the prompt's last token on."""
+        """Takes back everything that `sequence` owns. keep_state: its state may become a checkpoint; it is
+        not what its tokens say after a step that failed, nor, where the device runs ahead, from the prompt's
+        last token on.
+        """
         self._forget_parked(sequence)
         self._let_go_of_start(sequence)
         prefix: Prefix | None = sequence.prefix
@@ -452,18 +479,20 @@ class Cache:
             prefix.wanted = {}
 
     def drop_snapshots(self, chunk: Chunk) -> None:
-        """A step failed: what it was to snapshot is nobody's."""
+        """A step failed: drops the snapshots that it was to take."""
         self.slots.give_back([slot for _, slot in chunk.snapshots])
         chunk.snapshots.clear()
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes back everything that a running sequence owns, and keeps in host memory, if it has room, what the tree does
-        not: a decode comes back exactly where it was. Without that it starts again from what the tree has kept.
+        """Takes back everything that a running sequence owns, and keeps in host memory, if it has room, what
+        the tree does not: a decode comes back exactly where it was. Without that it starts again from what
+        the tree has kept.
 
-        The device may have run ahead: then the state has seen n_lookahead tokens more than n_computed says, and the pages hold
-        their KV. The copies to host memory wait for that, and take those pages too; what was drawn there is kept by the runner,
-        which goes on from it when the sequence comes back with these bytes. If they were lost, chunks of it come that start
-        before n_computed, and the runner drops what it kept (loop.StepRunner).
+        The device may have run ahead: then the state has seen n_lookahead tokens more than n_computed says,
+        and the pages hold their KV. The copies to host memory wait for that, and take those pages too; what
+        was drawn there is kept by the runner, which goes on from it when the sequence comes back with these
+        bytes. If they were lost, chunks of it come that start before n_computed, and the runner drops what it
+        kept (loop.StepRunner).
         """
         n_computed = sequence.n_computed
         is_worth_it = sequence.n_pending == 1
@@ -518,9 +547,12 @@ class Cache:
     # The whole.
 
     def distrust(self, spoilt: Iterable[Sequence], sequences: Iterable[Sequence]) -> int:
-        """The logits of `spoilt`, which run, were not finite. Nobody knows which page or state is to blame, so all that the tree
-        has of them leaves every tier, from the first page on, with all that lies beyond. Those of `sequences` that run on it go
-        on without the tree. The number of pages, in whatever tier."""
+        """The logits of `spoilt`, which run, were not finite.
+
+        Nobody knows which page or state is to blame, so all that the tree has of them leaves every tier, from
+        the first page on, with all that lies beyond. Those of `sequences` that run on it go on without the
+        tree. The number of pages, in whatever tier.
+        """
         paths = (top(s.prefix.node) for s in spoilt if s.prefix is not None)
         tops = {node for node in paths if node is not None}
         for sequence in sequences:
@@ -531,8 +563,10 @@ class Cache:
         return sum(self.store.drop(node) for node in tops)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Forgets everything that was kept for others, in every tier. The open sequences go on, without the tree where they
-        run already."""
+        """Forgets everything that was kept for others, in every tier.
+
+        The open sequences go on, without the tree where they run already.
+        """
         self.store.reset()
         for sequence in sequences:
             if sequence.slot is not None:
@@ -541,7 +575,10 @@ class Cache:
                 sequence.prefix.load = None
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raises IntegrityError unless the sequences and the tree hold exactly what is not free. O(pages + slots)."""
+        """Raises IntegrityError unless the sequences and the tree hold exactly what is not free.
+
+        O(pages + slots).
+        """
         pages: Counter[int] = Counter()
         slots: Counter[int] = Counter()
         places: Counter[int] = Counter()

@@ -11,7 +11,10 @@ class IntegrityError(AssertionError):
 
 
 class Pool:
-    """Reference-counted indices 0 … n - 1, of pages, slots or units. The one freed last is taken first: it is warm."""
+    """Reference-counted indices 0 … n - 1, of pages, slots or units.
+
+    The one freed last is taken first: it is warm.
+    """
 
     def __init__(self, name: str, n: int) -> None:
         self.name = name

@@ -1,11 +1,12 @@
 """Where the bytes of the prefix tree are: the pools, eviction from one tier to the next, and the way back.
 
-Device memory has pages and state slots, handed out by the two pools, with reference counts. What the tree alone owns is idle: it
-is evicted when somebody needs the room, to host memory if there is any, else to nowhere. Host memory is one pool of units of a
-page's size; a state takes several. The disk keeps copies: what is worth it is written behind, so it survives a restart.
+Device memory has pages and state slots, handed out by the two pools, with reference counts. What the tree
+alone owns is idle: it is evicted when somebody needs the room, to host memory if there is any, else to
+nowhere. Host memory is one pool of units of a page's size; a state takes several. The disk keeps copies: what
+is worth it is written behind, so it survives a restart.
 
-Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are all those before it;
-on the host they continue a path that the device begins.
+Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are
+all those before it; on the host they continue a path that the device begins.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ class Residency:
         return self.slots.take(n)
 
     def take_slot_worth(self, price: float) -> int | None:
-        """A slot for a checkpoint of this priority: a free one, or that of one with less; None where all have more."""
+        """A slot for a checkpoint of this priority: a free one, or that of one with less; None where all have
+        more.
+        """
         if not self.slots.n_free:
             node = self.device.least_state()
             if node is None:
@@ -192,7 +195,9 @@ class Residency:
     # Host memory.
 
     def _take_units(self, n: int, price: float = math.inf) -> tuple[int, ...] | None:
-        """`n` units, dropping what is worth least in host memory, if that is less than `price`; None when it has no more."""
+        """`n` units, dropping what is worth least in host memory, if that is less than `price`; None when it
+        has no more.
+        """
         if n > self.units.n:
             return None
         while self.units.n_free < n:
@@ -231,7 +236,10 @@ class Residency:
     # From the lower tiers to the device, beside the steps.
 
     def load(self, path: list[Node], with_state: bool) -> Load | None:
-        """Starts to bring what `path` lacks on the device. None when it lacks nothing, or there is no room."""
+        """Starts to bring what `path` lacks on the device.
+
+        None when it lacks nothing, or there is no room.
+        """
         missing = [node for node in path if node.page[DEVICE] is None]
         states = [path[-1]] if with_state and path[-1].state[DEVICE] is None else []
         if self.tiers is None or not (missing or states):
@@ -372,15 +380,19 @@ class Residency:
 
     @property
     def _disk_room(self) -> int:
-        """Bytes that this server may have on disk: the budget, less what others have put into the directory. An eighth in any
-        case, lest whoever was first has all; the others give way for it when they save the next time."""
+        """Bytes that this server may have on disk: the budget, less what others have put into the directory.
+
+        An eighth in any case, lest whoever was first has all; the others give way for it when they save the
+        next time.
+        """
         assert self.tiers is not None
         most = int(min(self.disk_bytes, self._disk_most))
         return max(most - self.tiers.foreign_bytes, most // 8)
 
     def _give_way(self) -> None:
-        """The disk was full before the budget was used up: a tenth of what this server has there makes room for what is new. After
-        a while the whole budget is tried again."""
+        """The disk was full before the budget was used up: a tenth of what this server has there makes room
+        for what is new. After a while the whole budget is tried again.
+        """
         assert self.tiers is not None
         if not self._disk_used:
             return  # nothing to delete: it is tried again later
@@ -394,7 +406,9 @@ class Residency:
         return geometry.page_bytes if move.kind == "page" else geometry.state_bytes
 
     def _make_room(self, n_bytes: int) -> bool:
-        """Deletes what is worth least on disk, and is not busy, until n_bytes more fit; False when they cannot."""
+        """Deletes what is worth least on disk, and is not busy, until n_bytes more fit; False when they
+        cannot.
+        """
 
         def is_full() -> bool:
             return self._disk_used + n_bytes > self._disk_room or self.disk.n_pages > MAX_SAVED_PAGES
@@ -492,8 +506,10 @@ class Residency:
             self.tree.forget(n)
 
     def drop(self, node: Node) -> int:
-        """Drops a node and all beyond it from every tier; the number of pages. While something of them is moved they are doomed, and
-        go once they rest: a disk may take long."""
+        """Drops a node and all beyond it from every tier; the number of pages.
+
+        While something of them is moved they are doomed, and go once they rest: a disk may take long.
+        """
         branch = _branch(node)
         if any(n.busy for n in branch):
             self._doomed.add(node)
@@ -571,7 +587,9 @@ class Residency:
         self.tiers.close(max(0.1, until_s - time.monotonic()))
 
     def check(self, pages: Counter[int], slots: Counter[int], units: Counter[int]) -> None:
-        """Raises IntegrityError unless the tree and the loads, with what the sequences hold, make up every pool. O(all)."""
+        """Raises IntegrityError unless the tree and the loads, with what the sequences hold, make up every
+        pool. O(all).
+        """
         moving = [node for load in self._loads.values() for node in load.path]
         moving += [node for path, _ in self._saves.values() for node in path]
         busy = Counter(moving)
@@ -597,11 +615,14 @@ class Residency:
 
 
 def _is_left_behind(node: Node) -> bool:
-    """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one. Where prompts branch,
-    and behind the first message, which is most often shared, it is."""
+    """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one.
+
+    Where prompts branch, and behind the first message, which is most often shared, it is.
+    """
     if len(node.below) != 1 or node.kind == "junction":
         return False
-    if next(iter(node.below)).kind == "tail":  # the answer: the next turn may render it otherwise, or ask for another
+    # The tail is the answer: the next turn may render it otherwise, or ask for another.
+    if next(iter(node.below)).kind == "tail":
         return False
     above = node.above
     while above is not None and above.parent is not None and above.kind == "ladder":

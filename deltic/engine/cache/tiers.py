@@ -4,11 +4,12 @@ This file moves. `tree.py` says what is worth keeping, `residency.py` when it mo
 at once, in the engine's thread. Everything that may wait for a disk is done by one thread behind the steps: loads first, then,
 one object at a time, what is to be saved or deleted, in the order in which it was asked for.
 
-A file is named after the tokens of its object, so it never changes, and two servers may share a directory. Its name tells all
-that the tree needs to know: opening a directory lists it and reads no file. It is written under another name and moved when
-complete. It is not forced to the disk: what a crash of the machine leaves half there has the wrong size or checksum, and every
-load compares the checksum of the bytes where they have landed. They are read into device memory directly: as fast as through
-a mapping, without its copy, and a bad sector is an error to catch instead of a signal that ends the process.
+A file is named after the tokens of its object, so it never changes, and two servers may share a directory.
+Its name tells all that the tree needs to know: opening a directory lists it and reads no file. It is written
+under another name and moved when complete. It is not forced to the disk: what a crash of the machine leaves
+half there has the wrong size or checksum, and every load compares the checksum of the bytes where they have
+landed. They are read into device memory directly: as fast as through a mapping, without its copy, and a bad
+sector is an error to catch instead of a signal that ends the process.
 """
 
 from __future__ import annotations
@@ -103,17 +104,25 @@ class Move:
 
 
 class Copies(Protocol):
-    """Device memory that the host cannot address (device_copy.DeviceCopies). The views that Tiers is given are those of a staging
-    buffer then, one for each of its two threads."""
+    """Device memory that the host cannot address (device_copy.DeviceCopies).
+
+    The views that Tiers is given are those of a staging buffer then, one for each of its two threads.
+    """
 
     def mark(self) -> Any:
-        """What the device was told to do up to now: a copy that is given the mark comes after it. For the engine's thread."""
+        """What the device was told to do up to now: a copy that is given the mark comes after it.
+
+        For the engine's thread.
+        """
 
     def fetch(self, kind: str, index: int, mark: Any) -> None:
         """Copies a page or a state to the calling thread's buffer; it is there on return."""
 
     def store(self, kind: str, index: int, mark: Any) -> None:
-        """Copies it from the calling thread's buffer to the device; what is started from now on finds it there."""
+        """Copies it from the calling thread's buffer to the device.
+
+        What is started from now on finds it there.
+        """
 
 
 class Tiers:
@@ -130,10 +139,12 @@ class Tiers:
         fingerprint: str,
         copies: Copies | None = None,
     ) -> None:
-        """page, state: the bytes of a page or slot in device memory, as writable, contiguous, one-dimensional views;
-        called from two threads. host: [n_units, page bytes]. disk_bytes: 0 for no disk tier; the budget is kept by whoever
-        deletes. fingerprint: 32 hex digits that name everything that decides the bits (runtime/fingerprint.py). copies: brings
-        the bytes to those views and back, where device memory itself cannot be viewed.
+        """page, state: the bytes of a page or slot in device memory, as writable, contiguous, one-dimensional
+        views;
+        called from two threads. host: [n_units, page bytes]. disk_bytes: 0 for no disk tier; the budget is
+        kept by whoever deletes. fingerprint: 32 hex digits that name everything that decides the bits
+        (runtime/fingerprint.py). copies: brings the bytes to those views and back, where device memory itself
+        cannot be viewed.
 
         Raises ConfigError when the directory cannot be made, read or written, or may hold files of others.
         """
@@ -162,9 +173,12 @@ class Tiers:
         """Path of each file that this process knows: `delete` is told the key alone."""
         self._paused_until, self._is_refused = 0.0, False
         self.is_full = False
-        """Set when the disk had no room for what was to be written; for the engine's thread to clear, once it has made some."""
+        """Set when the disk had no room for what was to be written; for the engine's thread to clear, once it
+        has made some.
+        """
         self.foreign_bytes = 0
-        """Of the files in the directory that this process does not know, when it last looked: other servers'."""
+        """Of the files in the directory that this process does not know, when it last looked: other servers'.
+        """
         if directory is not None and self.has_disk:
             self._directory = directory / fingerprint
             try:
@@ -181,7 +195,8 @@ class Tiers:
         self._changed = threading.Condition()
         self._is_closing = False
         self._mover: threading.Thread | None = None
-        """Started with the first that may wait: it holds all of this, and with it the pools, until `close`."""
+        """Started with the first that may wait: it holds all of this, and with it the pools, until `close`.
+        """
 
     @property
     def can_save(self) -> bool:
@@ -235,18 +250,23 @@ class Tiers:
     # Behind the steps.
 
     def load(self, moves: list[Move]) -> int:
-        """Has objects brought to device memory, each from its units or else from its file; gives the ticket. What the moves
-        name is the mover's until the ticket is finished."""
+        """Has objects brought to device memory, each from its units or else from its file; gives the ticket.
+
+        What the moves name is the mover's until the ticket is finished.
+        """
         return self._ask(self._loads, self._load, moves)
 
     def save(self, moves: list[Move]) -> int:
-        """Has objects written to disk, from device memory or else from their units; gives the ticket, as `load` does."""
+        """Has objects written to disk, from device memory or else from their units; gives the ticket, as
+        `load` does.
+        """
         return self._ask(self._behind, self._save, moves)
 
     def _ask(self, queue: deque[Callable[[], None]], action: Callable[[Move, Any], None], moves: list[Move]) -> int:
         ticket = self._n_tickets = self._n_tickets + 1
         self.n_pending += 1
-        # What wrote to these pages and slots before was asked for by now: a copy need not wait for the steps that follow.
+        # What wrote to these pages and slots before was asked for by now: a copy need not wait for the steps
+        # that follow.
         mark = self._mark()
         jobs = [functools.partial(action, move, mark) for move in moves]
         end = functools.partial(self._done.append, (ticket, moves, queue is self._loads))
@@ -302,7 +322,10 @@ class Tiers:
         self.foreign_bytes = n_bytes
 
     def clear(self) -> None:
-        """Removes every object of this model from disk, before it returns. Saves under way may still add theirs."""
+        """Removes every object of this model from disk, before it returns.
+
+        Saves under way may still add theirs.
+        """
         if self.has_disk:
             with contextlib.suppress(OSError):  # somebody removed the directory itself
                 for entry in self._list([]):
@@ -311,7 +334,10 @@ class Tiers:
             self.entries.clear()
 
     def close(self, timeout_s: float) -> None:
-        """Lets what was asked for be done for so long, then stops the thread. What remains undone is never finished."""
+        """Lets what was asked for be done for so long, then stops the thread.
+
+        What remains undone is never finished.
+        """
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -503,7 +529,9 @@ class Tiers:
             )
 
     def _list(self, odd: list[str]) -> Iterator[Entry]:
-        """The objects of this model, as their names say, and into `odd` what is not one; old part files are removed."""
+        """The objects of this model, as their names say, and into `odd` what is not one; old part files are
+        removed.
+        """
         for directory in os.scandir(self._directory):
             if not (len(directory.name) == 2 and directory.is_dir(follow_symlinks=False)):
                 if not self._is_part(directory):

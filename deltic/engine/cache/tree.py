@@ -1,8 +1,9 @@
 """The prefix tree: what was computed, by content, and what is worth keeping.
 
-Every node is a page boundary. Its key is a hash chained over all tokens before it, so equal keys mean equal tokens from the
-start, and one dictionary finds any prefix. A node has a page, and perhaps a state (a checkpoint), in up to three tiers: device
-memory, host memory, disk. A request can start where a state and all pages before it are.
+Every node is a page boundary. Its key is a hash chained over all tokens before it, so equal keys mean equal
+tokens from the start, and one dictionary finds any prefix. A node has a page, and perhaps a state
+(a checkpoint), in up to three tiers: device memory, host memory, disk. A request can start where a state and
+all pages before it are.
 
 What leaves a tier first: pages that no state in the tier lies beyond, since nothing resumes from them; then, where the
 checkpoint of a leaf or a slot is wanted, the state of the least priority. Priorities are GreedyDual-Size with frequency (Cao and
@@ -28,7 +29,9 @@ DEVICE, HOST, DISK = 0, 1, 2
 TIER_NAMES = ("device", "host", "disk")
 
 SUPERSEDED = 1 / 8
-"""Weight of a checkpoint with exactly one other right below it: its conversation went on, and resumes from that one."""
+"""Weight of a checkpoint with exactly one other right below it: its conversation went on, and resumes from
+that one.
+"""
 
 MAX_DESCRIBED = 1000
 """Checkpoints in a description."""
@@ -57,15 +60,18 @@ def root_key(request: Request) -> bytes:
 
 
 def next_key(key: bytes, tokens: array[int]) -> bytes:
-    """The key after one page more, of PAGE_SIZE tokens. Content of another kind (an image) would join here."""
+    """The key after one page more, of PAGE_SIZE tokens.
+
+    Content of another kind (an image) would join here.
+    """
     return blake2b(key + tokens.tobytes(), digest_size=16).digest()
 
 
 class Node:
     """A page boundary: `depth` tokens from the start, the last PAGE_SIZE of them in its page.
 
-    page[tier] and state[tier] say where the bytes are: a page or slot index on the device, a tuple of units on the host, True on
-    disk; None: not there. n_children[tier] counts children with a page in the tier.
+    page[tier] and state[tier] say where the bytes are: a page or slot index on the device, a tuple of units
+    on the host, True on disk; None: not there. n_children[tier] counts children with a page in the tier.
     """
 
     __slots__ = (
@@ -187,8 +193,11 @@ class Tier:
         return where
 
     def victim(self) -> tuple[str, Node] | None:
-        """What to take away to have a page less: ("page", node), or ("state", node), after which to ask again."""
-        for node in self._loose:  # those in use are few: a leaf for each sequence that runs, and what is moved
+        """What to take away to have a page less: ("page", node), or ("state", node), after which to ask
+        again.
+        """
+        # Few of them are in use: a leaf for each sequence that runs, and those that are being moved.
+        for node in self._loose:
             if self._page_is_idle(node):
                 return "page", node
         i = self.index
@@ -256,7 +265,9 @@ class PrefixTree:
         self._rate(node)
 
     def price(self, depth: int, above: int, weight: float = 1.0) -> float:
-        """The priority of a checkpoint `depth` tokens deep, taken now, with the nearest one above it `above` deep."""
+        """The priority of a checkpoint `depth` tokens deep, taken now, with the nearest one above it `above`
+        deep.
+        """
         return self.clock + weight * self._value(above, depth)
 
     def describe(self) -> list[dict[str, Any]]:

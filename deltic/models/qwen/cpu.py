@@ -2,9 +2,9 @@
 
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
-The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every
-linear are bfloat16, matrices are that or quantised. There is one layout of the weights (models/qwen/weights.py)
-and one path for decode and prefill.
+The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every linear
+are bfloat16, matrices are that or quantised. There is one layout of the weights (models/qwen/weights.py) and
+one path for decode and prefill.
 Left out: the vision tower and the MTP head.
 """
 
@@ -31,7 +31,8 @@ from deltic.ops.matrix import Matrix, row_bytes
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What the forward reads of a step, in buffers that keep their addresses. int32; S sequences, T tokens, R rows.
+    """What the forward reads of a step, in buffers that keep their addresses. int32; S sequences, T tokens, R
+    rows.
 
     A place is a row of the page table, of which each running sequence has one; a slot is a state slot.
     """
@@ -56,8 +57,9 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class Memory:
-    """The two memories. pages: bfloat16 [n_pages, n_attn, 2, nk, 64, d]; states float32 [n_slots, n_gdn, Hv, dk, dv];
-    columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot."""
+    """The two memories. pages: bfloat16 [n_pages, n_attn, 2, nk, 64, d]; states float32
+    [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot.
+    """
 
     pages: Tensor
     states: Tensor
@@ -83,7 +85,9 @@ class Activations:
 
 
 def check_kernels(shape: ModelShape) -> None:
-    """Raises UnsupportedModelError for a geometry that the kernels cannot run: said before anything is loaded."""
+    """Raises UnsupportedModelError for a geometry that the kernels cannot run: said before anything is
+    loaded.
+    """
     group = shape.n_q_heads // max(1, shape.n_kv_heads)
     limits = (
         ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "a multiple of 32"),
@@ -172,10 +176,11 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
 
 
 class Linears:
-    """The matrices of a model by their names, and every product of a forward with one of them (but for the routed experts').
+    """The matrices of a model by their names, and every product of a forward with one of them (but for the
+    routed experts').
 
-    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. What is added to the product of one matrix, such as an
-    adapter's share, belongs here.
+    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. What is added to the product of one
+    matrix, such as an adapter's share, belongs here.
     """
 
     def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]]) -> None:
@@ -184,8 +189,9 @@ class Linears:
     def project(
         self, program: Program, name: str, x: Tensor, out: Tensor, packed: Tensor, n_rows: Tensor, *, add: bool = False
     ) -> None:
-        """Appends out = x W^T, or out += x W^T: x bfloat16 [T, K], out float32 [T, M], n_rows int32 scalar, rows in use. packed:
-        the workspace of `linear`."""
+        """Appends out = x W^T, or out += x W^T: x bfloat16 [T, K], out float32 [T, M], n_rows int32 scalar,
+        rows in use. packed: the workspace of `linear`.
+        """
         linear(program, x, self.matrices[name], out, packed, n_rows, add=add)
 
 
@@ -204,7 +210,8 @@ class Qwen:
             if isinstance(layer, GdnLayer)
         }
         # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation.
-        # The angles are float32 products, as in training: at far positions a more exact angle is a different one.
+        # The angles are float32 products, as in training: at far positions a more exact angle is a different
+        # one.
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
             shape.inv_freq(), dtype=torch.float32
         )

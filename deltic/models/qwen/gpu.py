@@ -1,13 +1,16 @@
-"""The hybrid decoder on a GPU: the same forward as models/qwen/cpu.py, recorded twice, once for decodes and once for prefills.
+"""The hybrid decoder on a GPU: the same forward as models/qwen/cpu.py, recorded twice, once for decodes and
+once for prefills.
 
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
-A decode is bound by the bytes of the weights and by the number of kernels: its matrices are multiplied with tokens on the
-narrow side, cut along K by a rule that knows only the weight's shape, and the partial sums are added, in order, by whoever reads
-them next. A prefill is bound by arithmetic: large products, the chunked form of DeltaNet, tiled attention. The two differ in
-bits; a token of a prompt always goes through the one, a generated one through the other (docs/design/purity.md).
+A decode is bound by the bytes of the weights and by the number of kernels: its matrices are multiplied with
+tokens on the narrow side, cut along K by a rule that knows only the weight's shape, and the partial sums are
+added, in order, by whoever reads them next. A prefill is bound by arithmetic: large products, the chunked
+form of DeltaNet, tiled attention. The two differ in bits; a token of a prompt always goes through the one, a
+generated one through the other (docs/design/purity.md).
 
-Everything here starts kernels on the current stream and neither waits nor allocates, so that it can be captured as a graph.
+Everything here starts kernels on the current stream and neither waits nor allocates, so that it can be
+captured as a graph.
 """
 
 from __future__ import annotations
@@ -35,14 +38,17 @@ from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.matrix import Matrix
 
 RING = 4
-"""Convolution inputs that a state slot holds on a GPU: a ring by position, one row more than the window needs, so that the row
-that is written is one that nobody reads."""
+"""Convolution inputs that a state slot holds on a GPU: a ring by position, one row more than the window
+needs, so that the row that is written is one that nobody reads.
+"""
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The two memories. pages: bfloat16 [n_pages + 1, n_attn, 2, nk, 64, d], the last one nobody's; states: float32
-    [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING for position p."""
+    """The two memories. pages: bfloat16 [n_pages + 1, n_attn, 2, nk, 64, d], the last one nobody's; states:
+    float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING for
+    position p.
+    """
 
     pages: Tensor
     states: Tensor
@@ -192,10 +198,11 @@ def front(flat: Tensor, *size: int) -> Tensor:
 
 
 class Linears:
-    """The matrices of a model by their names, and every product of a forward with one of them (but for the routed experts').
+    """The matrices of a model by their names, and every product of a forward with one of them (but for the
+    routed experts').
 
-    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. What is added to the product of one matrix, such as an
-    adapter's share, belongs here.
+    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. What is added to the product of one
+    matrix, such as an adapter's share, belongs here.
     """
 
     def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]], levers: Levers) -> None:
@@ -203,7 +210,9 @@ class Linears:
         self.levers = levers
 
     def project(self, name: str, x: Tensor, out: Tensor) -> None:
-        """out = x W^T of few rows: x bfloat16 [N, K], out float32 [S, N, M] or bfloat16 [N, M] (see `narrow_linear`)."""
+        """out = x W^T of few rows: x bfloat16 [N, K], out float32 [S, N, M] or bfloat16 [N, M] (see
+        `narrow_linear`).
+        """
         narrow_linear(x, self.matrices[name], out, levers=self.levers)
 
     def partial(self, name: str, x: Tensor, flat: Tensor) -> Tensor:
@@ -214,7 +223,9 @@ class Linears:
         return out
 
     def swiglu(self, name: str, x: Tensor, out: Tensor, gate_up: Tensor) -> None:
-        """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F] (see `narrow_swiglu`)."""
+        """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F] (see
+        `narrow_swiglu`).
+        """
         narrow_swiglu(x, self.matrices[name], out, gate_up=gate_up, levers=self.levers)
 
     def project_many(self, name: str, x: Tensor, out: Tensor) -> None:
@@ -426,7 +437,9 @@ class QwenGpu:
             )
 
     def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers) -> Tensor:
-        """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most G."""
+        """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most
+        G.
+        """
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
         residual, y = front(b.residual, t, h), front(b.y, 1, t, h)

@@ -82,7 +82,10 @@ class AttnLayer:
 
 @dataclass
 class Weights(Parts):
-    """The text stack in the internal layout: packed matrices and float32 vectors. Tied: `lm_head is embed`."""
+    """The text stack in the internal layout: packed matrices and float32 vectors.
+
+    Tied: `lm_head is embed`.
+    """
 
     embed: Matrix  # [V, H]
     norm: Tensor  # [H] f32, zero-centred
@@ -114,10 +117,11 @@ def load_weights(
 ) -> tuple[Weights, list[str]]:
     """Load a checkpoint directory, or one safetensors file, into the internal layout.
 
-    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4"), in the layout that the
-    device's kernels read; norms and gates become float32. All of it on `device`, by default the CPU. The second result holds
-    notices for the user: what was skipped or converted. Raises CheckpointError, naming the tensor, what was expected, what was
-    found and the file, for a missing, unexpected, misshapen or quantised tensor and for a damaged or missing file.
+    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4"),
+    in the layout that the device's kernels read; norms and gates become float32. All of it on `device`, by
+    default the CPU. The second result holds notices for the user: what was skipped or converted. Raises
+    CheckpointError, naming the tensor, what was expected, what was found and the file, for a missing,
+    unexpected, misshapen or quantised tensor and for a damaged or missing file.
     """
     path = Path(path)
     refuse_quantised(path if path.is_dir() else path.parent)

@@ -1,11 +1,13 @@
 """Qwen3-TTS: the predictor's passes and the talker, recorded as one program of operators.
 
-A step has D frames (decodes) and, behind them, rows of prompts. Its program is: project the texts that some row needs; for the
-frames, the 15 passes of the predictor, from what the talker left in the state slot and from code 0, each ending in a draw; sum
-their embeddings; then all rows through the talker, whose last normed row of each sequence goes back into its slot and to the head.
+A step has D frames (decodes) and, behind them, rows of prompts. Its program is: project the texts that some
+row needs; for the frames, the 15 passes of the predictor, from what the talker left in the state slot and
+from code 0, each ending in a draw; sum their embeddings; then all rows through the talker, whose last normed
+row of each sequence goes back into its slot and to the head.
 
-Rounding points are those of models/qwen/cpu.py: residual stream, norms, softmax and logits are float32, the inputs of linears, q and
-the pages bfloat16. Source: the reference package qwen-tts 0.1.1 and the published checkpoints.
+Rounding points are those of models/qwen/cpu.py: residual stream, norms, softmax and logits are float32, the
+inputs of linears, q and the pages bfloat16. Source: the reference package qwen-tts 0.1.1 and the published
+checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from deltic.ops.cpu.speech import add_bias, code_rows, gather, keep_rows, talker
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate, AttentionHeads
 
 PAD_ROW = 0
-"""Row of `SpeechActivations.text_rows` with the projection of the pad text, which stays there; a step's own texts follow."""
+"""Row of `SpeechActivations.text_rows` with the projection of the pad text, which stays there.
+
+A step's own texts follow.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ class RowInputs:
 
 @dataclass(frozen=True)
 class SpeechInputs:
-    """What a step's forward reads, in buffers that keep their addresses. int32. The frames' rows are the first D of T."""
+    """What a step's forward reads, in buffers that keep their addresses. int32.
+
+    The frames' rows are the first D of T.
+    """
 
     rows: RowInputs
     n_frames: Tensor
@@ -73,7 +81,9 @@ class PredictorDraws:
 
 @dataclass(frozen=True)
 class SpeechMemory:
-    """pages: bfloat16 [n_pages, layers, 2, nk, 64, d]; past: bfloat16 [n_slots, h], the talker's last normed row of a sequence."""
+    """pages: bfloat16 [n_pages, layers, 2, nk, 64, d]; past: bfloat16 [n_slots, h], the talker's last normed
+    row of a sequence.
+    """
 
     pages: Tensor
     past: Tensor
@@ -287,7 +297,9 @@ class Tts:
         draws: PredictorDraws,
         act: SpeechActivations,
     ) -> None:
-        """The residual codes of the frames, and the sums of their 16 embeddings in the talker's first rows."""
+        """The residual codes of the frames. The sums of their 16 embeddings go into the talker's first
+        rows.
+        """
         w, a, eps = self.weights, act.predictor, self.shape.predictor.rms_norm_eps
         n_frames, n_seqs = inputs.n_frames, act.predictor_pages.shape[0]
         sums = act.talker.residual[:n_seqs]
@@ -329,7 +341,9 @@ class Tts:
 
 
 def _pass_rows(i: int, n_frames: Tensor, n_rows: Tensor, n_seqs: int) -> RowInputs:
-    """The rows of pass i: frame m has page m for itself, positions 0 and 1 in the first pass, i + 1 in the others."""
+    """The rows of pass i: frame m has page m for itself, positions 0 and 1 in the first pass, i + 1 in the
+    others.
+    """
     each = torch.arange(n_seqs, dtype=torch.int32)
     return RowInputs(
         n_rows=n_rows,

@@ -1,10 +1,13 @@
-"""Qwen3-TTS on a GPU: a decode (predictor, sum of embeddings, talker) and a prefill, as models/tts/cpu.py has them in one program.
+"""Qwen3-TTS on a GPU: a decode (predictor, sum of embeddings, talker) and a prefill, as models/tts/cpu.py has
+them in one program.
 
-A decode of N frames is one recording: 15 passes of the predictor, each ending in a draw, and one of the talker. Its matrices are
-multiplied as in models/qwen/gpu.py, with the rows on the narrow side, cut along K by the weight's shape. Texts are projected at load:
-a table of float32 rows. Where the talker is wider than the predictor, so are the tables of codes, projected.
+A decode of N frames is one recording: 15 passes of the predictor, each ending in a draw, and one of the
+talker. Its matrices are multiplied as in models/qwen/gpu.py, with the rows on the narrow side, cut along K by
+the weight's shape. Texts are projected at load: a table of float32 rows. Where the talker is wider than the
+predictor, so are the tables of codes, projected.
 
-Everything here starts kernels on the current stream and neither waits nor allocates, so that it can be captured as a graph.
+Everything here starts kernels on the current stream and neither waits nor allocates, so that it can be
+captured as a graph.
 """
 
 from __future__ import annotations
@@ -202,8 +205,9 @@ class TtsGpu:
         self.predictor_angles = _angles(shape.predictor, N_CODES, self.texts.device)
 
     def _layers(self, name: str, d: DecoderShape, decoder: Decoder, n: int, b: LayerBuffers, attend: Attend) -> Tensor:
-        """n rows of b.residual through all layers of the decoder, whose name that is; gives what is still to be added to it,
-        float32 [S, n, H]."""
+        """n rows of b.residual through all layers of the decoder, whose name that is; gives what is still to
+        be added to it, float32 [S, n, H].
+        """
         levers, linears, eps, h = self.levers, self.linears, d.rms_norm_eps, d.hidden_size
         residual, normed = front(b.residual, n, h), front(b.normed, n, h)
         mixed, inner = front(b.mixed, n, d.q_rows), front(b.inner, n, d.intermediate_size)
@@ -230,8 +234,9 @@ class TtsGpu:
         memory: SpeechMemory,
         max_len: int,
     ) -> Tensor:
-        """One frame each of n rows, none with more than max_len keys: codes into b.rows.codes; gives the logits of the next code 0,
-        float32 [n, n_drawn]."""
+        """One frame each of n rows, none with more than max_len keys: codes into b.rows.codes; gives the
+        logits of the next code 0, float32 [n, n_drawn].
+        """
         w, levers, d = self.weights, self.levers, self.shape.talker
         r = b.rows
         rows = FrameRows(r.place[:n], r.slot[:n], r.position[:n], r.frame[:n], r.codes[:n], r.sums[:n])
@@ -355,8 +360,10 @@ class TtsGpu:
         b: PromptBuffers,
         memory: SpeechMemory,
     ) -> Tensor:
-        """Rows of prompts of n_blocks blocks; leaves the last output of each segment in its slot. Gives the logits of the rows asked
-        for, float32 [G, n_drawn]."""
+        """Rows of prompts of n_blocks blocks; leaves the last output of each segment in its slot.
+
+        Gives the logits of the rows asked for, float32 [G, n_drawn].
+        """
         w, levers, linears, d = self.weights, self.levers, self.linears, self.shape.talker
         t, h, eps = n_blocks * BLOCK, d.hidden_size, d.rms_norm_eps
         residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, 1, t, h)

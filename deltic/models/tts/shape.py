@@ -1,8 +1,9 @@
-"""Qwen3-TTS: geometry and ids, from a checkpoint's JSON files or by a published name, and the ids of prompt rows.
+"""Qwen3-TTS: geometry and ids, from a checkpoint's JSON files or by a published name, and the ids of prompt
+rows.
 
-A prompt of the talker is a list of rows, each a sum of a text vector and a codec vector. A row is named by one integer, so that
-a prompt is a list of ids as for any other model, and the prefix tree finds equal rows. What a row's id does not say, whose voice
-it is, belongs into `Request.cache_salt`.
+A prompt of the talker is a list of rows, each a sum of a text vector and a codec vector. A row is named by
+one integer, so that a prompt is a list of ids as for any other model, and the prefix tree finds equal rows.
+What a row's id does not say, whose voice it is, belongs into `Request.cache_salt`.
 
 A drawn token is a code of codebook 0, or `SpeechShape.end_id`. No torch: the HTTP process reads this, too.
 """
@@ -49,7 +50,9 @@ def codec_side(codec_id: int) -> int:
 
 
 def row_id(text_id: int = NO_TEXT, side: int = NO_SIDE) -> int:
-    """The id of a row: text_id of the text vocabulary, or NO_TEXT; side: NO_SIDE, codec_side(id), SPEAKER or FRAME + r."""
+    """The id of a row: text_id of the text vocabulary, or NO_TEXT; side: NO_SIDE, codec_side(id), SPEAKER or
+    FRAME + r.
+    """
     return (text_id + 1) * N_SIDE + side
 
 
@@ -60,7 +63,9 @@ def split_row(row: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """Talker or predictor: a Qwen3 decoder with per-head norms of q and k and plain rotation of the whole head."""
+    """Talker or predictor: a Qwen3 decoder with per-head norms of q and k and plain rotation of the whole
+    head.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -162,7 +167,10 @@ class SpeechShape:
     max_position_embeddings: int
     ids: SpeechIds
     languages: Mapping[str, int] = field(default_factory=dict)
-    """Lower-case name -> id in the talker's vocabulary; the dialects, which only speakers have, not among them."""
+    """Lower-case name -> id in the talker's vocabulary.
+
+    The dialects, which only speakers have, not among them.
+    """
     dialects: Mapping[str, int] = field(default_factory=dict)
     speakers: Mapping[str, int] = field(default_factory=dict)
     """Lower-case name -> id in the talker's vocabulary."""
@@ -174,8 +182,8 @@ class SpeechShape:
     def from_directory(cls, directory: str | Path) -> SpeechShape:
         """Read config.json, generation_config.json and speech_tokenizer/config.json.
 
-        Raises CheckpointError for a file that is absent or broken, UnsupportedModelError for a field that is missing, malformed
-        or not supported.
+        Raises CheckpointError for a file that is absent or broken, UnsupportedModelError for a field that is
+        missing, malformed or not supported.
         """
         directory = Path(directory)
         generation = directory / "generation_config.json"
@@ -275,8 +283,11 @@ class SpeechShape:
         return text + codes + heads + self.talker.layer_params + self.predictor.layer_params
 
     def language_id(self, language: str | None, speaker: str | None = None) -> int | None:
-        """The id that stands for a language in a prompt; None: none. `language`: any case, None or "auto": left to the model.
-        A speaker's dialect takes the place of "auto" and of Chinese. Raises KeyError for an unknown name."""
+        """The id that stands for a language in a prompt; None: none.
+
+        `language`: any case, None or "auto": left to the model. A speaker's dialect takes the place of "auto"
+        and of Chinese. Raises KeyError for an unknown name.
+        """
         name = (language or "auto").lower()
         dialect = self.speaker_dialects.get((speaker or "").lower())
         if dialect is not None and name in ("auto", "chinese"):
@@ -285,7 +296,10 @@ class SpeechShape:
 
 
 def is_speech(directory: str | Path) -> bool:
-    """Whether config.json in a directory is that of a speech model. False without one; raises CheckpointError for a broken one."""
+    """Whether config.json in a directory is that of a speech model.
+
+    False without one; raises CheckpointError for a broken one.
+    """
     file = Path(directory) / "config.json"
     return file.exists() and is_speech_config(read_json(file))
 

@@ -1,8 +1,9 @@
-"""Weights of talker and predictor: from the published names, or random, into the layout that `models/tts/cpu.py` reads.
+"""Weights of talker and predictor: from the published names, or random, into the layout that
+`models/tts/cpu.py` reads.
 
-Matrices are packed and quantised as a language model's (models/qwen/weights.py). Tables are bfloat16 rows as stored: a few rows of
-them are read in a step. Norms are kept zero-centred, as the operators take them: w - 1, from which 1 + (w - 1) is w exactly for
-every bfloat16 |w| from 2^-16 on.
+Matrices are packed and quantised as a language model's (models/qwen/weights.py). Tables are bfloat16 rows as
+stored: a few rows of them are read in a step. Norms are kept zero-centred, as the operators take them: w - 1,
+from which 1 + (w - 1) is w exactly for every bfloat16 |w| from 2^-16 on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.ops.geometry import N_CODES
 from deltic.ops.matrix import Layout, Matrix
 
-_SPEAKER_ENCODER = "speaker_encoder."  # read by models/vocoder/encoder.py; what was trained from Base may still have it
+# models/vocoder/encoder.py reads it. A checkpoint trained from Base may still have it.
+_SPEAKER_ENCODER = "speaker_encoder."
 _PREDICTOR = "talker.code_predictor."
 
 
@@ -98,7 +100,10 @@ def frame_bytes(shape: SpeechShape, quantize: str | None, layout: Layout = "stri
 def empty_speech_weights(
     shape: SpeechShape, quantize: str | None, device: str | None = None, layout: Layout = "strips"
 ) -> SpeechWeights:
-    """Uninitialised weights of the right sizes and formats. The text side stays bfloat16: it is read for few rows."""
+    """Uninitialised weights of the right sizes and formats.
+
+    The text side stays bfloat16: it is read for few rows.
+    """
     return declare_speech(Declaration(quantize, device, layout), shape)
 
 
@@ -173,8 +178,9 @@ def load_speech_weights(
     device: str | None = None,
     layout: Layout = "strips",
 ) -> tuple[SpeechWeights, list[str]]:
-    """Load talker and predictor of a checkpoint directory; the second result holds notices for the user. As `load_weights`.
+    """Load talker and predictor of a checkpoint directory; the second result holds notices for the user.
 
+    As `load_weights`.
     Raises CheckpointError, naming the tensor, what was expected, what was found and the file.
     """
     directory = Path(directory)

@@ -1,17 +1,18 @@
 """The vocoder on the CPU: codes to waveform, several streams as one batch, each behind its own state.
 
-    codes -> codebooks -> pre_conv -> pre-transformer -> 2 x (transposed conv, ConvNeXt) -> conv -> 4 x (snake, transposed conv,
-    3 x (x + conv(snake(conv(snake(x)))))) -> snake, conv, clamp
+    codes -> codebooks -> pre_conv -> pre-transformer -> 2 x (transposed conv, ConvNeXt) -> conv
+          -> 4 x (snake, transposed conv, 3 x (x + conv(snake(conv(snake(x)))))) -> snake, conv, clamp
 
-Everything is causal. What a stream's next frame needs of those before it is in its state slot: the last inputs of each
-convolution, the last keys and values of each layer, and the position. So a frame costs the same in any chunk, and its samples are
-the same bits in any chunk and beside any other streams.
+Everything is causal. What a stream's next frame needs of those before it is in its state slot: the last
+inputs of each convolution, the last keys and values of each layer, and the position. So a frame costs the
+same in any chunk, and its samples are the same bits in any chunk and beside any other streams.
 
-All of it is float32, as the checkpoint is. With `half`, the convolutions of the decoder, nine tenths of the work, multiply inputs and
-weights that are rounded to bfloat16; their sums, the residual stream, snake and everything before them stay float32.
+All of it is float32, as the checkpoint is. With `half`, the convolutions of the decoder, nine tenths of the
+work, multiply inputs and weights that are rounded to bfloat16; their sums, the residual stream, snake and
+everything before them stay float32.
 
-A pass, recorded once, is over at most `n_frames` frames; what is longer takes several. Its buffers then stay near the
-cores' caches, and the weights, which a pass reads once, are shared by enough frames.
+A pass, recorded once, is over at most `n_frames` frames; what is longer takes several. Its buffers then stay
+near the cores' caches, and the weights, which a pass reads once, are shared by enough frames.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ from deltic.ops.geometry import N_CODES, Allocate
 PASS_FRAMES = 16
 """Frames of a pass, of all its streams together."""
 SEEN_FRAMES = 16
-"""Behind the pre-transformer a sample depends on fewer frames before it than these: on less than ten, of the published shape."""
+"""Behind the pre-transformer a sample depends on fewer frames before it than these: on less than ten, of the
+published shape.
+"""
 MAX_POSITIONS = 32768 + MAX_REF_FRAMES
 """Frames of a stream: as many as a published talker has positions, behind those of a reference."""
 LAYER_NORM_EPS = 1e-6
@@ -70,7 +73,9 @@ def check_vocoder(shape: VocoderShape) -> None:
 
 
 def _blocks(shape: VocoderShape) -> Iterator[tuple[int, int, int, int]]:
-    """(number, rate of its input in rows a frame, upsampling, channels of its input) of each block of the decoder."""
+    """(number, rate of its input in rows a frame, upsampling, channels of its input) of each block of the
+    decoder.
+    """
     rate, width = 4, shape.decoder_dim
     for i, r in enumerate(shape.upsample_rates, 1):
         yield i, rate, r, width
@@ -134,20 +139,28 @@ def allocate_vocoder(
 
 
 def _transposed(w: Tensor, stride: int) -> Tensor:
-    """A transposed convolution [in, out, m * stride] as one of m taps: [stride * out, in, m]. Its last m - 1 strides are cut."""
+    """A transposed convolution [in, out, m * stride] as one of m taps: [stride * out, in, m].
+
+    Its last m - 1 strides are cut.
+    """
     n_in, n_out, taps = w.shape
     parts = w.view(n_in, n_out, taps // stride, stride).flip(2)  # the newest input comes last
     return parts.permute(3, 1, 0, 2).reshape(stride * n_out, n_in, taps // stride)
 
 
 class Vocoder:
-    """The forward, recorded over buffers. Two programs: codes to the pre-transformer's output, and from there to samples."""
+    """The forward, recorded over buffers.
+
+    Two programs: codes to the pre-transformer's output, and from there to samples.
+    """
 
     def __init__(
         self, shape: VocoderShape, tensors: dict[str, Tensor], buffers: VocoderBuffers, half: bool = False
     ) -> None:
-        """tensors: of load_vocoder; recording takes them out of it. half: of use where ops.cpu.vocoder.multiplies_half says so.
-        Raises UnsupportedModelError."""
+        """tensors: of load_vocoder; recording takes them out of it. half: of use where
+        ops.cpu.vocoder.multiplies_half says so.
+        Raises UnsupportedModelError.
+        """
         check_vocoder(shape)
         self.shape, self.buffers = shape, buffers
         self.begins, _ = state_layout(shape)
@@ -212,7 +225,10 @@ class Vocoder:
         conv(program, batch, result, self._conv_weights("pre_transformer.output_proj"), out=wide)
 
     def _record_upsampling(self, program: Program, a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """From `a` to the input of the decoder, four rows a frame, behind its head. Gives its buffer and a free one."""
+        """From `a` to the input of the decoder, four rows a frame, behind its head.
+
+        Gives its buffer and a free one.
+        """
         batch, latent = self._batch, self.shape.latent_dim
         rate = 1
         for i, ratio in enumerate(self.shape.upsampling_ratios):
@@ -234,8 +250,11 @@ class Vocoder:
         return a, b
 
     def _record_decoder(self, program: Program, here: Tensor, there: Tensor, x: Tensor) -> None:
-        """From the input of the decoder, in `here`, to samples. Inputs of convolutions are written by those before them, as
-        snake leaves them; x has the residual stream."""
+        """From the input of the decoder, in `here`, to samples.
+
+        Inputs of convolutions are written by those before them, as snake leaves them; x has the residual
+        stream.
+        """
         batch, shape, dtype = self._batch, self.shape, self._dtype
         here, there = here.view(dtype), there.view(dtype)
         source, first = (Rows(here, shape.latent_dim, 4, head=6), self._conv_weights("decoder.0.conv", 1, dtype))

@@ -1,16 +1,19 @@
-"""What is read from a reference recording, for cloning: its speaker vector and its codes. Base checkpoints have both encoders.
+"""What is read from a reference recording, for cloning: its speaker vector and its codes.
+
+Base checkpoints have both encoders.
 
     encoder = VoiceEncoder.open(directory)
     vector = encoder.speaker(samples)      # float32 [h]
     codes = encoder.codes(samples)         # int32 [R, 16]
 
-samples: float32 [n], mono, 24 kHz, within [-1, 1]. It runs once a voice, beside the steps, and so in plain torch, in float32; being
-plain already, it has no second version in `reference/`: `tests/golden/speech` is what it is held to. The convolutions over samples
-go over the recording in blocks, so that 30 s take some 300 MB. Weights are read when the first voice comes, and stay mapped files.
+samples: float32 [n], mono, 24 kHz, within [-1, 1]. It runs once a voice, beside the steps, and so in plain
+torch, in float32; being plain already, it has no second version in `reference/`: `tests/golden/speech` is
+what it is held to. The convolutions over samples go over the recording in blocks, so that 30 s take some 300
+MB. Weights are read when the first voice comes, and stay mapped files.
 
-The speaker encoder is an ECAPA-TDNN over mels (Desplanques et al. 2020, arXiv:2005.07143), the codes are Mimi's (Défossez et al.
-2024, arXiv:2410.00037) with attention over the whole recording: the window in its configuration is not applied by the published
-code on a CPU, and beyond 10 s the codes would be others.
+The speaker encoder is an ECAPA-TDNN over mels (Desplanques et al. 2020, arXiv:2005.07143), the codes are
+Mimi's (Défossez et al. 2024, arXiv:2410.00037) with attention over the whole recording: the window in its
+configuration is not applied by the published code on a CPU, and beyond 10 s the codes would be others.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ USED_LEAST = 1e-5
 """Least use of a codebook's entry, by which its stored sum is divided."""
 
 BLOCK, CONTEXT = 128, 8
-"""Positions (of 25 a second) for which the convolutions over samples run at once, and how many before them they see: more than 4."""
+"""Positions (of 25 a second) for which the convolutions over samples run at once, and how many before them
+they see: more than 4.
+"""
 
 SPEAKER, CODES = "speaker_encoder", "encoder"
 """What the tensors' names begin with, in model.safetensors and in the speech tokenizer's."""
@@ -231,7 +236,10 @@ class VoiceEncoder:
 
     @classmethod
     def open(cls, directory: Path) -> VoiceEncoder:
-        """Of a Base checkpoint. Raises CheckpointError when a tensor is missing or has another size than the config says."""
+        """Of a Base checkpoint.
+
+        Raises CheckpointError when a tensor is missing or has another size than the config says.
+        """
         shape = EncoderShape.from_directory(directory)
         headers = read_headers(directory) | read_headers(directory / "speech_tokenizer")
         sizes = encoder_tensors(shape)
@@ -316,7 +324,9 @@ def mels(samples: Tensor) -> Tensor:
 
 
 def mel_filters() -> Tensor:
-    """float32 [N_MELS, N_FFT / 2 + 1]: triangles of area 1 on Slaney's scale, linear to 1 kHz and logarithmic above."""
+    """float32 [N_MELS, N_FFT / 2 + 1]: triangles of area 1 on Slaney's scale, linear to 1 kHz and logarithmic
+    above.
+    """
     break_hz, per_mel, step = 1000.0, 200.0 / 3, math.log(6.4) / 27
     break_mel = break_hz / per_mel
     most = break_mel + math.log(MAX_HZ / break_hz) / step
@@ -395,7 +405,10 @@ def _convolutions(w: Tensors, shape: EncoderShape, samples: Tensor) -> Tensor:
 
 
 def _transformer(w: Tensors, shape: EncoderShape, x: Tensor) -> Tensor:
-    """x [hidden_size, T] -> the same, T up to 1024. Norms with biases before each branch, a scale behind it, no norm at the end."""
+    """x [hidden_size, T] -> the same, T up to 1024.
+
+    Norms with biases before each branch, a scale behind it, no norm at the end.
+    """
     x, d, h = x.T, shape.head_dim, shape.hidden_size
     inv_freq = shape.rope_theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = (torch.arange(len(x), dtype=torch.float64)[:, None] * inv_freq).float()
@@ -425,8 +438,10 @@ def _transformer(w: Tensors, shape: EncoderShape, x: Tensor) -> Tensor:
 
 
 def _quantised(w: Tensors, x: Tensor) -> Tensor:
-    """x [hidden_size, R] -> int32 [R, 16]: of each codebook the entry nearest to what the ones before left; the first has its own
-    projection of x, and takes nothing away from the others'."""
+    """x [hidden_size, R] -> int32 [R, 16]: of each codebook the entry nearest to what the ones before left.
+
+    The first has its own projection of x, and takes nothing away from the others'.
+    """
     codes, left, projected = [], x.new_zeros(()), ""
     for quantizer, book in _books():
         if quantizer != projected:

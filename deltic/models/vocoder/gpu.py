@@ -1,8 +1,10 @@
-"""The vocoder on a GPU: codes to samples, several streams with equal numbers of new frames at once, each behind its own state.
+"""The vocoder on a GPU: codes to samples, several streams with equal numbers of new frames at once, each
+behind its own state.
 
-The same mathematics as models/vocoder/cpu.py. What is linear behind something linear is multiplied at load: the input
-projection behind `pre_conv`, the first upsampling behind the output projection, norms' weights, layer scales and gamma. Nothing here
-waits or allocates, so that a chunk can be recorded as a graph: about a hundred kernels.
+The same mathematics as models/vocoder/cpu.py. What is linear behind something linear is multiplied at load:
+the input projection behind `pre_conv`, the first upsampling behind the output projection, norms' weights,
+layer scales and gamma. Nothing here waits or allocates, so that a chunk can be recorded as a graph: about a
+hundred kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _ALIGNED = 32
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of one operator's input: rows and their rate, channels, and whether they are pairs or float32."""
+    """What is kept of one operator's input: rows and their rate, channels, and whether they are pairs or
+    float32.
+    """
 
     rows: int
     rate: int
@@ -336,7 +340,10 @@ class VocoderGpu:
         self._cos, self._sin = angles.cos().float().to(device), angles.sin().float().to(device)
 
     def forward(self, codes: Tensor, slot: Tensor, b: ChunkBuffers) -> Tensor:
-        """codes: int32 [B, F, 16]; slot: int32 [B], -1 for none. Moves the streams on; gives the samples, float32 [B, frame_samples F]."""
+        """codes: int32 [B, F, 16]; slot: int32 [B], -1 for none.
+
+        Moves the streams on; gives the samples, float32 [B, frame_samples F].
+        """
         streams, w, levers = Streams(slot, self.head, codes.shape[1]), self.weights, self.levers
         rings = iter(self.rings)
         residual = self._transform(codes, streams, rings, b)
@@ -361,8 +368,10 @@ class VocoderGpu:
         return samples.view(streams.n, -1)
 
     def skim(self, codes: Tensor, slot: Tensor, b: ChunkBuffers) -> None:
-        """As `forward`, of frames whose samples nobody wants, for half of its kernels and a tenth of the work: samples are right again,
-        to the bit, as many frames behind them as anything behind the transformer reaches back (models/vocoder/cpu.py, SEEN_FRAMES)."""
+        """As `forward`, of frames whose samples nobody wants, for half of its kernels and a tenth of the
+        work: samples are right again, to the bit, as many frames behind them as anything behind the
+        transformer reaches back (models/vocoder/cpu.py, SEEN_FRAMES).
+        """
         streams = Streams(slot, self.head, codes.shape[1])
         self._transform(codes, streams, iter(self.rings), b)
         advance(streams, self._rows, self._rates, levers=self.levers)
@@ -421,8 +430,9 @@ class VocoderGpu:
         flat: tuple[Tensor, Tensor],
         b: ChunkBuffers,
     ) -> tuple[Tensor, Ring]:
-        """pair: the snake of its input, in flat[0], of which `ring` keeps the last row; gives the same for what follows, with `act`,
-        in flat[1], and its ring."""
+        """pair: the snake of its input, in flat[0], of which `ring` keeps the last row; gives the same for
+        what follows, with `act`, in flat[1], and its ring.
+        """
         levers, n = self.levers, pair.shape[1]
         width = block.up.m // block.up.phases
         raw, out = _front(b.raw, n, block.up.m), _front(flat[1], 2, n, block.up.m)

@@ -1,7 +1,8 @@
-"""The vocoder's tensors: `decoder.*` of speech_tokenizer/model.safetensors, checked, or random ones of a shape.
+"""The vocoder's tensors: `decoder.*` of speech_tokenizer/model.safetensors, checked, or random ones of a
+shape.
 
-What is a function of the weights alone is computed here: codebooks are divided by their usage, snake's alpha and beta are
-exponentials. Layouts are the operators' (models/vocoder/cpu.py, models/vocoder/gpu.py).
+What is a function of the weights alone is computed here: codebooks are divided by their usage, snake's alpha
+and beta are exponentials. Layouts are the operators' (models/vocoder/cpu.py, models/vocoder/gpu.py).
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ def _books() -> Iterator[str]:
 
 
 def _resolved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with codebooks as one, `tables` float32 [16, size, D], and alpha and beta as exp(alpha), 1 / exp(beta)."""
+    """The tensors with codebooks as one, `tables` float32 [16, size, D], and alpha and beta as exp(alpha),
+    1 / exp(beta).
+    """
     books = []
     for name in _books():
         used = tensors.pop(f"{name}.cluster_usage").clamp(min=USED_LEAST)
@@ -108,8 +111,11 @@ def _resolved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_vocoder(directory: Path, shape: VocoderShape) -> dict[str, Tensor]:
-    """Reads the vocoder's tensors, float32, without the prefix. Raises CheckpointError, naming the tensor, for a file that is
-    absent or damaged, and for what is missing or has another size."""
+    """Reads the vocoder's tensors, float32, without the prefix.
+
+    Raises CheckpointError, naming the tensor, for a file that is absent or damaged, and for what is missing
+    or has another size.
+    """
     file = directory / FILE
     tensors: dict[str, Tensor] = {}
     try:

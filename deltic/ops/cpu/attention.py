@@ -1,9 +1,10 @@
 """attn_prepare and attention: full attention, gated or not, over 64-token pages (csrc/attention.cpp).
 
-A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the scores of
-neighbouring keys are neighbouring lanes, and v as [nk, 64, d]. The pages of the sequence in place i are
-page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order, and start anew every
-SPLIT_KEYS keys; the splits are merged in order. So a long context can be many tasks, and how many does not touch the bits.
+A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the
+scores of neighbouring keys are neighbouring lanes, and v as [nk, 64, d]. The pages of the sequence in place i
+are page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order, and
+start anew every SPLIT_KEYS keys; the splits are merged in order. So a long context can be many tasks, and how
+many does not touch the bits.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ def attn_prepare(
     q_out: Tensor,
     pages: Tensor,
 ) -> None:
-    """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v to the token's place in its page.
+    """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v to the token's place in its
+    page.
 
     proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions, token_place: int32 [T];
-    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d]
-    (this layer's part, any page stride). Rotated are the first `rotary` dims of a head, in pairs (i, i + rotary/2).
+    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16
+    [n_pages, 2, nk, 64, d] (this layer's part, any page stride). Rotated are the first `rotary` dims of a
+    head, in pairs (i, i + rotary/2).
     """
     rotary = 2 * cos.shape[1]
     check("attn_prepare", proj.shape[1] == heads.row, f"proj [T, {heads.row}]")
@@ -84,11 +87,13 @@ def attention(
     records: Tensor,
     out: Tensor,
 ) -> None:
-    """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), or without a gate, causal; query head j reads key head j // (nq/nk).
+    """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), or without a gate, causal; query head
+    j reads key head j // (nq/nk).
 
-    q: bfloat16 [T, nq, d]; proj: float32 [T, row], read for the gates only; out: bfloat16 [T, nq d]; the rest as in attn_prepare
-    and gdn. The keys of the tokens themselves must be in the pages already. records: float32 scratch of
-    heads.records_size(), for the splits of blocks of rows that are given to several threads; any number of them will do.
+    q: bfloat16 [T, nq, d]; proj: float32 [T, row], read for the gates only; out: bfloat16 [T, nq d]; the rest
+    as in attn_prepare and gdn. The keys of the tokens themselves must be in the pages already. records:
+    float32 scratch of heads.records_size(), for the splits of blocks of rows that are given to several
+    threads; any number of them will do.
     """
     check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
     check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")

@@ -1,8 +1,8 @@
 """The dense operators of a forward: embed, linear, rms_norm and silu_mul.
 
-linear is y = x W^T, float32 sum and result, for any number of rows by the same arithmetic. Every output element is one
-sum along K in one order (csrc/matrix.h), so prefill, decode and any batch give the same bits. Leaves out: bias
-(`add_bias` in ops/cpu/speech.py).
+linear is y = x W^T, float32 sum and result, for any number of rows by the same arithmetic. Every output
+element is one sum along K in one order (csrc/matrix.h), so prefill, decode and any batch give the same bits.
+Leaves out: bias (`add_bias` in ops/cpu/speech.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def linear(
 ) -> None:
     """out[m] = x[m] W^T, or out[m] += x[m] W^T when `add` (out is then the residual stream).
 
-    x: bfloat16 [T, K]; w: [N, K]; out: float32 [T, N]; workspace: uint8, at least T * row_bytes(K); n_rows: int32
-    scalar, rows in use.
+    x: bfloat16 [T, K]; w: [N, K]; out: float32 [T, N]; workspace: uint8, at least T * row_bytes(K); n_rows:
+    int32 scalar, rows in use.
     """
     check("linear", x.dtype == torch.bfloat16 and out.dtype == torch.float32, "bfloat16 x, float32 out")
     check("linear", x.shape[1] == w.k and out.shape[1] == w.n, f"x [T, {w.k}] and out [T, {w.n}]")
@@ -43,9 +43,11 @@ def linear(
 def rms_norm(
     program: Program, x: Tensor, w: Tensor, eps: float, out: Tensor, n_rows: Tensor, rows: Tensor | None = None
 ) -> None:
-    """Zero-centred RMSNorm with one rounding at its end: out[m] = bfloat16(x[r] * rsqrt(mean(x[r]^2) + eps) * (1 + w)) with r = rows[m], or m when rows is None.
+    """Zero-centred RMSNorm with one rounding at its end:
+    out[m] = bfloat16(x[r] * rsqrt(mean(x[r]^2) + eps) * (1 + w)) with r = rows[m], or m when rows is None.
 
-    x: float32 [T, H]; w: float32 [H]; out: bfloat16 [M, H]; rows: int32 [M]; n_rows: int32 scalar, rows of out in use.
+    x: float32 [T, H]; w: float32 [H]; out: bfloat16 [M, H]; rows: int32 [M]; n_rows: int32 scalar, rows of
+    out in use.
     """
     check("rms_norm", x.dtype == w.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 x, w; bfloat16 out")
     check("rms_norm", x.shape[1] == w.shape[0] == out.shape[1] and w.shape[0] % 16 == 0, "one width, a multiple of 16")

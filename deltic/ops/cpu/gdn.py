@@ -1,7 +1,8 @@
 """gdn: the gated DeltaNet mixer between its two projections, for decodes and prefill chunks in one call.
 
-Convolution update, gates, l2-norm, recurrence from one state slot to another or in place, gated norm (csrc/gdn.cpp has the
-equations and their source). A chunk is stepped token by token with the arithmetic of a decode: prefill and decode agree in bits.
+Convolution update, gates, l2-norm, recurrence from one state slot to another or in place, gated norm
+(csrc/gdn.cpp has the equations and their source). A chunk is stepped token by token with the arithmetic of a
+decode: prefill and decode agree in bits.
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ def gdn(
     state: Tensor,
     out: Tensor,
 ) -> None:
-    """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]; states advance from slot to slot.
+    """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]; states advance from slot to
+    slot.
 
-    Sequence s owns tokens seq_start[s] .. seq_start[s+1]-1 (int32 [S+1]); seq_context[s] tokens came before them. A slot is
-    a row of conv_state (bfloat16 [slots, 3, C], any slot stride) and of state (float32 [slots, Hv, dk, dv], any slot
-    stride). The tokens start from the slot start_slot[s] (from the zero state where seq_context[s] is 0, whatever it says)
-    and leave what follows them in slot[s], which may be the same: then the state advances in place.
+    Sequence s owns tokens seq_start[s] .. seq_start[s+1]-1 (int32 [S+1]); seq_context[s] tokens came before
+    them. A slot is a row of conv_state (bfloat16 [slots, 3, C], any slot stride) and of state (float32
+    [slots, Hv, dk, dv], any slot stride). The tokens start from the slot start_slot[s] (from the zero state
+    where seq_context[s] is 0, whatever it says) and leave what follows them in slot[s], which may be the
+    same: then the state advances in place.
 
-    Snapshots: for i in snapshot_begin[s] .. snapshot_begin[s+1]-1 (int32 [S+1]), the slot snapshot_slot[i] gets what the
-    first snapshot_n[i] tokens of s leave, as if its chunk had been cut there (both int32 [n]; of one sequence ascending,
-    1 .. the number of its tokens). One that is asked for costs a write of the state, and where it is not a multiple of 64
-    from the chunk's start, a shorter block.
+    Snapshots: for i in snapshot_begin[s] .. snapshot_begin[s+1]-1 (int32 [S+1]), the slot snapshot_slot[i]
+    gets what the first snapshot_n[i] tokens of s leave, as if its chunk had been cut there (both int32 [n];
+    of one sequence ascending, 1 .. the number of its tokens). One that is asked for costs a write of the
+    state, and where it is not a multiple of 64 from the chunk's start, a shorter block.
 
-    In one call, a slot that is written (slot or snapshot_slot) is written by one sequence, and is the start of no other;
-    a slot that is only read may be the start of several. These values change from step to step, and are not checked.
+    In one call, a slot that is written (slot or snapshot_slot) is written by one sequence, and is the start
+    of no other; a slot that is only read may be the start of several. These values change from step to step,
+    and are not checked.
     """
     n_channels = heads.channels
     check("gdn", proj.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 proj, bfloat16 out")

@@ -1,7 +1,8 @@
 """moe: routed experts and the shared expert, added to the residual stream (csrc/moe.cpp).
 
-The router's logits and the shared expert's output come from `linear`; this operator routes, groups the tokens by
-expert, runs the two grouped GEMMs and combines in slot order. Softmax is over all experts before the top k.
+The router's logits and the shared expert's output come from `linear`; this operator routes, groups the tokens
+by expert, runs the two grouped GEMMs and combines in slot order. Softmax is over all experts before the top
+k.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def moe(
 ) -> None:
     """residual[t] += sum_slot p_slot Expert_slot(h[t]) + sigmoid(logits[t, E]) shared[t].
 
-    h: bfloat16 [T, H]; logits: float32 [T, E + 1], the last for the shared expert; gate_up: E matrices [2M, H] (gate rows
-    first); down: E matrices [H, M]; shared, residual: float32 [T, H]; p: softmax of the first E logits, the n_per_token
-    largest (ties: lower expert), renormalised when `normalise`; n_tokens: int32 scalar.
+    h: bfloat16 [T, H]; logits: float32 [T, E + 1], the last for the shared expert; gate_up: E matrices [2M,
+    H] (gate rows first); down: E matrices [H, M]; shared, residual: float32 [T, H]; p: softmax of the first E
+    logits, the n_per_token largest (ties: lower expert), renormalised when `normalise`; n_tokens: int32
+    scalar.
     """
     n_experts, width, inner = down.data.shape[0], down.n, down.k
     check("moe", (gate_up.n, gate_up.k) == (2 * inner, width), f"gate_up [{2 * inner}, {width}]")

@@ -3,9 +3,9 @@
 They are one C++ source compiled for several instruction sets (CMakeLists.txt). The best one that this machine can run is
 loaded; when there is none, loading fails with what to do. Nothing falls back silently.
 
-A step is a `Program`: a flat list of kernel calls with fixed arguments, recorded once by the operators' functions and
-run with a single crossing from Python. What changes from step to step (row counts, token ids, lengths) is read by the
-kernels from the batch buffers.
+A step is a `Program`: a flat list of kernel calls with fixed arguments, recorded once by the operators'
+functions and run with a single crossing from Python. What changes from step to step (row counts, token ids,
+lengths) is read by the kernels from the batch buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})
 _ARMV8_2 = frozenset({"asimd", "atomics", "asimdrdm", "crc32"})
 
-# Best first: library name and the /proc/cpuinfo flags it needs. AVX-512 without its int8 dot product runs as AVX2.
+# Best first: library name and the /proc/cpuinfo flags it needs. AVX-512 without its int8 dot product runs as
+# AVX2.
 INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
     ("amx", _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}),
     ("avx512_bf16", _AVX512 | {"avx512_bf16"}),
@@ -54,7 +55,9 @@ _LIBRARIES = Path(__file__).parents[1] / "lib"
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Instruction-set flags of this CPU as Linux names them (flags on x86, Features on ARM); empty where it names none."""
+    """Instruction-set flags of this CPU as Linux names them (flags on x86, Features on ARM); empty where it
+    names none.
+    """
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -81,7 +84,10 @@ def usable_instruction_sets() -> tuple[str, ...]:
 
 
 def instruction_set() -> str:
-    """Name of the best compiled instruction set that this machine can run. Raises KernelError if there is none."""
+    """Name of the best compiled instruction set that this machine can run.
+
+    Raises KernelError if there is none.
+    """
     for name in usable_instruction_sets():
         return name
     raise KernelError(
@@ -108,10 +114,16 @@ def load_library(name: str) -> ctypes.CDLL:
 
 
 class Program:
-    """A recorded list of kernel calls. Arguments are tensors (passed by address and kept alive), ints and floats."""
+    """A recorded list of kernel calls.
+
+    Arguments are tensors (passed by address and kept alive), ints and floats.
+    """
 
     def __init__(self, n_threads: int, library: str | None = None, cpus: tuple[int, ...] = ()) -> None:
-        """cpus: the CPU that each thread is bound to, the one that calls `run` first; none: wherever the system likes."""
+        """cpus: the CPU that each thread is bound to, the one that calls `run` first.
+
+        None: wherever the system likes.
+        """
         self.instruction_set = library or instruction_set()
         self._kernels = load_library(self.instruction_set)
         self.n_threads = n_threads
@@ -139,8 +151,10 @@ class Program:
         self._words += [address, len(words), *words]
 
     def run(self) -> None:
-        """Runs all calls in order. The interpreter lock is released meanwhile. Raises KernelError if the threads are not to
-        be had."""
+        """Runs all calls in order.
+
+        The interpreter lock is released meanwhile. Raises KernelError if the threads are not to be had.
+        """
         if len(self._code) != len(self._words):
             self._code = np.array(self._words, np.int64)
         with _pool:

@@ -1,4 +1,6 @@
-"""sample and logprobs: rows of logits to tokens and log-probabilities (csrc/sample.cpp; oracle reference/sample.py)."""
+"""sample and logprobs: rows of logits to tokens and log-probabilities (csrc/sample.cpp; oracle
+reference/sample.py).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from deltic.ops.cpu.program import Program
 class PlaceParameters:
     """Sampling parameters by place: they are written when a sequence takes the place, not every step.
 
-    float32 [places] each; top_k int32; seed int64 holding the bits of an unsigned one; history int32 [places, max_len],
-    the sequence's tokens, kept only where penalties need them.
+    float32 [places] each; top_k int32; seed int64 holding the bits of an unsigned one; history int32
+    [places, max_len], the sequence's tokens, kept only where penalties need them.
     """
 
     temperature: Tensor
@@ -31,10 +33,11 @@ class PlaceParameters:
 
 @dataclass(frozen=True)
 class DrawInputs:
-    """What changes from step to step, int32 [D]: the logits row, place and position of each draw, the lengths of its
-    history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and masks.
+    """What changes from step to step, int32 [D]: the logits row, place and position of each draw, the lengths
+    of its history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and masks.
 
-    masked: 0 where any id may be drawn. masks [D, ceil(n_real / 32)]: bit id % 32 of word id // 32 says whether id may.
+    masked: 0 where any id may be drawn. masks [D, ceil(n_real / 32)]: bit id % 32 of word id // 32 says
+    whether id may.
     """
 
     n_draws: Tensor
@@ -54,8 +57,9 @@ class DrawInputs:
 
 @dataclass(frozen=True)
 class DrawScratch:
-    """values float32 [n, V], counts int32 [n, V] (zero between calls), candidates int64 [n, V]; n rows: one for each
-    thread, or one for each draw where that is less."""
+    """values float32 [n, V], counts int32 [n, V] (zero between calls), candidates int64 [n, V]; n rows: one
+    for each thread, or one for each draw where that is less.
+    """
 
     values: Tensor
     counts: Tensor
@@ -73,8 +77,10 @@ def sample(
 ) -> None:
     """Draws one token for each of the n_draws first entries; out: int32 [D].
 
-    logits: float32 [R, V], ids from n_real on are never drawn. Temperature 0 is the argmax, lowest id on ties.
-    -1 where a logit is not finite, or no id may be drawn. A token depends on its row of logits, the parameters, the seed and the position, on nothing else (P6).
+    logits: float32 [R, V], ids from n_real on are never drawn. Temperature 0 is the argmax, lowest id on
+    ties.
+    -1 where a logit is not finite, or no id may be drawn. A token depends on its row of logits, the
+    parameters, the seed and the position, on nothing else (P6).
     """
     n_vocab = logits.shape[1]
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
@@ -131,9 +137,11 @@ def logprobs(
     top_ids: Tensor,
     top_logprobs: Tensor,
 ) -> None:
-    """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first (-1 skips the entry).
+    """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first
+    (-1 skips the entry).
 
-    logits: float32 [R, V]; row, target, n_top: int32 [N]; logprob: float32 [N]; top_ids int32, top_logprobs float32 [N, K].
+    logits: float32 [R, V]; row, target, n_top: int32 [N]; logprob: float32 [N]; top_ids int32, top_logprobs
+    float32 [N, K].
     """
     program.call(
         "deltic_logprobs",

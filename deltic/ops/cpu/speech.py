@@ -1,6 +1,8 @@
-"""Rows of a speech model: sums of text and codec vectors, and what passes between the steps of a frame (csrc/speech.cpp).
+"""Rows of a speech model: sums of text and codec vectors, and what passes between the steps of a frame
+(csrc/speech.cpp).
 
-Tables are bfloat16 rows as stored [V, H], H a multiple of 16; sums are float32, in the order of the calls. n_*: int32 scalars, rows in use.
+Tables are bfloat16 rows as stored [V, H], H a multiple of 16; sums are float32, in the order of the calls.
+n_*: int32 scalars, rows in use.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 
 SIDE_NONE, SIDE_KEPT, SIDE_VOICE = -1, -2, -3
-"""`side` of talker_rows where it is not an id of the table: nothing; what is in the row already; SIDE_VOICE - i: row i of `voice`."""
+"""`side` of talker_rows where it is not an id of the table: nothing; what is in the row already;
+SIDE_VOICE - i: row i of `voice`.
+"""
 
 
 def _check_table(operator: str, table: Tensor, width: int) -> None:
@@ -28,7 +32,9 @@ def gather(program: Program, table: Tensor, ids: Tensor, out: Tensor, n_rows: Te
 
 
 def add_bias(program: Program, x: Tensor, bias: Tensor, n_rows: Tensor, silu_out: Tensor | None = None) -> None:
-    """x[m] += bias; or, with silu_out, silu_out[m] = bfloat16(SiLU(x[m] + bias)). x: float32 [M, W]; silu_out: bfloat16 [M, W]."""
+    """x[m] += bias; or, with silu_out, silu_out[m] = bfloat16(SiLU(x[m] + bias)). x: float32 [M, W];
+    silu_out: bfloat16 [M, W].
+    """
     width = x.shape[1]
     check("bias", x.dtype == bias.dtype == torch.float32 and width % 16 == 0, "float32, width % 16 == 0")
     check("bias", silu_out is None or silu_out.shape[1] == width, f"silu_out [M, {width}]")
@@ -47,8 +53,10 @@ def code_rows(
 ) -> None:
     """One code of each frame: sums[m] += table[codes[m]], and that row goes into rows[m], if there are any.
 
-    With past, the frame's first code: sums[m] = table[codes[m]], rows[2m] = past[slot[m]], rows[2m + 1] = table[codes[m]].
-    A code below 0 makes sums[m] NaN. codes, slot: int32 [M]; sums: float32 [M, H]; rows: float32 or bfloat16; past: bfloat16 [slots, H].
+    With past, the frame's first code: sums[m] = table[codes[m]], rows[2m] = past[slot[m]],
+    rows[2m + 1] = table[codes[m]].
+    A code below 0 makes sums[m] NaN. codes, slot: int32 [M]; sums: float32 [M, H]; rows: float32 or bfloat16;
+    past: bfloat16 [slots, H].
     """
     width = sums.shape[1]
     _check_table("code_rows", table, width)
@@ -68,7 +76,8 @@ def talker_rows(
     out: Tensor,
     n_rows: Tensor,
 ) -> None:
-    """out[m] = codec vector (side[m]: an id of the table, or SIDE_*) + text[text_row[m]], without text where that is -1.
+    """out[m] = codec vector (side[m]: an id of the table, or SIDE_*) + text[text_row[m]], without text where
+    that is -1.
 
     side, text_row: int32 [M]; voice, text: float32 [n, H]; out: float32 [M, H].
     """

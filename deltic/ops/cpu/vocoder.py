@@ -1,9 +1,10 @@
 """The vocoder's operators: embedding of codes, causal convolutions, windowed attention, norms.
 
-Several streams of different lengths are one batch (`Batch`); what a stream's rows follow lives in its state slot, is read from
-there and left there, so that any cut of a stream and any batch gives the same bits (csrc/codec.cpp). A transposed convolution
-with kernel 2r and stride r is `conv` with two taps, r times the outputs and `phases` r; a linear is `conv` with one tap. All is
-float32, but that `conv` may multiply bfloat16, with float32 sums.
+Several streams of different lengths are one batch (`Batch`); what a stream's rows follow lives in its state
+slot, is read from there and left there, so that any cut of a stream and any batch gives the same bits
+(csrc/codec.cpp). A transposed convolution with kernel 2r and stride r is `conv` with two taps, r times the
+outputs and `phases` r; a linear is `conv` with one tap. All is float32, but that `conv` may multiply
+bfloat16, with float32 sums.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "clamp": 3}
 
 @dataclass(frozen=True)
 class Batch:
-    """Streams of a pass: s has frames [start[s], start[s + 1]) and its state in slot[s]. start: int32 [S + 1]; slot: int32 [S];
-    n: int32 scalar, streams in use; states: float32 [n_slots, size], the first value of each the stream's position in frames."""
+    """Streams of a pass: s has frames [start[s], start[s + 1]) and its state in slot[s]. start: int32
+    [S + 1]; slot: int32 [S]; n: int32 scalar, streams in use; states: float32 [n_slots, size], the first
+    value of each the stream's position in frames.
+    """
 
     start: Tensor
     slot: Tensor
@@ -43,7 +46,8 @@ class Batch:
 class Rows:
     """Rows of several streams, one stream after another, each behind `head` rows of what came before it.
 
-    data: flat, float32 or, what `conv` reads and writes, bfloat16; a row begins every `stride` values, and has `width` of them; there are `rate` rows a frame.
+    data: flat, float32 or, what `conv` reads and writes, bfloat16; a row begins every `stride` values, and
+    has `width` of them; there are `rate` rows a frame.
     """
 
     data: Tensor
@@ -72,7 +76,9 @@ class Rows:
 
 
 def multiplies_half(instruction_set: str) -> bool:
-    """Whether products of bfloat16 are twice as fast there as those of float32; elsewhere they are slower, and the same."""
+    """Whether products of bfloat16 are twice as fast there as those of float32; elsewhere they are slower,
+    and the same.
+    """
     return instruction_set in ("amx", "avx512_bf16")
 
 
@@ -81,7 +87,9 @@ _NO_ROWS = (None, 0, 0, 0)
 
 @dataclass(frozen=True)
 class ConvWeights:
-    """A convolution as its kernel reads it. data: float32 [panel, tap, channel, 32] or bfloat16 [panel, tap, channel / 2, 32, 2]; bias: [n], at least 16, or None."""
+    """A convolution as its kernel reads it. data: float32 [panel, tap, channel, 32] or bfloat16
+    [panel, tap, channel / 2, 32, 2]; bias: [n], at least 16, or None.
+    """
 
     data: Tensor
     bias: Tensor | None
@@ -131,9 +139,9 @@ def conv(
 ) -> None:
     """y = activation(bias + conv(x)) * scale + residual; out = y; snaked = y + sin(alpha y)^2 * inverse_beta.
 
-    offset: of x's past [head, channels] in the state; scale and snake = (alpha, inverse_beta): float32 [n]. `residual` may be
-    `out`; an output row of `out` and `snaked` has n / phases channels, where phases is their rate over that of x. The heads
-    of outputs are not written.
+    offset: of x's past [head, channels] in the state; scale and snake = (alpha, inverse_beta): float32 [n].
+    `residual` may be `out`; an output row of `out` and `snaked` has n / phases channels, where phases is
+    their rate over that of x. The heads of outputs are not written.
     """
     phases = (out or snaked or x).rate // x.rate
     width = (w.n // 2 if activation == "swiglu" else w.n) // phases
@@ -172,7 +180,9 @@ def conv(
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """[2F, K]: 16 rows of gate, 16 of up, and so on: what `conv` wants for swiglu. gate, up: [F, K], F a multiple of 16."""
+    """[2F, K]: 16 rows of gate, 16 of up, and so on: what `conv` wants for swiglu. gate, up: [F, K], F a
+    multiple of 16.
+    """
     return torch.stack([gate.view(-1, 16, gate.shape[1]), up.view(-1, 16, up.shape[1])], 1).flatten(0, 2)
 
 
@@ -206,8 +216,10 @@ def depthwise_norm(
     *,
     offset: int,
 ) -> None:
-    """out = LayerNorm(bias + sum over taps of w[tap] * x). w: float32 [taps, width], the last tap is the current row; bias and
-    norm = (weight, bias): float32 [width]; out: no head; offset: of x's past in the state."""
+    """out = LayerNorm(bias + sum over taps of w[tap] * x). w: float32 [taps, width], the last tap is the
+    current row; bias and norm = (weight, bias): float32 [width]; out: no head; offset: of x's past in the
+    state.
+    """
     taps, width = w.shape
     check("depthwise_norm", x.width == out.width == width and width % 16 == 0, "one width, a multiple of 16")
     check("depthwise_norm", x.head == taps - 1 and out.head == 0 and x.rate == out.rate, "x behind taps - 1 rows")
@@ -241,8 +253,9 @@ def vocoder_attention(
 ) -> None:
     """Softmax attention of each frame over itself and the window - 1 before it, rotated by position.
 
-    qkv: rows q | k | v of n_heads heads each, of which q and k are rotated in place, pairs (i, i + dim / 2); cos, sin: float32
-    [positions, dim / 2]; offset: of [n_heads, window - 1, 2, dim] past keys and values in the state.
+    qkv: rows q | k | v of n_heads heads each, of which q and k are rotated in place, pairs (i, i + dim / 2);
+    cos, sin: float32 [positions, dim / 2]; offset: of [n_heads, window - 1, 2, dim] past keys and values in
+    the state.
     """
     dim = out.width // n_heads
     check("vocoder_attention", qkv.width == 3 * out.width and out.width == n_heads * dim, "q | k | v")

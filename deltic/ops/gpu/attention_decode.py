@@ -1,22 +1,24 @@
 """attention_decode: full attention, gated or not, of one new token a row over 64-key pages, in one launch.
 
-The keys of a row are cut into splits, by the row's own length alone: a split is one piece of work, and how many programs share
-them does not touch the bits. It norms and rotates the query heads of one key head, goes through its tiles of 64 keys from the
-last to the first with a running maximum, and leaves a record: the unscaled output, the maximum and the sum, float32. Records are
-merged in the order of the splits, `FAN` at a time, then the merged ones; who arrives last at an integer counter does it. The
-split with the row's last key also norms, rotates and writes the new token's k and v; it is the only one that reads them.
+The keys of a row are cut into splits, by the row's own length alone: a split is one piece of work, and how
+many programs share them does not touch the bits. It norms and rotates the query heads of one key head, goes
+through its tiles of 64 keys from the last to the first with a running maximum, and leaves a record: the
+unscaled output, the maximum and the sum, float32. Records are merged in the order of the splits, `FAN` at a
+time, then the merged ones; who arrives last at an integer counter does it. The split with the row's last key
+also norms, rotates and writes the new token's k and v; it is the only one that reads them.
 
-Both products put keys (or value columns) on the long side of the tensor core's tile and the query heads on the narrow one:
-S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the first key of the running sums and meets
-no tensor core: no tile has to be patched on its way to shared memory.
+Both products put keys (or value columns) on the long side of the tensor core's tile and the query heads on
+the narrow one: S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the
+first key of the running sums and meets no tensor core: no tile has to be patched on its way to shared memory.
 
-Shared memory holds one tile, so that three programs fit on a multiprocessor and one's loads hide behind another's arithmetic:
-short rows want exactly that. The first tiles are asked for in the second-level cache before the kernel in front has ended
-(devices with PDL). Programs without work end at once, but cost what a start costs: max_len, which bounds
-their number, should not be far beyond the longest row.
+Shared memory holds one tile, so that three programs fit on a multiprocessor and one's loads hide behind
+another's arithmetic: short rows want exactly that. The first tiles are asked for in the second-level cache
+before the kernel in front has ended (devices with PDL). Programs without work end at once, but cost what a
+start costs: max_len, which bounds their number, should not be far beyond the longest row.
 
-Spec: `rms_norm`, `rope` and `attention` of deltic/reference/layers.py. The split form is that of Dao, Haziza, Massa, Sizov 2023,
-"Flash-Decoding for long-context inference"; the running maximum is of Milakov, Gimelshein 2018 (arXiv:1805.02867), algorithm 3.
+Spec: `rms_norm`, `rope` and `attention` of deltic/reference/layers.py. The split form is that of Dao, Haziza,
+Massa, Sizov 2023, "Flash-Decoding for long-context inference"; the running maximum is of Milakov, Gimelshein
+2018 (arXiv:1805.02867), algorithm 3.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -42,10 +44,10 @@ _MAX_GROUP = 16  # query heads of a key head
 
 @dataclass(frozen=True)
 class Splits:
-    """How a row's keys are cut, in tiles of 64, and how a split is run. Part of what defines the bits: a function of the heads.
+    """How a row's keys are cut, in tiles of 64, and how a split is run.
 
-    Up to `few` tiles a split is one tile (latency); beyond, `few_tiles` of them (less to merge), and as many as it takes to have
-    at most `most` splits.
+    Part of what defines the bits: a function of the heads. Up to `few` tiles a split is one tile (latency);
+    beyond, `few_tiles` of them (less to merge), and as many as it takes to have at most `most` splits.
     """
 
     few: int = 8
@@ -122,7 +124,10 @@ def summed(p_proj, b_offset, b_mask, stride_s, S: tl.constexpr):
 
 @triton.jit
 def _other(b_d, HALF: tl.constexpr):
-    """The other dim of each pair (i, i + HALF). In runs of 4, which is for the width of the loads: HALF % 4 == 0."""
+    """The other dim of each pair (i, i + HALF).
+
+    In runs of 4, which is for the width of the loads: HALF % 4 == 0.
+    """
     b_other = tl.where(b_d < HALF, b_d + HALF, b_d - HALF)
     return tl.multiple_of(tl.max_contiguous(b_other, [1, 4]), [1, 4])
 
@@ -131,7 +136,8 @@ def _other(b_d, HALF: tl.constexpr):
 def turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
     """What x and the other dim of its pair are multiplied with, [R, D] each: (1 + w) cos and (1 + w') (-+ sin).
 
-    The same in every row: as a whole tile, nothing has to be handed from thread to thread."""
+    The same in every row: as a whole tile, nothing has to be handed from thread to thread.
+    """
     b_d = tl.zeros((R, 1), tl.int32) + tl.arange(0, D)[None, :]
     b_rotary = b_d < 2 * HALF
     b_angle = tl.where(b_d < HALF, b_d, b_d - HALF)
@@ -167,12 +173,15 @@ def _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
 
 @triton.jit
 def _merged(p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, FAN: tl.constexpr):
-    """Records first, first + STEP, ... (n of them) as one -> output [GP, D], maximum and sum [GP], in their order.
+    """Records first, first + STEP, ... (n of them) as one -> output [GP, D], maximum and sum [GP], in their
+    order.
 
-    Other programs wrote them: past the first-level cache, which does not see that."""
+    Other programs wrote them: past the first-level cache, which does not see that.
+    """
     o_g = tl.arange(0, GP)
     o_gd = o_g[:, None] * D + tl.arange(0, D)[None, :]
-    o_w = weight_first * (2 * G) + tl.minimum(o_g, G - 1)  # rows past the group: any weight, their output is 0
+    # Rows past the group take any weight: their output is 0.
+    o_w = weight_first * (2 * G) + tl.minimum(o_g, G - 1)
     b_max = tl.full((GP,), float("-inf"), tl.float32)
     for i in tl.static_range(FAN):
         p = p_weight + i * (2 * G) + o_w
@@ -357,16 +366,19 @@ def attention_decode(
     levers: Levers,
     splits: Splits | None = None,
 ) -> None:
-    """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. row_position[r] of the row's place.
+    """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. row_position[r] of
+    the row's place.
 
-    proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads, or without gates (heads.is_gated). q_norm, k_norm: float32 [d],
-    zero-centred. row_slot, row_place, row_position: int32 [N]; a row with slot -1 is left alone. page_table: int32 [places,
-    max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d], this layer's part, any page
-    stride; the token's own k and v are written there. out: bfloat16 [N, nq d]. max_len: no row has more keys. Query head j reads
-    key head j // (nq/nk). splits: for measurements; the scratch must have been made with the same.
+    proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads, or without
+    gates (heads.is_gated). q_norm, k_norm: float32 [d], zero-centred. row_slot, row_place, row_position:
+    int32 [N]; a row with slot -1 is left alone. page_table: int32 [places, max_pages]; cos, sin: float32
+    [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d], this layer's part, any page stride; the
+    token's own k and v are written there. out: bfloat16 [N, nq d]. max_len: no row has more keys. Query head
+    j reads key head j // (nq/nk). splits: for measurements; the scratch must have been made with the same.
 
-    Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row sees another, and
-    neither N nor max_len touches the bits. Left out: windows, sinks, quantised pages, several new tokens a row.
+    Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row
+    sees another, and neither N nor max_len touches the bits. Left out: windows, sinks, quantised pages,
+    several new tokens a row.
     Raises KernelError where shapes, types or the scratch's size do not fit.
     """
     splits = splits or SPLITS

@@ -1,10 +1,11 @@
 """attention_prefill: full attention, gated or not, of a prefill over 64-token pages.
 
-Two kernels. The first (prepare) norms and rotates q and k and writes k and v to their pages; the second (flash) attends. A tile
-is the 64 tokens of a block times one or two query heads of the same key head; it walks the pages of its sequence from the first
-to its own with a running maximum and sum (Dao 2023, "FlashAttention-2", arXiv:2307.08691, algorithm 1) and ends with the output
-gate. Which keys meet in one product, and in what order, follows from the absolute position of the tokens alone, and the rows of
-a tile do not mix, so the bits of a token do not depend on where its prompt was cut nor on what else is in the step.
+Two kernels. The first (prepare) norms and rotates q and k and writes k and v to their pages; the second
+(flash) attends. A tile is the 64 tokens of a block times one or two query heads of the same key head; it
+walks the pages of its sequence from the first to its own with a running maximum and sum (Dao 2023,
+"FlashAttention-2", arXiv:2307.08691, algorithm 1) and ends with the output gate. Which keys meet in one
+product, and in what order, follows from the absolute position of the tokens alone, and the rows of a tile do
+not mix, so the bits of a token do not depend on where its prompt was cut nor on what else is in the step.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,12 +33,13 @@ PREPARE_WARPS = 8
 class FlashTile:
     """How the flash kernel is cut and compiled. No field changes what is computed for a token.
 
-    heads: query heads of a tile (1, or 2 where the group is even). kv_outer: the programs of one key head follow each
-    other, so its keys and values stay in the L2 cache; else the longest tiles of all heads come first.
+    heads: query heads of a tile (1, or 2 where the group is even). kv_outer: the programs of one key head
+    follow each other, so its keys and values stay in the L2 cache; else the longest tiles of all heads come
+    first.
 
-    Left out: warps that specialise (one group copies, two compute). Triton 3.6 makes it 13 % faster on Hopper, but what it makes
-    gives NaN now and then where the GPU is shared with other processes, whenever one of them has its turn in the midst of it (a
-    test on the GPU asserts that the bits stay).
+    Left out: warps that specialise (one group copies, two compute). Triton 3.6 makes it 13 % faster on
+    Hopper, but what it makes gives NaN now and then where the GPU is shared with other processes, whenever
+    one of them has its turn in the midst of it (a test on the GPU asserts that the bits stay).
     """
 
     heads: int
@@ -116,8 +118,9 @@ def _flash_kernel(
 ):
     """One program: the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0).
 
-    queries: descriptor of q as [blocks * NQ * 64, D], tile [HEADS * 64, D]; tiles: descriptor of the pages as rows of D, tile
-    [64, D]; rows_page: rows from a page to the next; scale: d^-0.5 log2 e. Row r of the tile is head r // 64, token r % 64.
+    queries: descriptor of q as [blocks * NQ * 64, D], tile [HEADS * 64, D]; tiles: descriptor of the pages as
+    rows of D, tile [64, D]; rows_page: rows from a page to the next; scale: d^-0.5 log2 e. Row r of the tile
+    is head r // 64, token r % 64.
     """
     # the last blocks have the most keys: they start first
     i_b = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -141,7 +144,8 @@ def _flash_kernel(
         row = tl.load(p_table + j) * rows_page + i_kv * 64
         b_k = tiles.load([row, 0])
         b_s = tl.dot(b_q, b_k.T)
-        # only the last tile has keys behind the row. Key 0 is never masked, so b_max is finite after the first tile
+        # only the last tile has keys behind the row. Key 0 is never masked, so b_max is finite after the
+        # first tile
         if j == n_tiles - 1:
             b_s = tl.where(o_n[None, :] <= o_last[:, None], b_s, -float("inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
@@ -159,7 +163,8 @@ def _flash_kernel(
     o_gate = (o_t * ROW + o_m // 64 * D)[:, None]
     o_out = (o_t * (NQ * D) + o_m // 64 * D)[:, None]
     b_weight = (1.0 / b_sum)[:, None]
-    # one half of the columns after the other: the gate does not fit in the registers beside the whole of b_acc
+    # one half of the columns after the other: the gate does not fit in the registers beside the whole of
+    # b_acc
     b_halves = tl.split(tl.permute(tl.reshape(b_acc, [ROWS, 2, D // 2]), (0, 2, 1)))
     for half in tl.static_range(2):
         o_d = half * (D // 2) + tl.arange(0, D // 2)[None, :]
@@ -198,10 +203,11 @@ def prepare(
     query: Tensor,
     levers: Levers,
 ) -> None:
-    """Norms and rotates q and k; writes q to `query` and k and v to their pages. Arguments as in `attention_prefill`.
+    """Norms and rotates q and k; writes q to `query` and k and v to their pages.
 
-    query is written as [blocks, nq, 64, d]: a tile of the flash kernel is one run of memory. Rows of padding are zero there, and
-    in v's part of the page; nothing else of padding is written, and nothing at all of a block not in use.
+    Arguments as in `attention_prefill`. query is written as [blocks, nq, 64, d]: a tile of the flash kernel
+    is one run of memory. Rows of padding are zero there, and in v's part of the page; nothing else of padding
+    is written, and nothing at all of a block not in use.
     """
     n_blocks, half = blocks.n.shape[0], cos.shape[1]
     launch(
@@ -222,7 +228,10 @@ def flash(
     out: Tensor,
     tile: FlashTile,
 ) -> None:
-    """out = bfloat16(softmax(q k^T d^-0.5) v * sigmoid(gate)), causal, after `prepare`. Arguments as in `attention_prefill`."""
+    """out = bfloat16(softmax(q k^T d^-0.5) v * sigmoid(gate)), causal, after `prepare`.
+
+    Arguments as in `attention_prefill`.
+    """
     n_blocks, d = blocks.n.shape[0], heads.dim
     rows_page = pages.stride(0) // d
     queries = TensorDescriptor(query, [query.numel() // d, d], [d, 1], [BLOCK * tile.heads, d])
@@ -257,15 +266,18 @@ def attention_prefill(
     out: Tensor,
     levers: Levers,
 ) -> None:
-    """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes theirs. Two launches.
+    """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes
+    theirs. Two launches.
 
-    proj: bfloat16 [T, heads.row], T = 64 blocks, a row q heads | gates (if heads.is_gated) | k heads | v heads; q_norm, k_norm: float32 [d],
-    zero-centred; page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2], the first `rotary` dims rotate in
-    pairs (i, i + rotary/2); pages: bfloat16 [n, 2, nk, 64, d], this layer's part with any page stride (keys, then values);
-    query: bfloat16, T nq d elements of workspace; out: bfloat16 [T, nq d].
-    out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk); scores, softmax and sums are float32,
-    q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's unused rows out is finite and means nothing;
-    blocks not in use are left as they are. v's rows of padding in the block's own page become zero.
+    proj: bfloat16 [T, heads.row], T = 64 blocks, a row q heads | gates (if heads.is_gated) | k heads | v
+    heads; q_norm, k_norm: float32 [d], zero-centred; page_table: int32 [places, max_pages]; cos, sin: float32
+    [max_len, rotary/2], the first `rotary` dims rotate in pairs (i, i + rotary/2); pages: bfloat16
+    [n, 2, nk, 64, d], this layer's part with any page stride (keys, then values); query: bfloat16, T nq d
+    elements of workspace; out: bfloat16 [T, nq d].
+    out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk); scores, softmax
+    and sums are float32, q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's
+    unused rows out is finite and means nothing; blocks not in use are left as they are. v's rows of padding
+    in the block's own page become zero.
     Leaves out: sliding windows, biases, soft caps. Raises ValueError for shapes and types it does not serve.
     """
     d, n_tokens = heads.dim, BLOCK * blocks.n.shape[0]

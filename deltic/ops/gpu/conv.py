@@ -1,15 +1,19 @@
-"""Convolutions of streams: y[t, m] = sum over taps j and channels c of w[m, j, c] x[t - (taps - 1 - j) dilation, c], channels last.
+"""Convolutions of streams: y[t, m] = sum over taps j and channels c of w[m, j, c]
+x[t - (taps - 1 - j) dilation, c], channels last.
 
-A linear is one tap; a transposed convolution of kernel 2r and stride r is two taps and r C outputs a row. What lies before a chunk
-comes from the stream's ring (`Ring`), so that a chunk of any length costs its own rows only and gives the bits of one pass.
+A linear is one tap; a transposed convolution of kernel 2r and stride r is two taps and r C outputs a row.
+What lies before a chunk comes from the stream's ring (`Ring`), so that a chunk of any length costs its own
+rows only and gives the bits of one pass.
 
-Operands are pairs: a float32 as the sum of two bfloat16 (16 bits of its mantissa), multiplied as high high + high low + low high with
-float32 sums: about 2**-17 a product, on the tensor cores, for the bytes of a float32. Whoever writes an activation splits it, behind
-the activation function, so that it is computed once and a product's operands go straight to shared memory.
+Operands are pairs: a float32 as the sum of two bfloat16 (16 bits of its mantissa), multiplied as high
+high + high low + low high with float32 sums: about 2**-17 a product, on the tensor cores, for the bytes of a
+float32. Whoever writes an activation splits it, behind the activation function, so that it is computed once
+and a product's operands go straight to shared memory.
 
-The sum of an output is cut along K into S slices by the layer's shape alone: the slices' sums are added in order, by the program that
-walks them one after the other, or, where there are few rows, by the last of S programs to arrive. The bits do not tell which. In a
-slice K is walked in order, BLOCK_K at a time; tiles do not touch the bits (ops/gpu/linear.py).
+The sum of an output is cut along K into S slices by the layer's shape alone: the slices' sums are added in
+order, by the program that walks them one after the other, or, where there are few rows, by the last of S
+programs to arrive. The bits do not tell which. In a slice K is walked in order, BLOCK_K at a time; tiles do
+not touch the bits (ops/gpu/linear.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -27,7 +31,9 @@ from deltic.ops.contract import check
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch
 
 MAX_PARTS = 1024
-"""Tiles of partial sums that there is room for: slices are walked by programs of their own only where that is enough."""
+"""Tiles of partial sums that there is room for: slices are walked by programs of their own only where that is
+enough.
+"""
 PART_SIZE = 64 * 64
 
 
@@ -35,9 +41,9 @@ PART_SIZE = 64 * 64
 class Ring:
     """The last `rows` inputs of each stream, for an operator that reaches back that far.
 
-    A ring of 2 `rows` rows: what a chunk writes (its own last ones, at most `rows`) is never what it reads. Its state is the word
-    `index` of the stream's head (`Streams`): the row of the oldest. data: [slots, 2 rows, C] float32, or [slots, 2, 2 rows, C]
-    bfloat16 (pairs); any stride of slots.
+    A ring of 2 `rows` rows: what a chunk writes (its own last ones, at most `rows`) is never what it reads.
+    Its state is the word `index` of the stream's head (`Streams`): the row of the oldest. data:
+    [slots, 2 rows, C] float32, or [slots, 2, 2 rows, C] bfloat16 (pairs); any stride of slots.
     """
 
     data: Tensor
@@ -51,7 +57,8 @@ class Ring:
 class Streams:
     """The streams of a chunk: B of them, with the same number of frames each.
 
-    slot: int32 [B], -1: not in use. head: int32 [slots, words], any stride; word 0: frames so far, the next: of each ring.
+    slot: int32 [B], -1: not in use. head: int32 [slots, words], any stride; word 0: frames so far, the next:
+    of each ring.
     """
 
     slot: Tensor
@@ -120,7 +127,10 @@ def k_block(c: int) -> int:
 
 
 def slices_of(m: int, k: int, rate: int) -> int:
-    """Slices of K: until one frame's product fills the chip, or a slice is short. A function of the layer alone."""
+    """Slices of K: until one frame's product fills the chip, or a slice is short.
+
+    A function of the layer alone.
+    """
     tiles, slices = -(-m // 64) * -(-rate // 64), 1
     while slices < 8 and tiles * slices < 100 and k // (slices * 2) >= 256:
         slices *= 2
@@ -130,8 +140,10 @@ def slices_of(m: int, k: int, rate: int) -> int:
 def pack_conv(
     w: Tensor, bias: Tensor | None, *, rate: int, dilation: int = 1, phases: int = 1, swiglu: bool = False
 ) -> ConvWeight:
-    """w: float32 [M, C, taps], the last tap being the row itself. phases: row phase * (M / phases) + channel is output row
-    `phase` of `phases`. swiglu: gate rows, then up rows, a multiple of 8 each. rate: input rows a frame."""
+    """w: float32 [M, C, taps], the last tap being the row itself. phases: row phase * (M / phases) + channel
+    is output row `phase` of `phases`. swiglu: gate rows, then up rows, a multiple of 8 each. rate: input rows
+    a frame.
+    """
     m, c, taps = w.shape
     if swiglu:  # 8 gate rows and their 8 up rows in turn, which the accumulator keeps in one thread
         w = w.view(2, m // 16, 8, c, taps).transpose(0, 1).reshape(m, c, taps)
@@ -153,7 +165,9 @@ def fma(a, b, c):
 
 @triton.jit
 def snake(x, alpha, scale):
-    """x + sin(alpha x)^2 scale. sin^2 has period pi: the angle within half of it, then the series of the sine, to 1e-9."""
+    """x + sin(alpha x)^2 scale. sin^2 has period pi: the angle within half of it, then the series of the
+    sine, to 1e-9.
+    """
     y = x * alpha
     q = tl.floor(fma(y, 0.3183098861837907, 0.5))
     r = fma(q, -3.140625, y)
@@ -260,8 +274,11 @@ def _conv_kernel(
     PAIR: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of outputs; with as many programs on axis 1 as slices, one slice of it. REACHES: there is more than one tap. RING: nothing
-    ("none"), the raw outputs from column to_first on, or the pairs are kept, too."""
+    """One tile of outputs; with as many programs on axis 1 as slices, one slice of it.
+
+    REACHES: there is more than one tap. RING: nothing ("none"), the raw outputs from column to_first on, or
+    the pairs are kept, too.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n_tiles_n = tl.cdiv(n, BLOCK_N)
@@ -367,10 +384,11 @@ def conv(
 ) -> None:
     """y = conv(x) + bias, gelu or gated, + residual; raw = y; pair = y, or its snake.
 
-    x: bfloat16 pairs [2, N, C], N = B t, a stream's t rows together; history: where its (taps - 1) dilation rows before lie. residual,
-    raw: float32 [N, M]; pair: bfloat16 [2, N, M] (swiglu: M / 2 wide). act: "gelu", a Snake for what goes into `pair`, or None.
-    ring: where the last rows of `pair`, or (a float32 ring) of raw's columns from ring_from on, are kept for the next chunk; rows of
-    M / phases. Raises KernelError where shapes do not fit.
+    x: bfloat16 pairs [2, N, C], N = B t, a stream's t rows together; history: where its (taps - 1) dilation
+    rows before lie. residual, raw: float32 [N, M]; pair: bfloat16 [2, N, M] (swiglu: M / 2 wide). act:
+    "gelu", a Snake for what goes into `pair`, or None. ring: where the last rows of `pair`, or
+    (a float32 ring) of raw's columns from ring_from on, are kept for the next chunk; rows of M / phases.
+    Raises KernelError where shapes do not fit.
     """
     n, slots = x.shape[1], streams.head.shape[0]
     width = w.m // 2 if w.swiglu else w.m

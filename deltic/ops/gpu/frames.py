@@ -1,10 +1,12 @@
-"""A frame of a speech model on a GPU: what lies between the linears of a decode's predictor, and the rows of a prompt.
+"""A frame of a speech model on a GPU: what lies between the linears of a decode's predictor, and the rows of
+a prompt.
 
-The predictor runs 15 passes over at most 16 positions of its own, which live as long as the decode, by row. A pass ends in a draw, one
-program a row, which also takes the code: its embedding becomes the next pass's row and is added to the sum that the talker is fed.
+The predictor runs 15 passes over at most 16 positions of its own, which live as long as the decode, by row. A
+pass ends in a draw, one program a row, which also takes the code: its embedding becomes the next pass's row
+and is added to the sum that the talker is fed.
 
-Draws follow sample_kernels.py; programmatic launch as there: before its wait a kernel reads only row arrays and what no kernel of the
-step writes.
+Draws follow sample_kernels.py; programmatic launch as there: before its wait a kernel reads only row arrays
+and what no kernel of the step writes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -271,11 +273,12 @@ def begin_frames(
     rows_place: Tensor, last_token: Tensor, position: Tensor, slot: Tensor, done: Tensor, parameters: FrameParameters,
     past: Tensor, table: Tensor, inner_table: Tensor, *, rows: FrameRows, into: Tensor, residual: Tensor, levers: Levers,
 ) -> None:
-    """Starts a decode: row arrays and code 0 as `begin_decode` (norm.py) makes them, sums[r] = table[code 0], into[r] = past[slot of r],
-    residual[N + r] = inner_table[code 0].
+    """Starts a decode: row arrays and code 0 as `begin_decode` (norm.py) makes them, sums[r] = table[code 0],
+    into[r] = past[slot of r], residual[N + r] = inner_table[code 0].
 
-    rows_place: int32 [N]; past: bfloat16 [slots, h]; table: bfloat16 [any, h]; inner_table: bfloat16 or float32 [C, p]; into: float32
-    [>= N, h] (where h = p: the residual itself), or bfloat16; residual: float32 [2 N, p].
+    rows_place: int32 [N]; past: bfloat16 [slots, h]; table: bfloat16 [any, h]; inner_table: bfloat16 or
+    float32 [C, p]; into: float32 [>= N, h] (where h = p: the residual itself), or bfloat16; residual: float32
+    [2 N, p].
     """
     n, width = rows.sums.shape
     n_codes, inner_width = inner_table.shape
@@ -302,11 +305,12 @@ def code_attention(
     proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, first: int, *, slot: Tensor, cos: Tensor,
     sin: Tensor, pages: Tensor, out: Tensor, levers: Levers,
 ) -> None:
-    """out = bfloat16(softmax(q k^T / sqrt(d)) v) of position `first` of each frame over those up to it; with 2 N rows, of positions
-    0 and 1: row r is position 0 of frame r, row N + r position 1.
+    """out = bfloat16(softmax(q k^T / sqrt(d)) v) of position `first` of each frame over those up to it.
 
-    proj: float32 [S, N or 2 N, row], q | k | v; slot: int32 [N], -1: left alone; cos, sin: float32 [16, d / 2]; pages: bfloat16
-    [N, 2, nk, 16, d], this layer's part, any stride of frames; out: bfloat16 like proj, nq d wide. q, k, v are rounded to bfloat16.
+    With 2 N rows, of positions 0 and 1: row r is position 0 of frame r, row N + r position 1. proj: float32
+    [S, N or 2 N, row], q | k | v; slot: int32 [N], -1: left alone; cos, sin: float32 [16, d / 2]; pages:
+    bfloat16 [N, 2, nk, 16, d], this layer's part, any stride of frames; out: bfloat16 like proj, nq d wide.
+    q, k, v are rounded to bfloat16.
     """
     n_splits, n_rows, width = proj.shape
     n, group = slot.shape[0], heads.n_q // heads.n_kv
@@ -330,11 +334,13 @@ def draw_code(
     logits: Tensor, step: int, p: FrameParameters, rows: FrameRows, table: Tensor, inner_table: Tensor | None, residual: Tensor,
     texts: Tensor, pad: int, *, levers: Levers,
 ) -> None:
-    """Draws code `step` (1 to 15) of each frame in use, with number frame * 16 + step of its seed: codes[r, step]; adds its row of
-    `table` (bfloat16 [C, h]) to sums[r]; its row of inner_table (bfloat16 or float32 [C, p]) becomes residual[r].
+    """Draws code `step` (1 to 15) of each frame in use, with number frame * 16 + step of its seed:
+    codes[r, step]; adds its row of `table` (bfloat16 [C, h]) to sums[r]; its row of inner_table (bfloat16 or
+    float32 [C, p]) becomes residual[r].
 
-    logits: float32 [S, N, C], parts in order. The last code has no inner_table; its sum also gets the frame's text, of
-    texts (float32 [V, h]): trailing[frame], or `pad` behind the last. Logits that are not finite make the sum NaN.
+    logits: float32 [S, N, C], parts in order. The last code has no inner_table; its sum also gets the frame's
+    text, of texts (float32 [V, h]): trailing[frame], or `pad` behind the last. Logits that are not finite
+    make the sum NaN.
     """
     n_splits, n, n_codes = logits.shape
     width, is_last = rows.sums.shape[1], inner_table is None
@@ -350,7 +356,9 @@ def draw_code(
 
 
 def keep_past(x: Tensor, slot: Tensor, past: Tensor, *, levers: Levers) -> None:
-    """past[slot[r]] = x[r], where that is not negative: x bfloat16 [N, h], slot int32 [N], past bfloat16 [slots, h]."""
+    """past[slot[r]] = x[r], where that is not negative: x bfloat16 [N, h], slot int32 [N], past bfloat16
+    [slots, h].
+    """
     n, width = x.shape
     check("frames", x.dtype == past.dtype == torch.bfloat16 and slot.shape == (n,), "bfloat16 rows, a slot for each")
     check("frames", past.shape[1] == width and x.is_contiguous() and past.is_contiguous(), f"rows of width {width}")
@@ -369,9 +377,11 @@ def segment_ends(blocks: Blocks, row: Tensor, slot: Tensor) -> None:
 def prompt_rows(
     ids: Tensor, n_side: int, voice_side: int, texts: Tensor, table: Tensor, voice: Tensor, out: Tensor
 ) -> None:
-    """out[t] = codec vector + text vector of row id (text + 1) n_side + side: side 0 none, from voice_side on voice[t], else table[side - 1].
+    """out[t] = codec vector + text vector of row id (text + 1) n_side + side: side 0 none, from voice_side on
+    voice[t], else table[side - 1].
 
-    ids: int32 [T]; texts: float32 [V, h]; table: bfloat16 [any, h]; voice: float32 [>= T, h]; out: float32 [T, h]. Text -1: none.
+    ids: int32 [T]; texts: float32 [V, h]; table: bfloat16 [any, h]; voice: float32 [>= T, h]; out: float32
+    [T, h]. Text -1: none.
     """
     n, width = out.shape
     check("frames", texts.shape[1] == table.shape[1] == voice.shape[1] == width, f"tables of width {width}")

@@ -5,18 +5,21 @@
     e_t = beta (v_t - alpha S^T k_t);  S = alpha S + k_t e_t^T;  o_t = S^T q_t
     out = bf16(w * rms(o) * SiLU(z))
 
-Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), eq. 10, with the prediction read from the decayed state.
+Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), eq. 10, with the prediction read from the
+decayed state.
 
-A program owns one head of one row, with the state in registers: it is read and written once, in place. What the kernel in front
-does not write (state, window of the convolution, weights) is fetched before the wait of programmatic dependent launch.
+A program owns one head of one row, with the state in registers: it is read and written once, in place. What
+the kernel in front does not write (state, window of the convolution, weights) is fetched before the wait of
+programmatic dependent launch.
 
 Two rearrangements shorten the way from the projections to the output; both are exact in real numbers:
 the norms of q and k are scalars applied after the products with the state, and
 o = S^T q = alpha S_old^T q + (k.q) e, so that both products read the old state and run side by side.
 
-Purity: a program sees one row. Tile, layout and number of warps, and with them the order of every sum, follow from the widths of a
-head only. Nor may the number of rows change what the compiler makes of the kernel, for the layout of a load is that of the sums
-behind it: the number is not specialised, and pointers must be aligned.
+Purity: a program sees one row. Tile, layout and number of warps, and with them the order of every sum, follow
+from the widths of a head only. Nor may the number of rows change what the compiler makes of the kernel, for
+the layout of a load is that of the sums behind it: the number is not specialised, and pointers must be
+aligned.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -35,14 +38,17 @@ from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 
 EARLY_ROWS = 16
-"""Up to so many rows the next kernel may start as soon as all our programs have; with more it would take room from them."""
+"""Up to so many rows the next kernel may start as soon as all our programs have.
+
+With more it would take room from them.
+"""
 
 
 class _Layout(NamedTuple):
     """How a head lies in the threads of its program; all of it touches the order of sums.
 
-    part: key columns that lie side by side in a warp; the dk / part parts of a row lie in the same thread. More parts: fewer
-    shuffles, more registers for q and k. rows: value rows that are in registers at a time.
+    part: key columns that lie side by side in a warp; the dk / part parts of a row lie in the same thread.
+    More parts: fewer shuffles, more registers for q and k. rows: value rows that are in registers at a time.
     """
 
     part: int
@@ -64,8 +70,11 @@ def _silu(x):
 
 @triton.jit
 def _once(x):
-    """x [A] or [A, B], computed by one thread an element. Without a sum (of one term), the compiler would compute x again in
-    every thread that reads it, from memory on, rather than pass it through shared memory."""
+    """x [A] or [A, B], computed by one thread an element.
+
+    Without a sum (of one term), the compiler would compute x again in every thread that reads it, from memory
+    on, rather than pass it through shared memory.
+    """
     if len(x.shape) == 1:
         return tl.sum(x[None, :], 0)
     else:
@@ -74,7 +83,10 @@ def _once(x):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), to a few ulp also where it is small; a logarithm near 1 alone would be right to 1e-7 only."""
+    """log(1 + exp(x)), to a few ulp also where it is small.
+
+    A logarithm near 1 alone would be right to 1e-7 only.
+    """
     small = tl.exp(tl.minimum(x, 20.0))
     series = small * (1.0 - small * (0.5 - small * (0.33333334 - small * 0.25)))
     return tl.where(x > 20.0, x, tl.where(small < 0.03, series, tl.log(1.0 + small)))
@@ -82,7 +94,9 @@ def _softplus(x):
 
 @triton.jit
 def _window(p_columns, p_conv, o_channel, mask, position, N_CHANNELS: tl.constexpr):
-    """The part of the convolution that reads the ring: its taps for positions p-3, p-2, p-1; zeros before position 0."""
+    """The part of the convolution that reads the ring: its taps for positions p-3, p-2, p-1; zeros before
+    position 0.
+    """
     total = tl.zeros(o_channel.shape, tl.float32)
     for i_tap in tl.static_range(3):
         row = (position + (i_tap + 1)) % 4  # = (position - (3 - tap)) mod 4
@@ -126,7 +140,8 @@ def _gdn_decode_kernel(
         return
     old = position > 0
 
-    # three dimensions, so that a row's parts lie in the registers of one thread and PART columns side by side in PART / 4 lanes
+    # three dimensions, so that a row's parts lie in the registers of one thread and PART columns side by side
+    # in PART / 4 lanes
     o_key = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]  # [PARTS, PART]
     m_key = o_key < DK
     o_value = tl.arange(0, ROWS)  # [ROWS]
@@ -166,7 +181,8 @@ def _gdn_decode_kernel(
     b_xv = _projection(p_row, o_v, m_value, partial_stride, SPLITS).to(tl.bfloat16)
     b_z = _projection(p_row, N_CHANNELS + i_head * DV + o_out, m_out, partial_stride, SPLITS)
 
-    # the first value head of a key head keeps the inputs of q and k; nobody reads this row of the ring in this step
+    # the first value head of a key head keeps the inputs of q and k; nobody reads this row of the ring in
+    # this step
     p_now = p_ring + (position % 4) * N_CHANNELS
     first = i_head % GROUP == 0
     tl.store(p_now + o_q, b_xq, mask=m_key & first)
@@ -178,7 +194,8 @@ def _gdn_decode_kernel(
     b_v = _once(_silu(tl.fma(b_xv.to(tl.float32), b_wv, b_v)))
     beta = tl.sigmoid(b)
     alpha = tl.exp(rate * _softplus(a + dt_bias))
-    # as wide as the state, so that these sums too are taken in its layout: within a warp, no exchange between warps
+    # as wide as the state, so that these sums too are taken in its layout: within a warp, no exchange between
+    # warps
     b_q3 = tl.broadcast_to(b_q[None, :, :], b_state.shape)
     b_k3 = tl.broadcast_to(b_k[None, :, :], b_state.shape)
     q_norm = tl.rsqrt(tl.sum(tl.sum(b_q3 * b_q3, 1), 1) + 1e-6) * SCALE  # [ROWS], all the same
@@ -227,15 +244,18 @@ def gdn_decode(
     out: Tensor,
     levers: Levers,
 ) -> None:
-    """One token of every row: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out bfloat16 [N, Hv dv].
+    """One token of every row: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out bfloat16
+    [N, Hv dv].
 
-    row_slot, row_position: int32 [N], the state slot (-1: the row is not in use, nothing of it is read or written) and the number
-    of tokens before this one; at position 0 the state and the window count as zeros, whatever the slot holds. No two rows in use
-    share a slot. columns: bfloat16 [slots, 4, C], the ring of raw inputs, position p in row p % 4; states: float32
-    [slots, Hv, dv, dk]; both may be views of one layer, with any slot stride, and are advanced in place. weights.conv: float32
-    [4, C], tap 3 for the current token; a_log, dt_bias float32 [Hv]; norm float32 [dv].
+    row_slot, row_position: int32 [N], the state slot (-1: the row is not in use, nothing of it is read or
+    written) and the number of tokens before this one; at position 0 the state and the window count as zeros,
+    whatever the slot holds. No two rows in use share a slot. columns: bfloat16 [slots, 4, C], the ring of raw
+    inputs, position p in row p % 4; states: float32 [slots, Hv, dv, dk]; both may be views of one layer, with
+    any slot stride, and are advanced in place. weights.conv: float32 [4, C], tap 3 for the current token;
+    a_log, dt_bias float32 [Hv]; norm float32 [dv].
 
-    Everything but proj is read before the kernel in front has ended: it must have been written by kernels before that one.
+    Everything but proj is read before the kernel in front has ended: it must have been written by kernels
+    before that one.
     Raises KernelError if a shape, a dtype or an alignment does not fit.
     Left out: rows of several tokens, and states that are read from one slot and written to another.
     """

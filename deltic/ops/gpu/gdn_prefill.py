@@ -1,23 +1,28 @@
-"""gdn_prefill: the gated DeltaNet mixer between its two projections, for blocks of 64 tokens, on matrix units.
+"""gdn_prefill: the gated DeltaNet mixer between its two projections, for blocks of 64 tokens, on matrix
+units.
 
-The chunked form of `deltic.reference.layers.chunk_gdn` (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464), a chunk being a block, in
-four kernels:
+The chunked form of `deltic.reference.layers.chunk_gdn` (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464), a
+chunk being a block, in four kernels:
 
-1. keys:   causal convolution, SiLU, l2-norm of q and k; one program for each block and head, and one for a block's gates.
-2. solve:  convolution and SiLU of v, A = strict_lower(beta K K^T D), T = (I + A)^-1, U = T beta V and W = T beta e^G K; one for
-           each block and value head.
-3. scan:   V' = U - W S and S <- e^{G_last} S + V'^T (e^{G_last - G} K), block after block, S in float32 registers; one for each
-           segment, value head and tile of value rows. The rows of S are independent: S is [dv, dk], as in memory.
-4. output: O = e^G Q S^T + (Q K^T D) V', gated RMSNorm; also the columns of the final and snapshot slots, which only now nobody reads.
+1. keys:   causal convolution, SiLU, l2-norm of q and k; one program for each block and head, and one for a
+           block's gates.
+2. solve:  convolution and SiLU of v, A = strict_lower(beta K K^T D), T = (I + A)^-1, U = T beta V and
+           W = T beta e^G K; one for each block and value head.
+3. scan:   V' = U - W S and S <- e^{G_last} S + V'^T (e^{G_last - G} K), block after block, S in float32
+           registers; one for each segment, value head and tile of value rows. The rows of S are independent:
+           S is [dv, dk], as in memory.
+4. output: O = e^G Q S^T + (Q K^T D) V', gated RMSNorm; also the columns of the final and snapshot slots,
+           which no later kernel reads.
 
-Operands of matrix products are bfloat16 (K, V, U, W, V', T, S are rounded once each), sums float32. A itself and what inverts it are
-float32 and multiplied as float16: against exact products that changes U and W by less than the rounding of T does, where bfloat16
-at this place is several times worse with keys that are alike. S is never rounded on its own way.
+Operands of matrix products are bfloat16 (K, V, U, W, V', T, S are rounded once each), sums float32. A itself
+and what inverts it are float32 and multiplied as float16: against exact products that changes U and W by less
+than the rounding of T does, where bfloat16 at this place is several times worse with keys that are alike. S
+is never rounded on its own way.
 
-Purity: a value depends on its block's tokens, the three before them and S before the block. Shapes of tiles, warps and the order of
-every sum are constants of the model, so neither the number of blocks nor where a segment starts can change a bit; S in registers
-is what a store and a load in float32 would give. Tokens behind the end of a block are finite, with beta = 0 and no decay: their
-rows of U, W and V' are exact zeros.
+Purity: a value depends on its block's tokens, the three before them and S before the block. Shapes of tiles,
+warps and the order of every sum are constants of the model, so neither the number of blocks nor where a
+segment starts can change a bit; S in registers is what a store and a load in float32 would give. Tokens
+behind the end of a block are finite, with beta = 0 and no decay: their rows of U, W and V' are exact zeros.
 """
 
 from __future__ import annotations
@@ -36,15 +41,18 @@ from deltic.ops.gpu.gdn_prefill_kernels import gdn_keys, gdn_output, gdn_scan, g
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
 
 _SCAN_ROWS = 32
-"""Rows of S in one program. A scan is a chain: smaller programs take less time for a block, and use more multiprocessors (one
-segment of 128 blocks, H200: 165 to 173 us, with 64 rows 198 to 210)."""
+"""Rows of S in one program.
+
+A scan is a chain: smaller programs take less time for a block, and use more multiprocessors (one segment of
+128 blocks, H200: 165 to 173 us, with 64 rows 198 to 210).
+"""
 
 
 @dataclass(frozen=True)
 class GdnScratch:
-    """What one layer hands from kernel to kernel; the same buffers serve every layer. DK, DV: dk, dv padded to a power of 2.
+    """What one layer hands from kernel to kernel; the same buffers serve every layer.
 
-    B blocks. bfloat16, but for the last four.
+    DK, DV: dk, dv padded to a power of 2. B blocks. bfloat16, but for the last four.
     """
 
     qk: Tensor  # [B, 2 Hk, 64, DK] q normalised and scaled, k normalised
@@ -60,7 +68,9 @@ class GdnScratch:
 def gdn_scratch(
     heads: GdnHeads, n_blocks: int, allocate: Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 ) -> GdnScratch:
-    """Workspaces for n_blocks blocks; allocate(name, shape, dtype) makes each of them, contiguous; nothing needs to be in them."""
+    """Workspaces for n_blocks blocks; allocate(name, shape, dtype) makes each of them, contiguous; nothing
+    needs to be in them.
+    """
     n_k, n_v, bf16 = heads.n_k, heads.n_v, torch.bfloat16
     k_pad, v_pad = _padded(heads.k_dim), _padded(heads.v_dim)
     return GdnScratch(
@@ -89,14 +99,16 @@ def gdn_prefill(
     levers: Levers,
     chunk: int | None = None,
 ) -> None:
-    """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from slot to slot.
+    """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from slot
+    to slot.
 
-    columns: bfloat16 [slots, 4, C], the raw q|k|v of position p in row p % 4; states: float32 [slots, Hv, dv, dk]; both with any
-    slot stride. scratch is for at least B blocks. Rows of out behind the end of a block, and of blocks not in use, become 0.
-    A snapshot is taken at the end of its block, in full float32.
+    columns: bfloat16 [slots, 4, C], the raw q|k|v of position p in row p % 4; states: float32
+    [slots, Hv, dv, dk]; both with any slot stride. scratch is for at least B blocks. Rows of out behind the
+    end of a block, and of blocks not in use, become 0. A snapshot is taken at the end of its block, in full
+    float32.
 
-    chunk: after how many blocks the next kernels start on what the scan has left, beside its going on (on a second stream);
-    0: one after another; None: default_chunk(B). Bits are the same.
+    chunk: after how many blocks the next kernels start on what the scan has left, beside its going on
+    (on a second stream); 0: one after another; None: default_chunk(B). Bits are the same.
 
     dk, dv: multiples of 16, at most 128; Hv a multiple of Hk. Raises ValueError where shapes do not fit.
     What blocks says changes from step to step and is not checked.
@@ -158,17 +170,20 @@ def gdn_prefill(
 
 
 def default_chunk(n_blocks: int) -> int:
-    """Blocks of a chunk, 0 for one chunk of all. Two chunks save 8 to 16 % of a prompt of 8192 tokens, and cost 7 % of 16 short ones
-    (H200)."""
+    """Blocks of a chunk, 0 for one chunk of all.
+
+    Two chunks save 8 to 16 % of a prompt of 8192 tokens, and cost 7 % of 16 short ones (H200).
+    """
     return 0 if INTERPRETED or n_blocks < 32 else (n_blocks + 1) // 2
 
 
 class _Lanes:
-    """Two streams: the scan of a chunk beside the solving of the next one, and beside the output of the one before.
+    """Two streams: the scan of a chunk beside the solving of the next one, and beside the output of the one
+    before.
 
-    The scan of few segments keeps few multiprocessors busy, and its time is that of its longest chain. It has priority: its
-    programs need much room at once, for which they would else wait. No bit depends on this. Joined by events, so that a recording
-    holds both; the second stream is made once for a device.
+    The scan of few segments keeps few multiprocessors busy, and its time is that of its longest chain. It has
+    priority: its programs need much room at once, for which they would else wait. No bit depends on this.
+    Joined by events, so that a recording holds both; the second stream is made once for a device.
     """
 
     streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
@@ -210,8 +225,11 @@ def _limit(registers: int) -> dict[str, int]:
 
 
 def _padded(dim: int) -> int:
-    """The width of a tile: a power of 2, at least 64. Triton 3.6 makes wrong code of `gdn_solve` with narrower ones: W is right in the
-    first 16 tokens of a block only (H200; 16 keys, and 32 keys beside 64 values)."""
+    """The width of a tile: a power of 2, at least 64.
+
+    Triton 3.6 makes wrong code of `gdn_solve` with narrower ones: W is right in the first 16 tokens of a
+    block only (H200; 16 keys, and 32 keys beside 64 values).
+    """
     return max(64, next_power_of_2(dim))
 
 

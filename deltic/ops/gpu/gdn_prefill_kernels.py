@@ -23,10 +23,12 @@ def _wait(PDL: tl.constexpr):
 def _inputs(
     p_block, stride, p_ring, from_ring, first, n, o_channel, in_head, AHEAD: tl.constexpr, C: tl.constexpr
 ):
-    """Raw inputs of tokens 4 g + AHEAD, g = 0 .. 15, at these channels: float32 [16, D]; 0 behind the end and before the start.
+    """Raw inputs of tokens 4 g + AHEAD, g = 0 .. 15, at these channels: float32 [16, D]; 0 behind the end and
+    before the start.
 
-    The three inputs before the block are the last rows of the block in front, or those of the start slot's ring where a segment
-    begins: a block starts at a multiple of 64, so position -3 .. -1 relative to it is in row 1 .. 3.
+    The three inputs before the block are the last rows of the block in front, or those of the start slot's
+    ring where a segment begins: a block starts at a multiple of 64, so position -3 .. -1 relative to it is in
+    row 1 .. 3.
     """
     o_row = tl.arange(0, 16) * 4 + AHEAD
     p_row = p_block + o_row * stride
@@ -40,7 +42,9 @@ def _inputs(
 
 @triton.jit
 def _silu(b_x):
-    """x / (1 + e^-x), to a few units in the last place: two special instructions, where a division would take a dozen more."""
+    """x / (1 + e^-x), to a few units in the last place: two special instructions, where a division would take
+    a dozen more.
+    """
     b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -1.4426950408889634))
     return b_x * b_r * b_r
 
@@ -52,7 +56,8 @@ def _convolve(
 ):
     """silu of the convolution at these channels: for t = 0 .. 3 float32 [16, D], tokens 4 g + t.
 
-    Four neighbours at once read seven inputs and not sixteen. Tokens behind the end of the block are finite, no more.
+    Four neighbours at once read seven inputs and not sixteen. Tokens behind the end of the block are finite,
+    no more.
     """
     segment = tl.load(p_segment + i_block)
     first = i_block == tl.load(p_begin + segment)
@@ -87,7 +92,9 @@ def _store_unit(p_to, o_k, b_x, scale, T: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _log1p_exp(x):
-    """log(1 + e^x), to float32's precision also where it is small: 2 artanh(y / (2 + y)) as a series, y = e^-|x|."""
+    """log(1 + e^x), to float32's precision also where it is small: 2 artanh(y / (2 + y)) as a series,
+    y = e^-|x|.
+    """
     b_y = tl.exp(-tl.abs(x))
     b_s = b_y / (2.0 + b_y)
     b_2 = b_s * b_s
@@ -100,7 +107,10 @@ def _log1p_exp(x):
 def _gates(
     p_gate, stride, n, p_a_log, p_dt_bias, p_decay, p_fade, p_beta, p_reach, HV: tl.constexpr, HEADS: tl.constexpr
 ):
-    """What the gates of a block's tokens come to, for all value heads. Decays are powers of 2: that is the instruction there is."""
+    """What the gates of a block's tokens come to, for all value heads.
+
+    Decays are powers of 2: that is the instruction there is.
+    """
     o_token = tl.arange(0, 64)[:, None]
     o_head = tl.arange(0, HEADS)[None, :]
     inside = (o_token < n) & (o_head < HV)
@@ -158,7 +168,8 @@ def gdn_keys(
 def _merge(b_x, b_a, o_i, o_j, HALF: tl.constexpr):
     """The inverses of diagonal blocks of size HALF in b_x become those of size 2 HALF.
 
-    [[L, 0], [M, N]]^-1 = [[L^-1, 0], [-N^-1 M L^-1, N^-1]]: with M where it lies in the whole matrix, X - X M X.
+    [[L, 0], [M, N]]^-1 = [[L^-1, 0], [-N^-1 M L^-1, N^-1]]: with M where it lies in the whole matrix, X - X M
+    X.
     """
     b_m = tl.where((o_i // (2 * HALF) == o_j // (2 * HALF)) & (o_i // HALF != o_j // HALF), b_a, 0.0)
     b_16 = b_x.to(tl.float16)
@@ -167,14 +178,15 @@ def _merge(b_x, b_a, o_i, o_j, HALF: tl.constexpr):
 
 @triton.jit
 def _invert(b_a):
-    """(I + A)^-1 of a strictly lower triangular A [64, 64], float32: first of its diagonal blocks, of 2, 4, 8 and 16.
+    """(I + A)^-1 of a strictly lower triangular A [64, 64], float32: first of its diagonal blocks, of 2, 4, 8
+    and 16.
 
-    Those are [4, 16, 16]. Then with X of the four blocks and B what is below them, N = X B is nilpotent of order 4 in blocks:
-    (I + A)^-1 = (I + N)^-1 X = (I + N^2) (X - N X). Unlike the product of (I + A^2^i) no high power is formed, whose entries would
-    grow like binomial coefficients where keys are alike.
+    Those are [4, 16, 16]. Then with X of the four blocks and B what is below them, N = X B is nilpotent of
+    order 4 in blocks: (I + A)^-1 = (I + N)^-1 X = (I + N^2) (X - N X). Unlike the product of (I + A^2^i) no
+    high power is formed, whose entries would grow like binomial coefficients where keys are alike.
 
-    Operands are float16: entries of A, X, N and the result are products of unit vectors with contractions between them, at most 1,
-    so that 11 bits are those of TF32, and rounded where the latter cuts off.
+    Operands are float16: entries of A, X, N and the result are products of unit vectors with contractions
+    between them, at most 1, so that 11 bits are those of TF32, and rounded where the latter cuts off.
     """
     o_64 = tl.arange(0, 64)
     b_below = tl.where(o_64[:, None] // 16 != o_64[None, :] // 16, b_a, 0.0).to(tl.float16)
@@ -264,7 +276,8 @@ def gdn_scan(
     end = tl.minimum(tl.load(p_begin + i_segment + 1), chunk_end)
     if begin >= end:
         return
-    # scalar bases and offsets of 32 bits: 64-bit pointers to every element would not fit into registers beside S
+    # scalar bases and offsets of 32 bits: 64-bit pointers to every element would not fit into registers
+    # beside S
     in_state = (o_v < DV)[:, None] & (o_k < DK)[None, :]
     o_state = o_v[:, None] * DK + o_k[None, :]
     o_wide = o_token[:, None] * BK + o_k[None, :]
@@ -274,7 +287,8 @@ def gdn_scan(
     p_from = tl.where(segment_begin == begin, p_start_slot, p_slot)
     p_start = p_states + tl.load(p_from + i_segment).to(tl.int64) * slot_stride
     b_s = tl.load(p_start + o_state, mask=in_state & (tl.load(p_position + begin) > 0), other=0.0)
-    # Runs of blocks end at snapshots: no test for one inside, whose value the loads in flight would have to wait for.
+    # Runs of blocks end at snapshots: no test for one inside, whose value the loads in flight would have to
+    # wait for.
     o_run = tl.arange(0, 256)
     while begin < end:
         b_snapshot = tl.load(p_snapshot + begin + o_run, mask=begin + o_run < end, other=-1)
@@ -306,7 +320,10 @@ def gdn_scan(
 
 @triton.jit
 def _write_ring(p_block, stride, p_start, has_start, p_ring, n, first, o_channel, in_head, C: tl.constexpr):
-    """Leaves the last four inputs up to token n of the block in a ring; what is older than the segment comes from p_start's."""
+    """Leaves the last four inputs up to token n of the block in a ring.
+
+    What is older than the segment comes from p_start's.
+    """
     o_ring = tl.arange(0, 4)
     o_row = n - 1 - ((n + 3 - o_ring) & 3)  # the last token before n whose position % 4 is the ring's row
     is_old = (o_row < 0) & first

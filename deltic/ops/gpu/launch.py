@@ -1,14 +1,16 @@
 """Launching the GPU kernels: levers, programmatic dependent launch, and the count of launches.
 
-Every kernel of a step is started through `launch` (Triton) or `matmul` (the vendor's library), so that what a recorded
-step contains can be counted and asserted. With `TRITON_INTERPRET=1` the same kernels run on the CPU: slow, and for tests.
+Every kernel of a step is started through `launch` (Triton) or `matmul` (the vendor's library), so that what a
+recorded step contains can be counted and asserted. With `TRITON_INTERPRET=1` the same kernels run on the CPU:
+slow, and for tests.
 
-Programmatic dependent launch (PDL, Hopper and later): a kernel may be started before the one in front of it has ended. Each of
-our kernels that takes part (a constexpr argument PDL) calls `gdc_wait`, which returns when the kernel in front has ended and its
-writes are seen. Where it pays, it lets the next one start before that, first of all. This is safe: the kernel in front ended after
-its own wait, so everything before it has ended, too. Before its wait a kernel may read only what no other of the same step writes:
-weights, what earlier steps left (a recorded step starts when the one before has ended), and the row arrays of `begin_decode`,
-which does not let the next one start early.
+Programmatic dependent launch (PDL, Hopper and later): a kernel may be started before the one in front of it
+has ended. Each of our kernels that takes part (a constexpr argument PDL) calls `gdc_wait`, which returns when
+the kernel in front has ended and its writes are seen. Where it pays, it lets the next one start before that,
+first of all. This is safe: the kernel in front ended after its own wait, so everything before it has ended,
+too. Before its wait a kernel may read only what no other of the same step writes: weights, what earlier steps
+left (a recorded step starts when the one before has ended), and the row arrays of `begin_decode`, which does
+not let the next one start early.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 class Levers:
     """Every optimisation that can be switched off for a measurement; the defaults are what is served.
 
-    Read where a step is recorded, never inside a kernel's arithmetic: none changes what is computed, and `exact` says which
-    leave every bit as it is.
+    Read where a step is recorded, never inside a kernel's arithmetic: none changes what is computed, and
+    `exact` says which leave every bit as it is.
     """
 
     graphs: bool = dataclasses.field(default=True, metadata={"text": "replay recorded steps", "exact": True})
@@ -72,7 +74,9 @@ class _Launches:
     n = 0
     """Started since this was last set to 0."""
     compile_only = False
-    """Nothing is started: Triton is told of the kernels, and tensors may be on torch's "meta" device (runtime/gpu/compile.py)."""
+    """Nothing is started: Triton is told of the kernels, and tensors may be on torch's "meta" device
+    (runtime/gpu/compile.py).
+    """
 
 
 launches = _Launches()
@@ -110,7 +114,9 @@ def matmul(x: Tensor, w: Tensor, out: Tensor) -> None:
 
 
 def matmul_slices(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """out[s] = x W^T over slice s of K, by the vendor's library: x bfloat16 [N, K], w bfloat16 [M, K], out float32 [S, N, M]."""
+    """out[s] = x W^T over slice s of K, by the vendor's library: x bfloat16 [N, K], w bfloat16 [M, K], out
+    float32 [S, N, M].
+    """
     launches.n += 1
     if launches.compile_only:
         return

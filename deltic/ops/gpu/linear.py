@@ -1,13 +1,14 @@
 """Linears: y = x W^T. Narrow for decode (1 .. 256 rows of x), wide for prefill (a multiple of 64 rows).
 
-Narrow: the weight's rows are the M side of the tensor-core tile and the tokens its N side, padded to 16, 32, 64 or 128, so a
-single token reads the weights as fast as the memory gives them. K is walked in order in one float32 accumulator, or in S
-equal slices side by side (`k_splits`), whose sums are written apart and added in order by the reader. S follows the weight's
-shape only. Tile shapes follow the number of rows: on Hopper the bits of `wgmma` along K in order were measured equal
-over weight tiles 64 / 128, token tiles 16 .. 128 and K blocks 64 / 128, so an element has the same bits in any batch.
+Narrow: the weight's rows are the M side of the tensor-core tile and the tokens its N side, padded to 16, 32,
+64 or 128, so a single token reads the weights as fast as the memory gives them. K is walked in order in one
+float32 accumulator, or in S equal slices side by side (`k_splits`), whose sums are written apart and added in
+order by the reader. S follows the weight's shape only. Tile shapes follow the number of rows: on Hopper the
+bits of `wgmma` along K in order were measured equal over weight tiles 64 / 128, token tiles 16 .. 128 and K
+blocks 64 / 128, so an element has the same bits in any batch.
 
-Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a Triton kernel;
-both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
+Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a
+Triton kernel; both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
 
 A weight is a Matrix, and its format chooses the kernel: rows of bfloat16 are the only one so far (`rows_of`).
 """
@@ -52,7 +53,10 @@ class Wide:
 
 @cache
 def _chip() -> tuple[int, int]:
-    """SMs, and bytes of shared memory each: what the configurations fill. Nothing but speed depends on them."""
+    """SMs, and bytes of shared memory each: what the configurations fill.
+
+    Nothing but speed depends on them.
+    """
     if INTERPRETED or not torch.cuda.is_available():
         return 132, 227 * 1024  # Hopper
     chip = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -67,7 +71,10 @@ def silu_product(b_gate, b_up):
 
 @triton.jit
 def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.constexpr):
-    """The weight rows of a tile. SwiGLU: 8 gate rows and their 8 up rows in turn, which the accumulator keeps in one thread."""
+    """The weight rows of a tile.
+
+    SwiGLU: 8 gate rows and their 8 up rows in turn, which the accumulator keeps in one thread.
+    """
     o_m = tl.arange(0, BLOCK_M)
     if SWIGLU:
         o_row = i_m * (BLOCK_M // 2) + o_m // 16 * 8 + o_m % 8
@@ -171,8 +178,9 @@ def _silu_mul_kernel(p_gate_up, p_out, width, BLOCK: tl.constexpr, PDL: tl.const
 
 
 def k_splits(m: int, k: int, levers: Levers) -> int:
-    """Slices of K for a weight [m, k]: a power of two, until there are programs enough to fill the chip, and more of them for a
-    long K, which else leaves half of it idle at the end. A slice has 256 of K or more."""
+    """Slices of K for a weight [m, k]: a power of two, until there are programs enough to fill the chip, and
+    more of them for a long K, which else leaves half of it idle at the end. A slice has 256 of K or more.
+    """
     tiles = -(-m // 64)
     splits = 1
     while levers.split_k and k % (splits * 2 * 64) == 0 and k // (splits * 2) >= 256:
@@ -185,13 +193,16 @@ def k_splits(m: int, k: int, levers: Levers) -> int:
 VENDOR_ROWS = 32
 VENDOR_SLICES_ROWS = 64
 VENDOR_SLICES_SIZE = 8_000_000
-"""Rows from which the vendor's library multiplies by a whole weight; rows and elements from which by one that is cut along K. It takes no
-part in programmatic launch, which costs small kernels more than it brings."""
+"""Rows from which the vendor's library multiplies by a whole weight; rows and elements from which by one that
+is cut along K. It takes no part in programmatic launch, which costs small kernels more than it brings.
+"""
 
 
 def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
-    """Whether the vendor's library multiplies n rows by a weight [m, k], cut along K as `k_splits` says: it is faster from some
-    rows on, and does not split what was cut already, so the bits are the same (a GPU test asserts it for the models' shapes)."""
+    """Whether the vendor's library multiplies n rows by a weight [m, k], cut along K as `k_splits` says: it
+    is faster from some rows on, and does not split what was cut already, so the bits are the same (a GPU test
+    asserts it for the models' shapes).
+    """
     rows = VENDOR_ROWS if splits == 1 else VENDOR_SLICES_ROWS
     if splits > 1 and m * k < VENDOR_SLICES_SIZE:
         return False
@@ -199,11 +210,11 @@ def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
 
 
 def narrow_config(n: int, m: int, k_slice: int, splits: int) -> Narrow:
-    """The configuration for n rows of x and a weight of m rows, walked in slices of k_slice. None changes a bit.
+    """The configuration for n rows of x and a weight of m rows, walked in slices of k_slice.
 
-    Few rows: small tiles, and enough bytes on their way for each SM (40 to 64 KB at least), few enough that the next
-    kernel's programs find room beside them. Many rows: the tokens' tile is read again by each program, so weight tiles
-    grow as long as every SM has one.
+    None changes a bit. Few rows: small tiles, and enough bytes on their way for each SM
+    (40 to 64 KB at least), few enough that the next kernel's programs find room beside them. Many rows: the
+    tokens' tile is read again by each program, so weight tiles grow as long as every SM has one.
     """
     sms, shared = _chip()
     tokens = _token_tile(n)
@@ -249,9 +260,9 @@ def _narrow(
 def narrow_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Narrow | None = None) -> None:
     """out[s, n, m] = the sum of x[n, k] w[m, k] over slice s of K, in order of k: few rows, any M.
 
-    x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose (`k_splits`), or
-    bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent of each other, bit for bit.
-    config: for measurements. Raises KernelError for a format without a kernel.
+    x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose
+    (`k_splits`), or bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent
+    of each other, bit for bit. config: for measurements. Raises KernelError for a format without a kernel.
     """
     n, whole = x.shape[0], out.dtype == torch.bfloat16
     check("linear", whole or out.dtype == torch.float32, "float32 or bfloat16 out")
@@ -269,8 +280,9 @@ def narrow_swiglu(
 ) -> None:
     """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T.
 
-    x: bfloat16 [N, K]; w: [2F, K] in rows, gate rows first; out: bfloat16 [N, F]. With the lever silu_epilogue off:
-    narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too, where the vendor's library multiplies.
+    x: bfloat16 [N, K]; w: [2F, K] in rows, gate rows first; out: bfloat16 [N, F]. With the lever
+    silu_epilogue off: narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too,
+    where the vendor's library multiplies.
     Raises KernelError for a format without a kernel.
     """
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
@@ -286,7 +298,8 @@ def narrow_swiglu(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
-    """out = bfloat16(silu(gate) * up) in float32. gate_up: float32 or bfloat16 [T, 2F]; out: bfloat16 [T, F]."""
+    """out = bfloat16(silu(gate) * up) in float32. gate_up: float32 or bfloat16 [T, 2F]; out: bfloat16 [T, F].
+    """
     n, width = out.shape
     check("silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]")
     check("silu_mul", out.dtype == torch.bfloat16 and out.is_contiguous(), "bfloat16 out")
@@ -297,7 +310,8 @@ def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
 
 
 def vendor_pays(t: int, m: int) -> bool:
-    """Whether the vendor's library multiplies [t, k] by a weight of m rows: from one full wave of its tiles on.
+    """Whether the vendor's library multiplies [t, k] by a weight of m rows: from one full wave of its tiles
+    on.
 
     Below that it may split K, which changes bits, and is no faster.
     """
@@ -317,8 +331,9 @@ def wide_config(t: int, m: int) -> Wide:
 def wide_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Wide | None = None) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
 
-    x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows are
-    independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. config: for measurements.
+    x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
+    are independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. config: for
+    measurements.
     Raises KernelError for a format without a kernel.
     """
     (t, k), m, rows = x.shape, w.n, rows_of("linear", w)
@@ -342,7 +357,8 @@ def wide_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Wi
 
 
 def product(x: Tensor, w: Matrix) -> Tensor:
-    """x W^T, float32 [N, M], of bfloat16 x [N, K], by torch and into new memory: for what is multiplied once, at load.
+    """x W^T, float32 [N, M], of bfloat16 x [N, K], by torch and into new memory: for what is multiplied once,
+    at load.
 
     Raises KernelError for a format without a kernel.
     """

@@ -1,19 +1,24 @@
-"""moe, decode: the router, the routed experts and the shared expert for a few rows, as streams of the experts' weights.
+"""moe, decode: the router, the routed experts and the shared expert for a few rows, as streams of the
+experts' weights.
 
 Three launches for one row, four for more:
 
-    router    logits = x W^T in float32: weight rows are the tall side, rows of x the narrow one, K cut in a fixed number of parts
-    (route)   softmax, the k largest, work lists. One row has no lists: each program of the next two routes it for itself
+    router    logits = x W^T in float32: weight rows are the tall side, rows of x the narrow one, K cut in a
+              fixed number of parts
+    (route)   softmax, the k largest, work lists. One row has no lists: each program of the next two routes it
+              for itself
     gate_up   for each (expert, tile of its rows): silu(gate) * up, rounded to bfloat16, one row a (row, slot)
     down      out[slot, row] = p_slot Expert(x); out[k, row] = sigmoid(gate) Shared(x)
 
-A pair is row * k + slot. Lists of pairs are built with integer counters, so their order may differ from run to run; each row of
-a product has its own sum, so no bit depends on it. The sum of the softmax is taken over integers (see `route_rows`), so it has
-no order either. The next `add_norm` adds the k + 1 parts of `out` in order to the residual: there is no kernel that combines.
+A pair is row * k + slot. Lists of pairs are built with integer counters, so their order may differ from run
+to run; each row of a product has its own sum, so no bit depends on it. The sum of the softmax is taken over
+integers (see `route_rows`), so it has no order either. The next `add_norm` adds the k + 1 parts of `out` in
+order to the residual: there is no kernel that combines.
 
-What may be read before a kernel's `gdc_wait`: weights, and in `down` what the router and the route kernel wrote, because `gate_up`
-lets it start only behind its own wait, so those have ended by then. Such reads go past the L1 cache. So `down` fetches its
-weights while `gate_up` still runs. Router, route and `down` let the next kernel start at once where there are few rows (EARLY).
+What may be read before a kernel's `gdc_wait`: weights, and in `down` what the router and the route kernel
+wrote, because `gate_up` lets it start only behind its own wait, so those have ended by then. Such reads go
+past the L1 cache. So `down` fetches its weights while `gate_up` still runs. Router, route and `down` let the
+next kernel start at once where there are few rows (EARLY).
 
 Source: the published Qwen3-Next and Qwen3.5-MoE model code (softmax over all experts, then the k largest).
 """
@@ -77,8 +82,11 @@ def logit_stride(n_experts: int) -> int:
 
 
 def router_splits(hidden: int, levers: Levers) -> int:
-    """Parts of the router's sum, added in order. A part has two K blocks at least: the compiler would fold a single
-    product and the sum of the parts (in prefill) into one, which has other bits."""
+    """Parts of the router's sum, added in order.
+
+    A part has two K blocks at least: the compiler would fold a single product and the sum of the parts
+    (in prefill) into one, which has other bits.
+    """
     if levers.split_k:
         for n in (8, 4, 2):
             if hidden % (n * 256) == 0:
@@ -116,7 +124,10 @@ def check_moe(
 
 @triton.jit
 def prefetch_l2(p_line):
-    """Asks for the lines of these addresses to be brought into L2. Hopper's assembly: only where PDL is on."""
+    """Asks for the lines of these addresses to be brought into L2.
+
+    Hopper's assembly: only where PDL is on.
+    """
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -132,8 +143,11 @@ def dot(b_x, b_y, b_sum):
 
 @triton.jit
 def fetch(p_tile, b_mask):
-    """A bfloat16 tile as int16, for `fetched`: between the two it stays in registers. (What is loaded as bfloat16 is put into
-    shared memory at once, a few registers at a time, each waiting for its data.)"""
+    """A bfloat16 tile as int16, for `fetched`: between the two it stays in registers.
+
+    (What is loaded as bfloat16 is put into shared memory at once, a few registers at a time, each waiting for
+    its data.)
+    """
     if _INTERPRETED:
         return tl.load(p_tile, mask=b_mask, other=0.0)
     return tl.load(p_tile.to(tl.pointer_type(tl.int16), bitcast=True), mask=b_mask, other=0)
@@ -148,7 +162,10 @@ def fetched(b_tile):
 
 @triton.jit
 def order_bits(b_p, b_in):
-    """The bits of p, which are in its order since p >= 0; below 0 where not b_in. NaN counts as 0, so that an index stays one."""
+    """The bits of p, which are in its order since p >= 0; below 0 where not b_in.
+
+    NaN counts as 0, so that an index stays one.
+    """
     return tl.where(b_in, tl.where(b_p >= 0.0, b_p, 0.0).to(tl.int32, bitcast=True), -1)
 
 
@@ -157,12 +174,13 @@ def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_acti
                E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
                TILE: tl.constexpr, APPEND: tl.constexpr):
-    """Routes rows o_row: adds the S parts of their logits, takes the softmax over E and the SLOTS largest (on ties the lower
-    expert), and puts the pairs of the active rows into the lists of their experts.
+    """Routes rows o_row: adds the S parts of their logits, takes the softmax over E and the SLOTS largest
+    (on ties the lower expert), and puts the pairs of the active rows into the lists of their experts.
 
-    No float is reduced in an order that a layout chooses: the softmax's sum is taken over integers, of exp(x - max) in steps
-    of 2^-40 (its error is below float32's), and the largest are found over integers too. So bits do not depend on how
-    many rows a program has. APPEND: the pair that opens a tile of TILE pairs also adds an entry.
+    No float is reduced in an order that a layout chooses: the softmax's sum is taken over integers, of
+    exp(x - max) in steps of 2^-40 (its error is below float32's), and the largest are found over integers
+    too. So bits do not depend on how many rows a program has. APPEND: the pair that opens a tile of TILE
+    pairs also adds an entry.
     """
     o_e, o_slot = tl.arange(0, E2), tl.arange(0, SLOTS2)
     b_in = (o_row < n_rows)[:, None] & (o_e < E)[None, :]
@@ -207,10 +225,12 @@ def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_acti
 @triton.jit
 def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                 SLOTS: tl.constexpr, NORMALISE: tl.constexpr):
-    """(expert, weight) of one slot of the only row, or (0, gate) of the shared expert (slot SLOTS): the bits of `route_rows`.
+    """(expert, weight) of one slot of the only row, or (0, gate) of the shared expert (slot SLOTS): the bits
+    of `route_rows`.
 
-    Experts are held in pieces of 32, which every warp has whole, so that no reduction leaves a warp. The slots are a loop, not
-    unrolled here: the compiler's time grows with the square of the code (23 s for 512 experts and 10 slots, unrolled).
+    Experts are held in pieces of 32, which every warp has whole, so that no reduction leaves a warp. The
+    slots are a loop, not unrolled here: the compiler's time grows with the square of the code (23 s for 512
+    experts and 10 slots, unrolled).
     """
     LANES: tl.constexpr = 32
     PIECES: tl.constexpr = (E2 + 31) // 32
@@ -279,7 +299,10 @@ def router_kernel(p_x, p_w, p_logits, p_counters, n_rows,
                   H: tl.constexpr, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   AHEAD: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """Grid (tiles of experts, S, tiles of rows). AHEAD: the first K block of the weights is fetched before the wait."""
+    """Grid (tiles of experts, S, tiles of rows).
+
+    AHEAD: the first K block of the weights is fetched before the wait.
+    """
     i_m, i_s, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and EARLY:
         gdc_launch_dependents()
@@ -336,7 +359,8 @@ def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
               E: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """What work item i_work is: the first n_shared are tiles of the shared expert, then come the entries.
 
-    Returns the expert, how many of BLOCK_N columns are in use (0 or less: no such item), their rows and slots (SLOTS: shared).
+    Returns the expert, how many of BLOCK_N columns are in use (0 or less: no such item), their rows and slots
+    (SLOTS: shared).
     """
     o_n = tl.arange(0, BLOCK_N)
     is_shared = i_work < n_shared
@@ -363,9 +387,10 @@ def gate_up_kernel(p_x, p_w, p_shared, p_logits, p_counters, p_entries, p_lists,
                    E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                    BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                    ALONE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):
-    """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows. ALONE: one row.
+    """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows.
 
-    Eight gate rows and eight up rows take turns in the tile: that is how one thread gets both values of a feature.
+    ALONE: one row. Eight gate rows and eight up rows take turns in the tile: that is how one thread gets both
+    values of a feature.
     """
     INNER: tl.constexpr = M if M > MS else MS
     TILES: tl.constexpr = INNER // BLOCK_F
@@ -418,9 +443,10 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
                 E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                 NORMALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                 ALONE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """out[slot, row] = weight[row, slot] * (down act) of BLOCK_M rows of one matrix and one work item. ALONE: one row.
+    """out[slot, row] = weight[row, slot] * (down act) of BLOCK_M rows of one matrix and one work item.
 
-    AHEAD: the first K block of the weights is fetched before the wait for `gate_up`, as is what the route kernels wrote.
+    ALONE: one row. AHEAD: the first K block of the weights is fetched before the wait for `gate_up`, as is
+    what the route kernels wrote.
     """
     INNER: tl.constexpr = M if M > MS else MS
     if PDL and EARLY:
@@ -472,8 +498,11 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
 
 @dataclass(frozen=True)
 class MoeTiles:
-    """How the decode's kernels are cut. None of it reaches a bit: sums run along K in order, whatever the tile (measured
-    on Hopper over tiles of 64 and 128 by 16 to 128, K blocks of 64 and 128); the router's K parts are not in here."""
+    """How the decode's kernels are cut.
+
+    None of it reaches a bit: sums run along K in order, whatever the tile (measured on Hopper over tiles of
+    64 and 128 by 16 to 128, K blocks of 64 and 128); the router's K parts are not in here.
+    """
 
     block_f: int = 32  # features a program of gate_up: twice as many weight rows
     block_m: int = 64  # rows a program of down
@@ -515,14 +544,16 @@ def moe_decode(
     levers: Levers,
     tiles: MoeTiles | None = None,
 ) -> None:
-    """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order; out[k, r] = sigmoid(gate) Shared(x[r]).
+    """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order;
+    out[k, r] = sigmoid(gate) Shared(x[r]).
 
-    x: bfloat16 [N, H]; weights in rows: router [E + 1, H], the last row the shared expert's gate; gate_up: E of [2M, H], gate
-    rows first; down: E of [H, M]; shared_gate_up [2Ms, H]; shared_down [H, Ms]; k = n_per_token; p: softmax of the first
-    E logits in float32, ties to the lower expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the
-    row routes nowhere and out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
-    Left out: groups of experts, biases of the router. ValueError where shapes do not belong together, KernelError for a format
-    without a kernel.
+    x: bfloat16 [N, H]; weights in rows: router [E + 1, H], the last row the shared expert's gate; gate_up: E
+    of [2M, H], gate rows first; down: E of [H, M]; shared_gate_up [2Ms, H]; shared_down [H, Ms];
+    k = n_per_token; p: softmax of the first E logits in float32, ties to the lower expert, renormalised over
+    the k when `normalise`; row_slot: int32 [N], below 0: the row routes nowhere and out[:k] of it is not
+    written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
+    Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
+    KernelError for a format without a kernel.
     """
     hidden, n_experts, width, shared = check_moe(x, router, gate_up, down, shared_gate_up, shared_down, n_per_token)
     n = x.shape[0]

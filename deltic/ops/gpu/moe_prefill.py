@@ -1,18 +1,22 @@
-"""moe, prefill: the router, the routed experts and the shared expert for many rows, as large products of gathered rows.
+"""moe, prefill: the router, the routed experts and the shared expert for many rows, as large products of
+gathered rows.
 
 Eight launches, all sizes on the device:
 
-    router    logits = x W^T in float32, the K parts of the decode's router added in the same order: the same bits
+    router    logits = x W^T in float32, in the K parts and the order of the decode's router: the same bits
     route     softmax, the k largest, lists of pairs (row * k + slot) by expert; `route_rows` of moe.py
     plan      tiles of 128 rows in the order of the experts
-    gate_up   act = silu(gate) * up, rounded to bfloat16; rows of x are gathered by the lists, tile i has rows 128 i .. of act
+    gate_up   act = silu(gate) * up, rounded to bfloat16; rows of x are gathered by the lists, tile i has rows
+              128 i .. of act
     down      y[pair] = down act, rounded to bfloat16
-    combine   out[row] = sum over slots, in order, of p y, then the shared expert's part; in float32, rounded once
+    combine   out[row] = sum over slots, in order, of p y, then the shared expert's part; in float32,
+              rounded once
 
-gate_up and down are launched once more each for the shared expert, whose list is all rows. Integer counters decide where a
-pair stands in its list, so that may differ from run to run; a row of a product has its own sum over an unsplit K, so no bit
-depends on it, on the number of rows, or on whether a tile is 64 or 128 rows high (measured on Hopper). Rows of padding route
-nowhere and get zeros. Every program waits for the kernel in front before it reads or ends.
+gate_up and down are launched once more each for the shared expert, whose list is all rows. Integer counters
+decide where a pair stands in its list, so that may differ from run to run; a row of a product has its own sum
+over an unsplit K, so no bit depends on it, on the number of rows, or on whether a tile is 64 or 128 rows high
+(measured on Hopper). Rows of padding route nowhere and get zeros. Every program waits for the kernel in front
+before it reads or ends.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -42,7 +46,10 @@ _UNROLLED = tl.constexpr(256)
 
 @dataclass(frozen=True)
 class MoePrefillScratch:
-    """Workspaces of up to T rows, k slots each, E experts of width M; a call with fewer rows uses the front of each."""
+    """Workspaces of up to T rows, k slots each, E experts of width M.
+
+    A call with fewer rows uses the front of each.
+    """
 
     logits: Tensor  # float32 [T * logit_stride(E)]
     weight: Tensor  # float32 [T * (k + 1)]: p by slot, then the gate of the shared expert
@@ -73,7 +80,9 @@ def moe_prefill_scratch(
 
 
 def _n_entries(n_rows: int, n_experts: int, n_per_token: int) -> int:
-    """Entries at most: every expert has one tile that is not full at most, and no more experts are in use than pairs."""
+    """Entries at most: every expert has one tile that is not full at most, and no more experts are in use
+    than pairs.
+    """
     n_pairs = n_rows * n_per_token
     return min(n_experts, n_pairs) + n_pairs // TILE
 
@@ -148,7 +157,10 @@ def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
 
 @triton.jit
 def plan_kernel(p_counters, p_entries, E: tl.constexpr, E2: tl.constexpr, PDL: tl.constexpr):
-    """One program. Entries in the order of experts, so that the tiles of one expert meet its weights in L2."""
+    """One program.
+
+    Entries in the order of experts, so that the tiles of one expert meet its weights in L2.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -179,7 +191,9 @@ def tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E: tl.constex
 
 @triton.jit
 def tile_pairs(p_lists, expert, first, n, n_rows, SLOTS: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Lines of y and rows of x of BLOCK_M pairs from `first` on; row 0 behind the n in use, which is read and not stored."""
+    """Lines of y and rows of x of BLOCK_M pairs from `first` on; row 0 behind the n in use, which is read and
+    not stored.
+    """
     o_m = tl.arange(0, BLOCK_M)
     if SHARED:
         b_row = tl.where(o_m < n, first + o_m, 0)
@@ -192,7 +206,10 @@ def tile_pairs(p_lists, expert, first, n, n_rows, SLOTS: tl.constexpr, SHARED: t
 def gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                  H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_M rows by BLOCK_F features. Gate and up rows take turns, so that a thread gets both of a feature."""
+    """BLOCK_M rows by BLOCK_F features.
+
+    Gate and up rows take turns, so that a thread gets both of a feature.
+    """
     o_m, o_k, o_w = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_F)
     _, b_row = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
     o_w = i_tile * BLOCK_F + o_w // 2 + o_w % 2 * M
@@ -246,7 +263,9 @@ def down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_
 def prefill_down_kernel(acts, halves, weights, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base,
                         H: tl.constexpr, M: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """Grid: entries by tiles of H. acts, halves: descriptors of act, tiles [128 or 64, BLOCK_K]; weights: of [E H, M]."""
+    """Grid: entries by tiles of H. acts, halves: descriptors of act, tiles [128 or 64, BLOCK_K]; weights: of
+    [E H, M].
+    """
     i_tile, i_entry = tl.program_id(0) % (H // BLOCK_N), tl.program_id(0) // (H // BLOCK_N)
     if PDL:
         gdc_wait()
@@ -320,12 +339,14 @@ def moe_prefill(
     levers: Levers,
     tiles: MoePrefillTiles | None = None,
 ) -> None:
-    """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the shared one last.
+    """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the
+    shared one last.
 
-    x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32 [B], tokens of each
-    block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows of padding.
-    The experts' outputs are rounded to bfloat16 before they are weighted. ValueError where shapes do not belong together,
-    KernelError for a format without a kernel.
+    x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32
+    [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
+    of padding.
+    The experts' outputs are rounded to bfloat16 before they are weighted. ValueError where shapes do not
+    belong together, KernelError for a format without a kernel.
     """
     hidden, n_experts, width, shared = check_moe(x, router, gate_up, down, shared_gate_up, shared_down, n_per_token)
     t, c, s = x.shape[0], tiles or MoePrefillTiles(), scratch

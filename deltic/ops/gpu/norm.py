@@ -1,8 +1,10 @@
-"""The start of a step (embedding, row arrays) and the norm between layers: residual + partial sums, RMSNorm, one rounding.
+"""The start of a step (embedding, row arrays) and the norm between layers: residual + partial sums, RMSNorm,
+one rounding.
 
-The sum of squares of a row has one order, whatever runs it: `LANES` running sums, lane l adding the squares of columns
-l, l + LANES, ... in order with fused multiply-adds, then a tree over neighbouring lanes. Every level of the tree is a sum of
-two, so its bits depend neither on how the compiler spreads the lanes over threads nor on the number of warps.
+The sum of squares of a row has one order, whatever runs it: `LANES` running sums, lane l adding the squares
+of columns l, l + LANES, ... in order with fused multiply-adds, then a tree over neighbouring lanes. Every
+level of the tree is a sum of two, so its bits depend neither on how the compiler spreads the lanes over
+threads nor on the number of warps.
 
 Spec: out = x rsqrt(mean(x^2) + eps) (1 + w), as `deltic.reference.layers.rms_norm`.
 """
@@ -124,7 +126,10 @@ def pieces(width: int) -> int:
 
 
 def norm_warps(n: int, width: int) -> int:
-    """Warps for a row: many where there are few rows, to ask for all of a row at once. The bits do not see it (above)."""
+    """Warps for a row: many where there are few rows, to ask for all of a row at once.
+
+    The bits do not see it (above).
+    """
     return 4 if n < 256 or width > 2048 else 2
 
 
@@ -144,11 +149,12 @@ def begin_decode(
 ) -> None:
     """Starts a decode step: the row arrays from the place arrays, and the embedding of each row's token.
 
-    rows_place: int32 [N], the place of each row, -1 for a row not in use; last_token, position, slot, done: int32 [P], by
-    place; table: [V, H] in rows. Writes row_place, row_slot, row_position: int32 [N] and residual: float32 [N, H].
-    A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and position and
-    gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for a table in a format without
-    a kernel.
+    rows_place: int32 [N], the place of each row, -1 for a row not in use; last_token, position, slot, done:
+    int32 [P], by place; table: [V, H] in rows. Writes row_place, row_slot, row_position: int32 [N] and
+    residual: float32 [N, H].
+    A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and
+    position and gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for
+    a table in a format without a kernel.
     """
     n, width = residual.shape
     ids = (rows_place, last_token, position, slot, done, row_place, row_slot, row_position)
@@ -162,10 +168,11 @@ def begin_decode(
 
 
 def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
-    """residual[t] = float32(table[token_ids[t]]). token_ids: int32 [T]; table: [V, H] in rows; residual: float32 [T, H].
+    """residual[t] = float32(table[token_ids[t]]). token_ids: int32 [T]; table: [V, H] in rows; residual:
+    float32 [T, H].
 
-    A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary. Raises KernelError for a table in a
-    format without a kernel.
+    A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary. Raises KernelError
+    for a table in a format without a kernel.
     """
     n, width = residual.shape
     check("embed", token_ids.dtype == torch.int32 and token_ids.shape == (n,), f"{n} int32 ids")
@@ -188,9 +195,10 @@ def add_norm(
 ) -> None:
     """residual += partials[0], then partials[1], ...; out = bfloat16(residual / rms * (1 + w)).
 
-    residual: float32 [T, H]; partials: float32 or bfloat16 [S, T, H] or None; w: float32 [H], zero-centred; out: bfloat16
-    [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r], and residual is not written. The bits of a
-    row depend on this row only. The mathematics is that of reference/layers.py, rms_norm.
+    residual: float32 [T, H]; partials: float32 or bfloat16 [S, T, H] or None; w: float32 [H], zero-centred;
+    out: bfloat16 [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r], and residual is
+    not written. The bits of a row depend on this row only. The mathematics is that of reference/layers.py,
+    rms_norm.
     """
     n, width = residual.shape
     n_out = n if rows is None else rows.shape[0]

@@ -1,18 +1,22 @@
-"""sample and prompt_logprobs on a GPU: rows of logits to tokens, by the rule of reference/sample.py, and the step's self-advance.
+"""sample and prompt_logprobs on a GPU: rows of logits to tokens, by the rule of reference/sample.py, and the
+step's self-advance.
 
 Three launches, always the same, so that they can be recorded; a row that does not need one leaves it at once:
-1. `scan`, a program for each tile of a row: biases, penalties, bans and the mask; of each tile the likeliest id and the sums of weights.
-2. `collect`, for rows with top-k, min-p or top-p: the ids that the sums of the tiles do not rule out, as a list.
+1. `scan`, a program for each tile of a row: biases, penalties, bans and the mask; of each tile the likeliest
+   id and the sums of weights.
+2. `collect`, for rows with top-k, min-p or top-p: the ids that the sums of the tiles do not rule out, as a
+   list.
 3. `finish`, a program for each row: the cut, the draw, log-probabilities, and what the next decode reads.
 
-With PDL each kernel lets the next one start at once, and before it waits reads only what no kernel of the step writes but its
-first: which rows draw, and parameters.
+With PDL each kernel lets the next one start at once, and before it waits reads only what no kernel of the
+step writes but its first: which rows draw, and parameters.
 
-Candidates are ordered by value, equal ones by id, in one int64, so every filter keeps what is at or above one number,
-which is found by halving. Weights are relative to the likeliest, which weighs 1, in fixed point (2**-38): integer sums have no
-order, so it does not matter in which order the programs of `collect` append to the list, and nothing depends on the rows
-beside. Float sums (of a tile) have one fixed shape. Against the reference a draw can differ only where u times the whole falls
-within rounding of the border between two ids, or a cut within rounding of the border between two candidates.
+Candidates are ordered by value, equal ones by id, in one int64, so every filter keeps what is at or above one
+number, which is found by halving. Weights are relative to the likeliest, which weighs 1, in fixed point
+(2**-38): integer sums have no order, so it does not matter in which order the programs of `collect` append to
+the list, and nothing depends on the rows beside. Float sums (of a tile) have one fixed shape. Against the
+reference a draw can differ only where u times the whole falls within rounding of the border between two ids,
+or a cut within rounding of the border between two candidates.
 """
 
 from __future__ import annotations
@@ -31,10 +35,15 @@ from deltic.ops.gpu.sample_kernels import collect, finish, finish_raw, scan, sca
 TILE = 2048
 """Ids of a tile. The float sums of plain sampling are by tile: another tile is another order of the sum."""
 CAP = 2048
-"""Candidates that one program holds in registers. Longer lists take passes over memory; the same integers come out."""
+"""Candidates that one program holds in registers.
+
+Longer lists take passes over memory; the same integers come out.
+"""
 MAX_VOCAB = 1 << 20
 COLLECT_EACH = 4
-"""Tiles of a program of `collect`: few enough for one row to be quick, and few programs to start for rows that leave at once."""
+"""Tiles of a program of `collect`: few enough for one row to be quick, and few programs to start for rows
+that leave at once.
+"""
 BLOCK = 1024
 """Of a list longer than CAP, the candidates of one pass of a loop; each is compared with WAYS borders."""
 WAYS = 8
@@ -76,7 +85,8 @@ class PlaceParameters:
     last_token: Tensor  # int32; these three are what the draw leaves for the next decode
     position: Tensor  # int32
     done: Tensor  # int32
-    masks: Tensor  # int32 [any, ceil(n_real / 32)], not by place: bit id % 32 of word id // 32 says whether id may be drawn
+    # Not by place: bit id % 32 of word id // 32 says whether id may be drawn.
+    masks: Tensor  # int32 [any, ceil(n_real / 32)]
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,10 @@ def sample_scratch(
     tile: int = TILE,
     cap: int = CAP,
 ) -> SampleScratch:
-    """The workspace of n_draws draws; 8 bytes for each logit. Raises KernelError from MAX_VOCAB ids or a cap above CAP on."""
+    """The workspace of n_draws draws; 8 bytes for each logit.
+
+    Raises KernelError from MAX_VOCAB ids or a cap above CAP on.
+    """
     check("sample", n_vocab < MAX_VOCAB, f"fewer than {MAX_VOCAB} ids, found {n_vocab}")
     check("sample", cap <= CAP, f"a cap of at most {CAP}, found {cap}")
     i32, i64, f32, n_tiles = torch.int32, torch.int64, torch.float32, -(-n_vocab // tile)
@@ -125,10 +138,11 @@ def sample(
 ) -> None:
     """Draws D tokens and moves their sequences on: last_token, position, done and history of their places.
 
-    logits: float32 [R, V], of which ids from n_real on are never drawn; draw_row, draw_place (-1: no draw, nothing is written),
-    draw_position (of the token to be drawn): int32 [D]. out_token: int32 [>= D]; -1 where a logit is not finite or no id may
-    be drawn. Where n_logprobs >= 0: out_logprob float32 [>= D] under the softmax of the raw logits, and the n_logprobs likeliest,
-    likeliest first: top_ids int32, top_logprobs float32 [>= D, K]. Oracle: reference/sample.py.
+    logits: float32 [R, V], of which ids from n_real on are never drawn; draw_row, draw_place (-1: no draw,
+    nothing is written), draw_position (of the token to be drawn): int32 [D]. out_token: int32 [>= D]; -1
+    where a logit is not finite or no id may be drawn. Where n_logprobs >= 0: out_logprob float32 [>= D] under
+    the softmax of the raw logits, and the n_logprobs likeliest, likeliest first: top_ids int32, top_logprobs
+    float32 [>= D, K]. Oracle: reference/sample.py.
     """
     _sample(
         logits, n_real, draw_row, draw_place, draw_place, draw_position, False, places, scratch,
@@ -140,8 +154,9 @@ def sample_decode(
     logits: Tensor, n_real: int, row_place: Tensor, row_slot: Tensor, row_position: Tensor, *, places: PlaceParameters,
     scratch: SampleScratch, out_token: Tensor, out_logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, levers: Levers,
 ) -> None:
-    """`sample` for the rows of a decode step (int32 [N]): row r draws for place row_place[r] the token behind row_position[r];
-    rows with row_slot -1 draw nothing."""
+    """`sample` for the rows of a decode step (int32 [N]): row r draws for place row_place[r] the token behind
+    row_position[r]; rows with row_slot -1 draw nothing.
+    """
     _sample(
         logits, n_real, row_place, row_place, row_slot, row_position, True, places, scratch,
         (out_token, out_logprob, top_ids, top_logprobs), levers,
@@ -186,10 +201,12 @@ def prompt_logprobs(
     logits: Tensor, n_real: int, row: Tensor, target: Tensor, n_top: Tensor, n_entries: Tensor, logprob: Tensor,
     top_ids: Tensor, top_logprobs: Tensor, tile: int = TILE,
 ) -> None:
-    """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first (-1 skips the entry).
+    """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first
+    (-1 skips the entry).
 
-    logits: float32 [R, V]; row, target, n_top: int32 [n], of which the first n_entries (int32 [1]) count; logprob: float32 [n];
-    top_ids int32, top_logprobs float32 [n, K]. Allocates a little for itself, so it is not for recorded steps.
+    logits: float32 [R, V]; row, target, n_top: int32 [n], of which the first n_entries (int32 [1]) count;
+    logprob: float32 [n]; top_ids int32, top_logprobs float32 [n, K]. Allocates a little for itself, so it is
+    not for recorded steps.
     """
     n, n_vocab = row.shape[0], logits.shape[1]
     check("prompt_logprobs", n_vocab < MAX_VOCAB, f"fewer than {MAX_VOCAB} ids, found {n_vocab}")

@@ -94,10 +94,11 @@ def _adjust(
     p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias, p_banned, n_ids,
     mask_row, p_masks, n_words, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
 ):
-    """Leaves a tile in p_v after biases, penalties, bans and the mask, with counts in p_c; returns whether a logit was not finite.
+    """Leaves a tile in p_v after biases, penalties, bans and the mask, with counts in p_c; returns whether a
+    logit was not finite.
 
-    Lists of ids are spread over the tile through memory: a program sees its own stores, behind a barrier. In parts, so that
-    rows without any of this do not pay for its registers.
+    Lists of ids are spread over the tile through memory: a program sees its own stores, behind a barrier. In
+    parts, so that rows without any of this do not pay for its registers.
     """
     begin, end = i_tile * TILE, tl.minimum(i_tile * TILE + TILE, n_real)
     o_part, o_id = tl.arange(0, PART), tl.arange(0, IDS)
@@ -276,7 +277,8 @@ def collect(
 def halve(b_c, b_packed, lo, hi, above, target):
     """The largest lo at which `above` and the weights of lo <= c < hi reach the target; lo itself where none does.
 
-    Returns it and the sum there. Weights are packed with a count of 1: halving ends when one candidate is left.
+    Returns it and the sum there. Weights are packed with a count of 1: halving ends when one candidate is
+    left.
     """
     n = tl.sum(tl.where((b_c >= lo) & (b_c < hi), b_packed, 0), 0) & _COUNT_MASK
     while (n > 1) & (hi > lo + 1):
@@ -402,7 +404,10 @@ def uniform24(seed, position):
 
 @triton.jit
 def _pick(p_v, i_tile, n_real, top, t, min_p, cut, before, threshold, TILE: tl.constexpr):
-    """The first id of a tile at which the sum over ids reaches the threshold; where none does, the last that weighs anything."""
+    """The first id of a tile at which the sum over ids reaches the threshold.
+
+    Where none does, the last that weighs anything.
+    """
     o = i_tile * TILE + tl.arange(0, TILE)
     v = tl.load(p_v + o, mask=o < n_real, other=float("-inf"))
     c = order_of(v, o)

@@ -1,7 +1,9 @@
-"""What the vocoder needs beside convolutions: codes to vectors, norms, attention over a window, the depthwise norm, the last samples.
+"""What the vocoder needs beside convolutions: codes to vectors, norms, attention over a window, the depthwise
+norm, the last samples.
 
-All read float32 or pairs (ops/gpu/conv.py) and compute in float32; each row is one program or one row of a tile whose sums have one
-fixed layout, so no bit depends on the chunk or on the streams beside. The mathematics is that of reference/vocoder.py.
+All read float32 or pairs (ops/gpu/conv.py) and compute in float32; each row is one program or one row of a
+tile whose sums have one fixed layout, so no bit depends on the chunk or on the streams beside. The
+mathematics is that of reference/vocoder.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -178,7 +180,9 @@ def _rows(streams: Streams, n: int) -> int:
 
 
 def codes_embed(codes: Tensor, table: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers) -> None:
-    """out[n] = table[0, codes[n, 0]] + table[1, codes[n, 1]] + ...: codes int32 [N, G], clamped; table float32 [G, V, C]; out pairs [2, N, C]."""
+    """out[n] = table[0, codes[n, 0]] + table[1, codes[n, 1]] + ...: codes int32 [N, G], clamped; table
+    float32 [G, V, C]; out pairs [2, N, C].
+    """
     groups, n_codes, c = table.shape
     check(
         "vocode", codes.shape == (out.shape[1], groups) and out.shape[2] == c, f"codes [N, {groups}], pairs [2, N, {c}]"
@@ -191,7 +195,10 @@ def codes_embed(codes: Tensor, table: Tensor, out: Tensor, streams: Streams, rin
 
 
 def rms_pair(x: Tensor, eps: float, out: Tensor, *, levers: Levers) -> None:
-    """out = pair(x / rms(x)): x float32 [N, C], out pairs [2, N, C]. The norm's weight is in the linear behind it."""
+    """out = pair(x / rms(x)): x float32 [N, C], out pairs [2, N, C].
+
+    The norm's weight is in the linear behind it.
+    """
     n, c = x.shape
     check("vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide")
     launch(
@@ -202,10 +209,12 @@ def rms_pair(x: Tensor, eps: float, out: Tensor, *, levers: Levers) -> None:
 def window_attention(
     qkv: Tensor, cos: Tensor, sin: Tensor, out: Tensor, streams: Streams, ring: Ring, n_heads: int, *, levers: Levers
 ) -> None:
-    """out = pair(softmax(q k^T / sqrt(d)) v) over each row and the ring's rows before it, rotated by their distance.
+    """out = pair(softmax(q k^T / sqrt(d)) v) over each row and the ring's rows before it, rotated by their
+    distance.
 
-    qkv: float32 [N, 3 A], q | k | v; cos, sin: float32 [window, d / 2], of distances; ring: float32, k | v of the last window - 1
-    rows; out: pairs [2, N, A]. The rotation is that of absolute positions: only differences count.
+    qkv: float32 [N, 3 A], q | k | v; cos, sin: float32 [window, d / 2], of distances; ring: float32, k | v of
+    the last window - 1 rows; out: pairs [2, N, A]. The rotation is that of absolute positions: only
+    differences count.
     """
     n, d, window = qkv.shape[0], qkv.shape[1] // 3 // n_heads, cos.shape[0]
     check("vocode", cos.shape == (window, d // 2) and ring.rows == window - 1, "a table and a ring of one window")
@@ -222,7 +231,8 @@ def depthwise_norm(
 ) -> None:
     """out = pair(LayerNorm(depthwise convolution of x)), without the norm's weight and bias.
 
-    x: float32 [N, C]; w: float32 [taps, C]; bias: float32 [C]; ring: float32, the last taps - 1 rows of x; out: pairs [2, N, C].
+    x: float32 [N, C]; w: float32 [taps, C]; bias: float32 [C]; ring: float32, the last taps - 1 rows of x;
+    out: pairs [2, N, C].
     """
     n, c = x.shape
     check("vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide")
@@ -235,7 +245,9 @@ def depthwise_norm(
 
 
 def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers) -> None:
-    """out = clamp(conv(x) + bias, -1, 1), one channel: x pairs [2, N, C]; w float32 [taps, C]; bias float32 [1]; out float32 [N]."""
+    """out = clamp(conv(x) + bias, -1, 1), one channel: x pairs [2, N, C]; w float32 [taps, C]; bias float32
+    [1]; out float32 [N].
+    """
     _, n, c = x.shape
     check("vocode", out.shape == (n,) and w.shape[1] == c and ring.rows == w.shape[0] - 1, f"out [{n}], w [taps, {c}]")
     launch(

@@ -9,10 +9,11 @@ from deltic.ops.matrix import ROWS, Matrix
 
 
 def rows_of(operator: str, w: Matrix) -> Tensor:
-    """The matrix itself, bfloat16 [n, k], of several matrices [n_matrices, n, k], for an operator whose kernels read rows.
+    """The matrix itself, bfloat16 [n, k], of several matrices [n_matrices, n, k], for an operator whose
+    kernels read rows.
 
-    An operator that gets a kernel for another format asks for that format before it asks here. Raises KernelError, which
-    names the operator and the format, for a matrix in any format but rows.
+    An operator that gets a kernel for another format asks for that format before it asks here. Raises
+    KernelError, which names the operator and the format, for a matrix in any format but rows.
     """
     check(
         operator,

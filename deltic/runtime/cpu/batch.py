@@ -1,7 +1,8 @@
 """Schedule to batch tensors: the only place where Python values become the forward's inputs.
 
-All buffers are allocated once and keep their addresses, so that a recorded step can read them. What belongs to a
-sequence for its whole life (its pages) is kept by place and only extended; what changes is rewritten each step.
+All buffers are allocated once and keep their addresses, so that a recorded step can read them. What belongs
+to a sequence for its whole life (its pages) is kept by place and only extended; what changes is rewritten
+each step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from deltic.ops.geometry import PAGE_SIZE, Allocate
 
 
 class Batch:
-    """The forward's inputs for steps of up to n_tokens tokens, n_places sequences and n_logit_rows rows of logits."""
+    """The forward's inputs for steps of up to n_tokens tokens, n_places sequences and n_logit_rows rows of
+    logits.
+    """
 
     def __init__(
         self, n_tokens: int, n_places: int, n_pages_per_seq: int, n_logit_rows: int, allocate: Allocate
@@ -56,7 +59,7 @@ class Batch:
         self._has_snapshots = False
 
     def fill(self, step: Step) -> list[int]:
-        """Writes the step's inputs; returns, for each chunk, its first row of logits (-1 where it has none)."""
+        """Writes the step's inputs. Returns each chunk's first row of logits, -1 where it has none."""
         draws = {draw.chunk for draw in step.draws}
         starts, contexts, places, start_slots, slots = [0], [], [], [], []
         has_snapshots = False
@@ -114,7 +117,9 @@ class Batch:
         self._snapshot_slot[: len(snapshots)] = [slot for _, slot in snapshots]
 
     def _extend_pages(self, sequence: Sequence, place: int) -> None:
-        """Brings the place's row of the page table up to date: whole when another sequence took it, or its pages changed."""
+        """Brings the place's row of the page table up to date: whole when another sequence took it, or its
+        pages changed.
+        """
         holder = (sequence, sequence.pages_version)
         if self._holder[place] != holder:
             self._holder[place] = holder

@@ -19,7 +19,10 @@ from deltic.runtime.plan import SpeechPlan, TextPlan
 
 
 class Arena:
-    """Hands out zeroed CPU tensors and counts them. Memory is taken from the system when `touch` is called."""
+    """Hands out zeroed CPU tensors and counts them.
+
+    Memory is taken from the system when `touch` is called.
+    """
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}

@@ -30,7 +30,9 @@ from deltic.runtime.voices import ENCODING_BYTES, MEMORY_BYTES
 
 DEFAULT_SEQS = 32
 DEFAULT_POOL_BYTES = 2 << 30
-"""Pages and slots take this much, and the host tier comes on top, when no --memory-gb is given and it is free."""
+"""Pages and slots take this much, and the host tier comes on top, when no --memory-gb is given and it is
+free.
+"""
 SHORT_MODEL_LEN = 4096
 
 
@@ -41,7 +43,9 @@ def _text_bytes(plan: TextPlan) -> dict[str, int]:
 
 
 def _useful_pages(plan: TextPlan, config: EngineConfig) -> int:
-    """Whoever gives memory, gives it to the prefix cache; else there are pages for what can run, and for as much as could by default."""
+    """Whoever gives memory, gives it to the prefix cache; else there are pages for what can run, and for as
+    much as could by default.
+    """
     if config.prefix_cache and config.memory_gb is not None:
         return plan.left_bytes // plan.page_bytes
     n_sequences = max(plan.max_num_seqs, DEFAULT_SEQS if config.prefix_cache else 1)
@@ -49,14 +53,16 @@ def _useful_pages(plan: TextPlan, config: EngineConfig) -> int:
 
 
 def _modest(plan: TextPlan, config: EngineConfig) -> TextPlan:
-    """Decides the budget, and the host tier where it is not given: what one sequence of full length takes, if there is
-    memory for it."""
+    """Decides the budget, and the host tier where it is not given: what one sequence of full length takes, if
+    there is memory for it.
+    """
     default = plan.host_sequence_bytes if config.cache_host_gb is None else 0
     if config.memory_gb is not None or config.n_pages is not None:
         if default > plan.spare_bytes // CACHE_SHARE:
             default = 0
         return replace(plan, host_bytes=plan.host_bytes + default)
-    # Modest unless told otherwise: what running takes, and something for the cache where that is more than the default.
+    # Modest unless told otherwise: what running takes, and something for the cache where that is more than
+    # the default.
     running = plan.slots_bytes + plan.sequence_bytes
     pools = max(DEFAULT_POOL_BYTES, running + running // 2 if config.prefix_cache else running)
     modest = plan.weight_bytes + plan.workspace_bytes + plan.host_bytes + pools
@@ -130,7 +136,10 @@ class Cpu:
     """What making a runner mostly is, among the stages of a start."""
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
-        """The configuration with the format that the weights will have. Raises ConfigError, CheckpointError."""
+        """The configuration with the format that the weights will have.
+
+        Raises ConfigError, CheckpointError.
+        """
         return replace(config, quantize=resolve_quantize(config, directory))
 
     def free_bytes(self) -> int:
@@ -146,7 +155,9 @@ class Cpu:
     def weights(
         self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[[], Any], progress: Progress
     ) -> Any:
-        """Weights and notices: from a packed model, from the cache, or as `load` gives them (and then into the cache)."""
+        """Weights and notices: from a packed model, from the cache, or as `load` gives them
+        (and then into the cache).
+        """
         shape, n_threads = plan.shape, plan.n_threads
 
         def on_bytes(stage: str) -> Callable[[int, int], None]:

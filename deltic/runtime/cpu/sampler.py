@@ -1,7 +1,8 @@
 """Logits to tokens: the sampling parameters in batch tensors, and the draws read back.
 
-Parameters are kept by place and written once, when a sequence takes the place. Each draw is a function of its row of
-logits, the parameters, the seed and the position (P6): a sequence that is preempted or shares a batch draws the same.
+Parameters are kept by place and written once, when a sequence takes the place. Each draw is a function of its
+row of logits, the parameters, the seed and the position (P6): a sequence that is preempted or shares a batch
+draws the same.
 """
 
 from __future__ import annotations
@@ -186,7 +187,9 @@ class Sampler:
         return n_tokens
 
     def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, Sequence]]) -> None:
-        """Biases and, below min_tokens and in some thoughts, the ids that would end the sequence: ragged lists over the n draws."""
+        """Biases and, below min_tokens and in some thoughts, the ids that would end the sequence: ragged
+        lists over the n draws.
+        """
         d = self._draw_arrays
         self._has_lists = True  # before anything can fail half-way
         bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)

@@ -27,7 +27,10 @@ from deltic.runtime.speaking import Speaker
 
 
 class SpeechRunner(Speaker):
-    """Talker, predictor and vocoder on the CPU, with their memory. Not thread-safe: one engine loop owns it."""
+    """Talker, predictor and vocoder on the CPU, with their memory.
+
+    Not thread-safe: one engine loop owns it.
+    """
 
     def __init__(
         self,
@@ -97,14 +100,20 @@ class SpeechRunner(Speaker):
         program.run()
 
     def _warm_up(self) -> None:
-        """A prompt of one empty row and a frame, through everything; they leave their mark in page 0 and slot 0 only."""
+        """A prompt of one empty row and a frame, through everything.
+
+        They leave their mark in page 0 and slot 0 only.
+        """
         request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
         sequence = Sequence(request, 0, 0, array("i", [0, 0]), n_prompt=1, pages=[0], place=0, slot=0)
         for start in (0, 1):
             self.step(Step(chunks=[Chunk(sequence, start, 1)], draws=[Draw(0, sequence)]))
 
     def step(self, step: Step) -> StepResult:
-        """Runs one forward and the draws. Row i of the logits is chunk i's; each chunk leaves the talker's last output in its slot."""
+        """Runs one forward and the draws.
+
+        Row i of the logits is chunk i's; each chunk leaves the talker's last output in its slot.
+        """
         batch, sampler = self.workspace.batch, self.workspace.sampler
         batch.fill(step)
         sampler.fill(step, list(range(len(step.chunks))))

@@ -1,4 +1,5 @@
-"""A speech model's step in tensors: rows of prompts, frames of decodes, and the parameters of the predictor's draws.
+"""A speech model's step in tensors: rows of prompts, frames of decodes, and the parameters of the predictor's
+draws.
 
 All buffers keep their addresses. Decodes come first in a step, so that the frames are its first rows.
 """
@@ -73,7 +74,10 @@ class SpeechBatch:
         self._codes = self.draws.codes.numpy()
 
     def fill(self, step: Step) -> None:
-        """Writes the step's inputs. Chunk i is sequence i of the forward, its last row gives row i of the logits."""
+        """Writes the step's inputs.
+
+        Chunk i is sequence i of the forward, its last row gives row i of the logits.
+        """
         self._n_texts = 0
         frames: list[int] = []
         at = 0
@@ -152,7 +156,10 @@ class SpeechBatch:
 def _predictor_draws(
     shape: SpeechShape, n_places: int, n_threads: int, place: torch.Tensor, n_frames: torch.Tensor, allocate: Allocate
 ) -> PredictorDraws:
-    """Row m of the logits is frame m's, drawn with the parameters of its place; there are no penalties, biases or bans."""
+    """Row m of the logits is frame m's, drawn with the parameters of its place.
+
+    There are no penalties, biases or bans.
+    """
     i32, f32, n = torch.int32, torch.float32, shape.n_codebook
     zeros = allocate("predictor zeros", (n_places + 1,), i32)
     none = zeros[:0]

@@ -1,7 +1,8 @@
 """Device memory and the recorded step.
 
-Built once: weights, the two memories and the step's buffers are allocated and touched, and the whole step, token ids to
-drawn tokens, is recorded as one program. A step is then: fill the buffers, run the program, read the tokens.
+Built once: weights, the two memories and the step's buffers are allocated and touched, and the whole step,
+token ids to drawn tokens, is recorded as one program. A step is then: fill the buffers, run the program, read
+the tokens.
 """
 
 from __future__ import annotations
@@ -60,15 +61,18 @@ class Runner:
         self.info = engine_info(plan, "cpu", kernels=self.program.instruction_set)
 
     def _warm_up(self) -> None:
-        """One token through everything: threads are started, code is paged in, and a kernel that cannot run here fails
-        now. It leaves its mark in page 0 and slot 0 only, which whoever gets them overwrites."""
+        """One token through everything: threads are started, code is paged in, and a kernel that cannot run
+        here fails now. It leaves its mark in page 0 and slot 0 only, which whoever gets them overwrites.
+        """
         request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
         sequence = Sequence(request, 0, 0, array("i", [0]), n_prompt=1, pages=[0], place=0, slot=0)
         self.step(Step(chunks=[Chunk(sequence, 0, 1)], draws=[Draw(0, sequence)]))
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, fingerprint: str) -> None:
-        """Starts the tiers below the pools, on disk too where there is a directory. Raises ConfigError if that cannot be
-        used."""
+        """Starts the tiers below the pools, on disk too where there is a directory.
+
+        Raises ConfigError if that cannot be used.
+        """
         pages, states, columns = (
             tensor.view(torch.uint8).view(len(tensor), -1).numpy()
             for tensor in (self.memory.pages, self.memory.states, self.memory.columns)
@@ -84,8 +88,11 @@ class Runner:
         )
 
     def step(self, step: Step) -> StepResult:
-        """Runs one forward and the draws. A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or
-        at 0 from the zero state, and leaves its final state in `slot` and those of its snapshots where they say."""
+        """Runs one forward and the draws.
+
+        A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero
+        state, and leaves its final state in `slot` and those of its snapshots where they say.
+        """
         batch, sampler = self.workspace.batch, self.workspace.sampler
         first_row = batch.fill(step)
         sampler.fill(step, first_row)
@@ -103,5 +110,8 @@ class Runner:
         return False
 
     def logits(self, n_rows: int) -> torch.Tensor:
-        """float32 [n_rows, V]: the logits of the last step, in the order of its rows. For tests and benches."""
+        """float32 [n_rows, V]: the logits of the last step, in the order of its rows.
+
+        For tests and benches.
+        """
         return self.workspace.activations.logits[:n_rows]

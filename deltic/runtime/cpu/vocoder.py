@@ -1,6 +1,8 @@
-"""The vocoder's streams on the CPU: their state slots, and passes over them, each stream continued where it was left.
+"""The vocoder's streams on the CPU: their state slots, and passes over them, each stream continued where it
+was left.
 
-A pass, recorded once, is over at most `n_frames` frames of all its streams; what is longer takes several, which changes no bit.
+A pass, recorded once, is over at most `n_frames` frames of all its streams; what is longer takes several,
+which changes no bit.
 """
 
 from __future__ import annotations
@@ -69,8 +71,10 @@ class VocoderStreams:
         self._audio = b.audio.numpy()
 
     def open(self, slot: int, state: Tensor | None = None) -> None:
-        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32 [state_size], of `state_of`, in
-        this process or another). Raises ValueError for a state of another model's size."""
+        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32
+        [state_size], of `state_of`, in this process or another). Raises ValueError for a state of another
+        model's size.
+        """
         if state is None:
             self._states[slot] = 0.0
             return
@@ -92,17 +96,19 @@ class VocoderStreams:
         return Vocoded(self.vocode(chunks))
 
     def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
-        """A stream goes on behind codes whose samples nobody wants, for a tenth of the work: samples are right again, to the bit,
-        SEEN_FRAMES after them. Raises as `vocode`."""
+        """A stream goes on behind codes whose samples nobody wants, for a tenth of the work: samples are
+        right again, to the bit, SEEN_FRAMES after them. Raises as `vocode`.
+        """
         self._check([(slot, codes)])
         for begin in range(0, len(codes), self.n_frames):
             self._pass([(slot, codes)], [(0, begin, min(begin + self.n_frames, len(codes)))], None)
 
     def vocode(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]:
-        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within [-1, 1], at 24 kHz.
+        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within
+        [-1, 1], at 24 kHz.
 
-        Raises ValueError, before anything is changed, for codes outside the codebooks, a slot given twice, and a stream longer
-        than MAX_POSITIONS.
+        Raises ValueError, before anything is changed, for codes outside the codebooks, a slot given twice,
+        and a stream longer than MAX_POSITIONS.
         """
         self._check(chunks)
         out = [np.empty(len(codes) * FRAME_SAMPLES, np.float32) for _, codes in chunks]
@@ -137,7 +143,9 @@ class VocoderStreams:
         part: list[tuple[int, int, int]],
         out: list[NDArray[np.float32]] | None,
     ) -> None:
-        """part: (chunk, from, to) of each stream; out: where the samples go, None: the pre-transformer only."""
+        """part: (chunk, from, to) of each stream. out: where the samples go; None runs the pre-transformer
+        only.
+        """
         at = 0
         for s, (i, begin, end) in enumerate(part):
             slot, codes = chunks[i]

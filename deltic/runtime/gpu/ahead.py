@@ -1,5 +1,6 @@
-"""What a GPU has run ahead of the scheduler, until a step asks for it: tokens (and codes, of a speech model) on their way to the host, and
-logits that wait to be drawn from."""
+"""What a GPU has run ahead of the scheduler, until a step asks for it: tokens (and codes, of a speech model)
+on their way to the host, and logits that wait to be drawn from.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,11 @@ class Pending:
 
 @dataclass(frozen=True)
 class Ahead:
-    """A decode that ran ahead of the scheduler. It is used by the chunk of its sequence that asks for just this, and dropped when any
-    other chunk of it comes, or its end."""
+    """A decode that ran ahead of the scheduler.
+
+    It is used by the chunk of its sequence that asks for just this, and dropped when any other chunk of it
+    comes, or its end.
+    """
 
     position: int
     """Of the token that was fed."""
@@ -67,8 +71,9 @@ class Ahead:
 class Undrawn:
     """Logits of forwards that ran ahead, from which nothing is drawn yet, since the masks were not there.
 
-    They lie where the forward left them. What is not drawn from before the next forward (its mask is late, or its sequence was
-    preempted) is copied to one of the rows behind, of which each sequence has one from the beginning: so there is always room.
+    They lie where the forward left them. What is not drawn from before the next forward (its mask is late, or
+    its sequence was preempted) is copied to one of the rows behind, of which each sequence has one from the
+    beginning: so there is always room.
     """
 
     def __init__(self, logits: Tensor, n_rows: int) -> None:

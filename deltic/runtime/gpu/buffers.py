@@ -38,8 +38,9 @@ class GpuWorkspace:
     prefill: PrefillBuffers
     sample: SampleScratch
     out: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
-    """Of a decode and of a prefill: tokens int32 [P], log-probabilities float32 [P], ids and log-probabilities of the likeliest
-    [P, MAX_LOGPROBS]."""
+    """Of a decode and of a prefill: tokens int32 [P], log-probabilities float32 [P], ids and
+    log-probabilities of the likeliest [P, MAX_LOGPROBS].
+    """
 
 
 def _of(kind: type[ByPlace], views: dict[str, Tensor], **others: Tensor) -> ByPlace:
@@ -87,7 +88,10 @@ class GpuSpeechWorkspace:
     prefill: PromptBuffers
     sample: SampleScratch
     out: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
-    """Of a decode and of a prefill: tokens int32 [P]; the rest is written where log-probabilities are asked for: never."""
+    """Of a decode and of a prefill: tokens int32 [P].
+
+    The rest is written where log-probabilities are asked for: never.
+    """
 
 
 def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -> GpuSpeechWorkspace:

@@ -1,4 +1,6 @@
-"""Which kernels the steps of a plan start: they are walked, and `compile.collecting` notes what Triton would compile."""
+"""Which kernels the steps of a plan start: they are walked, and `compile.collecting` notes what Triton would
+compile.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
 
 
 def _score_prompts(runner: GpuTextRunner) -> None:
-    """Log-probabilities of prompts, which are not recorded (GpuTextRunner._prompt_logprobs), for every number of rows."""
+    """Log-probabilities of prompts, which are not recorded (GpuTextRunner._prompt_logprobs), for every number
+    of rows.
+    """
     buffers, plan = runner.workspace.prefill, runner.plan
     for n in range(1, len(buffers.final) + 1):
         rows, one = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (n, 1))
@@ -56,6 +60,6 @@ def _score_prompts(runner: GpuTextRunner) -> None:
 
 
 def _different_layers(weights: Weights) -> list[Any]:
-    """The first layers, until each kind was there and has had a follower: the others start the same kernels."""
+    """The first layers, up to the one after the last new kind: the others start the same kernels."""
     first = {(type(layer), type(layer.mlp)): i for i, layer in reversed([*enumerate(weights.layers)])}
     return weights.layers[: max(first.values()) + 2]

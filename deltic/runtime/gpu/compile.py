@@ -1,12 +1,15 @@
-"""Compiling the kernels of a configuration before its steps are recorded: all cores at once, and nothing is run.
+"""Compiling the kernels of a configuration before its steps are recorded: all cores at once, and nothing is
+run.
 
-The steps are walked as if they were recorded, with every tensor on torch's "meta" device, which has sizes and strides but no
-memory. Triton specialises a kernel on types, on constants, on integers that are 1 or multiples of 16 and on pointers that are
-multiples of 16, all of which are the same there. What it would compile is noted (tens of kernels) and given to worker processes,
-one for each core, since compiling holds the interpreter's lock; they know the target but never open the device. What they leave
-in Triton's cache on disk, the recording finds: kernels, and the small C modules that start them.
+The steps are walked as if they were recorded, with every tensor on torch's "meta" device, which has sizes and
+strides but no memory. Triton specialises a kernel on types, on constants, on integers that are 1 or multiples
+of 16 and on pointers that are multiples of 16, all of which are the same there. What it would compile is
+noted (tens of kernels) and given to worker processes, one for each core, since compiling holds the
+interpreter's lock; they know the target but never open the device. What they leave in Triton's cache on disk,
+the recording finds: kernels, and the small C modules that start them.
 
-Whatever goes wrong here is logged and costs time only: a kernel that is not in the cache is compiled when it is first started.
+Whatever goes wrong here is logged and costs time only: a kernel that is not in the cache is compiled when it
+is first started.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ SIZES = ("shape", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens")
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to be compiled: a function of a module, and what it is compiled for, as Triton writes it down."""
+    """A kernel to be compiled: a function of a module, and its arguments' types as Triton writes them
+    down.
+    """
 
     module: str
     name: str
@@ -68,7 +73,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """How many kernels there are, how many of them were not in the cache, and how many could not be compiled."""
+    """How many kernels there are, how many were not in the cache, and how many could not be compiled."""
 
     n_kernels: int
     n_compiled: int
@@ -78,9 +83,10 @@ class Report:
 
 @contextmanager
 def collecting() -> Iterator[dict[Job, None]]:
-    """Launches start nothing; the kernels that Triton would compile for them and has not yet are noted, in their order.
+    """Launches start nothing.
 
-    The target and the chip's sizes are those of the current device. Not to be used beside launches of other threads.
+    The kernels that Triton would compile for them and has not yet are noted, in their order. The target and
+    the chip's sizes are those of the current device. Not to be used beside launches of other threads.
     """
     jobs: dict[Job, None] = {}
     hook = triton.knobs.runtime.jit_cache_hook
@@ -115,8 +121,9 @@ def _marker(plan: Plan[Any], levers: Levers) -> Path:
 def fix_keys() -> None:
     """Gives every kernel its key, in one order, before any is used; 0.1 s, the first time.
 
-    The key of a kernel that calls functions with global constants depends, in Triton 3.6, on whether these were given theirs before: what
-    a worker compiled, or another process that served other models, would not be found.
+    The key of a kernel that calls functions with global constants depends, in Triton 3.6, on whether these
+    were given theirs before: what a worker compiled, or another process that served other models, would not
+    be found.
     """
     for name in sorted(module.name for module in pkgutil.iter_modules(gpu.__path__)):
         for function in vars(importlib.import_module(f"{gpu.__name__}.{name}")).values():
@@ -128,7 +135,10 @@ def fix_keys() -> None:
 
 
 class Compilation:
-    """Kernels that worker processes are compiling. `wait` must be called before the first of them is started."""
+    """Kernels that worker processes are compiling.
+
+    `wait` must be called before the first of them is started.
+    """
 
     def __init__(self, n_workers: int) -> None:
         """Starts the workers, which take a few seconds to be ready."""
@@ -215,13 +225,18 @@ class Compilation:
 
 
 class Kernels:
-    """The kernels of a plan on their way into Triton's cache, while something else is done; see `begin_compiling`."""
+    """The kernels of a plan on their way into Triton's cache, while something else is done; see
+    `begin_compiling`.
+    """
 
     def __init__(self, compilation: Compilation | None, marker: Path | None) -> None:
         self._compilation, self._marker = compilation, marker
 
     def wait(self, progress: Progress) -> Report | None:
-        """Returns when they are there, or when that cannot be had; None: nothing was to be done. Does not raise."""
+        """Returns when they are there, or when that cannot be had; None: nothing was to be done.
+
+        Does not raise.
+        """
         if self._compilation is None:
             return None
         try:
@@ -245,10 +260,11 @@ class Kernels:
 def begin_compiling(
     plan: Plan[Any], levers: Levers, collect: Callable[[Plan[Any], Levers], list[Job]], *, again: bool = False
 ) -> Kernels:
-    """Starts to compile the kernels of a plan, unless the cache is known to hold them (again: even then) or there is but one CPU.
-    collect: walks the steps of such a plan.
+    """Starts to compile the kernels of a plan, unless the cache is known to hold them (again: even then) or
+    there is but one CPU. collect: walks the steps of such a plan.
 
-    `wait` is to be called before a kernel is started; weights can be read meanwhile. Does not raise: what fails is logged.
+    `wait` is to be called before a kernel is started; weights can be read meanwhile. Does not raise: what
+    fails is logged.
     """
     if INTERPRETED:
         return Kernels(None, None)
@@ -273,7 +289,9 @@ def begin_compiling(
 
 
 def _set_target(target: GPUTarget) -> Any:
-    """Has Triton compile for this target, whatever is here; gives the class that makes the C module of a kernel, if any."""
+    """Has Triton compile for this target, whatever is here; gives the class that makes the C module of a
+    kernel, if any.
+    """
     driver = next(b.driver for b in backends.values() if b.compiler.supports_target(target))
     try:
         active: Any = driver()
@@ -285,7 +303,9 @@ def _set_target(target: GPUTarget) -> Any:
 
 
 def work(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
-    """Compiles the kernels on the lines of `jobs`; answers each with how many that were not in the cache, and an error."""
+    """Compiles the kernels on the lines of `jobs`; answers each with how many that were not in the cache, and
+    an error.
+    """
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     launcher = _set_target(target)

@@ -1,10 +1,12 @@
-"""Pages and states between a device and the host, for `Tiers`: copies through pinned memory, beside the steps.
+"""Pages and states between a device and the host, for `Tiers`: copies through pinned memory, beside the
+steps.
 
-The steps run on one stream, in order: whoever was given a page or slot writes it after whoever had it before. A copy for the tiers
-is not on that stream, lest it wait for steps that have nothing to do with it. It waits for an event instead, recorded on the
-stream of the steps when the move was asked for: all that may have written the object was started before, a decode that ran ahead
-included, and until the move is done nobody else is given it. A copy to the device has arrived before its move is done, so before
-any step that reads it is started.
+The steps run on one stream, in order: whoever was given a page or slot writes it after whoever had it before.
+A copy for the tiers is not on that stream, lest it wait for steps that have nothing to do with it. It waits
+for an event instead, recorded on the stream of the steps when the move was asked for: all that may have
+written the object was started before, a decode that ran ahead included, and until the move is done nobody
+else is given it. A copy to the device has arrived before its move is done, so before any step that reads it
+is started.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ class Staging:
         self.stream = torch.cuda.Stream(device) if is_gpu else None
 
     def end(self) -> None:
-        """Waits for the copies on the current stream, which is this one's: for an event, since whoever looks for hidden waits lets
-        those pass that are meant."""
+        """Waits for the copies on the current stream, which is this one's: for an event, since whoever looks
+        for hidden waits lets those pass that are meant.
+        """
         if self.stream is not None:
             event = torch.cuda.Event()
             event.record()
@@ -37,14 +40,15 @@ class Staging:
 
 
 class DeviceCopies:
-    """Implements `tiers.Copies`; `page` and `state` are the views that Tiers is given with it. For two threads.
+    """Implements `tiers.Copies`; `page` and `state` are the views that Tiers is given with it.
 
-    Without a GPU, the tensors are in host memory and every copy is made at once: for tests.
+    For two threads. Without a GPU, the tensors are in host memory and every copy is made at once: for tests.
     """
 
     def __init__(self, pages: Sequence[Tensor], states: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """pages, states: what makes up a page or a state, each tensor contiguous, with the page or slot as its first dimension.
-        stream: the one of the steps; None: the tensors are not on a GPU."""
+        """pages, states: what makes up a page or a state, each tensor contiguous, with the page or slot as
+        its first dimension. stream: the one of the steps; None: the tensors are not on a GPU.
+        """
         self._parts = {"page": [_bytes(t) for t in pages], "state": [_bytes(t) for t in states]}
         self._n_bytes = {kind: sum(part.shape[1] for part in parts) for kind, parts in self._parts.items()}
         self._stream = stream
@@ -73,7 +77,10 @@ class DeviceCopies:
         return event
 
     def fetch(self, kind: str, index: int, mark: torch.cuda.Event | None) -> None:
-        """Copies a page or a state to the calling thread's buffer, after what is marked; it is there on return."""
+        """Copies a page or a state to the calling thread's buffer, after what is marked.
+
+        It is there on return.
+        """
         staging = self._staging()
         with self._stream_of(staging, mark):
             at = 0
@@ -84,7 +91,10 @@ class DeviceCopies:
             staging.end()
 
     def store(self, kind: str, index: int, mark: torch.cuda.Event | None) -> None:
-        """Copies the calling thread's buffer to a page or a state, after what is marked; it is there on return."""
+        """Copies the calling thread's buffer to a page or a state, after what is marked.
+
+        It is there on return.
+        """
         staging = self._staging()
         with self._stream_of(staging, mark):
             at = 0

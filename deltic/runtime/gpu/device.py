@@ -157,7 +157,9 @@ def speech(levers: Levers) -> Kind[SpeechShape]:
 
 
 class Gpu:
-    """The device of `build.build_runner` for models on the current GPU; in Triton's interpreter, for tests, where that is set."""
+    """The device of `build.build_runner` for models on the current GPU; in Triton's interpreter, for tests,
+    where that is set.
+    """
 
     name = "cuda"
     made = "record"

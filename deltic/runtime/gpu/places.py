@@ -83,8 +83,10 @@ class Ring:
 
 
 class SideStream:
-    """For what the next draw needs and nothing before it reads: it arrives while a forward still runs. As a context; the stream
-    that is current outside waits for it."""
+    """For what the next draw needs and nothing before it reads: it arrives while a forward still runs.
+
+    As a context; the stream that is current outside waits for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
@@ -102,8 +104,10 @@ class SideStream:
 
 
 class Places:
-    """The table of places, from the host's side. Each change is of one sequence, and brings up to date whatever the device reads of it;
-    `flush` sends them."""
+    """The table of places, from the host's side.
+
+    Each change is of one sequence, and brings up to date whatever the device reads of it; `flush` sends them.
+    """
 
     def __init__(
         self,
@@ -113,7 +117,9 @@ class Places:
         eos_token_ids: tuple[int, ...],
         n_real: int,
     ) -> None:
-        """table, offsets: of `place_table`. masks: int32 [places, words], of the draws. n_real: ids that can be drawn."""
+        """table, offsets: of `place_table`. masks: int32 [places, words], of the draws. n_real: ids that can
+        be drawn.
+        """
         self._table, self._offsets, self._masks = table, offsets, masks
         self._eos, self.n_real = eos_token_ids, n_real
         n_places = len(masks)
@@ -133,7 +139,7 @@ class Places:
         self._write("rows_place", 0, [-1] * n_places, contiguous=True)
 
     def refresh(self, sequence: Sequence) -> int:
-        """Makes its place the sequence's, and brings its row of the page table up to date; gives the place."""
+        """Makes its place the sequence's and updates its row of the page table. Returns the place."""
         place = sequence.place
         assert place is not None
         self._take(place, sequence)
@@ -141,16 +147,18 @@ class Places:
         return place
 
     def move_in(self, sequence: Sequence) -> None:
-        """Prepares the place of a sequence that is about to draw: the sampler leaves the token and its position where a decode reads
-        them."""
+        """Prepares the place of a sequence that is about to draw: the sampler leaves the token and its
+        position where a decode reads them.
+        """
         place, slot = self.refresh(sequence), sequence.slot
         assert slot is not None
         self._write("slot", place, slot)
         self._write("done", place, 0)
 
     def decode(self, sequence: Sequence, token: int, position: int, done: bool = False) -> None:
-        """Has the sequence's next decode read this token, at this position; what a decode that ran ahead left is overwritten.
-        done: the next one leaves the sequence out."""
+        """Has the sequence's next decode read this token, at this position; what a decode that ran ahead left
+        is overwritten. done: the next one leaves the sequence out.
+        """
         place, slot = self.refresh(sequence), sequence.slot
         assert slot is not None and sequence.start_slot is None
         for part, word in (("last_token", token), ("position", position), ("slot", slot), ("done", int(done))):
@@ -160,7 +168,9 @@ class Places:
             self._write("history", place, token, position)
 
     def _write(self, part: str, place: int, values: object, first: int = 0, contiguous: bool = False) -> None:
-        """Sets words of a place's row of a part from word `first` on; contiguous: of the rows that follow, too."""
+        """Sets words of a place's row of a part from word `first` on; contiguous: of the rows that follow,
+        too.
+        """
         begin, width = self._offsets[part]
         words = np.asarray(values)
         if words.dtype in (np.float64, np.float32):
@@ -172,7 +182,9 @@ class Places:
         self._values.append(words)
 
     def _take(self, place: int, sequence: Sequence) -> None:
-        """Makes a place the sequence's: its sampling parameters, and its tokens where penalties count them."""
+        """Makes a place the sequence's: writes its sampling parameters, and its tokens if penalties count
+        them.
+        """
         if self._owner[place] is sequence:
             return
         self._owner[place] = sequence
@@ -222,7 +234,10 @@ class Places:
         self._pages[place] = (sequence, sequence.pages_version, n_pages)
 
     def put_guides(self, sequences: list[Sequence]) -> None:
-        """Says what these, which have guides, may draw next, and sends the masks. What drew with the last ones has been read."""
+        """Says what these, which have guides, may draw next, and sends the masks.
+
+        What drew with the last ones has been read.
+        """
         masks: list[Words] = []
         for sequence in sequences:
             place, guide, row = sequence.place, sequence.guide, -1

@@ -1,7 +1,8 @@
 """A prefill on a GPU: chunks to blocks, and the one copy that brings them.
 
-The tokens of each chunk are laid out in blocks of 64 rows (ops/gpu/blocks.py). Everything that a prefill reads of the schedule
-lies in one buffer of words, for each number of blocks that is recorded: the host fills a pinned copy of it and sends that.
+The tokens of each chunk are laid out in blocks of 64 rows (ops/gpu/blocks.py). Everything that a prefill
+reads of the schedule lies in one buffer of words, for each number of blocks that is recorded: the host fills
+a pinned copy of it and sends that.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class PrefillBatch:
     """The buffers of every recorded size, from the host's side."""
 
     def __init__(self, places: Places, sizes: Rows[int], n_draws: int, spare_page: int, device: torch.device) -> None:
-        """sizes: numbers of blocks, ascending. n_draws: most draws of a step. spare_page: one that is nobody's."""
+        """sizes: numbers of blocks, ascending. n_draws: most draws of a step. spare_page: one that is
+        nobody's.
+        """
         self._places, self._spare_page = places, spare_page
         self._buffers = {n: BlockBuffer.empty(n, n_draws, device) for n in sizes}
         self._ring = Ring(len(self._buffers[sizes[-1]].words), 3, device)
@@ -79,7 +82,9 @@ class PrefillBatch:
         return self._buffers[n_blocks]
 
     def layout(self, step: Step, prefills: list[int]) -> tuple[dict[int, int], int]:
-        """Of the step's chunks `prefills`: the row of each one's last token, and the blocks of the recording they run in."""
+        """Of the step's chunks `prefills`: the row of each one's last token, and the blocks of the recording
+        they run in.
+        """
         ends, n_blocks = {}, 0
         for i in prefills:
             length = step.chunks[i].length
@@ -88,7 +93,9 @@ class PrefillBatch:
         return ends, next(n for n in self._buffers if n >= n_blocks)
 
     def fill(self, step: Step, prefills: list[int]) -> tuple[int, list[Draw]]:
-        """Writes the host's copy; gives the blocks of the recording, and the draws in the order in which it makes them."""
+        """Writes the host's copy; gives the blocks of the recording, and the draws in the order in which it
+        makes them.
+        """
         ends, n_blocks = self.layout(step, prefills)
         buffer = self._buffers[n_blocks]
         self._host = self._ring.take()[: len(buffer.words)]

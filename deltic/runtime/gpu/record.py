@@ -25,10 +25,10 @@ class Recording:
 def record_all(
     bodies: list[Body], stream: torch.cuda.Stream | None, levers: Levers, progress: Callable[[float], None]
 ) -> list[Recording]:
-    """Records each for replays on this stream; the largest come first, so that the smaller ones find their memory in the pool.
-    stream: None without a GPU, where each stays as it is, and is interpreted.
+    """Records each for replays on this stream; the largest come first, so that the smaller ones find their
+    memory in the pool. stream: None without a GPU, where each stays as it is, and is interpreted.
 
-    Each is run once before, which compiles what is new: nobody's rows may be in it.
+    Each is run once before, which compiles new kernels: no sequence may have rows in it.
     """
     if stream is None:
         return [Recording(body, 0) for body in bodies]

@@ -1,17 +1,19 @@
 """What the runners of text and speech share on a GPU: recorded steps, and decodes that run ahead.
 
-Built once: weights, memory and every buffer are allocated, and the steps are recorded as CUDA graphs: a decode for each number of
-rows, a prefill for each number of blocks. A step is then: send what changed, replay, copy the drawn tokens to pinned memory, and
-wait for an event.
+Built once: weights, memory and every buffer are allocated, and the steps are recorded as CUDA graphs: a
+decode for each number of rows, a prefill for each number of blocks. A step is then: send what changed,
+replay, copy the drawn tokens to pinned memory, and wait for an event.
 
-**Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host. It is started for
-all sequences that drew a token before that token was read; the host works on one step while the device runs the next. Its
-tokens are kept by sequence until the scheduler asks for just that one (sequence, position), whatever else that step holds. A
-sequence that ended on the device takes no part; one that was ended by the host has run for nothing: what it wrote was its own,
-and comes before whatever its memory is given to, since all of it is one stream. A preempted one leaves with its state one token
-further than the scheduler knows; that token waits here until it is back.
+**Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
+It is started for all sequences that drew a token before that token was read; the host works on one step while
+the device runs the next. Its tokens are kept by sequence until the scheduler asks for just that one
+(sequence, position), whatever else that step holds. A sequence that ended on the device takes no part; one
+that was ended by the host has run for nothing: what it wrote was its own, and comes before whatever its
+memory is given to, since all of it is one stream. A preempted one leaves with its state one token further
+than the scheduler knows; that token waits here until it is back.
 
-Prefills and decodes of one step are different recordings, so a long prompt beside them does not touch the decodes' bits.
+Prefills and decodes of one step are different recordings, so a long prompt beside them does not touch the
+decodes' bits.
 """
 
 from __future__ import annotations
@@ -52,14 +54,17 @@ BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (512, 4096)
 """Keys up to which decodes have recordings of their own: with fewer splits of attention to skip."""
 N_PENDING = 8
-"""Results on their way to the host, at most: of this step's two kinds of draws, its prefill, and the decode that runs ahead, twice."""
+"""Results on their way to the host, at most: of this step's two kinds of draws, its prefill, and the decode
+that runs ahead, twice.
+"""
 
 
 class GpuRunner(ABC):
     """A model on a GPU, with its memory. Not thread-safe: one engine loop owns it.
 
-    Without a GPU it runs in Triton's interpreter, unrecorded: for tests. A kind of model (text.py, speech.py) allocates memory and
-    buffers, says what a decode and a prefill start, and calls `_record_all` when it is complete.
+    Without a GPU it runs in Triton's interpreter, unrecorded: for tests. A kind of model (text.py, speech.py)
+    allocates memory and buffers, says what a decode and a prefill start, and calls `_record_all` when it is
+    complete.
     """
 
     info: EngineInfo
@@ -108,8 +113,10 @@ class GpuRunner(ABC):
         )
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, model: str) -> Tiers:
-        """Starts the tiers below the pools, on disk too where there is a directory. Raises ConfigError if that cannot be
-        used."""
+        """Starts the tiers below the pools, on disk too where there is a directory.
+
+        Raises ConfigError if that cannot be used.
+        """
         copies = DeviceCopies(self._pages, self._states, self.stream)
         n_units = self.plan.n_host_units
         host = np.empty((n_units, self.info.page_bytes), np.uint8) if n_units else None
@@ -135,7 +142,10 @@ class GpuRunner(ABC):
 
     @abstractmethod
     def _forward_body(self, n: int, max_len: int) -> Body:
-        """Of a decode of n rows, none with more than max_len keys; with its draws, unless `_draw_jobs` has them."""
+        """Of a decode of n rows, none with more than max_len keys.
+
+        With its draws, unless `_draw_jobs` has them.
+        """
 
     def _draw_jobs(self) -> list[Job]:
         """Draws of decodes that are recorded apart from their forwards."""
@@ -177,8 +187,8 @@ class GpuRunner(ABC):
     def step(self, step: Step) -> StepResult:
         """Runs one step, and starts the decode that follows it.
 
-        A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero state, and leaves its
-        final state in `slot` and those of its snapshots where they say.
+        A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero
+        state, and leaves its final state in `slot` and those of its snapshots where they say.
         """
         with torch.cuda.stream(self.stream):
             return self._step(step)
@@ -215,7 +225,10 @@ class GpuRunner(ABC):
         return result
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
-        """What was drawn ahead of these. One that was preempted since then is elsewhere now, and goes on there."""
+        """What was drawn ahead of these.
+
+        One that was preempted since then is elsewhere now, and goes on there.
+        """
         results: dict[Sequence, Pending] = {}
         for sequence in sequences:
             ahead = self._ahead.pop(sequence)
@@ -285,8 +298,9 @@ class GpuRunner(ABC):
     # Running ahead.
 
     def _following(self, step: Step) -> tuple[list[Sequence], int]:
-        """Those that draw in this step and whose next decode can be started: they have a page for one token more and, if they speak, a
-        text for it. And the most keys of one of them."""
+        """Those that draw in this step and whose next decode can be started: they have a page for one token
+        more and, if they speak, a text for it. And the most keys of one of them.
+        """
         sequences, n_keys = [], 0
         for draw in step.draws if self.levers.run_ahead else []:
             sequence, request = draw.sequence, draw.sequence.request
@@ -302,7 +316,8 @@ class GpuRunner(ABC):
 
     def _run_ahead(self, sequences: list[Sequence], n_keys: int) -> None:
         """Starts their next decode."""
-        # What nobody asked for is of sequences that have ended, or that have no chunk in this step: preempted ones, mostly.
+        # What nobody asked for is of sequences that have ended, or that have no chunk in this step: preempted
+        # ones, mostly.
         for sequence in [s for s in self._ahead if s.finish_reason is not None]:
             self._drop(sequence)
         self._ahead = {s: ahead.only(s) for s, ahead in self._ahead.items()}

@@ -1,7 +1,7 @@
 """A speech model on a GPU: its memory and its recorded steps; the vocoder is beside it (vocoder.py).
 
-A decode also makes the codes of the frame whose code 0 it was fed; they come with the token. What it leaves for the next one is the
-talker's last output, in the state slot.
+A decode also makes the codes of the frame whose code 0 it was fed; they come with the token. What it leaves
+for the next one is the talker's last output, in the state slot.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class SpeechPlaces(Places):
         self._n_texts = [0] * len(self._owner)
 
     def refresh(self, sequence: Sequence) -> int:
-        """Brings the place's texts up to date, too: those of an utterance that is spoken while it is written become more."""
+        """Brings the place's texts up to date, too: those of an utterance that is spoken while it is written
+        become more.
+        """
         is_new = sequence.place is None or self._owner[sequence.place] is not sequence
         place = super().refresh(sequence)
         if is_new:
@@ -144,7 +146,9 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         return super()._prefill(step, prefills)
 
     def _fill_voice(self, sequence: Sequence, start: int, length: int, row: int) -> None:
-        """Puts rows that are the voice's where the prefill reads them: its tokens start .. start + length from row `row` on."""
+        """Puts rows that are the voice's where the prefill reads them: its tokens start .. start + length
+        from row `row` on.
+        """
         voice = sequence.voice
         if voice is None:
             return

@@ -1,8 +1,9 @@
 """A text model on a GPU: its memory, its recorded steps, masks and log-probabilities.
 
-**Masks.** A sequence that follows a grammar draws with a mask, which the host makes from the token before. So where one decodes, only
-the forward runs ahead, of all of them: masks are made meanwhile, and the next step begins by drawing. One whose mask is late
-keeps its logits for a later step. In a thought nothing is masked, but nothing runs ahead behind the token that ends it.
+**Masks.** A sequence that follows a grammar draws with a mask, which the host makes from the token before. So
+where one decodes, only the forward runs ahead, of all of them: masks are made meanwhile, and the next step
+begins by drawing. One whose mask is late keeps its logits for a later step. In a thought nothing is masked,
+but nothing runs ahead behind the token that ends it.
 """
 
 from __future__ import annotations
@@ -197,8 +198,10 @@ class GpuTextRunner(GpuRunner):
         return pending
 
     def _prompt_logprobs(self, step: Step, prefills: list[int], i: int) -> list[TokenLogprob]:
-        """Log-probabilities of the prompt's tokens behind those of chunk i, from what the prefill left. Not recorded, and waits:
-        few ask for it."""
+        """Log-probabilities of the prompt's tokens behind those of chunk i, from what the prefill left.
+
+        Not recorded, and waits: few ask for it.
+        """
         chunk = step.chunks[i]
         sequence, params = chunk.sequence, chunk.sequence.request.params
         ends, n_blocks = self._prefill_batch.layout(step, prefills)
@@ -238,8 +241,10 @@ class GpuTextRunner(GpuRunner):
     # For tests and benches.
 
     def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
-        """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back. No sequence may be open,
-        nor anything cached: pages and slots are used as they come."""
+        """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back.
+
+        No sequence may be open, nor anything cached: pages and slots are used as they come.
+        """
         with torch.cuda.stream(self.stream):
             return self._replay_ms(n_rows, n_keys, n_replays, n_rounds)
 

@@ -1,7 +1,7 @@
 """The vocoder on a GPU: its memory, recorded chunks, and a stream of its own, beside the talker's steps.
 
-A chunk of B streams with F new frames each is recorded for some B and F; what is asked for is cut into such pieces, which changes no
-bit. Nothing is waited for until somebody asks for the samples.
+A chunk of B streams with F new frames each is recorded for some B and F; what is asked for is cut into such
+pieces, which changes no bit. Nothing is waited for until somebody asks for the samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ MAX_FRAMES = 256
 N_INPUTS = 8
 """Pinned buffers for inputs, used in turn."""
 N_HELD = 4
-"""Pinned buffers of each size for samples, that there are from the beginning: more are made when they are needed."""
+"""Pinned buffers of each size for samples, that there are from the beginning: more are made when they are
+needed.
+"""
 
 Chunk = tuple[int, NDArray[np.int32]]
 
@@ -136,8 +138,10 @@ class GpuVocoderStreams:
         return [*self._chunks.values(), *self._skims.values()]
 
     def open(self, slot: int, state: Tensor | None = None) -> None:
-        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32 [state_size], of `state_of`).
-        Raises ValueError for a state of another model or device."""
+        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32
+        [state_size], of `state_of`).
+        Raises ValueError for a state of another model or device.
+        """
         if state is not None and (state.dtype != torch.float32 or state.shape != (self.state_size,)):
             found = f"{state.dtype} {list(state.shape)}"
             raise ValueError(f"a vocoder state of this model and device is float32 [{self.state_size}], not {found}")
@@ -156,9 +160,11 @@ class GpuVocoderStreams:
         return state
 
     def vocode(self, chunks: Sequence[Chunk]) -> list[NDArray[np.float32]]:
-        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within [-1, 1], at 24 kHz. Waits.
+        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within
+        [-1, 1], at 24 kHz. Waits.
 
-        Raises ValueError, before anything is changed, for codes outside the codebooks, and for a slot given twice.
+        Raises ValueError, before anything is changed, for codes outside the codebooks, and for a slot given
+        twice.
         """
         return self.begin(chunks).samples()
 
@@ -186,8 +192,10 @@ class GpuVocoderStreams:
         return VocodedGpu(rows, None if begin is None or end is None else (begin, end))
 
     def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
-        """A stream goes on behind codes whose samples nobody wants: they are right again SEEN_FRAMES after them (models/vocoder/cpu.py).
-        Raises as `vocode`. Does not wait."""
+        """A stream goes on behind codes whose samples nobody wants: they are right again SEEN_FRAMES after
+        them (models/vocoder/cpu.py).
+        Raises as `vocode`. Does not wait.
+        """
         self._check([(slot, codes)])
         done = 0
         with torch.cuda.stream(self.stream):
@@ -207,7 +215,9 @@ class GpuVocoderStreams:
             raise ValueError("two chunks of one stream; join them")
 
     def _run(self, pieces: list[Chunk], f: int) -> Tensor:
-        """Starts one recorded chunk and the way of its samples to the host: float32 [pieces, samples], pinned."""
+        """Starts one recorded chunk and the way of its samples to the host: float32 [pieces, samples],
+        pinned.
+        """
         b = next(b for b in self._batches if b >= len(pieces))
         self._send(pieces, b, f)
         self._chunks[b, f].run()
@@ -220,7 +230,9 @@ class GpuVocoderStreams:
         return torch.empty(n_frames * self.frame_samples, dtype=torch.float32, pin_memory=self.is_gpu)
 
     def _send(self, pieces: list[Chunk], b: int, f: int) -> None:
-        """Starts the way of slots and codes to where the recording of b streams with f frames each reads them."""
+        """Starts the way of slots and codes to where the recording of b streams with f frames each reads
+        them.
+        """
         most = self._batches[-1]
         n = most + b * f * N_CODES
         buffer = self._inputs.take()

@@ -1,7 +1,7 @@
 """Anthropic's Messages API, for agents that speak no other: POST /v1/messages and /v1/messages/count_tokens.
 
-A body becomes a ChatRequest (server/api/anthropic_protocol.py), so that there is one way to the engine; the answer's pieces become
-content blocks here.
+A body becomes a ChatRequest (server/api/anthropic_protocol.py), so that there is one way to the engine; the
+answer's pieces become content blocks here.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ _NAMES = (
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """An error about a ChatRequest, in this API's names. Agents shorten their history when they read `prompt is too long`."""
+    """An error about a ChatRequest, in this API's names.
+
+    Agents shorten their history when they read `prompt is too long`.
+    """
     if error.code == "context_length_exceeded":
         limit, n_prompt = re.findall(r"\d+", error.message)[:2]
         error.message = f"prompt is too long: {n_prompt} tokens > {int(limit) - 1} maximum"
@@ -135,7 +138,9 @@ class MessageAnswer(Items):
     """One answer: its content blocks so far, and the events that say what was added to them."""
 
     def __init__(self, message_id: str, model: str, *, silent: bool, clipped: bool, omits: bool) -> None:
-        """silent: nothing is shown. clipped: the context leaves less than max_tokens. omits: no thoughts are shown."""
+        """silent: nothing is shown. clipped: the context leaves less than max_tokens. omits: no thoughts are
+        shown.
+        """
         super().__init__()
         self._silent = silent
         self._clipped = clipped

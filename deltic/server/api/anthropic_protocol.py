@@ -1,17 +1,21 @@
-"""What Anthropic's Messages API says on the wire, and how it becomes a ChatRequest. What the two see differently:
+"""What Anthropic's Messages API says on the wire, and how it becomes a ChatRequest.
 
-- Without `thinking` the model does not think, unless its template has no switch. Thoughts given back go to the template.
-- Messages of one role in a row are one turn. Tool results come first in theirs and in the order of the calls, since a template
-  that shows no ids tells them apart by their places; then the user's text.
-- A `system` message in the middle becomes a `<system-reminder>` in the user's turn: the family's templates take a system message
-  at the start only, and one that moved there would change the prompt's beginning, which the prefix cache needs.
+What the two see differently:
+
+- Without `thinking` the model does not think, unless its template has no switch. Thoughts given back go to
+  the template.
+- Messages of one role in a row are one turn. Tool results come first in theirs and in the order of the calls,
+  since a template that shows no ids tells them apart by their places; then the user's text.
+- A `system` message in the middle becomes a `<system-reminder>` in the user's turn: the family's templates
+  take a system message at the start only, and one that moved there would change the prompt's beginning, which
+  the prefix cache needs.
 - A last message of the assistant is continued.
 
-Accepted and ignored, since they ask for nothing that could show in an answer: `metadata`, `service_tier`, `thread` that is created, and what
-stands last in MessagesRequest; `cache_control` (the prefix
-cache is automatic), `eager_input_streaming` (always), `defer_loading` (every tool is loaded from the start), `citations` and `caller`
-of blocks given back, redacted thoughts (nobody here can read them), and
-whatever else stands in what the model said or a tool gave.
+Accepted and ignored, since they ask for nothing that could show in an answer: `metadata`, `service_tier`,
+`thread` that is created, and what stands last in MessagesRequest; `cache_control` (the prefix cache is
+automatic), `eager_input_streaming` (always), `defer_loading` (every tool is loaded from the start),
+`citations` and `caller` of blocks given back, redacted thoughts (nobody here can read them), and whatever
+else stands in what the model said or a tool gave.
 """
 
 from __future__ import annotations
@@ -38,8 +42,10 @@ from deltic.server.api.messages import Message as ChatMessage
 from deltic.server.errors import THREAD_NOT_FOUND, ApiError, bad_request
 
 ATTRIBUTION = "x-anthropic-billing-header:"
-"""How a line begins that some agents put before their system prompt. It is for Anthropic's servers and other in every request, so
-with it no prompt would begin as the one before."""
+"""How a line begins that some agents put before their system prompt.
+
+It is for Anthropic's servers and other in every request, so with it no prompt would begin as the one before.
+"""
 
 REMINDER = "<system-reminder>"
 
@@ -99,7 +105,10 @@ KINDS: dict[str, dict[str, type[Block]]] = {
     "system": {"text": Text},
     "tool_result": {"text": SaidText, "tool_reference": ToolReference},
 }
-"""The content blocks that are understood, by where they stand. Of the assistant's, others are ignored: a model wrote them."""
+"""The content blocks that are understood, by where they stand.
+
+Of the assistant's, others are ignored: a model wrote them.
+"""
 
 
 class UserTurn(Struct, tag="user", tag_field="role", forbid_unknown_fields=True):
@@ -140,7 +149,10 @@ class ThinkingConfig(Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: protocol.Positive | None = None
     display: Literal["summarized", "omitted"] | None = None
-    """omitted: the thought travels in its signature only; there are no summaries, shown thoughts are whole."""
+    """omitted: the thought travels in its signature only.
+
+    There are no summaries, shown thoughts are whole.
+    """
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True):
@@ -208,8 +220,9 @@ class MessagesRequest(CountTokensRequest):
 
 
 def chat_request(asked: CountTokensRequest, variables: Set[str], thinks: bool | None = False) -> protocol.ChatRequest:
-    """The chat that a body asks for. variables: the settings of the model's template; thinks: whether it thinks where the body does
-    not say (None: the operator's setting holds). Raises ApiError (400)."""
+    """The chat that a body asks for. variables: the settings of the model's template; thinks: whether it
+    thinks where the body does not say (None: the operator's setting holds). Raises ApiError (400).
+    """
     if isinstance(asked.thread, HeldThread):
         said = "thread: this server holds none; send the whole history"
         raise ApiError(404, said, param="thread", code=THREAD_NOT_FOUND)
@@ -248,7 +261,10 @@ def chat_request(asked: CountTokensRequest, variables: Set[str], thinks: bool | 
 
 
 def _keeps_thoughts(asked: CountTokensRequest) -> bool:
-    """Whether the thoughts of all turns are to stay, not of the last one only. Raises ApiError (400) for other edits."""
+    """Whether the thoughts of all turns are to stay, not of the last one only.
+
+    Raises ApiError (400) for other edits.
+    """
     keeps = False
     for i, edit in enumerate(asked.context_management.edits if asked.context_management else []):
         keep = edit.get("keep", _LAST_TURN)
@@ -363,8 +379,11 @@ def _texts(blocks: Sequence[Block]) -> list[str]:
 
 
 def _user_messages(blocks: list[Block], called: list[str]) -> list[ChatMessage]:
-    """called: ids of the calls before. A reminder beside results goes with the last of them: a message of its own would be a
-    question to the template, which drops the thoughts before one."""
+    """called: ids of the calls before.
+
+    A reminder beside results goes with the last of them: a message of its own would be a question to the
+    template, which drops the thoughts before one.
+    """
     results = [block for block in blocks if isinstance(block, ToolResult)]
     places = {call_id: place for place, call_id in enumerate(called)}
     results.sort(key=lambda result: places.get(result.tool_use_id, len(called)))

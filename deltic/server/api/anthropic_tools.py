@@ -1,7 +1,9 @@
-"""Tools of Anthropic's that the client runs: a request names their type, and the model knows their parameters by heart.
+"""Tools of Anthropic's that the client runs: a request names their type, and the model knows their parameters
+by heart.
 
-Other models do not, so here they have a description and a schema, after which a call is what such a client expects: `bash`,
-the text editor, and the memory. Tools that Anthropic's servers run have none: nobody here would answer their calls.
+Other models do not, so here they have a description and a schema, after which a call is what such a client
+expects: `bash`, the text editor, and the memory. Tools that Anthropic's servers run have none: nobody here
+would answer their calls.
 """
 
 from __future__ import annotations

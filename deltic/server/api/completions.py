@@ -1,7 +1,8 @@
 """Chats and completions of the OpenAI API, and what every other door into a chat shares with them.
 
-A body becomes a checked struct and a Generation, its pieces become JSON. A door of another form (server/api/responses.py,
-server/api/anthropic.py) makes a ChatRequest of its own body, takes `prepare_chat` and `chat_generation`, and writes its own events.
+A body becomes a checked struct and a Generation, its pieces become JSON. A door of another form
+(server/api/responses.py, server/api/anthropic.py) makes a ChatRequest of its own body, takes `prepare_chat`
+and `chat_generation`, and writes its own events.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from deltic.server.transport import EventStream, LargeResponse, read_body, unles
 from deltic.text import Tokenizer
 
 MAX_HELD = 1000
-"""Pieces that wait for the prompt before them to be written, until those of a client that does not read are treated as any stream's."""
+"""Pieces that wait for the prompt before them to be written, until those of a client that does not read are
+treated as any stream's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,10 @@ class Prepared:
 
 
 def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
-    """Any door's chat, as a ChatRequest, on its way to the engine. Slow for long ones: see Service.prepare. Raises ApiError."""
+    """Any door's chat, as a ChatRequest, on its way to the engine.
+
+    Slow for long ones: see Service.prepare. Raises ApiError.
+    """
     check(service, chat)
     kept = protocol.kept_tokens(chat, info, service.default_length)
     prompt, tools = render(service.template, chat, protocol.context_limit(info), kept)
@@ -357,7 +363,9 @@ class AnswerStream(PieceStream):
 
 
 class EchoStream(AnswerStream):
-    """The chunks of a completion behind those of its prompts, which are made a few at a time: others go on meanwhile."""
+    """The chunks of a completion behind those of its prompts, which are made a few at a time: others go on
+    meanwhile.
+    """
 
     __slots__ = ("_completion", "_echo", "_held", "_n", "_waiting", "_writing")
 

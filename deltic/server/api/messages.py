@@ -1,9 +1,10 @@
 """The messages of a chat on the wire, and what the chat template is given of them.
 
-What a person or a program asks (system, developer, user) is read to the letter: an unknown field, or a part that is not text, is a
-400 that names it. What a model or a library wrote into the history (assistant, tool, function, and their calls) may have any
-further field, as client libraries add their own (`provider_specific_fields`, `thinking_blocks`, ...): those say nothing to the
-model, and are ignored. So are an assistant's parts that are not text, but not a tool's, whose result would be missing.
+What a person or a program asks (system, developer, user) is read to the letter: an unknown field, or a part
+that is not text, is a 400 that names it. What a model or a library wrote into the history (assistant, tool,
+function, and their calls) may have any further field, as client libraries add their own
+(`provider_specific_fields`, `thinking_blocks`, ...): those say nothing to the model, and are ignored. So are
+an assistant's parts that are not text, but not a tool's, whose result would be missing.
 """
 
 from __future__ import annotations

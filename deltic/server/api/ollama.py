@@ -1,7 +1,9 @@
-"""Ollama's API, for programs that know no other: /api/chat, /api/generate, and what says which models there are.
+"""Ollama's API, for programs that know no other: /api/chat, /api/generate, and what says which models there
+are.
 
-A body becomes a ChatRequest (ollama_protocol.py), or with `raw` a CompletionRequest, and goes the way of all; the answer's pieces become
-lines of JSON here. A line is whole: a tool call is told when its arguments have ended.
+A body becomes a ChatRequest (ollama_protocol.py), or with `raw` a CompletionRequest, and goes the way of all;
+the answer's pieces become lines of JSON here. A line is whole: a tool call is told when its arguments have
+ended.
 """
 
 from __future__ import annotations
@@ -163,7 +165,10 @@ class LinesAnswer:
         return {"message": {"role": "assistant", "content": content} | thought | called} | scores
 
     def _counts(self, usage: Usage, reason: str | None) -> dict[str, Any]:
-        """Durations in nanoseconds; programs divide by them, so none is 0. The wait for a place stands where Ollama loads."""
+        """Durations in nanoseconds; programs divide by them, so none is 0.
+
+        The wait for a place stands where Ollama loads.
+        """
         times = {name: max(1, round(ms * NS)) for name, ms in usage.timing.items()}
         return {
             "done": True,

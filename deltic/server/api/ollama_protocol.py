@@ -1,9 +1,10 @@
 """What Ollama's API says on the wire, and how it becomes a ChatRequest, or with `raw` a CompletionRequest.
 
-What asks for nothing that could show in an answer is accepted: `keep_alive` (a model stays as long as its server), and the options that
-say how a model is loaded and computed (`num_gpu`, `num_thread`, ...). `num_ctx` is the most that prompt and answer may have, where it is less
-than what the server has; programs that send a large one by habit get what there is, and a prompt that does not fit is refused, not
-shortened. What messages of the history have beyond the fields below is passed over.
+What asks for nothing that could show in an answer is accepted: `keep_alive` (a model stays as long as its
+server), and the options that say how a model is loaded and computed (`num_gpu`, `num_thread`, ...). `num_ctx`
+is the most that prompt and answer may have, where it is less than what the server has; programs that send a
+large one by habit get what there is, and a prompt that does not fit is refused, not shortened. What messages
+of the history have beyond the fields below is passed over.
 """
 
 from __future__ import annotations
@@ -204,7 +205,10 @@ def chat_request(asked: Asked) -> protocol.ChatRequest:
 
 
 def completion_request(asked: GenerateRequest, longest: int) -> protocol.CompletionRequest:
-    """The completion that a checked body with `raw` asks for. longest: its answer where it says nothing. Raises ApiError (400)."""
+    """The completion that a checked body with `raw` asks for. longest: its answer where it says nothing.
+
+    Raises ApiError (400).
+    """
     for field in ("system", "think"):
         if getattr(asked, field):
             raise bad_request(field, "has no meaning with raw: true; leave it out")

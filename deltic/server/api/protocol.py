@@ -1,12 +1,15 @@
 """What the OpenAI API says on the wire, and how it becomes a Request of the engine.
 
-Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field, a value out of range,
-and a feature that is not supported unless its value asks for nothing (`echo: false`; see NEUTRAL). Extra fields are named as in
-vLLM, SGLang, llama.cpp and OpenRouter; see `settle` for those that say the same as others. The history of a chat is in messages.py.
+Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field,
+a value out of range, and a feature that is not supported unless its value asks for nothing (`echo: false`;
+see NEUTRAL). Extra fields are named as in vLLM, SGLang, llama.cpp and OpenRouter; see `settle` for those that
+say the same as others. The history of a chat is in messages.py.
 
-Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `store` (of a chat), `prediction`,
-`prompt_cache_*`, `safety_identifier`, `keep_alive`, `num_ctx`; `add_special_tokens` and `spaces_between_special_tokens`, as the family's tokenizers have neither.
-Wishes that an answer declines: `service_tier` (the answer says "default"), `verbosity` unless the template reads it.
+Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `store`
+(of a chat), `prediction`, `prompt_cache_*`, `safety_identifier`, `keep_alive`, `num_ctx`;
+`add_special_tokens` and `spaces_between_special_tokens`, as the family's tokenizers have neither.
+Wishes that an answer declines: `service_tier` (the answer says "default"), `verbosity` unless the template
+reads it.
 A tool's own description (all of `tools` but `cache_control`) goes to the template as it was sent.
 """
 
@@ -173,7 +176,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenRouter's
     "transforms": ([],),
 }
-"""Fields that are known and not supported, and their values, besides null, that ask for nothing: with these they are accepted."""
+"""Fields that are known and not supported, and their values, besides null, that ask for nothing: with these
+they are accepted.
+"""
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -280,9 +285,11 @@ _ONLY_FALSE = re.compile(r"Invalid enum value True")
 
 
 def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None) -> T:
-    """The JSON in a request's body as `kind`. note: takes the names of fields at its top that are not known, which are left out then.
+    """The JSON in a request's body as `kind`. note: takes the names of fields at its top that are not known,
+    which are left out then.
 
-    Raises ApiError (400) naming the field at fault."""
+    Raises ApiError (400) naming the field at fault.
+    """
     try:
         try:
             return msgspec.json.decode(body, type=kind)
@@ -312,9 +319,11 @@ def convert(value: Any, kind: Any, path: str) -> Any:
 
 
 def _drop_unasked(value: dict[str, Any], kind: Any, note: Callable[[str], None] | None) -> None:
-    """Deletes fields that `kind` does not know and that ask for nothing, or, with `note`, whatever they ask for.
+    """Deletes fields that `kind` does not know and that ask for nothing, or, with `note`, whatever they ask
+    for.
 
-    Raises ApiError (400) for one of NEUTRAL that asks for something."""
+    Raises ApiError (400) for one of NEUTRAL that asks for something.
+    """
     config = getattr(kind, "__struct_config__", None)
     if config is None or not config.forbid_unknown_fields:
         return
@@ -334,8 +343,10 @@ _STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
 def _without_null_fields(value: Any, kind: Any, root: str, error: msgspec.ValidationError) -> Any:
-    """`value` as `kind`, less fields that `kind` does not know and that are null: a client library's own structs have such, and
-    they ask for nothing. `value` is changed. error: what was wrong so far. Raises ApiError (400)."""
+    """`value` as `kind`, less fields that `kind` does not know and that are null: a client library's own
+    structs have such, and they ask for nothing. `value` is changed. error: what was wrong so far. Raises
+    ApiError (400).
+    """
     for _ in range(MAX_NULL_FIELDS):
         match = _PLACE.match(str(error))
         unknown = _UNKNOWN.fullmatch(match.group(1)) if match else None
@@ -350,7 +361,10 @@ def _without_null_fields(value: Any, kind: Any, root: str, error: msgspec.Valida
 
 
 def _drop_nulls(value: Any, steps: list[str], field: str) -> bool:
-    """Deletes `field` where it is null: at this place, and at those that differ from it in an index only. Whether there was one."""
+    """Deletes `field` where it is null: at this place, and at those that differ from it in an index only.
+
+    Whether there was one.
+    """
     if not steps:
         if not isinstance(value, dict) or value.get(field, 0) is not None:
             return False
@@ -363,7 +377,10 @@ def _drop_nulls(value: Any, steps: list[str], field: str) -> bool:
 
 
 def _refusal(text: str, root: str = "") -> Exception:
-    """The 400 for a message of msgspec's, which ends in the path of the value: ` - at `$.messages[0].role``."""
+    """The 400 for a message of msgspec's.
+
+    The message ends in the path of the value: ` - at `$.messages[0].role``.
+    """
     match = _PLACE.match(text)
     reason, path = (match.group(1), match.group(2) or "") if match else (text, "")
     path = f"{root}.{path}" if root and path and path[0] != "[" else root + path
@@ -378,7 +395,10 @@ def _refusal(text: str, root: str = "") -> Exception:
 
 
 def settle(request: Sampling) -> None:
-    """Writes what came in another server's words into the fields that are read. Raises ApiError (400) for a contradiction."""
+    """Writes what came in another server's words into the fields that are read.
+
+    Raises ApiError (400) for a contradiction.
+    """
 
     def put(field: str, name: str, value: Any) -> None:
         if value is None:
@@ -416,7 +436,9 @@ def settle(request: Sampling) -> None:
 
 
 class SamplingDefaults(Struct, frozen=True):
-    """What a request gets that names no value: of the checkpoint's generation_config.json, or as the operator says."""
+    """What a request gets that names no value: of the checkpoint's generation_config.json, or as the operator
+    says.
+    """
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     top_p: Probability = 1.0
@@ -430,7 +452,8 @@ class SamplingDefaults(Struct, frozen=True):
     def load(cls, directory: Path, about: ModelConfig | None = None) -> SamplingDefaults:
         """about: --generation-config and --override-generation-config. directory: the checkpoint's.
 
-        Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type; ConfigError.
+        Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type;
+        ConfigError.
         """
         about = about or ModelConfig()
         path = _generation_config(about.generation_config, directory)
@@ -514,10 +537,11 @@ def prompt_too_long(param: str, n_prompt: str, limit: int) -> ApiError:
 
 
 def kept_tokens(request: Sampling, info: EngineInfo, default: int | None) -> int | None:
-    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; None: all. Raises ApiError (400) for more than the context
-    holds.
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; None: all.
 
-    default: as of `answer_length`; the prompt leaves room for so much where the answer may have any length."""
+    Raises ApiError (400) for more than the context holds. default: as of `answer_length`; the prompt leaves
+    room for so much where the answer may have any length.
+    """
     most, limit = request.truncate_prompt_tokens, context_limit(info)
     if most is None:
         return None
@@ -664,7 +688,10 @@ SWITCHES = ("enable_thinking", "preserve_thinking")
 
 
 def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Variables for the chat template; `reasoning_effort` also sets `enable_thinking`. Raises ApiError (400)."""
+    """Variables for the chat template; `reasoning_effort` also sets `enable_thinking`.
+
+    Raises ApiError (400).
+    """
     settings = dict(request.chat_template_kwargs or {})
     settings.pop("thinking_budget", None)  # ours, not the template's
     for name in ("messages", "tools", "add_generation_prompt"):
@@ -686,7 +713,10 @@ def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def shown_by_template(request: ChatRequest | TokenizeRequest, variables: Set[str]) -> dict[str, Any]:
-    """Variables that a template has only where it reads them. Raises ApiError (400) for documents that nobody would see."""
+    """Variables that a template has only where it reads them.
+
+    Raises ApiError (400) for documents that nobody would see.
+    """
     documents, verbosity = getattr(request, "documents", None), getattr(request, "verbosity", None)
     if documents and "documents" not in variables:
         raise bad_request(

@@ -1,6 +1,7 @@
 """The Responses API of OpenAI: /v1/responses, whole and as events, and what is kept of it.
 
-A request becomes a ChatRequest (responses_protocol.py) and goes the way of all chats; here its pieces become items.
+A request becomes a ChatRequest (responses_protocol.py) and goes the way of all chats; here its pieces become
+items.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
     info = service.admit()
     asked, prepared = await _read(service, request, lambda chat: prepare_chat(service, chat, info))
     if request.scope[TICKET].is_batch and asked.request.store is None:
-        asked.request.store = False  # a batch's answers are in its file, and would drive out those that people continue
+        # A batch's answers are in its file; stored, they would drive out those that people continue.
+        asked.request.store = False
     response_id = request.scope["deltic.answer_id"] = f"resp_{secrets.token_hex(24)}"
     generation = chat_generation(service, prepared, response_id, request.scope[TICKET])
     said = ResponseAnswer(response_id, asked.request, service)
@@ -147,9 +149,11 @@ async def _read(service: Service, request: Request, work: Callable[[protocol.Cha
 def _fitted(
     asked: wire.ResponsesRequest, items: list[tuple[str, wire.Item]], work: Callable[[protocol.ChatRequest], T]
 ) -> T:
-    """`work` on the chat of these items; with truncation "auto", on that of as many of the latest turns as the context holds.
+    """`work` on the chat of these items.
 
-    Raises ApiError."""
+    With truncation "auto", on that of as many of the latest turns as the context holds.
+    Raises ApiError.
+    """
     try:
         return work(wire.chat_request(asked, items))
     except ApiError as error:
@@ -450,7 +454,9 @@ class ResponseAnswer(Items):
         return plain | {"summary": [], "content": content} | sealed
 
     def _take_scores(self) -> list[msgspec.Raw]:
-        """Log-probabilities of what was added to the message, encoded once: they are in its part, too, which comes four times."""
+        """Log-probabilities of what was added to the message, encoded once: they are in its part, too, which
+        comes four times.
+        """
         if not self._scores.entries:
             return []
         scores, self._scores = self._scores, answer.Scores()
@@ -478,10 +484,11 @@ def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")
 
 
 def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> bytes:
-    """The events of a response that is complete behind the one of this number. They have the numbers that they had as the response
-    was made; deltas that followed each other come as one, with the number of the last.
+    """The events of a response that is complete behind the one of this number.
 
-    ends: as of Stored."""
+    They have the numbers that they had as the response was made; deltas that followed each other come as one,
+    with the number of the last. ends: as of Stored.
+    """
     events = Events(after)
     begun: dict[str, Any] = {
         "status": "in_progress",

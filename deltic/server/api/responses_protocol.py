@@ -1,9 +1,10 @@
 """What OpenAI's Responses API says on the wire, and how it becomes the ChatRequest that every door shares.
 
-As in protocol.py, a field is honoured or refused by name, but for those of items that a model or a library wrote. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
-Accepted and ignored, since they ask for nothing that could show in an answer: `client_metadata`, `max_tool_calls` and what `include` names of
-hosted tools, of which there are none, and `reasoning.summary`: a thought is given whole, as the content of a reasoning item, and never
-summed up.
+As in protocol.py, a field is honoured or refused by name, but for those of items that a model or a library
+wrote. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
+Accepted and ignored, since they ask for nothing that could show in an answer: `client_metadata`,
+`max_tool_calls` and what `include` names of hosted tools, of which there are none, and `reasoning.summary`: a
+thought is given whole, as the content of a reasoning item, and never summed up.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from deltic.server.errors import ApiError, bad_request
 log = logging.getLogger("deltic.server")
 
 THOUGHT = "deltic-thought-"
-"""Begins the `encrypted_content` that we give. It is the thought in base64: opaque to a client, not secret from it."""
+"""Begins the `encrypted_content` that we give.
+
+It is the thought in base64: opaque to a client, not secret from it.
+"""
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Summary = Literal["auto", "concise", "detailed", "none"]
@@ -210,7 +214,10 @@ class ReasoningItem(Struct, kw_only=True):
 
 
 class HostedItem(Struct):
-    """What a tool on OpenAI's servers did for another model. It is ignored: what the model said of it stands in its message."""
+    """What a tool on OpenAI's servers did for another model.
+
+    It is ignored: what the model said of it stands in its message.
+    """
 
 
 class Reference(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -252,7 +259,10 @@ ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": 
 _HOSTED = re.compile(
     r"(web_search|web_search_preview|image_generation|file_search|code_interpreter|mcp)(_\d{4}_\d{2}_\d{2})?"
 )
-"""Tools that OpenAI's servers run; others that we do not know are for the client to run, so a model without them fails."""
+"""Tools that OpenAI's servers run.
+
+Others that we do not know are for the client to run, so a model without them fails.
+"""
 
 
 def is_hosted(tool: dict[str, Any]) -> bool:
@@ -267,7 +277,9 @@ def _note_skipped(kind: str) -> None:
 
 
 def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
-    """Raises ApiError (400) for what a ChatRequest could not say. skips_hosted: the model may go without hosted tools."""
+    """Raises ApiError (400) for what a ChatRequest could not say. skips_hosted: the model may go without
+    hosted tools.
+    """
     for i, tool in enumerate(asked.tools or ()):
         if is_hosted(tool):
             if not skips_hosted:
@@ -479,8 +491,8 @@ _REASONING, _CONTENT, _CALLS = range(3)
 class Messages:
     """Items put together to messages: what the assistant thought, said and called without a break is one.
 
-    Instructions and system messages before all others are one, since templates want it first and once; a later one (agents
-    tell of changed settings so) comes as a message of the user, in its place.
+    Instructions and system messages before all others are one, since templates want it first and once; a
+    later one (agents tell of changed settings so) comes as a message of the user, in its place.
     """
 
     def __init__(self, instructions: str | None) -> None:
@@ -529,7 +541,9 @@ class Messages:
         self._messages.append(message)
 
     def _at(self, stage: int) -> AssistantMessage:
-        """The message of the assistant that goes on with `stage`: a new one unless all before it comes earlier."""
+        """The message of the assistant that goes on with `stage`: a new one unless all before it comes
+        earlier.
+        """
         message = self._assistant
         if message is None or self._stage > stage or self._stage == stage != _CALLS:
             message = AssistantMessage()

@@ -1,7 +1,7 @@
 """Responses that can be continued: held in memory, the least recently used go first.
 
-A response's history is a tuple of turns, which it shares with the responses that it continues; a turn goes when no response
-needs it any more. All is kept as JSON, so what it takes is known to the byte, near enough.
+A response's history is a tuple of turns, which it shares with the responses that it continues; a turn goes
+when no response needs it any more. All is kept as JSON, so what it takes is known to the byte, near enough.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Stored(msgspec.Struct, eq=False):
     input: tuple[Turn, ...]
     output: Turn
     ends: list[array[int]] = []
-    """For each item of the answer, as each of its deltas ended: how many characters had been said, and how many
-    log-probabilities, one behind the other."""
+    """For each item of the answer, as each of its deltas ended: how many characters had been said, and how
+    many log-probabilities, one behind the other.
+    """
 
     @property
     def history(self) -> tuple[Turn, ...]:

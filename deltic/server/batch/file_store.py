@@ -1,8 +1,9 @@
 """Files that are kept under `--batch-dir`: what was uploaded, and what batches made of it.
 
-Each file has a card beside it, in JSON. A card is written before its file gets its name: a file without a card, or a card without its file, is
-what a process that was killed left behind, and goes when the next one starts. What has another name than these is somebody else's, and stays.
-All belong to the key that made them; nobody else finds them. What touches the disk for long runs in `worker`.
+Each file has a card beside it, in JSON. A card is written before its file gets its name: a file without a
+card, or a card without its file, is what a process that was killed left behind, and goes when the next one
+starts. What has another name than these is somebody else's, and stays. All belong to the key that made them;
+nobody else finds them. What touches the disk for long runs in `worker`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class FileStore:
     """The files of one directory, which is one process's."""
 
     def __init__(self, directory: Path, room_gb: float, n_owners: int = 1) -> None:
-        """n_owners: among whom the room is shared out. Raises ConfigError for a directory that cannot be used."""
+        """n_owners: among whom the room is shared out.
+
+        Raises ConfigError for a directory that cannot be used.
+        """
         self.directory = directory
         self.room_bytes = int(room_gb * 1e9)
         self.share_bytes = self.room_bytes // n_owners
@@ -122,7 +126,9 @@ class FileStore:
         return self._used.total()
 
     def has_room(self, owner: str, n_bytes: int = 1) -> bool:
-        """Whether there is so much of the owner's share, and of the disk: keys that are gone may have left files."""
+        """Whether there is so much of the owner's share, and of the disk: keys that are gone may have left
+        files.
+        """
         own, others = self._used[owner], self.used_bytes - self._used[owner]
         return own + n_bytes <= min(self.share_bytes, self.room_bytes - others)
 

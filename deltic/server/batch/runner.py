@@ -1,11 +1,12 @@
 """Batches: files of requests that are answered behind everybody else's, and go on after a restart.
 
-A line is sent through the application itself, as a request of its key, so it means what it means online. It has no HTTP connection, the last
-priority in the engine, and does not count as one of the requests that a key may have open; its tokens count. Of each model half the places
-(`--batch-in-flight`) are for batches at most. Each key has one batch that runs, the others wait for it; keys share the places.
+A line is sent through the application itself, as a request of its key, so it means what it means online. It
+has no HTTP connection, the last priority in the engine, and does not count as one of the requests that a key
+may have open; its tokens count. Of each model half the places (`--batch-in-flight`) are for batches at most.
+Each key has one batch that runs, the others wait for it; keys share the places.
 
-An answer is appended to a file as it comes. Who reads these files again knows what is still to do, so nothing else is kept while a
-batch runs, and a line that was under way when the process ended is sent once more.
+An answer is appended to a file as it comes. Who reads these files again knows what is still to do, so nothing
+else is kept while a batch runs, and a line that was under way when the process ended is sent once more.
 """
 
 from __future__ import annotations
@@ -235,7 +236,10 @@ class BatchRunner:
         self._take_up(batch)
 
     def cancel(self, batch: Batch) -> None:
-        """Ends it, with what it has. Raises ApiError (409) for one that has ended, or when that cannot be written yet."""
+        """Ends it, with what it has.
+
+        Raises ApiError (409) for one that has ended, or when that cannot be written yet.
+        """
         if batch.status not in UNFINISHED:
             said = f"Cannot cancel a batch with status '{batch.status}'."
             raise ApiError(409, said, code="batch_ended", headers={"x-should-retry": "false"})
@@ -270,7 +274,10 @@ class BatchRunner:
                 await asyncio.sleep(AGAIN_S)
 
     async def _check(self, batch: Batch) -> None:
-        """Reads the input file, after which the batch runs or has failed. Raises OSError when that cannot be written."""
+        """Reads the input file, after which the batch runs or has failed.
+
+        Raises OSError when that cannot be written.
+        """
         try:
             total, model, errors = await self.files.in_thread(self._checked, batch)
         except OSError as error:
@@ -319,7 +326,10 @@ class BatchRunner:
         return n_lines, next(iter(models.values()), None), errors
 
     def _lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
-        """Lines of the input that are not empty, with their numbers. A line that is too long is cut off, and is no JSON then."""
+        """Lines of the input that are not empty, with their numbers.
+
+        A line that is too long is cut off, and is no JSON then.
+        """
         most = int(self._config.max_body_mb * 1_000_000) + 4096
         with self.files.path(batch.input_file_id).open("rb") as file:
             line = 0
@@ -345,7 +355,10 @@ class BatchRunner:
         return job
 
     async def _in_turn(self, batch: Batch) -> None:
-        """Works on a batch when no other one of its key runs; one that is cancelled has nothing to wait for."""
+        """Works on a batch when no other one of its key runs.
+
+        One that is cancelled has nothing to wait for.
+        """
         turn = self._turns.setdefault(batch.owner, asyncio.Lock())
         has_turn = await self._unless_cancelled(batch, turn.acquire())
         try:
@@ -374,7 +387,10 @@ class BatchRunner:
     async def _unless_cancelled(
         self, batch: Batch, work: Coroutine[Any, Any, Any], timeout_s: float | None = None
     ) -> bool:
-        """Whether `work` came to its end before the batch was cancelled, and in time; it is ended then. Raises what it does."""
+        """Whether `work` came to its end before the batch was cancelled, and in time; it is ended then.
+
+        Raises what it does.
+        """
         tasks = working, _ = [asyncio.create_task(c) for c in (work, self._stops[batch.id].wait())]
         try:
             await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -521,7 +537,9 @@ class BatchRunner:
         return status, headers, b"".join(parts)
 
     async def _settle(self, batch: Batch, results: _Results, *, expired: bool) -> None:
-        """Counts what was written, after lines were ended on their way. expired: those without an answer get an error each."""
+        """Counts what was written, after lines were ended on their way. expired: those without an answer get
+        an error each.
+        """
 
         def settle() -> None:
             results.read()

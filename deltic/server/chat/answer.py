@@ -1,7 +1,8 @@
-"""From the engine's outputs to the JSON of an answer: one `Choice` a sequence, then whole bodies or stream chunks.
+"""From the engine's outputs to the JSON of an answer: one `Choice` a sequence, then whole bodies or stream
+chunks.
 
-A chunk is written as bytes: what all chunks of an answer share is encoded once, so that a token costs one small
-JSON encoding.
+A chunk is written as bytes: what all chunks of an answer share is encoded once, so that a token costs one
+small JSON encoding.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Piece(msgspec.Struct):
 
 
 class Choice:
-    """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if `parser`)."""
+    """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if
+    `parser`).
+    """
 
     __slots__ = (
         "_detokenizer",
@@ -123,8 +126,8 @@ class Choice:
 
         offset: characters of the answer before the generated text (an echoed prompt).
 
-        includes_stop: the stop string, or the stop token of the request's own, is shown. gives_text: false where ids are all
-        that is wanted. hides_thought: reasoning is left out.
+        includes_stop: the stop string, or the stop token of the request's own, is shown. gives_text: false
+        where ids are all that is wanted. hides_thought: reasoning is left out.
         """
         self.index = index
         self.n_tokens = 0
@@ -465,7 +468,10 @@ class ChatAnswer(Answer):
         return {"content": self._entries(scores)}
 
     def encoded(self, scores: Scores) -> list[msgspec.Raw]:
-        """The log-probabilities of each token as JSON. Those of a long answer are kept so: objects would take ten times as much."""
+        """The log-probabilities of each token as JSON.
+
+        Those of a long answer are kept so: objects would take ten times as much.
+        """
         return [msgspec.Raw(_encode(entry)) for entry in self._entries(scores)]
 
     def _entries(self, scores: Scores | PromptScores) -> Iterator[dict[str, Any]]:
@@ -486,7 +492,9 @@ class CompletionAnswer(Answer):
     def __init__(
         self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS, n_top: int = 0, n: int = 1
     ) -> None:
-        """n_top: alternatives to show for each token (a prompt's entries may have more). n: choices of each prompt."""
+        """n_top: alternatives to show for each token (a prompt's entries may have more). n: choices of each
+        prompt.
+        """
         super().__init__(request_id, model, tokenizer, extras)
         self._n_top = n_top
         self._n = n

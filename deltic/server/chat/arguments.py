@@ -1,4 +1,5 @@
-"""A call's arguments: what models write between Hermes' tags, and the text of a function form's parameter, as JSON.
+"""A call's arguments: what models write between Hermes' tags, and the text of a function form's parameter, as
+JSON.
 
 The reading is lenient where it is clear what was meant, and gives nothing back where it is not.
 """
@@ -29,7 +30,10 @@ def is_whole(text: str) -> bool:
 
 
 def given_arguments(text: str) -> dict[str, Any] | None:
-    """Arguments that a client gives back in the history; of a call that was cut short, as far as they go. None: no JSON object."""
+    """Arguments that a client gives back in the history; of a call that was cut short, as far as they go.
+
+    None: no JSON object.
+    """
     if not text.strip():
         return {}
     try:
@@ -172,8 +176,8 @@ _UNIONS = ("anyOf", "oneOf", "allOf")
 def convert(raw: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """A parameter's text as the value its schema asks for; text that does not fit stays a string.
 
-    Scalars come as Python or as JSON writes them: `True` and `true`, `None` and `null`; so do objects and arrays where
-    the schema asks for them. A number in quotes is a number where no string is allowed.
+    Scalars come as Python or as JSON writes them: `True` and `true`, `None` and `null`; so do objects and
+    arrays where the schema asks for them. A number in quotes is a number where no string is allowed.
     """
     types = value_types(schema, root)
     if types == {"string"}:
@@ -202,7 +206,9 @@ def convert(raw: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _large(text: str) -> Any:
-    """The value of JSON that has a number too large for most decoders; None for what is no number, object or array."""
+    """The value of JSON that has a number too large for most decoders; None for what is no number, object or
+    array.
+    """
     if not text.startswith(tuple("-0123456789[{")):
         return None
     try:
@@ -218,7 +224,10 @@ _MAX_LITERAL = 20_000
 
 
 def _python(text: str) -> Any:
-    """The value of a Python literal (`{'a': None}`); the text of what is none, has no JSON, or is long to read."""
+    """The value of a Python literal (`{'a': None}`).
+
+    The text of what is none, has no JSON, or is long to read.
+    """
     if len(text) > _MAX_LITERAL:
         return text
     try:

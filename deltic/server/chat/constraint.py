@@ -1,9 +1,10 @@
 """What a request asks of the form of its answer, as the engine's Constraint.
 
-`response_format`; vLLM's `structured_outputs` and its older `guided_*`; `grammar` and `json_schema` of llama.cpp, `regex` and `ebnf` of
-SGLang; `tool_choice`, `parallel_tool_calls` and strict tools; a budget for the thought. A grammar begins behind the thought. With tools that may be called beside a JSON format, the answer is the
-JSON or calls. Arguments follow the tool's schema wherever a call is constrained; where that cannot be a grammar, those of a tool
-that is not strict are any, and a strict one is refused.
+`response_format`; vLLM's `structured_outputs` and its older `guided_*`; `grammar` and `json_schema` of
+llama.cpp, `regex` and `ebnf` of SGLang; `tool_choice`, `parallel_tool_calls` and strict tools; a budget for
+the thought. A grammar begins behind the thought. With tools that may be called beside a JSON format, the
+answer is the JSON or calls. Arguments follow the tool's schema wherever a call is constrained; where that
+cannot be a grammar, those of a tool that is not strict are any, and a strict one is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class TagStructure(Struct, forbid_unknown_fields=True):
 
 
 class StructuralTag(Struct, forbid_unknown_fields=True):
-    """As in vLLM: the text is free, but where it has one of the triggers, a structure follows that begins with that."""
+    """As in vLLM: the text is free, but where it has one of the triggers, a structure follows that begins
+    with that.
+    """
 
     structures: Annotated[list[TagStructure], Meta(min_length=1, max_length=128)]
     triggers: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=128)]
@@ -92,7 +95,9 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Format(Struct):
-    """What the answer is to be. path: of the field that says so; kind: json (a schema), regex, choice, grammar, tag."""
+    """What the answer is to be. path: of the field that says so; kind: json (a schema), regex, choice,
+    grammar, tag.
+    """
 
     path: str
     kind: str
@@ -111,7 +116,10 @@ class Tool(Struct, forbid_unknown_fields=True):
     function: ToolFunction
     type: Literal["function"] = "function"
     cache_control: Any = None
-    """A mark of Anthropic's prompt cache, which gateways leave here; so is the function's. The model is not shown it."""
+    """A mark of Anthropic's prompt cache, which gateways leave here; so is the function's.
+
+    The model is not shown it.
+    """
 
 
 class Named(Struct, forbid_unknown_fields=True):
@@ -137,7 +145,10 @@ class SomeTools(Struct, tag="allowed_tools", forbid_unknown_fields=True):
 
 
 class Calls(Struct):
-    """What an answer may call: the tools, with their places in the request. most: calls, None for any number."""
+    """The tools that an answer may call, with their places in the request.
+
+    most: how many calls; None for any number.
+    """
 
     tools: list[tuple[str, ToolFunction]]
     must: bool
@@ -173,7 +184,10 @@ def calls_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
 
 
 def tool_schemas(tools: list[dict[str, Any]] | None, choice: Any = None) -> dict[str, dict[str, Any]] | None:
-    """Name to schema of the arguments, of the tools that the answer may call; None when it may call none. Raises ApiError (400)."""
+    """Name to schema of the arguments, of the tools that the answer may call; None when it may call none.
+
+    Raises ApiError (400).
+    """
     calls = calls_of(tools, choice)
     return {tool.name: tool.parameters or {} for _, tool in calls.tools} if calls else None
 
@@ -249,7 +263,9 @@ class Constrainer:
         )
 
     def _bad_ids(self, words: list[str]) -> Iterator[tuple[int, ...]]:
-        """As vLLM has them: each word as it begins a text, and as one token goes on with a space where that makes another of it."""
+        """As vLLM has them: each word as it begins a text, and as one token goes on with a space where that
+        makes another of it.
+        """
         if sum(map(len, words)) > MAX_BAD:
             raise bad_request("bad_words", f"may have at most {MAX_BAD} characters together")
         for i, word in enumerate(words):
@@ -367,7 +383,10 @@ class Constrainer:
 
 
 def is_fixed(chat: protocol.ChatRequest) -> bool:
-    """Whether a grammar makes all that is behind the thought: a format, or calls that are to come. Raises ApiError (400)."""
+    """Whether a grammar makes all that is behind the thought: a format, or calls that are to come.
+
+    Raises ApiError (400).
+    """
     if asked_format(chat) is not None:
         return True
     calls = calls_of(chat.tools, chat.tool_choice)
@@ -476,7 +495,9 @@ def _own_grammar(asked: Format) -> str:
 
 
 def _check_size(path: str, text: str) -> None:
-    """Raises GrammarError for terminals that are long when written out: the time to compile one is the square of that."""
+    """Raises GrammarError for terminals that are long when written out: the time to compile one is the square
+    of that.
+    """
     bodies: dict[str, str] = dict(_TERMINAL.findall(text))
     known: dict[str, int] = {}
 

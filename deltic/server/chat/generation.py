@@ -1,8 +1,9 @@
-"""The engine's side of one HTTP request: its prompts submitted, their outputs as pieces, everything aborted at the end.
+"""The engine's side of one HTTP request: its prompts submitted, their outputs as pieces, everything aborted
+at the end.
 
-Whatever happens (the client leaves, a stop string matches, an error is raised), the end of `run` ends what still runs,
-so pages and slots are free within a step. No task wakes up for a token: the event loop calls from the engine's client
-through to the socket.
+Whatever happens (the client leaves, a stop string matches, an error is raised), the end of `run` ends what
+still runs, so pages and slots are free within a step. No task wakes up for a token: the event loop calls from
+the engine's client through to the socket.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ class Generation:
         return len(self._choices)
 
     async def run(self, take: Callable[[list[Piece]], object]) -> None:
-        """Hands to `take` what comes, several pieces at a time when they came together, until every choice has ended.
+        """Hands to `take` what comes, several pieces at a time when they came together, until every choice
+        has ended.
 
-        Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or none), 503
-        while the engine is down, or when a sequence ends for another reason than its tokens: the engine died, the
-        server stops, it waited too long for a place; 504 when the ticket's time is over.
+        Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or
+        none), 503 while the engine is down, or when a sequence ends for another reason than its tokens: the
+        engine died, the server stops, it waited too long for a place; 504 when the ticket's time is over.
         """
         self._consume = take
         loop = asyncio.get_running_loop()
@@ -106,7 +108,7 @@ class Generation:
         finally:
             if timer:
                 timer.cancel()
-            ended.cancel()  # what is still delivered is nobody's
+            ended.cancel()  # later outputs are discarded
             self._end()
 
     def _end_if_waiting(self) -> None:
@@ -125,7 +127,10 @@ class Generation:
             self._client.abort(request.id)
 
     def _deliver(self, p: int, outputs: list[Output]) -> None:
-        """Takes outputs of prompt `p`. An error is not the event loop's, but `run`'s, which waits for `_ended`."""
+        """Takes outputs of prompt `p`.
+
+        An error is not the event loop's, but `run`'s, which waits for `_ended`.
+        """
         ended = self._ended
         if ended.done():
             return
@@ -210,7 +215,9 @@ class Generation:
         )
 
     def _timing(self) -> dict[str, float]:
-        """Milliseconds until the first sequence had its place, then until the first token, then until the last."""
+        """Milliseconds until the first sequence had its place, then until the first token, then until the
+        last.
+        """
         first_s = self._first_s or self._last_s
         queued_s = min(self._queued_s, first_s - self._started_s)
         parts = {

@@ -1,10 +1,13 @@
-r"""JSON schemas, regular expressions and the forms of a tool call, as grammars of llguidance (Lark with inline `%json`).
+r"""JSON schemas, regular expressions and the forms of a tool call, as grammars of llguidance (Lark with
+inline `%json`).
 
-What a grammar admits is what is valid; order of properties is the schema's (see schema.py for what one may have).
+What a grammar admits is what is valid; order of properties is the schema's (see schema.py for what one may
+have).
 
-Where the model writes calls as XML, a parameter is its text: a string as it is, anything else as JSON. Such a text must come back
-from `arguments.convert` as the value that was meant, so it may not hold what ends a parameter, and where a string or a number is
-asked for, a string that reads as a number is a number. Of the formats of such a string, those of _RAW_FORMATS are enforced.
+Where the model writes calls as XML, a parameter is its text: a string as it is, anything else as JSON. Such a
+text must come back from `arguments.convert` as the value that was meant, so it may not hold what ends a
+parameter, and where a string or a number is asked for, a string that reads as a number is a number. Of the
+formats of such a string, those of _RAW_FORMATS are enforced.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from deltic.server.chat.schema import DEFS, GrammarError, Schema, children, clea
 CallForm = Literal["xml", "json"]
 
 MAX_GRAMMAR = 300_000
-"""Characters of a grammar: compiling one of that size takes half a second, and one of twice that four times as long."""
+"""Characters of a grammar: compiling one of that size takes half a second, and one of twice that four times
+as long.
+"""
 STACK_BYTES = 16_000_000
 """Of a thread that compiles: the library ends the process if that is too little."""
 MAX_BRANCHES = 256
@@ -34,8 +39,9 @@ MAX_BRANCHES = 256
 MAX_VALUES = 2000
 """Values that one parameter may choose from."""
 BUILDING_S = 1.0
-"""How much of its thread's time writing the rules of calls may take: there may be much to look through in definitions that refer
-to each other."""
+"""How much of its thread's time writing the rules of calls may take: there may be much to look through in
+definitions that refer to each other.
+"""
 LOCATING_S = 0.3
 """How long an error's place in a schema is looked for."""
 
@@ -48,7 +54,10 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-"""Those that the engine compiles with; they bound the time (20 ms for the lexer, say) and the memory of a hostile grammar."""
+"""Those that the engine compiles with.
+
+They bound the time (20 ms for the lexer, say) and the memory of a hostile grammar.
+"""
 
 PRETTY = {"whitespace_pattern": r" |\r?\n[ \t]{0,64}"}
 """JSON with line breaks and indentation; not endless, or a model that likes blanks never comes back."""
@@ -91,7 +100,10 @@ def check_schema(schema: Schema, options: dict[str, Any]) -> None:
 
 
 class _Bytes:
-    """What the library asks of a tokenizer. Its special tokens, the last of which stands for any, have no name in a grammar."""
+    """What the library asks of a tokenizer.
+
+    Its special tokens, the last of which stands for any, have no name in a grammar.
+    """
 
     eos_token_id, bos_token_id = 256, None
     tokens = [*(bytes([byte]) for byte in range(256)), b"<end of text>", b"", b"<added token>"]  # noqa: RUF012
@@ -103,7 +115,7 @@ class _Bytes:
 
 @functools.cache
 def _bytes_only() -> Any:
-    """A tokenizer of single bytes: enough to find out what is wrong with a grammar, whatever the model's is."""
+    """A tokenizer of single bytes: it finds the faults of a grammar, whatever the model's tokenizer is."""
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
 
@@ -115,7 +127,9 @@ _ONE_OF = re.compile(r"oneOf constraints are not supported\..*")
 
 
 N_WALKED = 8
-"""Bytes of a text that are tried: the last of those that may come, so a letter or a bracket before white space."""
+"""Bytes of a text that are tried: the last of those that may come, so a letter or a bracket before white
+space.
+"""
 ASCII = (1 << 128) - 1
 
 
@@ -148,7 +162,9 @@ def error_of(grammar: str, own: bool = True) -> str:
 
 
 class Tool:
-    """A function that the answer may call. strict: its arguments follow the schema, or the request is refused."""
+    """A function that the answer may call. strict: its arguments follow the schema, or the request is
+    refused.
+    """
 
     def __init__(self, name: str, parameters: dict[str, Any] | None, strict: bool, path: str) -> None:
         self.name, self.parameters, self.strict, self.path = name, parameters, strict, path
@@ -158,8 +174,10 @@ class Calls:
     """The rules of the calls that an answer may make: `call` is the name of the rule of one."""
 
     def __init__(self, form: CallForm, tools: list[Tool], token: Callable[[str], str], checked: bool = True) -> None:
-        """token: the Lark of an added token of the vocabulary, or "" if it has none such. checked: each part is compiled by
-        itself, to find the one that cannot be; it takes a millisecond for each. Raises GrammarError."""
+        """token: the Lark of an added token of the vocabulary, or "" if it has none such. checked: each part
+        is compiled by itself, to find the one that cannot be; it takes a millisecond for each. Raises
+        GrammarError.
+        """
         self._deadline = time.thread_time() + BUILDING_S
         self._check_until = time.monotonic() + LOCATING_S if checked else 0.0
         self._size = 0
@@ -337,7 +355,8 @@ class Calls:
         whole = tail(_FALSE_START, *others)
         if schema.keys() - {"type"} or not self._added:
             return whole
-        # Added tokens of the vocabulary are no letters to the grammar: where anything may stand, they may, too.
+        # Added tokens of the vocabulary are no letters to the grammar: where anything may stand, they may,
+        # too.
         added = f"({' | '.join([*self._added, self._token('<tool_call>')])})"
         piece = f"/(?s:.*)/ & ~/(?s:.*){_ENDS}(?s:.*)/"
         starts = [_FALSE_START, *(regex for regex in others if regex.endswith(_ANY))]
@@ -375,8 +394,9 @@ _NUMBERS = {
 
 
 def _misread(branch: dict[str, Any]) -> Iterator[str]:
-    """Regular expressions of the texts, their end included, that `arguments.convert` may take for a value of another type than
-    string; by their beginning where the value's own rule does not hold the end."""
+    """Regular expressions of the texts, their end included, that `arguments.convert` may take for a value of
+    another type than string; by their beginning where the value's own rule does not hold the end.
+    """
     kinds = value_types(branch, branch)
     if kinds & {"integer", "number"}:
         plain = branch.keys() == {"type"}
@@ -410,7 +430,10 @@ def _texts(value: Any, types: set[str], schema: Schema, root: dict[str, Any]) ->
 def _branches(
     schema: Schema, root: dict[str, Any], go_on: Callable[[], None], depth: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """The schemas that together are the schema, without references and unions at their top. Raises GrammarError."""
+    """The schemas that together are the schema, without references and unions at their top.
+
+    Raises GrammarError.
+    """
     go_on()
     if schema is True or schema is False:
         yield {} if schema else {"enum": []}

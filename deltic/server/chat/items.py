@@ -1,7 +1,9 @@
-"""An answer as items: thoughts, texts and tool calls, one behind the other, each of which begins, grows and ends.
+"""An answer as items: thoughts, texts and tool calls, one behind the other, each of which begins, grows and
+ends.
 
-For the APIs whose answers are lists of such items: Responses, and Anthropic's with its content blocks. A chat of OpenAI's or Ollama's
-has one message with a field for each kind, and tells of a piece as it is (see `answer`).
+For the APIs whose answers are lists of such items: Responses, and Anthropic's with its content blocks. A chat
+of OpenAI's or Ollama's has one message with a field for each kind, and tells of a piece as it is (see
+`answer`).
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ class Item:
 
 
 class Items:
-    """The items of one answer. A subclass writes what tells of them: `begun`, `grown` and `ended` return bytes of its stream.
+    """The items of one answer.
 
-    Items are never interleaved: a call may go on behind text inside of it, so that text waits for the call's end.
+    A subclass writes what tells of them: `begun`, `grown` and `ended` return bytes of its stream. Items are
+    never interleaved: a call may go on behind text inside of it, so that text waits for the call's end.
     """
 
     waits_for_calls = False

@@ -1,4 +1,7 @@
-"""The tags of the family's answers: patterns of them, and what may be the beginning of one. Read by parser.py."""
+"""The tags of the family's answers: patterns of them, and what may be the beginning of one.
+
+Read by parser.py.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ VALUE_TAGS = ("</parameter>", *PARAMETERS)
 LINE_TAGS = (*VALUE_TAGS, *CLOSING)
 AFTER_VALUE = (*PARAMETERS, *CALL_OPENERS)
 MAX_TAG = 300
-"""Characters that an unfinished tag may have before it is taken for text: more than any of the patterns above."""
+"""Characters that an unfinished tag may have before it is taken for text: more than any of the patterns
+above.
+"""
 MAX_SPACE = 64
 """Characters of white space between two tags of a call, and (fourfold) before a call or a thought's end."""
 
@@ -50,7 +55,9 @@ def starts_any(text: str, tags: tuple[str, ...]) -> bool:
 
 
 def n_held(text: str, tags: tuple[str, ...], line_tags: tuple[str, ...] = ()) -> int:
-    """Length of the end of `text` that may be the beginning of a tag. line_tags: of those with their newline before."""
+    """Length of the end of `text` that may be the beginning of a tag. line_tags: of those with their newline
+    before.
+    """
     at = text.rfind("<")
     tail = text[at:] if at >= 0 else ""
     if tail and starts_any(tail, line_tags) and text.startswith("\n", at - 1) and at:
@@ -61,7 +68,9 @@ def n_held(text: str, tags: tuple[str, ...], line_tags: tuple[str, ...] = ()) ->
 
 
 def n_before_space(text: str, end: int, space: str | None = None) -> int:
-    """Length of `text[:end]` without the white space at its end, but for more of that than a format has there."""
+    """Length of `text[:end]` without the white space at its end, but for more of that than a format has
+    there.
+    """
     return max(len(text[:end].rstrip(space)), end - 4 * MAX_SPACE)
 
 

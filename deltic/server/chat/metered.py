@@ -1,10 +1,10 @@
 """Jinja with a meter: what a template may take of time and memory, whoever wrote it.
 
-Jinja's sandbox keeps a template from the process, not from its time: loops in loops, a string times three billion, a width of a
-billion. Here all that makes a template long or large passes the Meter: each turn of a loop and each call is a step, what is searched or
-compared is some more by its size, each text that is made counts its characters, and what one call would make is looked at before it
-is made. So a call takes milliseconds, and a
-rendering that takes more of them than it may ends with TooMuch.
+Jinja's sandbox keeps a template from the process, not from its time: loops in loops, a string times three
+billion, a width of a billion. Here all that makes a template long or large passes the Meter: each turn of a
+loop and each call is a step, what is searched or compared is some more by its size, each text that is made
+counts its characters, and what one call would make is looked at before it is made. So a call takes
+milliseconds, and a rendering that takes more of them than it may ends with TooMuch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Meter(threading.local):
         self.step(n >> 3)
 
     def size(self, value: Any) -> int:
-        """Characters that `value` has as text, about; counted as they are found, since a list may hold itself many times over."""
+        """Characters that `value` has as text, about; counted as they are found, since a list may hold itself
+        many times over.
+        """
         if isinstance(value, str):
             return len(value)
         if isinstance(value, Namespace):
@@ -94,8 +96,9 @@ class Meter(threading.local):
         return n
 
     def read(self, value: Any) -> None:
-        """A text or list is about to be gone through, whatever is in it: what counts and compares texts reads 256 characters in a
-        step or more."""
+        """A text or list is about to be gone through, whatever is in it: what counts and compares texts reads
+        256 characters in a step or more.
+        """
         if isinstance(value, str):
             self.step(len(value) >> 8)
         elif isinstance(value, Collection) and not isinstance(value, range):
@@ -193,7 +196,9 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(str, parts))
 
     def compared(self, value: Any, is_holder: bool = False) -> Any:
-        """One side of a comparison; is_holder: that in which something is looked for, which takes no time in a mapping."""
+        """One side of a comparison; is_holder: that in which something is looked for, which takes no time in
+        a mapping.
+        """
         if not (is_holder and isinstance(value, Mapping)):
             self.meter.read(value)
         return value
@@ -317,9 +322,11 @@ def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[...,
 def _check_call(
     meter: Meter, name: str, text: str | None, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any = None
 ) -> None:
-    """Of a method or filter, how large what it makes may become. text: what it is of, if that is text; value: whatever it is.
+    """Of a method or filter, how large what it makes may become. text: what it is of, if that is text; value:
+    whatever it is.
 
-    Raises TooMuch."""
+    Raises TooMuch.
+    """
     given = [*args, *kwargs.values()]
     most = max((abs(n) for n in given if isinstance(n, int)), default=0)
     if most > MOST_ITEMS:
@@ -353,7 +360,8 @@ def _check_call(
 
 PERCENT = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%(]*(?:[0-9]{5}|\*)"), "%"
 BRACES = re.compile(r":[^{}]*(?:[0-9]{5}|\{)"), "{"
-"""Widths of five digits, and those that are values, in either kind of format; and how a place in it begins."""
+"""Widths of five digits, and those that are values, in either kind of format; and how a place in it begins.
+"""
 
 
 def _check_format(meter: Meter, kind: tuple[re.Pattern[str], str], pattern: str, given: Sequence[Any]) -> None:

@@ -1,21 +1,25 @@
 r"""Chat on the way out: a stream of text split into reasoning, content and tool calls.
 
-The result does not depend on how the text is cut, and reading takes time linear in its length. Nothing is lost: what
-looks like a call and turns out not to be one comes out as content (in a thought: as reasoning). White space next to the
-markers belongs to the format and is dropped. Forms understood: `<think>…</think>` first (or opened by the prompt); then,
-when the request has tools,
+The result does not depend on how the text is cut, and reading takes time linear in its length. Nothing is
+lost: what looks like a call and turns out not to be one comes out as content (in a thought: as reasoning).
+White space next to the markers belongs to the format and is dropped. Forms understood: `<think>…</think>`
+first (or opened by the prompt); then, when the request has tools,
 
-    <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>    (Qwen3.5, Coder)
-    <tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>                                       (Hermes; Next)
+    <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
+    <tool_call>\n{"name": NAME, "arguments": {…}}\n</tool_call>
 
-The first is streamed: its name when the first parameter shows that it is a call, string values as they come, others
-when complete, converted by the tool's JSON schema. What models get wrong is tolerated, as far as it is clear what was meant;
-tests/null/drift has the cases. Where it is not clear:
+Qwen3.5 and Coder write the first, Hermes and Qwen3-Next the second. The first is streamed: its name when the
+first parameter shows that it is a call, string values as they come, others when complete, converted by the
+tool's JSON schema. What models get wrong is tolerated, as far as it is clear what was meant; tests/null/drift
+has the cases. Where it is not clear:
 
-- A value ends at a closing tag that the format goes on behind: `</parameter>` before other text is a part of the value.
-- In a thought that `</think>` ends, a call is a draft and stays reasoning, unless it is the thought's last word and
-  the answer's, too. In a thought that nothing ends, a call of a known tool ends it. Which it is shows at the end only.
-- A call of an unknown tool is passed on, for the client to refuse it, if `<tool_call>` opened it outside of a thought.
+- A value ends at a closing tag that the format goes on behind: `</parameter>` before other text is a part of
+  the value.
+- In a thought that `</think>` ends, a call is a draft and stays reasoning, unless it is the thought's last
+  word and the answer's, too. In a thought that nothing ends, a call of a known tool ends it. Which it is
+  shows at the end only.
+- A call of an unknown tool is passed on, for the client to refuse it, if `<tool_call>` opened it outside of a
+  thought.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ from deltic.server.chat import markup
 from deltic.server.chat.arguments import convert, read_calls, schema_of, to_json, value_types
 
 _MAX_AFTER_DRAFT = 400
-"""Characters that a thought may have behind a call, up to a line's end, before the call is a draft for certain."""
+"""Characters that a thought may have behind a call, up to a line's end, before the call is a draft for
+certain.
+"""
 _MAX_PUSH = 4096
 """Characters that are read at once: each step copies what is left of them."""
 
@@ -70,7 +76,10 @@ def new_call_id() -> str:
 
 
 class OutputParser:
-    """The parser of one sequence's answer. `push` text, then `finish` once; each returns what became certain."""
+    """The parser of one sequence's answer.
+
+    `push` text, then `finish` once; each returns what became certain.
+    """
 
     def __init__(
         self,
@@ -83,8 +92,8 @@ class OutputParser:
     ) -> None:
         """thinking: the prompt opened `<think>`. tools: name to JSON schema of the arguments; None: no calls.
 
-        trial: the text is a call, or `rejected` says that it is none. fixed: a grammar made what is behind the thought, calls or
-        content; of the latter no character is a tag's.
+        trial: the text is a call, or `rejected` says that it is none. fixed: a grammar made what is behind
+        the thought, calls or content; of the latter no character is a tag's.
         """
         self._tools = tools
         self._call_id = call_id
@@ -118,7 +127,8 @@ class OutputParser:
         self._n_arguments = 0
         self._value_schema: Any = None
         self._streams_value = False
-        self._is_json, self._n_quoted = (False, 0)  # an object or array may be it; characters whose quotes were seen
+        # Whether it may be an object or array, and how many characters were searched for quotes.
+        self._is_json, self._n_quoted = (False, 0)
         self._value_begun = False
         self._n_nested = 0  # `<parameter` tags in a value that nothing closed yet
 
@@ -143,7 +153,8 @@ class OutputParser:
         starts = range(0, len(text) or 1, _MAX_PUSH)
         self._unread += [text[at : at + _MAX_PUSH] for at in reversed(starts)]
 
-    # Each state consumes from `_text` and returns whether to go on (True: another state, or more of the same).
+    # Each state consumes from `_text` and returns whether to go on (True: another state, or more of the
+    # same).
 
     def _to(self, state: Callable[[], bool], consumed: int) -> bool:
         self._text = self._text[consumed:]
@@ -230,8 +241,10 @@ class OutputParser:
         return False
 
     def _draft(self) -> bool:
-        """In a thought, from a call's opener on: held until it shows what it is. A trial reads it, line by line, so
-        that where it is given up does not depend on the cuts."""
+        """In a thought, from a call's opener on: held until it shows what it is.
+
+        A trial reads it, line by line, so that where it is given up does not depend on the cuts.
+        """
         text, trial = self._text, self._trial
         assert trial is not None
         end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
@@ -277,7 +290,9 @@ class OutputParser:
         self._n_after_draft += sum(map(len, delta.content.split()))
 
     def _reject_draft(self, rest: str) -> bool:
-        """What the trial read is thought, up to the next opener that may be in it. rest: what it did not read."""
+        """What the trial read is thought, up to the next opener that may be in it. rest: what it did not
+        read.
+        """
         text = "".join(self._draft_text)
         opener = markup.CALL_OPENER.match(text)
         assert self._trial and opener
@@ -308,7 +323,9 @@ class OutputParser:
     # Content, and what calls look like.
 
     def _beginning(self) -> bool:
-        """Before the first content: a call in JSON may do without `<tool_call>` here, if it is of a known tool."""
+        """Before the first content: a call in JSON may do without `<tool_call>` here, if it is of a known
+        tool.
+        """
         text = self._text.lstrip()
         n_space = len(self._text) - len(text)
         name = markup.BARE_NAME.match(text)
@@ -346,7 +363,9 @@ class OutputParser:
         return False
 
     def _call(self) -> bool:
-        """`_text` starts with a call's opener, or `_gap` ends with one: decide which form it has, or that it is none."""
+        """`_text` starts with a call's opener, or `_gap` ends with one: decide which form it has, or that it
+        is none.
+        """
         text = self._text.lstrip()
         n_space = len(self._text) - len(text)
         if n_space > markup.MAX_SPACE:
@@ -418,8 +437,9 @@ class OutputParser:
     def _json_call(self) -> bool:
         """Up to a tag outside of JSON's strings, or to what JSON does not have there.
 
-        Reads each character once for a candidate. Of two candidates one is inside a string where the other is not,
-        and what opens the next (`<`) rejects the latter: so all candidates together cost no more than the text is long.
+        Reads each character once for a candidate. Of two candidates one is inside a string where the other is
+        not, and what opens the next (`<`) rejects the latter: so all candidates together cost no more than
+        the text is long.
         """
         text = self._text
         while True:

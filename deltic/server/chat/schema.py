@@ -1,7 +1,8 @@
 """JSON schemas of requests, before they become grammars: what is in them is enforced, or they are refused.
 
-A schema is rebuilt from the keywords that the grammar engine enforces. Annotations are dropped, and a `format` that it does not
-know is one, as in JSON Schema; any other keyword is an error, so that none is passed over in silence.
+A schema is rebuilt from the keywords that the grammar engine enforces. Annotations are dropped, and a
+`format` that it does not know is one, as in JSON Schema; any other keyword is an error, so that none is
+passed over in silence.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ Schema = dict[str, Any] | bool
 MAX_DEPTH = 40
 """Of schemas in schemas."""
 MAX_LEVELS = 1000
-"""Of schemas in schemas, with those that references lead to, each once: the engine follows them by recursion, and each level
-takes up to 5 kB of its stack."""
+"""Of schemas in schemas, with those that references lead to, each once: the engine follows them by recursion,
+and each level takes up to 5 kB of its stack.
+"""
 MAX_MULTIPLE = 20_000
-"""The most that multipleOf may be, in units of its last decimal place; of several, their least common multiple: an automaton
-has a state for each remainder."""
+"""The most that multipleOf may be, in units of its last decimal place; of several, their least common
+multiple: an automaton has a state for each remainder.
+"""
 MAX_LEAST = 65_536
 """The most that minLength and minItems may ask for: an answer has no room for more."""
 MAX_OPTIONAL = 400
@@ -50,7 +53,10 @@ DEFS = ("$defs", "definitions")
 
 
 class GrammarError(ValueError):
-    """What cannot be a grammar. path: where in the request, below the field that holds it (".properties.x")."""
+    """A schema that cannot be a grammar.
+
+    path: where in the request, below the field that holds it (".properties.x").
+    """
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(message)

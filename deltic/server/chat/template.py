@@ -1,9 +1,9 @@
 """Chat on the way in: messages through the checkpoint's own template to token ids.
 
-The template is executed as shipped (Jinja in an immutable sandbox, with the few globals that templates of this family
-expect). Only special tokens written by the template itself become ids: their literals are marked in the template's
-source (see `text.TRUSTED`), so no content, tool name or argument can end a turn or start another, not even in pieces.
-The way out, reasoning and tool calls, is in `parser.py`.
+The template is executed as shipped (Jinja in an immutable sandbox, with the few globals that templates of
+this family expect). Only special tokens written by the template itself become ids: their literals are marked
+in the template's source (see `text.TRUSTED`), so no content, tool name or argument can end a turn or start
+another, not even in pieces. The way out, reasoning and tool calls, is in `parser.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from deltic.server.errors import ApiError, bad_request
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
 CUT = "\udcfe"
-"""Put at the end of a message that the answer continues; the rendered text is cut there. No user can write it."""
+"""Put at the end of a message that the answer continues; the rendered text is cut there.
+
+No user can write it.
+"""
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 _GLOBALS = frozenset({"raise_exception", "strftime_now"})
@@ -37,7 +40,9 @@ _THINKING = frozenset({"enable_thinking", "preserve_thinking", "reasoning_effort
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A rendered chat: its ids, where messages end in them, and whether the answer begins inside a thinking block."""
+    """A rendered chat: its ids, where messages end in them, and whether the answer begins inside a thinking
+    block.
+    """
 
     ids: list[int]
     boundaries: list[int]
@@ -55,7 +60,10 @@ class ChatTemplate:
     def __init__(
         self, sources: Mapping[str, str], tokenizer: Tokenizer, variables: Mapping[str, str] | None = None
     ) -> None:
-        """sources: "default" and perhaps "tool_use"; variables: eos_token and the like. Raises TokenizerError."""
+        """sources: "default" and perhaps "tool_use"; variables: eos_token and the like.
+
+        Raises TokenizerError.
+        """
         environment = MeteredEnvironment()
         self._meter = environment.meter
         environment.filters["tojson"] = _tojson
@@ -86,7 +94,10 @@ class ChatTemplate:
         """Settings for chats that do not say otherwise."""
 
     def set_defaults(self, settings: Mapping[str, Any]) -> None:
-        """Settings for chats that do not say otherwise. Raises ConfigError for what the template does not have."""
+        """Settings for chats that do not say otherwise.
+
+        Raises ConfigError for what the template does not have.
+        """
         for name, value in settings.items():
             if error := self._unknown(name):
                 raise ConfigError(f"--default-chat-template-kwargs: {name}: {error}")
@@ -102,7 +113,10 @@ class ChatTemplate:
         return f"this model's chat template has no such setting; it has: {known}"
 
     def replaced(self, source: str) -> ChatTemplate:
-        """A template that a request brings. Raises ApiError (400); NotInline where the event loop would compile it."""
+        """A template that a request brings.
+
+        Raises ApiError (400); NotInline where the event loop would compile it.
+        """
         if in_event_loop():
             raise NotInline
         try:
@@ -171,11 +185,12 @@ class ChatTemplate:
         kept: int | None = None,
         shown: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; shown: those that every template may
-        be given; kept: only so many ids, from the end, are wanted.
+        """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; shown: those
+        that every template may be given; kept: only so many ids, from the end, are wanted.
 
-        Raises ApiError (400) when the template refuses the messages or does not know a setting, or (without `kept`) when the
-        rendered text is certain to have `limit` tokens or more, which is found out without encoding it.
+        Raises ApiError (400) when the template refuses the messages or does not know a setting, or (without
+        `kept`) when the rendered text is certain to have `limit` tokens or more, which is found out without
+        encoding it.
         """
         settings = settings or {}
         for name in settings:
@@ -191,7 +206,8 @@ class ChatTemplate:
         try:
             text = self._text(compiled, variables, is_inline=in_event_loop())
         finally:
-            own.clear()  # a template with a macro and what it was given hold each other until the interpreter looks for such rings
+            # A template with a macro and its arguments hold each other until the garbage collector runs.
+            own.clear()
         if continue_final_message:
             text, cut, _ = text.partition(CUT)
             if not cut:
@@ -201,7 +217,9 @@ class ChatTemplate:
         return self._prompt(text, kept)
 
     def _text(self, compiled: jinja2.Template, variables: Mapping[str, Any], is_inline: bool) -> str:
-        """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up (is_inline)."""
+        """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up
+        (is_inline).
+        """
         self._meter.start(is_inline)
         try:
             return compiled.render(variables)
@@ -222,8 +240,8 @@ class ChatTemplate:
         else:
             first = next(self._tokenizer.encode_pieces(text, "trusted"), [])
             ids = self._tokenizer.encode_end(text, kept, "trusted")
-        # A turn starts with the special token that the prompt starts with (<|im_start|>); where one starts, the
-        # message before it has ended. Such an offset is a token boundary by construction.
+        # A turn starts with the special token that the prompt starts with (<|im_start|>); where one starts,
+        # the message before it has ended. Such an offset is a token boundary by construction.
         boundaries: list[int] = []
         if first and first[0] in self._tokenizer.special_ids:
             try:

@@ -1,8 +1,9 @@
 """Samples to files and back: formats, rates, tempo, and reference audio, which nobody vouches for.
 
-Audio of the engine is 16-bit little-endian mono at 24 kHz. Files are libsndfile's (soundfile), rates are soxr's; both are imported
-where they are used, since a server of text needs neither. Reference audio is decoded by a process of its own, this file run as a
-program: it has little memory and time, and what a broken file makes of it is an exit status.
+Audio of the engine is 16-bit little-endian mono at 24 kHz. Files are libsndfile's (soundfile), rates are
+soxr's; both are imported where they are used, since a server of text needs neither. Reference audio is
+decoded by a process of its own, this file run as a program: it has little memory and time, and what a broken
+file makes of it is an exit status.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ RATE = 24_000
 MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm", "flac": "audio/flac", "mp3": "audio/mpeg", "opus": "audio/ogg"}
 _FILES = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
 STREAMED_FILES = ("mp3", "opus")
-"""Those that are whole files at any length. FLAC tells its length at its beginning, and libsndfile cannot read one without."""
+"""Those that are whole files at any length.
+
+FLAC tells its length at its beginning, and libsndfile cannot read one without.
+"""
 OPUS_RATES = (8_000, 16_000, 24_000, 48_000)
 MP3_COMPRESSION = 0.5
 """libsndfile's scale, 0 to 1, of the constant rates there are: about 80 kbit/s at 24 kHz."""
 SET_OGG_PAGE_LATENCY_MS = 0x1302
-"""Of libsndfile's sf_command: how much audio a page of Ogg gathers before it is written. A second, unless told."""
+"""Of libsndfile's sf_command: how much audio a page of Ogg gathers before it is written.
+
+A second, unless told.
+"""
 
 MAX_REFERENCE_BYTES = 10_000_000
 MIN_REFERENCE_S, MAX_REFERENCE_S = 1.0, 30.0
@@ -60,7 +67,10 @@ def wav_header(rate: int, n_bytes: int | None = None) -> bytes:
 
 
 def encode(pcm: bytes, form: str, rate: int, speed: float = 1.0) -> bytes:
-    """A whole file of the engine's samples, in one of MEDIA_TYPES, at another tempo if asked for. Takes a while for long ones."""
+    """A whole file of the engine's samples, in one of MEDIA_TYPES, at another tempo if asked for.
+
+    Takes a while for long ones.
+    """
     if speed != 1.0:
         pcm = _to_pcm(stretch(_from_pcm(pcm), speed))
     if rate != RATE:
@@ -81,8 +91,8 @@ def encode(pcm: bytes, form: str, rate: int, speed: float = 1.0) -> bytes:
 class StreamedFile:
     """A file in one of STREAMED_FILES that leaves while it is written: each byte is final as it is given out.
 
-    The table of contents that an mp3 has in its first frame stays empty, as in any stream of mp3. Takes 0.5 ms (mp3) to 1.5 ms
-    (opus) for each frame of 80 ms.
+    The table of contents that an mp3 has in its first frame stays empty, as in any stream of mp3. Takes 0.5
+    ms (mp3) to 1.5 ms (opus) for each frame of 80 ms.
     """
 
     def __init__(self, form: str, rate: int) -> None:
@@ -112,7 +122,9 @@ class StreamedFile:
 
 
 class _Appended:
-    """A file for libsndfile to write: keeps what is appended, and passes over what would change bytes written before."""
+    """A file for libsndfile to write: keeps what is appended, and passes over what would change bytes written
+    before.
+    """
 
     def __init__(self) -> None:
         self._place = self._size = 0
@@ -169,8 +181,9 @@ SEARCH = 240
 def stretch(samples: NDArray[np.float32], speed: float) -> NDArray[np.float32]:
     """float32 [n] at `speed` times the tempo and the same pitch: [n / speed], rounded.
 
-    WSOLA (Verhelst and Roelands, 1993): windows that overlap by half are laid down at an even pace. Each is taken near its place,
-    where it is most like what would have followed the one before, so that periods go on where they were.
+    WSOLA (Verhelst and Roelands, 1993): windows that overlap by half are laid down at an even pace. Each is
+    taken near its place, where it is most like what would have followed the one before, so that periods go on
+    where they were.
     """
     hop = WINDOW // 2
     n_out = round(len(samples) / speed)
@@ -242,7 +255,10 @@ def main() -> int:
 
 
 def _decode(data: bytes) -> NDArray[np.float32]:
-    """As decode_reference does. What the header says is looked at first; what it says of the length is not relied on."""
+    """As decode_reference does.
+
+    What the header says is looked at first; what it says of the length is not relied on.
+    """
     import soundfile
     import soxr
 
@@ -276,7 +292,10 @@ def _decode(data: bytes) -> NDArray[np.float32]:
 
 
 def _mono(file: soundfile.SoundFile) -> NDArray[np.float32]:
-    """The mean of the channels. Reads no more than MAX_REFERENCE_S of it, a block at a time. Raises AudioError."""
+    """The mean of the channels.
+
+    Reads no more than MAX_REFERENCE_S of it, a block at a time. Raises AudioError.
+    """
     most = int(MAX_REFERENCE_S * file.samplerate)
     parts: list[Any] = []
     n_read = 0

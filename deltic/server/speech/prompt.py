@@ -32,7 +32,10 @@ class Rows:
 
 
 class OpenText:
-    """A text that is spoken while it is written, as ids that nothing behind them can change. One task writes it, one waits for it."""
+    """A text that is spoken while it is written, as ids that nothing behind them can change.
+
+    One task writes it, one waits for it.
+    """
 
     def __init__(self, encoder: IncrementalEncoder) -> None:
         self.encoder = encoder
@@ -70,7 +73,9 @@ class Prompter:
     """Prompts of one checkpoint."""
 
     def __init__(self, shape: SpeechShape, tokenizer: Tokenizer, *, is_dummy: bool = False) -> None:
-        """Raises TokenizerError when the tokenizer is not the checkpoint's; is_dummy: it is borrowed, and any will do."""
+        """Raises TokenizerError when the tokenizer is not the checkpoint's; is_dummy: it is borrowed, and any
+        will do.
+        """
         self.shape = shape
         self._tokenizer = tokenizer
         self._role = self._marked("assistant", "", ends=False)
@@ -85,13 +90,16 @@ class Prompter:
         return OpenText(IncrementalEncoder(self._tokenizer))
 
     def words(self, text: str | OpenText, instructions: str, reference: str, limit: int) -> Words:
-        """The body of an open text is its ids, and grows with them. limit: tokens that any of them may have. Raises ApiError (400) for
-        a text that is empty or too long."""
+        """The body of an open text is its ids, and grows with them. limit: tokens that any of them may have.
+
+        Raises ApiError (400) for a text that is empty or too long.
+        """
         texts = {"input": text, "ref_text": reference} if isinstance(text, str) else {"ref_text": reference}
         for field, part in texts.items():
             if self._tokenizer.least_tokens(part, limit) >= limit:
                 raise bad_request(field, f"has more than {limit} tokens; shorten it", "context_length_exceeded")
-        # Without the white space around it a text is the same tokens wherever it stands: nothing merges with its neighbours.
+        # Without the white space around it a text is the same tokens wherever it stands: nothing merges with
+        # its neighbours.
         body = self._tokenizer.encode(text.strip()) if isinstance(text, str) else text.ids
         if not body:
             raise bad_request("input", "is empty")
@@ -109,8 +117,10 @@ class Prompter:
         streams_text: bool,
         is_open: bool = False,
     ) -> Rows:
-        """speaker: of the checkpoint; has_voice: an encoded voice speaks. n_frames: of its reference, if that goes into the prompt;
-        `words.reference` is its transcript then. is_open: more of the body is to come; there must be `least_body` of it."""
+        """speaker: of the checkpoint; has_voice: an encoded voice speaks. n_frames: of its reference, if that
+        goes into the prompt; `words.reference` is its transcript then. is_open: more of the body is to come;
+        there must be `least_body` of it.
+        """
         ids = self.shape.ids
         if language_id is None:
             control = [ids.codec_nothink, ids.codec_think_bos, ids.codec_think_eos]

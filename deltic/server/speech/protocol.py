@@ -1,7 +1,8 @@
 """What the speech API says on the wire, and what of it a checkpoint can honour.
 
-OpenAI's fields, and those that vLLM-Omni has beside them, under its names; `temperature`, `top_k`, `top_p`, `repetition_penalty`
-and `subtalker_*` are the settings of generation_config.json. Each is honoured or refused with a 400 that names it.
+OpenAI's fields, and those that vLLM-Omni has beside them, under its names; `temperature`, `top_k`, `top_p`,
+`repetition_penalty` and `subtalker_*` are the settings of generation_config.json. Each is honoured or refused
+with a 400 that names it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ MAX_ITEMS = 32
 MIN_TOKENS = 2
 """Codes that come before an utterance may end; without them it could be empty."""
 BASE_FRAMES, BASE_FRAMES_PER_TOKEN = 192, 12
-"""A clone may take so many frames, or so many for each token of its text; one that takes more has lost its end."""
+"""A clone may take so many frames, or so many for each token of its text.
+
+One that takes more has lost its end.
+"""
 
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -112,8 +116,11 @@ class VoiceForm(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SessionConfig(SpeechFields, tag="session.config"):
-    """How a WebSocket's text is said, from its next utterance on. Where the prompt's form is text beside frames (`non_streaming_mode`
-    false, Base's default), an utterance that is not split is spoken while it is written."""
+    """How a WebSocket's text is said, from its next utterance on.
+
+    Where the prompt's form is text beside frames (`non_streaming_mode` false, Base's default), an utterance
+    that is not split is spoken while it is written.
+    """
 
     stream_audio: bool = False
     """Audio comes as it is made, in `pcm`; otherwise one message a part, in `response_format`."""
@@ -138,7 +145,9 @@ ClientMessage = SessionConfig | InputText | InputDone | SessionClose
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a text is said, by one checkpoint: fields that were checked, and what stands for those that were not given."""
+    """How a text is said, by one checkpoint: fields that were checked, and what stands for those that were
+    not given.
+    """
 
     form: str
     """Of the audio: a key of audio.MEDIA_TYPES."""
@@ -158,7 +167,8 @@ class Manner:
 
 
 def manner(fields: SpeechFields, shape: SpeechShape, stored: str | None, *, streamed: bool, model: str) -> Manner:
-    """stored: the name of the voice in the store that `fields` names, if there is one; streamed: audio leaves as it is made.
+    """stored: the name of the voice in the store that `fields` names, if there is one; streamed: audio leaves
+    as it is made.
 
     Raises ApiError (400) for what this checkpoint, or a stream, cannot do.
     """
@@ -203,7 +213,10 @@ def manner(fields: SpeechFields, shape: SpeechShape, stored: str | None, *, stre
 
 
 def voice_aliases(given: Sequence[str], shape: SpeechShape) -> dict[str, str]:
-    """The voice of each NAME=VOICE, by the name in lower case. Raises ConfigError for what can name no voice of this checkpoint."""
+    """The voice of each NAME=VOICE, by the name in lower case.
+
+    Raises ConfigError for what can name no voice of this checkpoint.
+    """
     aliases: dict[str, str] = {}
     for text in given:
         name, _, voice = (part.strip() for part in text.partition("="))
@@ -221,7 +234,10 @@ def voice_aliases(given: Sequence[str], shape: SpeechShape) -> dict[str, str]:
 
 
 def with_alias(fields: Fields, aliases: Mapping[str, str]) -> Fields:
-    """The fields with the voice that a name stands for (--voice-alias), if it is one of those. Raises as voice_name does."""
+    """The fields with the voice that a name stands for (--voice-alias), if it is one of those.
+
+    Raises as voice_name does.
+    """
     name = voice_name(fields)
     if name is None or name.lower() not in aliases:
         return fields
@@ -297,9 +313,11 @@ def _language(fields: SpeechFields, shape: SpeechShape, speaker: str | None) -> 
 
 
 def frames_limit(fields: SpeechFields, shape: SpeechShape, n_text: int | None, n_prompt: int, limit: int) -> int:
-    """Codes that may be drawn. n_text: tokens to be said, if that is known yet; n_prompt: rows; limit: of rows and frames together.
+    """Codes that may be drawn. n_text: tokens to be said, if that is known yet; n_prompt: rows; limit: of
+    rows and frames together.
 
-    Raises ApiError (400) when the prompt leaves no room."""
+    Raises ApiError (400) when the prompt leaves no room.
+    """
     room = limit - n_prompt
     if room < MIN_TOKENS:
         raise bad_request(
@@ -361,7 +379,10 @@ def _draws(fields: SpeechFields, shape: SpeechShape, prefix: str) -> tuple[float
 
 
 def with_defaults(item: BatchItem, batch: BatchRequest) -> BatchItem:
-    """An item with what the batch says for all. Of the fields that say whose voice it is, it has its own or the batch's."""
+    """An item with what the batch says for all.
+
+    Of the fields that say whose voice it is, it has its own or the batch's.
+    """
     whose = ("voice", "speaker", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding")
     has_own = any(getattr(item, name) is not None for name in whose)
     missing = {

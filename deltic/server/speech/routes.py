@@ -1,7 +1,7 @@
 """Speech over HTTP: one text, a batch of them, and the voices there are.
 
-A body becomes a checked plan, the plan an Utterance, which is a Generation whose pieces are audio. It leaves as a file, as raw bytes
-as they come, or as events.
+A body becomes a checked plan, the plan an Utterance, which is a Generation whose pieces are audio. It leaves
+as a file, as raw bytes as they come, or as events.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ class Plan:
 def plan(
     service: Service, fields: SpeechFields, text: str | OpenText, info: engine.EngineInfo, *, streamed: bool
 ) -> Plan:
-    """text: an open one has its first id, and a prompt that streams it. Slow for long texts: see Service.prepare. Raises ApiError
-    (400, 404)."""
+    """text: an open one has its first id, and a prompt that streams it.
+
+    Slow for long texts: see Service.prepare. Raises ApiError (400, 404).
+    """
     speech = parts(service)
     service.check_model(fields.model)
     fields = speech_protocol.with_alias(fields, speech.aliases)
@@ -132,8 +134,9 @@ class Utterance:
     def __init__(
         self, service: Service, plan: Plan, sent: engine.Request, n_frames: int, ticket: Ticket, limit: int
     ) -> None:
-        """n_frames: of the voice, in the prompt; ticket: of the HTTP request, or WebSocket's part, that it answers; limit: of rows and
-        frames together. What `sent` has not of an open text is sent as it comes."""
+        """n_frames: of the voice, in the prompt; ticket: of the HTTP request, or WebSocket's part, that it
+        answers; limit: of rows and frames together. What `sent` has not of an open text is sent as it comes.
+        """
         self._service = service
         self.plan = plan
         self.sent = sent
@@ -149,8 +152,10 @@ class Utterance:
         return self._spoken.finish_reason
 
     async def run(self, take: Callable[[bytes], None]) -> None:
-        """Hands samples to `take` as they come, 16 bits at the engine's rate, until the last. Raises ApiError, as Generation.run
-        does, and when a clone did not end."""
+        """Hands samples to `take` as they come, 16 bits at the engine's rate, until the last.
+
+        Raises ApiError, as Generation.run does, and when a clone did not end.
+        """
         numbers = self._service.metrics.speech
         spoken, shape = self._spoken, parts(self._service).prompts.shape
 
@@ -177,12 +182,16 @@ class Utterance:
         finally:
             first_s = spoken.first_s and spoken.first_s - self._started_s
             took_s = time.monotonic() - self._started_s
-            # Of a text that is spoken while it is written, nobody can tell whether the audio was late or the text.
+            # Of a text that is spoken while it is written, nobody can tell whether the audio was late or the
+            # text.
             is_timed = self.plan.streamed and self.plan.open_text is None
             numbers.note(end, first_s, took_s, spoken.seconds, spoken.late_s if is_timed else None)
 
     async def _generate(self, take: Callable[[list[Piece]], None]) -> None:
-        """As Generation.run; the rest of an open text is sent beside it. Raises ApiError (400) also when that becomes too long."""
+        """As Generation.run; the rest of an open text is sent beside it.
+
+        Raises ApiError (400) also when that becomes too long.
+        """
         assert self.sent.speech is not None
         if not self.sent.speech.is_open:
             await self._generation.run(take)
@@ -217,8 +226,10 @@ class Utterance:
             self._service.client.add_text(sent.id, ids, is_last, max_tokens)
 
     async def stream(self, take: Callable[[bytes], None]) -> None:
-        """As run, in the form and at the rate that were asked for: a file whose size nobody knows yet. Another tempo is one of the
-        whole, and a FLAC begins with its length, so these come in one piece."""
+        """As run, in the form and at the rate that were asked for: a file whose size nobody knows yet.
+
+        Another tempo is one of the whole, and a FLAC begins with its length, so these come in one piece.
+        """
         manner = self.plan.manner
         if manner.speed != 1.0 or manner.form == "flac":
             take(await self.file())
@@ -240,7 +251,9 @@ class Utterance:
         convert(b"", True)
 
     async def _compress(self, take: Callable[[bytes], None]) -> None:
-        """As stream, through an encoder, which works in the thread of files: what it takes would hold up everybody's tokens."""
+        """As stream, through an encoder, which works in the thread of files: what it takes would hold up
+        everybody's tokens.
+        """
         file = StreamedFile(self.plan.manner.form, self.plan.manner.rate)
         pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
         worker, loop = parts(self._service).worker, asyncio.get_running_loop()
@@ -421,7 +434,8 @@ class RawAudio(EventStream):
         try:
             await super().__call__(scope, receive, send)
         except Cut:
-            # Without a last chunk: the HTTP server closes the connection, and the client's library reports that.
+            # Without a last chunk: the HTTP server closes the connection, and the client's library reports
+            # that.
             return
 
 

@@ -1,12 +1,14 @@
 """Speech over a WebSocket: text comes in as a language model writes it, audio goes out part by part.
 
-The client says how (`session.config`), sends text (`input.text`) and ends an utterance (`input.done`), as often as it likes; then
-`session.close`. A part, a whole utterance unless `split_granularity` cuts it, is one request of the engine and is answered by
-`audio.start`, binary audio and `audio.done`; an utterance by `session.done`; what went wrong by `error`, and the socket goes on. One
-part is spoken while the text of the next ones is still coming; when much text waits, no more is read.
+The client says how (`session.config`), sends text (`input.text`) and ends an utterance (`input.done`), as
+often as it likes; then `session.close`. A part, a whole utterance unless `split_granularity` cuts it, is one
+request of the engine and is answered by `audio.start`, binary audio and `audio.done`; an utterance by
+`session.done`; what went wrong by `error`, and the socket goes on. One part is spoken while the text of the
+next ones is still coming; when much text waits, no more is read.
 
-A part that is a whole utterance, by a prompt that has its text beside the frames, is spoken while it is written: it begins with its first
-words, and the engine gets the others as they come. Its audio is that of the same text at once.
+A part that is a whole utterance, by a prompt that has its text beside the frames, is spoken while it is
+written: it begins with its first words, and the engine gets the others as they come. Its audio is that of the
+same text at once.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ Note = Callable[[str, str, int, Ticket, str, str], None]
 
 
 async def converse(server: Server, access: Access, socket: WebSocket, note: Note) -> None:
-    """One socket from its handshake to its end. What refuses it is an HTTP answer. note: is told of each part."""
+    """One socket from its handshake to its end.
+
+    What refuses it is an HTTP answer. note: is told of each part.
+    """
     ticket: Ticket = socket.scope[TICKET]
     try:
         ticket.account = access.check_socket(socket)
@@ -207,7 +212,8 @@ class _Conversation:
         info = service.client.info
         if info is None:
             raise unavailable(service.client.why_unavailable())
-        # Whether it can be said so shows now, not with the first part; whether there is a place shows with that.
+        # Whether it can be said so shows now, not with the first part; whether there is a place shows with
+        # that.
         planned = plan(service, config, "a", info, streamed=config.stream_audio)
         self._is_open = planned.manner.streams_text and config.split_granularity == "none"
         self._service, self._config = service, config
@@ -229,7 +235,10 @@ class _Conversation:
         self._n_parts += 1
 
     async def _write(self, piece: str, config: SessionConfig) -> None:
-        """More of a text that is spoken while it is written. What comes when it has been said, or was refused, is dropped."""
+        """More of a text that is spoken while it is written.
+
+        What comes when it has been said, or was refused, is dropped.
+        """
         text = self._text
         if text is None:
             piece, text = piece.lstrip(), parts(self._service).prompts.open_text()
@@ -237,7 +246,8 @@ class _Conversation:
             return
         size = text.n_characters + len(piece)  # all of it, where nothing was certain until now
         ids = await self._service.prepare(size, lambda: text.encoder.push(piece), self._request)
-        # What waits before this text does not need its end; and alone it is never more than may wait. So this ends.
+        # What waits before this text does not need its end; and alone it is never more than may wait. So this
+        # ends.
         await self._wait_for_room(len(piece))
         text.add(piece, ids)
         if self._text is None:
@@ -273,8 +283,11 @@ class _Conversation:
         await self._socket.close(1000)
 
     async def _say(self, part: _Part) -> None:
-        """Answers a part. One that is refused for what others, or its key, have running waits for its turn, as long as a request
-        may: its text is nowhere else."""
+        """Answers a part.
+
+        One that is refused for what others, or its key, have running waits for its turn, as long as a request
+        may: its text is nowhere else.
+        """
         service, config, text = part.service, part.config, part.text
         if isinstance(text, OpenText):
             await text.wait(1)
@@ -380,7 +393,8 @@ _NO_END = re.compile(
 class Splitter:
     """Text as it comes, into parts that can be spoken by themselves.
 
-    A boundary is certain only with the character behind it: "3." may be the beginning of "3.5", and a quotation mark may follow.
+    A boundary is certain only with the character behind it: "3." may be the beginning of "3.5", and a
+    quotation mark may follow.
     """
 
     def __init__(self, granularity: Literal["none", "sentence", "clause"]) -> None:

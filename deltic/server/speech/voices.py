@@ -1,8 +1,9 @@
-"""The voices of a Base model: those that were uploaded, by name, and reference audio that comes with a request.
+"""The voices of a Base model: those that were uploaded, by name, and reference audio that comes with a
+request.
 
-The engine keeps what it makes of a voice under a key that is a digest of the audio. What is kept here is the audio itself, with its
-name, consent and transcript: one file a voice, beside the engine's. So what the engine has is a cache; where it lost a voice, or
-another model is served, the voice is encoded again.
+The engine keeps what it makes of a voice under a key that is a digest of the audio. What is kept here is the
+audio itself, with its name, consent and transcript: one file a voice, beside the engine's. So what the engine
+has is a cache; where it lost a voice, or another model is served, the voice is encoded again.
 """
 
 from __future__ import annotations
@@ -106,8 +107,10 @@ class VoiceStore:
     """Uploaded voices by name, any case, and the way of any voice into the engine."""
 
     def __init__(self, client: EngineClient, directory: Path | None, config: ServerConfig) -> None:
-        """Reads what there is in `directory`; files that cannot be read are passed over, and said in the log. Raises ConfigError
-        where they may be anybody's."""
+        """Reads what there is in `directory`; files that cannot be read are passed over, and said in the log.
+
+        Raises ConfigError where they may be anybody's.
+        """
         self._client = client
         self._config = config
         self.directory = directory
@@ -139,8 +142,9 @@ class VoiceStore:
     async def add(
         self, name: str, consent: str, ref_text: str, audio: bytes | None, vector: list[float] | None, owner: str = ""
     ) -> Stored:
-        """Encodes and keeps a voice, of audio as it was uploaded or of a speaker's vector. name: as VoiceForm has it, so that it
-        can be a file's; owner: the name of the key that asks. Raises ApiError."""
+        """Encodes and keeps a voice, of audio as it was uploaded or of a speaker's vector. name: as VoiceForm
+        has it, so that it can be a file's; owner: the name of the key that asks. Raises ApiError.
+        """
         self._check_name(name)
         if (audio is None) == (vector is None):
             raise bad_request("audio_sample", "give either audio_sample or speaker_embedding")
@@ -181,8 +185,11 @@ class VoiceStore:
         return voice
 
     async def _in_turn(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `make`. Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
-        would be given ever more otherwise. Raises ApiError: what `make` does, and 429 when too many wait."""
+        """The result of `make`.
+
+        Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
+        would be given ever more otherwise. Raises ApiError: what `make` does, and 429 when too many wait.
+        """
         if self._n_waiting >= MAX_WAITING:
             said = f"{MAX_WAITING} requests wait for a voice to be encoded; try again in a few seconds"
             raise ApiError(429, said, code="too_many_encodings", headers=RETRY_LATER)
@@ -313,7 +320,10 @@ class VoiceStore:
             raise bad_request(param, str(error), "invalid_audio") from None
 
     async def _reference_bytes(self, reference: str) -> bytes:
-        """What `ref_audio` names. Nothing but `data:` is looked at unless the settings name its host or its directory."""
+        """What `ref_audio` names.
+
+        Nothing but `data:` is looked at unless the settings name its host or its directory.
+        """
         scheme = reference[:8].partition(":")[0].lower()
         config = self._config
         if scheme == "data":
@@ -410,7 +420,9 @@ def _write(path: Path, voice: Stored) -> None:
 
 
 def _read(path: Path, with_data: bool = True) -> Stored:
-    """Raises OSError, or ValueError for a file that is damaged; of the data's bits that shows only when they are read."""
+    """Raises OSError, or ValueError for a file that is damaged; of the data's bits that shows only when they
+    are read.
+    """
     with path.open("rb") as file:
         line = file.readline(MAX_HEAD)
         head = msgspec.json.decode(line, type=_Head)
