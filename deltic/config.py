@@ -55,8 +55,8 @@ def knob(
 ) -> Any:
     """A dataclass field that is a command-line flag: its default and its help text.
 
-    several: the flag may have several values behind it, beside being repeated. device, kind: the only device (cpu, cuda) and the only
-    kind of model (text, speech) for which it means something; see `without_foreign`.
+    several: the flag may have several values behind it, beside being repeated. device, kind: the only device
+    (cpu, cuda) and the only kind of model (text, speech) for which it means something; see `without_foreign`.
     """
     metadata = {
         "help": text,
@@ -554,10 +554,11 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
 
 
 def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfig:
-    """The settings, without those that mean nothing on this device (cpu, cuda), or to this kind of model (text, speech).
+    """The settings, without those that mean nothing on this device (cpu, cuda), or to this kind of model
+    (text, speech).
 
-    A DELTIC_ variable holds for every model of a server, so it is left out where it means nothing. Raises ConfigError for a
-    setting that was given otherwise.
+    A DELTIC_ variable holds for every model of a server, so it is left out where it means nothing. Raises
+    ConfigError for a setting that was given otherwise.
     """
     devices = {"cpu": "the CPU", "cuda": "a GPU"}
     foreign: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """The flags of each command, by a function of its name, and those that several take.
 
-A setting of an engine, a model or a server is a `knob` in `config.py`, and becomes a flag by itself (`config.add_flags`).
+A setting of an engine, a model or a server is a `knob` in `config.py`, and becomes a flag by itself
+(`config.add_flags`).
 
 `deltic --help` waits for this file: it imports nothing heavy.
 """

@@ -4,8 +4,8 @@ Everything runs in one asyncio loop and one thread. A step arrives as one messag
 streams of their requests without a task or a queue object in between, so a token costs a few microseconds
 here.
 
-The process in which the engine runs is the EngineHost's (`supervisor.py`). Each gets its own pair of sockets: nothing meant for one that
-died can reach the next.
+The process in which the engine runs is the EngineHost's (`supervisor.py`). Each gets its own pair of sockets:
+nothing meant for one that died can reach the next.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A turn takes all commands that have come, runs one step if there is work, and se
 message. So a step of one model delays the others by no more than itself, and a model without work costs
 nothing. The process never waits for commands while an engine has work.
 
-It ends when its parent does, when told to, and when it can no longer be trusted: a scheduler that raises, pages that do not add up,
-steps that fail one after another. The parent (`supervisor.py`) starts a new one.
+It ends when its parent does, when told to, and when it can no longer be trusted: a scheduler that raises,
+pages that do not add up, steps that fail one after another. The parent (`supervisor.py`) starts a new one.
 """
 
 from __future__ import annotations

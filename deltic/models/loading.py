@@ -1,9 +1,9 @@
 """Loading weights: what every model shares, from safetensors files to packed matrices.
 
-A model declares each part once (`Declaration`): sizes, format, and the stored tensors that fill it. From this follow empty
-weights, their bytes, and the plan of loading: stored tensors are checked against the files, put together one matrix at a time
-from mapped memory, and packed at once, so the peak stays near the size of the packed weights.
-Left out: checkpoints that are quantised already.
+A model declares each part once (`Declaration`): sizes, format, and the stored tensors that fill it. From this
+follow empty weights, their bytes, and the plan of loading: stored tensors are checked against the files, put
+together one matrix at a time from mapped memory, and packed at once, so the peak stays near the size of the
+packed weights. Left out: checkpoints that are quantised already.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The HTTP application: its routes, and everything that all of them share.
 
-Bodies are parsed by the structs of each API (`api/protocol.py` and its like), not by the framework: what a token passes through
-is bytes and small structs only. The routes that generate are in `api/completions.py`, `api/responses.py`, `api/anthropic.py`,
-`api/ollama.py` and `speech/routes.py`.
+Bodies are parsed by the structs of each API (`api/protocol.py` and its like), not by the framework: what a
+token passes through is bytes and small structs only. The routes that generate are in `api/completions.py`,
+`api/responses.py`, `api/anthropic.py`, `api/ollama.py` and `speech/routes.py`.
 """
 
 from __future__ import annotations

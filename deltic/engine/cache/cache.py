@@ -9,8 +9,8 @@ runs has one.
 | a running sequence | of all its tokens; full ones are shared with the tree | its own, and its start |
 | the prefix tree | every full page that was not evicted | checkpoints |
 
-What only the tree owns is as good as free: it is evicted when a sequence needs the room (which first: `tree.py`). So the cache takes
-nothing from those that run, and needs no limit of its own.
+What only the tree owns is as good as free: it is evicted when a sequence needs the room (which first:
+`tree.py`). So the cache takes nothing from those that run, and needs no limit of its own.
 
 Where prefill and decode differ in bits, the tree has what prefill wrote, and nothing else: full pages of
 prompts, and states inside them. What was decoded is a sequence's own as long as it runs; the next turn brings

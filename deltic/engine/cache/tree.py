@@ -5,12 +5,13 @@ tokens from the start, and one dictionary finds any prefix. A node has a page, a
 (a checkpoint), in up to three tiers: device memory, host memory, disk. A request can start where a state and
 all pages before it are.
 
-What leaves a tier first: pages that no state in the tier lies beyond, since nothing resumes from them; then, where the
-checkpoint of a leaf or a slot is wanted, the state of the least priority. Priorities are GreedyDual-Size with frequency (Cao and
-Irani, 1997, "Cost-aware WWW proxy caching algorithms"; Cherkasova, 1998, for the frequency): the prefill time a checkpoint saves
-over the next one above it, per byte of what only it needs, times its uses, on top of a clock that rises to the priority of whatever
-is evicted. So what is not used ages without being touched.
-The rule is here (`Tier.victim`, `PrefixTree.price`). `residency.py` applies it when room is wanted, `tiers.py` moves the bytes.
+What leaves a tier first: pages that no state in the tier lies beyond, since nothing resumes from them; then,
+where the checkpoint of a leaf or a slot is wanted, the state of the least priority. Priorities are
+GreedyDual-Size with frequency (Cao and Irani, 1997, "Cost-aware WWW proxy caching algorithms"; Cherkasova,
+1998, for the frequency): the prefill time a checkpoint saves over the next one above it, per byte of what
+only it needs, times its uses, on top of a clock that rises to the priority of whatever is evicted. So what is
+not used ages without being touched. The rule is here (`Tier.victim`, `PrefixTree.price`). `residency.py`
+applies it when room is wanted, `tiers.py` moves the bytes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Geometry:
 
 
 def root_key(request: Request) -> bytes:
-    """The key before the first page: who shares prefixes, and whatever decides KV and state beside the tokens. An adapter would
-    join here."""
+    """The key before the first page: who shares prefixes, and whatever decides KV and state beside the
+    tokens. An adapter would join here."""
     # Another hash than that of next_key, lest a salt be made up of another salt's key and tokens.
     both = f"{request.party}\n{request.cache_salt}".encode("utf-8", "surrogatepass")
     return blake2b(both, digest_size=16, person=b"deltic salt").digest()

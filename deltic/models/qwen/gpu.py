@@ -326,7 +326,8 @@ class QwenGpu:
         return logits[0]
 
     def _decode_feed_forward(self, i: int, normed: Tensor, b: DecodeBuffers, slot: Tensor) -> Tensor:
-        """Partial sums of layer i's feed-forward of the normed rows, float32 [S, n, H], to be added up by the next norm."""
+        """Partial sums of layer i's feed-forward of the normed rows, float32 [S, n, H], to be added up by the
+        next norm."""
         shape, mlp, n = self.shape, self.weights.layers[i].mlp, len(normed)
         if not isinstance(mlp, Moe):
             inner = front(b.inner, n, shape.intermediate_size)

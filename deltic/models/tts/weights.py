@@ -86,7 +86,8 @@ def speech_weight_bytes(shape: SpeechShape, quantize: str | None, layout: Layout
 
 
 def frame_bytes(shape: SpeechShape, quantize: str | None, layout: Layout = "strips") -> tuple[int, int]:
-    """Bytes of matrices that a frame's codes read, for any number of frames at once: by the talker, and by the predictor."""
+    """Bytes of matrices that a frame's codes read, for any number of frames at once: by the talker, and by
+    the predictor."""
     weights = empty_speech_weights(shape, quantize, "meta", layout)
     talker, predictor = (
         sum(part.n_bytes for _, part in decoder.named_parts() if isinstance(part, Matrix))

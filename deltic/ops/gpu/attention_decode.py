@@ -134,7 +134,8 @@ def _other(b_d, HALF: tl.constexpr):
 
 @triton.jit
 def turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """What x and the other dim of its pair are multiplied with, [R, D] each: (1 + w) cos and (1 + w') (-+ sin).
+    """What x and the other dim of its pair are multiplied with, [R, D] each: (1 + w) cos and (1 + w') (-+
+    sin).
 
     The same in every row: as a whole tile, nothing has to be handed from thread to thread.
     """
@@ -151,7 +152,8 @@ def turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.conste
 
 @triton.jit
 def rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr):
-    """The heads at the offsets b_head [R, 1] where b_mask, normed and rotated -> bfloat16 [R, D]; 0 elsewhere."""
+    """The heads at the offsets b_head [R, 1] where b_mask, normed and rotated -> bfloat16 [R, D]; 0
+    elsewhere."""
     b_d = tl.arange(0, D)[None, :]
     b_x = summed(p_proj, b_head + b_d, b_mask, stride_s, S)
     b_y = summed(p_proj, b_head + _other(b_d, HALF), b_mask & (b_d < 2 * HALF), stride_s, S)

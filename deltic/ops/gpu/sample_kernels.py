@@ -1,5 +1,5 @@
-"""The kernels of sample.py. A candidate is one int64 (`order_of`): its value, then its id, so that all differ and each filter of
-the sampler keeps what is at or above one of them.
+"""The kernels of sample.py. A candidate is one int64 (`order_of`): its value, then its id, so that all differ
+and each filter of the sampler keeps what is at or above one of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,7 +21,8 @@ LOWEST = tl.constexpr(-2139095041 << 20)  # below every finite value: that of -i
 
 @triton.jit
 def order_of(v, id):
-    """Sorts as value, then lower id first: the value's bits, made to sort as integers, above the id's complement."""
+    """Sorts as value, then lower id first: the value's bits, made to sort as integers, above the id's
+    complement."""
     v = tl.where(v == 0, 0.0, v)  # -0 and 0 are equal
     bits = v.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -275,7 +276,8 @@ def collect(
 
 @triton.jit
 def halve(b_c, b_packed, lo, hi, above, target):
-    """The largest lo at which `above` and the weights of lo <= c < hi reach the target; lo itself where none does.
+    """The largest lo at which `above` and the weights of lo <= c < hi reach the target; lo itself where none
+    does.
 
     Returns it and the sum there. Weights are packed with a count of 1: halving ends when one candidate is
     left.
@@ -316,7 +318,8 @@ def _narrow(
     p_list, n_list, p_few, p_v, top, t, min_p, lo, hi, target,
     COUNT: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):
-    """`halve` over a list longer than CAP: cut in WAYS by passes over memory until what is left fits. COUNT: target counts."""
+    """`halve` over a list longer than CAP: cut in WAYS by passes over memory until what is left fits. COUNT:
+    target counts."""
     o_way = tl.arange(0, WAYS)
     n, above = n_list.to(tl.int64), tl.full((), 0, tl.int64)
     while (n > CAP) & (hi > lo + 1):
@@ -441,7 +444,8 @@ def _draw_filtered(
         w = tl.where(c >= lo, w, 0)
         first = (id ^ _ID_MASK).to(tl.int64)  # lower ids come first
         cut, _s = halve(first, pack(w), zero, zero + _ID_MASK + 1, zero, threshold_of(kept, u24))
-        # One candidate is left in [cut, ...): the lowest of those that weigh anything and are at or above the cut.
+        # One candidate is left in [cut, ...): the lowest of those that weigh anything and are at or above the
+        # cut.
         token = id_of(tl.min(tl.where((first >= cut) & (w > 0), first, _ID_MASK), 0))
     else:
         lo, kept = _survey(p_list, n_list, p_v, top, t, min_p, LOWEST, best, BLOCK)

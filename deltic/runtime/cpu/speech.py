@@ -1,7 +1,7 @@
 """A speech model on the CPU: its memory, and the recorded step from row ids to drawn codes.
 
-A step is one program (`models/tts/cpu.py`): fill the buffers, run it, read the tokens and the frames' codes. The vocoder is
-beside it: what is made of the codes, and when, is the stage's to say (`engine/stage.py`).
+A step is one program (`models/tts/cpu.py`): fill the buffers, run it, read the tokens and the frames' codes.
+The vocoder is beside it: what is made of the codes, and when, is the stage's to say (`engine/stage.py`).
 """
 
 from __future__ import annotations

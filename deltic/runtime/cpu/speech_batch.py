@@ -144,8 +144,8 @@ class SpeechBatch:
         self._seed[place] = np.uint64((sequence.seed ^ PREDICTOR_KEY) & (2**64 - 1)).astype(np.int64)
 
     def read_codes(self) -> Ints:
-        """int32 [n_frames, 16]: the frames of the last step's decodes. A code that could not be drawn is 0: what follows from it is
-        not finite, and ends the sequence."""
+        """int32 [n_frames, 16]: the frames of the last step's decodes. A code that could not be drawn is 0:
+        what follows from it is not finite, and ends the sequence."""
         n = int(self._counts[2])
         codes = np.empty((n, N_CODES), np.int32)
         codes[:, 0] = self._code0[:n]

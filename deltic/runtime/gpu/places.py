@@ -1,8 +1,8 @@
 """What the device knows of the sequences that run, by place, and how the host changes it.
 
-One flat int32 table holds it all (`place_table` lays it out). The host collects changes as (offset, value) pairs and sends
-them with one copy from pinned memory; they are applied on the stream, between two steps. A step without changes sends nothing:
-decodes move their own tokens and positions on (ops/gpu/sample.py).
+One flat int32 table holds it all (`place_table` lays it out). The host collects changes as (offset, value)
+pairs and sends them with one copy from pinned memory; they are applied on the stream, between two steps. A
+step without changes sends nothing: decodes move their own tokens and positions on (ops/gpu/sample.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_CHANGES = 1 << 15
 def place_table(
     n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None
 ) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
-    """The table of n places, where each part begins and the words of its rows, and the parts by name. more: words of further parts,
-    those aligned to 8 bytes first."""
+    """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
+    words of further parts, those aligned to 8 bytes first."""
     parts = {
         "seed": 2,
         **(more or {}),
