@@ -8,7 +8,7 @@ ARGS ?=
 
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 
-.PHONY: install serve test test-cpu test-others bench soak soak-speech oracle lint wheel clean
+.PHONY: always install serve test test-cpu test-others bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -16,7 +16,11 @@ $(VENV)/.python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.python pyproject.toml $(KERNELS)
+# The names of the modules: an editable install knows those that there were, so it is made again when one moves.
+$(VENV)/.modules: $(VENV)/.python always
+	@find deltic -name '*.py' | sort > $@.now; cmp -s $@ $@.now || cp $@.now $@
+
+$(VENV)/.installed: $(VENV)/.python $(VENV)/.modules pyproject.toml $(KERNELS)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@

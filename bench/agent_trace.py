@@ -31,7 +31,7 @@ SYSTEM_TOKENS, TOOLS_TOKENS = 1200, 1800
 """Shared by all sessions."""
 TOOLS = ("read_file", "bash", "edit_file", "search", "list_files", "write_file", "fetch", "plan")
 ANSWER_TOKENS = (70.0, 0.8, 8, 500)
-"""Median, sigma of the logarithm, least and most; so the next."""
+"""Median, sigma of the logarithm, least and most, as of RESULT_TOKENS."""
 RESULT_TOKENS = (180.0, 1.1, 10, 1500)
 FILE_TOKENS = (2000, 4000)
 FILE_SHARE = 0.1

@@ -68,7 +68,6 @@ class Deltic:
             "instructions": instruction_set(),
             # What a step reads: an embedding that is not the head too gives a row or two.
             "weight_bytes": plan.weight_bytes - (0 if plan.shape.tie_word_embeddings else embedding),
-            "operators": self.engine.info.operators,
             "start_s": self.engine.info.start_s,
         }
         self._ids = itertools.count()

@@ -138,7 +138,7 @@ COMMANDS = {
         lambda arguments: (settings.engine(arguments),),
     ),
     "doctor": Command(
-        "print the machine, the operators chosen and which promises hold here", flags.none, "commands.doctor:report"
+        "print the machine, the kernels that it runs and which promises hold here", flags.none, "commands.doctor:report"
     ),
     "version": Command("print the version", flags.none, "commands.version:version"),
 }

@@ -1,7 +1,7 @@
 """The lines of OpenAI's batch files: a request each on the way in, an answer each on the way out.
 
-`deltic run` (jobs.py) and the server's /v1/batches (server/batch/batches.py) read the same lines, take the
-same answers for worth another try, and go on behind what is written already.
+`deltic run` (commands/run.py) and the server's /v1/batches (server/batch/batches.py) read the same lines,
+take the same answers for worth another try, and go on behind what is written already.
 """
 
 from __future__ import annotations

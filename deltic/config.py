@@ -57,7 +57,7 @@ def knob(
     """A dataclass field that is a command-line flag: its default and its help text.
 
     several: the flag may have several values behind it, beside being repeated. device, kind: the only device
-    (cpu, cuda) and the only kind of model (text, speech) for which it means something; see `refuse_foreign`.
+    (cpu, cuda) and the only kind of model (text, speech) for which it means something; see `without_foreign`.
     """
     metadata = {
         "help": text,
@@ -556,25 +556,32 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
         pinned_cpus(config.threads or 1)
 
 
-def refuse_foreign(config: EngineConfig, device: str, kind: str) -> None:
-    """Raises ConfigError for a setting that was given and means nothing on this device (cpu, cuda), or to
-    this kind of model (text, speech). A DELTIC_ variable holds for every model of a server, so it is passed
-    over where it means nothing.
+def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfig:
+    """The settings, without those that mean nothing on this device (cpu, cuda), or to this kind of model
+    (text, speech).
+
+    A DELTIC_ variable holds for every model of a server, so it is left out where it means nothing. Raises
+    ConfigError for a setting that was given otherwise.
     """
     devices = {"cpu": "the CPU", "cuda": "a GPU"}
+    foreign: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, holds = getattr(config, field.name), field.metadata
-        if value == field.default or ENV_PREFIX + field.name.upper() in os.environ:
+        is_elsewhere = holds["device"] not in (None, device)
+        if value == field.default or not (is_elsewhere or holds["kind"] not in (None, kind)):
+            continue
+        if ENV_PREFIX + field.name.upper() in os.environ:
+            foreign[field.name] = field.default
             continue
         shown = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
         given = f"--{field.name.replace('_', '-')}{shown}"
-        if holds["device"] not in (None, device):
+        if is_elsewhere:
             raise ConfigError(
                 f"{given} is for {devices[holds['device']]}, and this model runs on {devices[device]}; leave it out, or give "
                 f"--device {holds['device']}"
             )
-        if holds["kind"] not in (None, kind):
-            raise ConfigError(f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out")
+        raise ConfigError(f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out")
+    return dataclasses.replace(config, **foreign)
 
 
 def pinned_cpus(n_threads: int) -> tuple[int, ...]:

@@ -119,6 +119,7 @@ class FakeEngineClient:
             **{
                 "model_name": "fake", "vocab_size": 272, "eos_token_ids": [END], "max_model_len": 1024,
                 "max_num_seqs": 16, "max_step_tokens": 512, "n_pages": 64, "n_slots": 16, "device": "none",
+                "kernels": "none",
             } | info
         )  # fmt: skip
         self.stats = Stats(n_pages=64, n_slots=16)

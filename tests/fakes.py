@@ -26,9 +26,8 @@ import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.tiers import Entry, Move
-from deltic.engine.engine import Progress
 from deltic.engine.messages import EngineInfo, SamplingParams, TokenLogprob
-from deltic.engine.step import Chunk, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
 from deltic.host import process
 from deltic.ops.geometry import PAGE_SIZE
 

@@ -119,7 +119,7 @@ class Session:
 
     def n_kept(self, ids: list[int]) -> int:
         """Pages of a prompt that device memory has."""
-        key, n = root_key("", ""), 0
+        key, n = root_key(Request(id="", prompt_ids=[], params=SamplingParams())), 0
         for i in range(0, len(ids) - PAGE_SIZE + 1, PAGE_SIZE):
             key = next_key(key, array("i", ids[i : i + PAGE_SIZE]))
             node = self.store.tree.nodes.get(key)

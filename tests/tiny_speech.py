@@ -254,7 +254,7 @@ def _write_speech_tokenizer(path: Path, seed: int) -> None:
         "codebook_size": N_CODES,
         "num_quantizers": N_CODEBOOKS,
         "num_semantic_quantizers": 1,
-        "semantic_codebook_size": 2 * N_CODES,  # published as well, and read by nothing; so the next
+        "semantic_codebook_size": 2 * N_CODES,  # this and the next are published as well, and read by nothing
         "vector_quantization_hidden_dimension": VOCODER["codebook_dim"],
         "upsample_rates": [8, 5, 4, 3],
         "upsampling_ratios": [2, 2],
@@ -436,9 +436,9 @@ def _values(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
 
 def _fan_in(name: str, shape: tuple[int, ...]) -> int:
     if name.startswith("decoder.upsample") and ".0.conv" in name:
-        return shape[0]  # transposed, (in, out, kernel): each output sees one tap; so the next, with two
+        return shape[0]  # transposed, (in, out, kernel): each output sees one tap
     if name.startswith("decoder.decoder") and ".block.1." in name:
-        return 2 * shape[0]
+        return 2 * shape[0]  # transposed, with two taps
     fan = math.prod(shape[1:])
     if name == "decoder.decoder.6.conv.weight":
         return 1000 * fan  # few samples beyond 1, where they are cut off

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.commands.plan import decode_bytes
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import locate, n_real_ids
@@ -52,11 +52,13 @@ class Model:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Model:
+        config = without_foreign(config, "cuda", "text")
         directory, shape = locate(config)
+        stored: dict[str, Any] = {"quantize": config.quantize, "layout": "rows", "device": "cuda"}
         if config.dummy:
-            weights = dummy_weights(shape, config.seed, layout="rows", device="cuda")
+            weights = dummy_weights(shape, config.seed, **stored)
         else:
-            weights, _ = load_weights(directory, shape, layout="rows", device="cuda")
+            weights, _ = load_weights(directory, shape, **stored)
         return cls(config, shape, n_real_ids(config, directory, shape), weights)
 
     def engine(self, levers: Levers, n_rows: int) -> Engine:
@@ -121,9 +123,10 @@ def decode_row(
 ) -> dict[str, Any]:
     """What the rounds (seconds of each step) of n sequences come to. context: the mean of their steps."""
     times = sorted(second for found in rounds for second in found)
-    ms, n_bytes = statistics.median(times) * 1000, decode_bytes(shape, None, n, context, "rows")
     runner = engine.runner
     assert isinstance(runner, GpuTextRunner)
+    ms = statistics.median(times) * 1000
+    n_bytes = decode_bytes(shape, runner.plan.quantize, n, context, "rows")
     return {
         "n": n,
         "step_ms": round(ms, 4),

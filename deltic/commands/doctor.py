@@ -1,4 +1,4 @@
-"""`deltic doctor`: the machine, the operators chosen, and which promises hold here."""
+"""`deltic doctor`: the machine, the kernels that it runs, and which promises hold here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from deltic import __version__
 from deltic.machine import cpu_model, free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.ops.contract import KernelError
-from deltic.ops.cpu.program import INSTRUCTION_SETS, chosen, cpu_flags, instruction_set
+from deltic.ops.cpu.program import INSTRUCTION_SETS, cpu_flags, instruction_set
 from deltic.roofs import multiply_peak, read_bandwidth
 
 PROMISES = (
@@ -111,7 +111,7 @@ def _cpu(console: Console) -> None:
     console.print(
         f"instruction set: {name}" + ("" if better[0] == name else f" (the CPU could run {better[0]}: install again)")
     )
-    _tables(console, "on the CPU", tuple(chosen().items()), PROMISES, ASSERTED)
+    _promises(console, "on the CPU", PROMISES, ASSERTED)
 
 
 def _gpu(console: Console) -> None:
@@ -140,7 +140,11 @@ def _gpu(console: Console) -> None:
             "[bold]The GPU backend was measured and tested on compute capability 9.0 only. That tile shapes leave bits alone is "
             "a fact about that chip: run tests/gpu here before you rely on a promise.[/]"
         )
-    _tables(console, "on the GPU", GPU_OPERATORS, GPU_PROMISES, GPU_ASSERTED)
+    table = Table("operator", "implementation", title="Operators on the GPU", title_justify="left")
+    for operator in GPU_OPERATORS:
+        table.add_row(*operator)
+    console.print(table)
+    _promises(console, "on the GPU", GPU_PROMISES, GPU_ASSERTED)
 
 
 def _driver() -> str:
@@ -150,17 +154,7 @@ def _driver() -> str:
     return found[0] if found else ""
 
 
-def _tables(
-    console: Console,
-    where: str,
-    operators: tuple[tuple[str, str], ...],
-    promises: tuple[tuple[str, str, str], ...],
-    note: str,
-) -> None:
-    table = Table("operator", "implementation", title=f"Operators {where}", title_justify="left")
-    for row in operators:
-        table.add_row(*row)
-    console.print(table)
+def _promises(console: Console, where: str, promises: tuple[tuple[str, str, str], ...], note: str) -> None:
     table = Table("promise", "here", "meaning", title=f"Promises {where}", title_justify="left")
     for promise in promises:
         table.add_row(*promise)

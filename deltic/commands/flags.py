@@ -1,5 +1,8 @@
 """The flags of each command, by a function of its name, and those that several take.
 
+A setting of an engine, a model or a server is a `knob` in `config.py`, and becomes a flag by itself
+(`config.add_flags`).
+
 `deltic --help` waits for this file: it imports nothing heavy.
 """
 

@@ -205,7 +205,7 @@ def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | Non
     shape, context = plan.shape, min(1024, plan.max_model_len)
     layout: Layout = "rows" if on_gpu else "strips"
     if plan.speaks:
-        parts = frame_bytes(shape, plan.quantize)
+        parts = frame_bytes(shape, plan.quantize, layout)
         heads = N_CODES * shape.n_codebook * shape.predictor.hidden_size
         work = 2 * (shape.talker.layer_params + N_CODES * shape.predictor.layer_params + heads)
         what, speed, sizes = "streams", "ms a frame at least", (1, 2, 4, 8, 16)

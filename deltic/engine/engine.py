@@ -1,6 +1,6 @@
 """The engine of one model: scheduler, cache and runner put together, requests in, steps, outputs out.
 
-It is synchronous and knows no sockets: the engine process (`process.py`) and the offline API run it.
+It is synchronous and knows no sockets: the engine process (`host/process.py`) and the offline API run it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from deltic.engine.messages import (
 )
 from deltic.engine.scheduler import RequestError, Scheduler
 from deltic.engine.stage import FRAME_S, SpeechStage, StreamVocoder
-from deltic.engine.step import Step, StepResult, Voice
+from deltic.engine.step import Progress, Step, StepResult, Voice
 from deltic.engine.trace import Trace
 
 log = logging.getLogger("deltic.engine")
@@ -46,9 +46,6 @@ MOVE_WAIT_S = 0.005
 
 SHARED_WAIT_S = 0.0005
 """The same where another engine has work."""
-
-Progress = Callable[[str, float], None]
-"""Called with the name of a stage of the start and the part of it that is done, 0 to 1."""
 
 
 class StepRunner(Protocol):

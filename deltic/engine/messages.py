@@ -370,8 +370,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     state_bytes: int = 16
     even_context: float = 32768.0
     """Tokens of context at which a token's attention takes as long as all the rest of it."""
-    operators: dict[str, str] = {}
-    """Operator name -> implementation chosen."""
+    kernels: str = ""
+    """Whose kernels run: the CPU's instruction set they were compiled for, or Triton's version."""
     notices: list[str] = []
     n_prompt_ids: int = 0
     """Number of ids that a prompt may have, if it differs from vocab_size (speech: rows); 0: vocab_size."""

@@ -664,6 +664,7 @@ class Scheduler:
                 output.logprobs = logprobs and logprobs[:n_taken]
             if n_taken > 1:
                 sequence.n_computed = len(tokens) - 1
+                self.cache.publish(sequence)  # it may have passed the end of a page
             if output.finish_reason is not None:
                 self._close(sequence, output.finish_reason, keep_state=n_taken == len(drawn))
                 n_ended += 1

@@ -6,6 +6,7 @@ Plain dataclasses of integers, without torch.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+Progress = Callable[[str, float], None]
+"""Called with the name of a stage of the start and the part of it that is done, 0 to 1."""
 
 
 class Voice(Protocol):

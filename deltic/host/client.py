@@ -4,7 +4,7 @@ Everything runs in one asyncio loop and one thread. A step arrives as one messag
 streams of their requests without a task or a queue object in between, so a token costs a few microseconds
 here.
 
-The process in which the engine runs is the EngineHost's (`host.py`). Each gets its own pair of sockets:
+The process in which the engine runs is the EngineHost's (`supervisor.py`). Each gets its own pair of sockets:
 nothing meant for one that died can reach the next.
 """
 
@@ -54,8 +54,8 @@ log = logging.getLogger("deltic.host.client")
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
-COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions")
-"""The fields of Stats that only grow."""
+COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions", "n_recomputed")
+"""The fields of Stats that only grow: they go on where an engine process that died had left them."""
 
 CACHE_COUNTERS = (
     "n_lookups",

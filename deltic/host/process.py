@@ -6,7 +6,7 @@ message. So a step of one model delays the others by no more than itself, and a 
 nothing. The process never waits for commands while an engine has work.
 
 It ends when its parent does, when told to, and when it can no longer be trusted: a scheduler that raises,
-pages that do not add up, steps that fail one after another. The parent (`host.py`) starts a new one.
+pages that do not add up, steps that fail one after another. The parent (`supervisor.py`) starts a new one.
 """
 
 from __future__ import annotations

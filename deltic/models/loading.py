@@ -3,8 +3,7 @@
 A model declares each part once (`Declaration`): sizes, format, and the stored tensors that fill it. From this
 follow empty weights, their bytes, and the plan of loading: stored tensors are checked against the files, put
 together one matrix at a time from mapped memory, and packed at once, so the peak stays near the size of the
-packed weights.
-Left out: checkpoints that are quantised already, the vision tower and the MTP head.
+packed weights. Left out: checkpoints that are quantised already.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -39,9 +39,6 @@ is kept stays as stored: a router, whose near-ties decide which experts run, and
 
 
 _INDEX = "model.safetensors.index.json"
-
-
-_SKIPPED = {"vision": ("model.visual.", "visual."), "MTP": ("mtp.",)}
 
 
 _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.k_scale|\.v_scale)$")
@@ -336,8 +333,16 @@ def format_of(role: Role, quantize: str | None, layout: Layout = "strips") -> Ma
     return FORMATS["int8" if role == "sensitive" else quantize]
 
 
-def check_plan(plan: list[Planned], headers: dict[str, Header], path: Path) -> list[str]:
-    """Compare what is stored with what is needed, before anything is read; returns notices for the user."""
+def check_plan(
+    plan: list[Planned],
+    headers: dict[str, Header],
+    path: Path,
+    unused: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> list[str]:
+    """Compare what is stored with what is needed, before anything is read; returns notices for the user.
+
+    unused: parts of the model that may be stored and are not run, with the prefixes of their names.
+    """
     converted: Counter[str] = Counter()
     needed = [(stored, part.target) for part in plan for stored in part.stored]
     for stored, target in needed:
@@ -363,7 +368,7 @@ def check_plan(plan: list[Planned], headers: dict[str, Header], path: Path) -> l
     skipped: Counter[str] = Counter()
     unexpected = []
     for name in sorted(set(headers).difference(stored.name for stored, _ in needed)):
-        part = next((part for part, prefixes in _SKIPPED.items() if name.startswith(prefixes)), None)
+        part = next((part for part, prefixes in unused.items() if name.startswith(prefixes)), None)
         if part is not None:
             skipped[part] += 1
         elif not _IGNORED.search(name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ import torch
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import StepRunner
+from deltic.engine.step import Progress
 from deltic.engine.stopwatch import stopwatch
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.packed import PACKED
@@ -28,8 +28,6 @@ from deltic.runtime.voices import open_voices
 
 if TYPE_CHECKING:
     from deltic.runtime.gpu.device import Gpu
-
-Progress = Callable[[str, float], None]
 
 
 def is_for_gpu(config: EngineConfig) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from deltic.config import ConfigError, EngineConfig, pinned_cpus, refuse_foreign
+from deltic.config import ConfigError, EngineConfig, pinned_cpus, without_foreign
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.qwen.shape import ModelShape
@@ -94,6 +94,11 @@ class Plan(Generic[S]):
     def n_streams(self) -> int:
         """Streams of a vocoder: a sequence may have ended before its audio is out."""
         return 2 * self.max_num_seqs
+
+    @property
+    def n_vocoder_slots(self) -> int:
+        """Those of the streams, and the one behind them in which voices are primed."""
+        return self.n_streams + 1
 
     @property
     def max_logit_rows(self) -> int:
@@ -218,7 +223,7 @@ def make_plan(
     UnsupportedModelError for a geometry that the kernels cannot run.
     """
     kind.check(shape)
-    refuse_foreign(config, kind.device, kind.name)
+    config = without_foreign(config, kind.device, kind.name)
     asked = _asked(config, shape, kind, n_real, free_bytes)
     plan = _shrunk(asked, kind, config)
     if plan.spare_bytes < 0:

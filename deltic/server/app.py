@@ -1,7 +1,8 @@
 """The HTTP application: its routes, and everything that all of them share.
 
-Bodies are parsed by `protocol.py`, not by the framework: a token passes only through bytes and small structs.
-The routes that generate are in `server/api` and `server/speech`.
+Bodies are parsed by the structs of each API (`api/protocol.py` and its like), not by the framework: what a
+token passes through is bytes and small structs only. The routes that generate are in `api/completions.py`,
+`api/responses.py`, `api/anthropic.py`, `api/ollama.py` and `speech/routes.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""One thread in which keys take turns, as they do in the engine's scheduler: start-time fair queueing.
+"""One thread that prepares large requests, in which keys take turns: start-time fair queueing.
 
-A key's next job is placed after its previous one, at a distance equal to that job's size, and never before
-the job started last. So a key with much work waits behind itself; a key with little waits only for the
-running job and its own turn.
+Who is served first is the scheduler's to say (`engine/scheduler.py`, `_take_turn`); here only large bodies
+wait to be parsed. A key's next job is placed after its previous one, at a distance equal to that job's size,
+and never before the job started last. So a key with much work waits behind itself, and a key with little
+waits for the job that runs and for its turn.
 """
 
 from __future__ import annotations

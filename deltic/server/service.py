@@ -287,7 +287,7 @@ class Service:
 
     def _about(self) -> dict[str, str]:
         info = self.client.info
-        return {"version": __version__} | ({"device": info.device} if info else {})
+        return {"version": __version__} | ({"device": info.device, "kernels": info.kernels} if info else {})
 
     def admit(self, *, speech: bool = False) -> EngineInfo:
         """The engine's info, for a request that is about to be read.

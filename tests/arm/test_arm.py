@@ -140,7 +140,7 @@ def replay(directory: Path, kind: str, quantize: str | None, library: str, n_thr
     family, _, name = library.rpartition("/")
     out = directory / "out"
     if family:
-        program = [BUILD / "replay_native", recording, table._LIBRARIES / f"cpu_{name}.so"]
+        program = [BUILD / "replay_native", recording, table.library_file(name)]
     else:
         cpu = "cortex-a53" if name == "baseline" else "max"  # plain ARMv8.0: the baseline needs no more
         emulated = [EMULATOR, "-cpu", cpu, "-L", SYSTEM, BUILD / "replay"]

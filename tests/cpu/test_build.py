@@ -93,6 +93,24 @@ def kind_of(device: str, name: str) -> Kind[Any]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["text", "speech"])
+def test_a_variable_that_means_nothing_here_changes_no_plan(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = kind_of(device, name)
+    shape: Any = PUBLISHED["qwen3.5-0.8b"] if name == "text" else PUBLISHED_SPEECH["qwen3-tts-0.6b"]
+    settings: dict[str, Any] = {"n_checkpoints": 3} if name == "speech" else {"voices_dir": Path("/here")}
+    settings |= {"quantize": "int8", "threads": 3} if device == "cuda" else {"lever": ("pdl=off",)}
+    for setting in settings:
+        monkeypatch.setenv(f"DELTIC_{setting.upper()}", "given")
+    plain, given = (
+        make_plan(config, shape, kind, 1000, 24 * 10**9, 64 * 10**9)
+        for config in (EngineConfig(), EngineConfig(**settings))
+    )
+    assert given == plain
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["text", "speech"])
 def test_what_every_planner_does(device: str, name: str) -> None:
     """Once four planners did some of it each."""
     kind = kind_of(device, name)
@@ -119,6 +137,22 @@ def test_what_every_planner_does(device: str, name: str) -> None:
         assert plan(gb, **{setting: int(str(refusal.value).split()[-1])}, **more).n_pages > 0
     with pytest.raises(ConfigError, match=r"the model does not fit: weights .* workspace .* free"):
         plan(1.5)
+
+
+@pytest.mark.parametrize(("device", "name"), [("cuda", "text"), ("cpu", "speech")])
+def test_a_plan_passes_over_variables_that_mean_nothing_to_it(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = kind_of(device, name)
+    shape: Any = PUBLISHED["qwen3.5-0.8b"] if name == "text" else PUBLISHED_SPEECH["qwen3-tts-0.6b"]
+    settings: dict[str, Any] = {"quantize": "int8"} if device == "cuda" else {"n_checkpoints": 7}
+    for setting in settings:
+        monkeypatch.setenv(f"DELTIC_{setting.upper()}", "given")
+    given, none = (
+        make_plan(config, shape, kind, 1000, 24 * 10**9, 64 * 10**9)
+        for config in (EngineConfig(**settings), EngineConfig())
+    )
+    assert given == none
 
 
 def test_a_gpu_with_room_for_one_checkpoint_has_it() -> None:

@@ -129,7 +129,7 @@ def load() -> dict[str, Any]:
 
 def kernels(instruction_set: str) -> str:
     """What makes the last bits of an answer: instruction set, compiler (as the library says) and C library."""
-    data = (Path(table.__file__).parents[1] / "lib" / f"cpu_{instruction_set}.so").read_bytes()
+    data = table.library_file(instruction_set).read_bytes()
     compilers = set(re.findall(rb"GCC: [ -~]+|clang version [ -~]+", data))
     named = sorted(compiler.decode() for compiler in compilers)
     return ", ".join([instruction_set, *named, " ".join(platform.libc_ver())])

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
-from deltic.ops.gpu.attention_decode import (
-    FAN,
-    AttentionScratch,
-    Splits,
-    attention_decode,
-    attention_scratch,
-    splits_of,
-)
+from deltic.ops.gpu.attention_decode import FAN, SPLITS, AttentionScratch, Splits, attention_decode, attention_scratch
 from deltic.ops.gpu.launch import Levers
 from deltic.reference import layers
 
@@ -171,7 +164,7 @@ def test_ragged_rows_agree_with_the_reference(device: str, n_q: int, n_kv: int, 
 def test_splits_of_one_and_of_several_tiles_and_two_rounds_of_merging(device: str) -> None:
     case = make(device, TINY, 8, [64 * 7, 64 * 10 + 5, 64 * 5 - 1])
     for splits in (
-        splits_of(TINY),
+        SPLITS,
         Splits(few=0, few_tiles=1),  # 8, 11 and 5 splits: two rounds for one of them
         Splits(few=0, few_tiles=3),
         Splits(few=2, few_tiles=1, most=3),

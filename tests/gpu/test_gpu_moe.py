@@ -90,7 +90,7 @@ class Layer:
 
     def scratch(self, n: int) -> MoeScratch:
         c = self.case
-        return moe_scratch(n, c.hidden, c.n_experts, c.k, c.width, c.shared, self.allocate)
+        return moe_scratch(n, c.n_experts, c.k, c.width, c.shared, self.allocate)
 
     def prefill_scratch(self, n: int) -> MoePrefillScratch:
         c = self.case

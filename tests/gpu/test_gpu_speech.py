@@ -35,7 +35,7 @@ from deltic.reference.sample import sample as oracle_sample
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.vocoder import Vocoded
 from deltic.runtime.gpu import device as gpu
-from deltic.runtime.gpu.buffers import place_table
+from deltic.runtime.gpu.places import place_table
 from deltic.runtime.gpu.speech import GpuSpeechRunner, SpeechPlaces
 from deltic.runtime.plan import SpeechPlan, make_plan
 from deltic.runtime.voices import Voice

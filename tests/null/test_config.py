@@ -19,8 +19,8 @@ from deltic.config import (
     add_flags,
     check_environment,
     pinned_cpus,
-    refuse_foreign,
     resolve,
+    without_foreign,
 )
 from deltic.machine import MAX_THREADS, free_memory, n_oom_kills, n_usable_cpus
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
@@ -273,16 +273,25 @@ def test_a_setting_that_means_nothing_here_is_refused(
     settings: dict[str, object], device: str, kind: str, complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        refuse_foreign(EngineConfig(**settings), device, kind)
+        without_foreign(EngineConfig(**settings), device, kind)
     other = ("cpu" if device == "cuda" else "cuda", "text" if kind == "speech" else "speech")
-    refuse_foreign(EngineConfig(**settings), *other)
+    assert without_foreign(EngineConfig(**settings), *other) == EngineConfig(**settings)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["text", "speech"])
-def test_only_what_a_flag_gave_is_refused(device: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_foreign(resolve(EngineConfig, {"max_num_seqs": 4, "cache_dir": Path("/here")}, {}), device, kind)
-    for setting in {"threads": 4}, {"lever": ("pdl=off",)}, {"n_checkpoints": 3}, {"voices_dir": Path("/here")}:
-        for name in setting:  # a variable holds for every model of a server, whatever its kind
+def test_a_variable_is_left_out_where_it_means_nothing(device: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds for every model of a server, whatever its kind and device."""
+    general = resolve(EngineConfig, {"max_num_seqs": 4, "cache_dir": Path("/here")}, {})
+    assert without_foreign(general, device, kind) == general
+    for setting, means in (
+        ({"threads": 4}, device == "cpu"),
+        ({"quantize": "int8"}, device == "cpu"),
+        ({"lever": ("pdl=off",)}, device == "cuda"),
+        ({"n_checkpoints": 3}, kind == "text"),
+        ({"voices_dir": Path("/here")}, kind == "speech"),
+    ):
+        for name in setting:
             monkeypatch.setenv(f"DELTIC_{name.upper()}", "given")
-        refuse_foreign(EngineConfig(**setting), device, kind)
+        given = EngineConfig(**setting)
+        assert without_foreign(given, device, kind) == (given if means else EngineConfig())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from pathlib import Path
@@ -162,6 +163,19 @@ def test_server_process_loads_no_torch() -> None:
 
     code = "import deltic.server.app, deltic.server.serve, deltic.__main__, deltic.host.process, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def named_files(path: Path) -> set[str]:
+    """Names of Python files in a file's texts."""
+    return set(re.findall(r"(?<![\w./])([a-z_]+(?:/[a-z_]+)*\.py)\b", path.read_text()))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    """Beside the file that names them, or by their way from the package or from the repository; a test by its name alone."""
+    tests = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    for name in named_files(path) - tests:
+        assert any((folder / name).exists() for folder in (path.parent, PACKAGE, ROOT)), f"there is no {name}"
 
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -507,7 +507,7 @@ def test_what_runs_here(engine: FakeEngineClient) -> None:
             return (await client.get("/metrics")).text
 
     text = asyncio.run(go())
-    assert 'deltic_build_info{device="none",model="fake",version="' in text
+    assert 'deltic_build_info{device="none",kernels="none",model="fake",version="' in text
     assert "process_resident_memory_bytes" in text and 'deltic_pages_used_ratio{model="fake"} 0.0' in text
     assert (
         'deltic_prefill_time_seconds_count{model="fake"} 1.0' in text

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltic.engine.messages import CacheStats, SpeechStats, Stats
+from deltic.host.client import CACHE_COUNTERS, COUNTERS, SPEECH_COUNTERS
 from deltic.server.metrics import Exposition, Histogram, Metrics
 
 
@@ -48,6 +50,27 @@ def test_exposition_has_the_engine_s_numbers_of_the_moment() -> None:
         assert line in text, line
     stats.n_running = 7
     assert 'deltic_sequences_running{model="m"} 7.0' in every.text().decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "counters"), [(Stats, COUNTERS), (CacheStats, CACHE_COUNTERS), (SpeechStats, SPEECH_COUNTERS)]
+)
+def test_a_counter_of_the_engine_goes_on_after_a_restart(part: type, counters: tuple[str, ...]) -> None:
+    """Whatever /metrics calls a counter is one of those that the client carries over."""
+
+    def told(stats: Stats) -> dict[str, float]:
+        metrics = Metrics(lambda: stats, lambda: 0, lambda: True, has_speech=True)
+        families = text_string_to_metric_families(exposition(("m", metrics)).text().decode())
+        return {s.name: s.value for family in families if family.type == "counter" for s in family.samples if s.value}
+
+    def of(value: object) -> Stats:
+        if part is Stats:
+            return value
+        return Stats(**{"cache" if part is CacheStats else "speech": value})
+
+    for field in part.__struct_fields__:
+        if type(getattr(part(), field)) in (int, float) and told(of(part(**{field: 5}))):
+            assert field in counters
 
 
 def test_of_several_models_a_family_comes_once() -> None:

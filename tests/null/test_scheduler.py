@@ -530,6 +530,17 @@ def test_a_draw_may_give_several_tokens(
         assert bench.scheduler.n_open == 0 and bench.scheduler.cache.n_pages_used == 0
 
 
+def test_a_page_that_a_draw_passes_is_kept() -> None:
+    bench = Bench(FakeRunner(n_lookahead=2))
+    bench.add("a", PAGE_SIZE - 2, max_tokens=50)
+    bench.step()
+    (sequence,), step = bench.scheduler.sequences(), bench.scheduler.plan()
+    assert step is not None
+    bench.scheduler.commit(step, StepResult([[7, 8, 9]], [None], {}))
+    assert sequence.n_computed == PAGE_SIZE + 1 and bench.scheduler.cache.store.count().n_pages == 1
+    bench.scheduler.check()
+
+
 def time_host_side(n: int, n_steps: int = 500) -> float:
     """Seconds of plan and commit for one decode in a step of `n`."""
     runner = FakeRunner(n_pages=32 * n, max_num_seqs=n, max_model_len=2048)

@@ -10,8 +10,8 @@ runs has one.
 | a running sequence | of all its tokens; full ones are shared with the tree | its own, and its start |
 | the prefix tree | every full page that was not evicted | checkpoints |
 
-What only the tree owns is as good as free: it is evicted (`residency.py`) when a sequence needs the room. So
-the cache takes nothing from those that run, and needs no limit of its own.
+What only the tree owns is as good as free: it is evicted when a sequence needs the room (which first:
+`tree.py`). So the cache takes nothing from those that run, and needs no limit of its own.
 
 Where prefill and decode differ in bits, the tree has what prefill wrote, and nothing else: full pages of
 prompts, and states inside them. What was decoded is a sequence's own as long as it runs; the next turn brings
@@ -135,11 +135,11 @@ class Cache:
             self._extend_keys(sequence)
 
     def _root(self, sequence: Sequence) -> Node:
-        return self._tree.root(_root_key(sequence))
+        return self._tree.root(root_key(sequence.request))
 
     def _extend_keys(self, sequence: Sequence) -> None:
         keys, tokens = sequence.prefix.keys, sequence.tokens
-        key = keys[-1] if keys else _root_key(sequence)
+        key = keys[-1] if keys else root_key(sequence.request)
         for i in range(len(keys), self._n_canonical(sequence) // PAGE_SIZE):
             key = next_key(key, tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
             keys.append(key)
@@ -596,10 +596,6 @@ class Cache:
                 units.update(held)
         self.store.check(pages, slots, units)
         self.places.check(places)
-
-
-def _root_key(sequence: Sequence) -> bytes:
-    return root_key(sequence.request.party, sequence.request.cache_salt)
 
 
 def _within(where: list[Any], tier: int) -> bool:

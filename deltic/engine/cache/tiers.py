@@ -1,9 +1,9 @@
 """The bytes of the prefix cache below device memory: units of host memory, and one file an object on disk.
 
-This file moves; what is worth moving, and when, is decided in `residency.py`. Host copies for eviction and
-preemption happen at once, in the engine's thread. Everything that may wait for a disk is done by one thread
-behind the steps: loads first, then, one object at a time, what is to be saved or deleted, in the order in
-which it was asked for.
+This file moves. `tree.py` says what is worth keeping, `residency.py` when it moves. Host copies for eviction
+and preemption happen at once, in the engine's thread. Everything that may wait for a disk is done by one
+thread behind the steps: loads first, then, one object at a time, what is to be saved or deleted, in the order
+in which it was asked for.
 
 A file is named after the tokens of its object, so it never changes, and two servers may share a directory.
 Its name tells all that the tree needs to know: opening a directory lists it and reads no file. It is written

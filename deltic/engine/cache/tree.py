@@ -10,8 +10,8 @@ where the checkpoint of a leaf or a slot is wanted, the state of the least prior
 GreedyDual-Size with frequency (Cao and Irani, 1997, "Cost-aware WWW proxy caching algorithms"; Cherkasova,
 1998, for the frequency): the prefill time a checkpoint saves over the next one above it, per byte of what
 only it needs, times its uses, on top of a clock that rises to the priority of whatever is evicted. So what is
-not used ages without being touched.
-This file only knows who is where; the bytes are moved by `tiers.py`, and `cache.py` says when.
+not used ages without being touched. The rule is here (`Tier.victim`, `PrefixTree.price`). `residency.py`
+applies it when room is wanted, `tiers.py` moves the bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from deltic.engine.messages import Request
 from deltic.ops.geometry import PAGE_SIZE
 
 DEVICE, HOST, DISK = 0, 1, 2
@@ -51,12 +52,11 @@ class Geometry:
         return (end - start) * (1.0 + (start + end) / 2 / self.even_context)
 
 
-def root_key(party: str, salt: str) -> bytes:
+def root_key(request: Request) -> bytes:
     """The key before the first page: who shares prefixes, and whatever decides KV and state beside the
-    tokens. An adapter would join here. party: without a line end.
-    """
+    tokens. An adapter would join here."""
     # Another hash than that of next_key, lest a salt be made up of another salt's key and tokens.
-    both = f"{party}\n{salt}".encode("utf-8", "surrogatepass")
+    both = f"{request.party}\n{request.cache_salt}".encode("utf-8", "surrogatepass")
     return blake2b(both, digest_size=16, person=b"deltic salt").digest()
 
 

@@ -226,7 +226,7 @@ class Qwen:
         for i, layer in enumerate(w.layers):
             rms_norm(program, act.residual, layer.input_norm, eps, act.normed, inputs.n_tokens)
             if isinstance(layer, GdnLayer):
-                self._gdn(program, i, layer, inputs, memory.states[:, i_gdn], memory.columns[:, i_gdn], act)
+                self._gdn(program, i, inputs, memory.states[:, i_gdn], memory.columns[:, i_gdn], act)
                 i_gdn += 1
             else:
                 self._attention(program, i, layer, inputs, memory.pages[:, i_attn], act)
@@ -237,14 +237,7 @@ class Qwen:
         self.linears.project(program, "lm_head", act.final, act.logits, act.packed, inputs.n_logit_rows)
 
     def _gdn(
-        self,
-        program: Program,
-        i: int,
-        layer: GdnLayer,
-        inputs: ForwardInputs,
-        state: Tensor,
-        columns: Tensor,
-        act: Activations,
+        self, program: Program, i: int, inputs: ForwardInputs, state: Tensor, columns: Tensor, act: Activations
     ) -> None:
         proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
         mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)

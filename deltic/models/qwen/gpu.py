@@ -123,7 +123,6 @@ def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int,
     if shape.is_moe:
         moe = moe_scratch(
             n_rows,
-            h,
             shape.n_experts,
             shape.n_experts_per_tok,
             shape.moe_intermediate_size,
@@ -327,9 +326,8 @@ class QwenGpu:
         return logits[0]
 
     def _decode_feed_forward(self, i: int, normed: Tensor, b: DecodeBuffers, slot: Tensor) -> Tensor:
-        """Partial sums of layer i's feed-forward for the n rows of x, bfloat16 [n, H]. The next norm adds
-        them up.
-        """
+        """Partial sums of layer i's feed-forward of the normed rows, float32 [S, n, H], to be added up by the
+        next norm."""
         shape, mlp, n = self.shape, self.weights.layers[i].mlp, len(normed)
         if not isinstance(mlp, Moe):
             inner = front(b.inner, n, shape.intermediate_size)

@@ -37,6 +37,9 @@ from deltic.ops.matrix import Layout, Matrix
 _WRAPPED_PREFIX = "model.language_model."
 _FLAT_PREFIX = "model."
 
+_UNUSED = {"vision": ("model.visual.", "visual."), "MTP": ("mtp.",)}
+"""Parts that are not run, and how their names begin."""
+
 
 @dataclass
 class Moe:
@@ -127,7 +130,7 @@ def load_weights(
     tied = shape.tie_word_embeddings and "lm_head.weight" not in headers
     parts = Declaration(quantize, device, layout)
     weights = _declare(parts, shape, tied, prefix, headers)
-    notices = check_plan(parts.plan, headers, path)
+    notices = check_plan(parts.plan, headers, path, _UNUSED)
     copy_parts(parts.plan, Files(headers), progress, n_threads)
     if shape.tie_word_embeddings and not tied:
         if torch.equal(weights.embed.data, weights.lm_head.data):

@@ -85,11 +85,10 @@ def speech_weight_bytes(shape: SpeechShape, quantize: str | None, layout: Layout
     return empty_speech_weights(shape, quantize, "meta", layout).n_bytes
 
 
-def frame_bytes(shape: SpeechShape, quantize: str | None) -> tuple[int, int]:
+def frame_bytes(shape: SpeechShape, quantize: str | None, layout: Layout = "strips") -> tuple[int, int]:
     """Bytes of matrices that a frame's codes read, for any number of frames at once: by the talker, and by
-    the predictor.
-    """
-    weights = empty_speech_weights(shape, quantize, device="meta")
+    the predictor."""
+    weights = empty_speech_weights(shape, quantize, "meta", layout)
     talker, predictor = (
         sum(part.n_bytes for _, part in decoder.named_parts() if isinstance(part, Matrix))
         for decoder in (weights.talker, weights.predictor)

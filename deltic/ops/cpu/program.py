@@ -1,8 +1,7 @@
-"""Operator table: which implementation runs each operator here, chosen once at start.
+"""The compiled kernels of the CPU: which library of them runs here, and programs of their calls.
 
-The CPU kernels are one C++ source compiled for several instruction sets (CMakeLists.txt). The best one that
-this machine can run is loaded; when there is none, loading fails with what to do. Nothing falls back
-silently.
+They are one C++ source compiled for several instruction sets (CMakeLists.txt). The best one that this machine
+can run is loaded; when there is none, loading fails with what to do. Nothing falls back silently.
 
 A step is a `Program`: a flat list of kernel calls with fixed arguments, recorded once by the operators'
 functions and run with a single crossing from Python. What changes from step to step (row counts, token ids,
@@ -22,8 +21,6 @@ import numpy as np
 from torch import Tensor
 
 from deltic.ops.contract import KernelError, check
-
-OPERATORS = ("embed", "linear", "rms_norm", "silu_mul", "gdn", "attn_prepare", "attention", "moe", "sample", "logprobs")
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"})
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})
@@ -70,6 +67,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def library_file(name: str) -> Path:
+    """The compiled kernels of an instruction set."""
+    return _LIBRARIES / f"cpu_{name}.so"
+
+
 @cache
 def usable_instruction_sets() -> tuple[str, ...]:
     """Names of the compiled instruction sets that this machine can run, best first."""
@@ -77,7 +79,7 @@ def usable_instruction_sets() -> tuple[str, ...]:
     return tuple(
         name
         for name, needed in INSTRUCTION_SETS
-        if needed <= flags and (_LIBRARIES / f"cpu_{name}.so").exists() and load_library(name).deltic_prepare()
+        if needed <= flags and library_file(name).exists() and load_library(name).deltic_prepare()
     )
 
 
@@ -97,7 +99,7 @@ def instruction_set() -> str:
 @cache
 def load_library(name: str) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(_LIBRARIES / f"cpu_{name}.so"))
+        library = ctypes.CDLL(str(library_file(name)))
         library.deltic_prepare  # noqa: B018  of an older build it has none
     except (OSError, AttributeError) as error:
         raise KernelError(
@@ -109,11 +111,6 @@ def load_library(name: str) -> ctypes.CDLL:
     library.deltic_start_threads.argtypes = [ctypes.c_int64, ctypes.c_void_p]
     library.deltic_start_threads.restype = library.deltic_prepare.restype = ctypes.c_int64
     return library
-
-
-def chosen() -> dict[str, str]:
-    """Operator name -> implementation, for the start-up lines and `deltic doctor`."""
-    return {operator: f"cpu {instruction_set()}" for operator in OPERATORS}
 
 
 class Program:

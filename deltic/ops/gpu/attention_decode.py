@@ -68,9 +68,8 @@ class Splits:
         return max(min(self.few, n_tiles), min(self.most, -(-n_tiles // self.few_tiles)))
 
 
-def splits_of(heads: AttentionHeads) -> Splits:
-    """The one choice for a model's heads, whatever the batch."""
-    return Splits()
+SPLITS = Splits()
+"""The one choice, whatever the batch."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def attention_scratch(
     splits: Splits | None = None,
 ) -> AttentionScratch:
     """Room for n_rows rows of at most max_len keys. allocate(name, size, dtype) gives zeroed tensors."""
-    records = (splits or splits_of(heads)).capacity(max_len)
+    records = (splits or SPLITS).capacity(max_len)
     merged, group = -(-records // FAN), heads.n_q // heads.n_kv
     shape = n_rows, heads.n_kv
     return AttentionScratch(
@@ -116,7 +115,7 @@ def _prefetch(p_tile, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _summed(p_proj, b_offset, b_mask, stride_s, S: tl.constexpr):
+def summed(p_proj, b_offset, b_mask, stride_s, S: tl.constexpr):
     b_x = tl.load(p_proj + b_offset, mask=b_mask, other=0.0)
     for s in tl.static_range(1, S):
         b_x += tl.load(p_proj + s * stride_s + b_offset, mask=b_mask, other=0.0)
@@ -134,9 +133,9 @@ def _other(b_d, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """What x and the other dim of its pair are multiplied with, [R, D] each: (1 + w) cos and (1 + w')
-    (-+ sin).
+def turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """What x and the other dim of its pair are multiplied with, [R, D] each: (1 + w) cos and (1 + w') (-+
+    sin).
 
     The same in every row: as a whole tile, nothing has to be handed from thread to thread.
     """
@@ -152,13 +151,12 @@ def _turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.const
 
 
 @triton.jit
-def _rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr):
+def rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr):
     """The heads at the offsets b_head [R, 1] where b_mask, normed and rotated -> bfloat16 [R, D]; 0
-    elsewhere.
-    """
+    elsewhere."""
     b_d = tl.arange(0, D)[None, :]
-    b_x = _summed(p_proj, b_head + b_d, b_mask, stride_s, S)
-    b_y = _summed(p_proj, b_head + _other(b_d, HALF), b_mask & (b_d < 2 * HALF), stride_s, S)
+    b_x = summed(p_proj, b_head + b_d, b_mask, stride_s, S)
+    b_y = summed(p_proj, b_head + _other(b_d, HALF), b_mask & (b_d < 2 * HALF), stride_s, S)
     b_scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
     return ((b_x * b_turn + b_y * b_turn_other) * b_scale).to(tl.bfloat16)
 
@@ -211,7 +209,7 @@ def _gate(p_gate, stride_s, GATED: tl.constexpr, G: tl.constexpr, R: tl.constexp
     if not GATED:
         return tl.full((R, D), 1.0, tl.float32)
     o_g = tl.arange(0, R)
-    return tl.sigmoid(_summed(p_gate, o_g[:, None] * D + tl.arange(0, D)[None, :], (o_g < G)[:, None], stride_s, S))
+    return tl.sigmoid(summed(p_gate, o_g[:, None] * D + tl.arange(0, D)[None, :], (o_g < G)[:, None], stride_s, S))
 
 
 @triton.jit
@@ -276,11 +274,11 @@ def _attention_decode_kernel(
                     p_tile = p_pages + tl.load(p_table + last - i).to(tl.int64) * stride_page
                     _prefetch(p_tile, PAGE * D * 2)
                     _prefetch(p_tile + NK * PAGE * D, PAGE * D * 2)
-        b_turn, b_turn_other = _turn(p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
+        b_turn, b_turn_other = turn(p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        b_q = _rotated(
+        b_q = rotated(
             p_proj, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
         )
         b_qt = tl.trans(b_q)
@@ -291,11 +289,11 @@ def _attention_decode_kernel(
             # the new token: into its page, and as the first key of the running sums, rounded as in the page
             # (k is computed in every row of a tile like that of q, which it meets element by element)
             o_k = ((2 if GATED else 1) * NQ + i_kv) * D
-            b_turn, b_turn_other = _turn(p_k_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
-            b_new_k = _rotated(
+            b_turn, b_turn_other = turn(p_k_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
+            b_new_k = rotated(
                 p_proj, (o_g * 0 + o_k)[:, None], (o_g >= 0)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
             )
-            b_new_v = _summed(p_proj + NK * D, o_k + o_d, o_d < D, stride_s, S).to(tl.bfloat16)
+            b_new_v = summed(p_proj + NK * D, o_k + o_d, o_d < D, stride_s, S).to(tl.bfloat16)
             o_in_page = (position % PAGE) * D + o_d
             tl.store(p_page + o_in_page[None, :] + (o_g * 0)[:, None], b_new_k, mask=(o_g == 0)[:, None])
             tl.store(p_page + NK * PAGE * D + o_in_page, b_new_v)
@@ -385,7 +383,7 @@ def attention_decode(
     several new tokens a row.
     Raises KernelError where shapes, types or the scratch's size do not fit.
     """
-    splits = splits or splits_of(heads)
+    splits = splits or SPLITS
     n_splits, n_rows, n_row = proj.shape
     group, half = heads.n_q // heads.n_kv, cos.shape[1]
     capacity = splits.capacity(max_len)

@@ -22,23 +22,23 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import N_CODES, AttentionHeads
-from deltic.ops.gpu.attention_decode import _rotated, _summed, _turn
+from deltic.ops.gpu.attention_decode import rotated, summed, turn
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.norm import LANES, pieces
 from deltic.ops.gpu.sample_kernels import (
-    _LEAST_T,
-    _LOWEST,
-    _fixed,
-    _halve,
-    _id_of,
-    _order,
-    _pack,
-    _share,
-    _threshold,
-    _uniform24,
-    _value_of,
-    _weight,
+    LEAST_T,
+    LOWEST,
+    fixed_point,
+    halve,
+    id_of,
+    order_of,
+    pack,
+    share_of,
+    threshold_of,
+    uniform24,
+    value_of,
+    weight_of,
 )
 
 MAX_CODES = 2048
@@ -112,7 +112,7 @@ def _project_kernel(p_parts, p_bias, p_rows, width, stride_s, S: tl.constexpr, B
         tl.extra.cuda.gdc_launch_dependents()
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * width + o
-    b_x = _summed(p_parts, at, o < width, stride_s, S)
+    b_x = summed(p_parts, at, o < width, stride_s, S)
     tl.store(p_rows + at, b_x + tl.load(p_bias + o, mask=o < width, other=0.0), mask=o < width)
 
 
@@ -137,11 +137,11 @@ def _code_attention_kernel(
             position = first + j
             p_row = p_proj + (j * n + i).to(tl.int64) * ROW
             o_k = (NQ + i_kv) * D
-            b_turn, b_other = _turn(p_k_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), 1, D, D // 2)
+            b_turn, b_other = turn(p_k_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), 1, D, D // 2)
             o_one = tl.arange(0, 1)[:, None]
-            b_new = _rotated(p_row, o_one + o_k, o_one >= 0, b_turn, b_other, eps, stride_s, D, D // 2, S)
+            b_new = rotated(p_row, o_one + o_k, o_one >= 0, b_turn, b_other, eps, stride_s, D, D // 2, S)
             tl.store(p_k + position * D + o_one + o_d[None, :], b_new)
-            b_new_v = _summed(p_row, o_k + NK * D + o_d, o_d < D, stride_s, S)
+            b_new_v = summed(p_row, o_k + NK * D + o_d, o_d < D, stride_s, S)
             tl.store(p_v + position * D + o_d, b_new_v.to(tl.bfloat16))
         tl.debug_barrier()  # a program sees its own stores, behind a barrier
         b_here = (o_t < first + NEW)[:, None]
@@ -150,8 +150,8 @@ def _code_attention_kernel(
         for j in tl.static_range(NEW):
             position = first + j
             p_row = p_proj + (j * n + i).to(tl.int64) * ROW
-            b_turn, b_other = _turn(p_q_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), GP, D, D // 2)
-            b_q = _rotated(
+            b_turn, b_other = turn(p_q_norm, p_cos + position * (D // 2), p_sin + position * (D // 2), GP, D, D // 2)
+            b_q = rotated(
                 p_row, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_other, eps, stride_s, D, D // 2, S
             ).to(tl.float32)
             b_s = tl.sum(b_q[:, None, :] * b_k[None, :, :], 2) * scale
@@ -165,21 +165,21 @@ def _code_attention_kernel(
 @triton.jit
 def _drawn(v, there, id, n_codes, t, k, top_p, u24):
     """A code by the rule of sample.py, and whether all logits were finite."""
-    c = tl.where(there, _order(v, id), _LOWEST)
+    c = tl.where(there, order_of(v, id), LOWEST)
     best = tl.max(c, 0)
     bad = tl.max(tl.where(there & (tl.abs(v) >= float("inf")) | (there & (v != v)), 1, 0), 0)
-    token = _id_of(best)
+    token = id_of(best)
     if (t > 0) & (bad == 0):
         zero = tl.full((), 0, tl.int64)
-        w = tl.where(there, _fixed(_weight(v, _value_of(best), tl.maximum(t, _LEAST_T)), 0.0), 0)
+        w = tl.where(there, fixed_point(weight_of(v, value_of(best), tl.maximum(t, LEAST_T)), 0.0), 0)
         lo, hi = tl.min(tl.where(there, c, best), 0), best + 1
         if (k > 0) & (k < n_codes):
-            lo, _n = _halve(c, _pack(there.to(tl.int64)), lo, hi, zero, k.to(tl.int64))
+            lo, _n = halve(c, pack(there.to(tl.int64)), lo, hi, zero, k.to(tl.int64))
         kept = tl.sum(tl.where(c >= lo, w, 0), 0)
         if top_p < 1:
-            lo, kept = _halve(c, _pack(w), lo, hi, zero, _share(kept, top_p))
+            lo, kept = halve(c, pack(w), lo, hi, zero, share_of(kept, top_p))
         w = tl.where(c >= lo, w, 0)
-        drawn = (tl.cumsum(w, 0) >= _threshold(kept, u24)) & (w > 0)
+        drawn = (tl.cumsum(w, 0) >= threshold_of(kept, u24)) & (w > 0)
         token = tl.min(tl.where(drawn, id, n_codes), 0)
     return token, bad
 
@@ -208,8 +208,8 @@ def _draw_kernel(
         id = tl.arange(0, WIDTH)
         there = id < n_codes
         row = i.to(tl.int64)
-        v = _summed(p_logits + row * n_codes, id, there, stride_s, S)
-        token, bad = _drawn(v, there, id, n_codes, t, k, top_p, _uniform24(seed, frame * GROUPS + step))
+        v = summed(p_logits + row * n_codes, id, there, stride_s, S)
+        token, bad = _drawn(v, there, id, n_codes, t, k, top_p, uniform24(seed, frame * GROUPS + step))
         token = tl.minimum(token, n_codes - 1)  # whatever was not finite
         tl.store(p_codes + i * GROUPS + step, token)
         code = token.to(tl.int64)

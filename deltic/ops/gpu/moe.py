@@ -61,7 +61,7 @@ class MoeScratch:
 
 
 def moe_scratch(
-    n_rows: int, hidden: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate
+    n_rows: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate
 ) -> MoeScratch:
     """Workspaces for up to n_rows rows. allocate(name, size, dtype) gives a zeroed tensor."""
     f32, i32 = torch.float32, torch.int32

@@ -1,7 +1,5 @@
-"""The kernels of sample.py.
-
-A candidate is one int64 (`_order`): its value, then its id, so that all differ and each filter of the sampler
-keeps what is at or above one of them.
+"""The kernels of sample.py. A candidate is one int64 (`order_of`): its value, then its id, so that all differ
+and each filter of the sampler keeps what is at or above one of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,15 +15,14 @@ _ONE = tl.constexpr(2.0**38)  # the weight of the likeliest, in fixed point
 # A packed weight counts itself in its low bits; a register list is shorter than 2**12.
 _COUNT_BITS = tl.constexpr(12)
 _COUNT_MASK = tl.constexpr((1 << 12) - 1)
-_LEAST_T = tl.constexpr(1e-30)  # below it a temperature could be a denormal, which division takes for 0
-_LOWEST = tl.constexpr(-2139095041 << 20)  # below every finite value: that of -inf, id bits 0
+LEAST_T = tl.constexpr(1e-30)  # below it a temperature could be a denormal, which division takes for 0
+LOWEST = tl.constexpr(-2139095041 << 20)  # below every finite value: that of -inf, id bits 0
 
 
 @triton.jit
-def _order(v, id):
+def order_of(v, id):
     """Sorts as value, then lower id first: the value's bits, made to sort as integers, above the id's
-    complement.
-    """
+    complement."""
     v = tl.where(v == 0, 0.0, v)  # -0 and 0 are equal
     bits = v.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -33,25 +30,25 @@ def _order(v, id):
 
 
 @triton.jit
-def _id_of(c):
+def id_of(c):
     return ((c & _ID_MASK) ^ _ID_MASK).to(tl.int32)
 
 
 @triton.jit
-def _value_of(c):
+def value_of(c):
     key = (c >> _ID_BITS).to(tl.int32)
     bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _weight(v, top, t):
+def weight_of(v, top, t):
     """exp((v - top) / t): the difference first, so that no temperature overflows."""
     return tl.exp((v - top) / t)
 
 
 @triton.jit
-def _fixed(w, min_p):
+def fixed_point(w, min_p):
     """A weight in fixed point; 0 where min-p drops it."""
     return tl.where(w >= min_p, (w * _ONE).to(tl.int64), 0)
 
@@ -74,14 +71,14 @@ def _draw_of(i, p_row, p_place, p_slot, p_position, DECODE: tl.constexpr):
 def _tile_best(v, begin, p_best):
     """Leaves the likeliest of a tile, of equal ones the first; returns its value."""
     high, at = tl.max(v, 0, return_indices=True)
-    tl.store(p_best, _order(high, begin + at))
+    tl.store(p_best, order_of(high, begin + at))
     return high
 
 
 @triton.jit
 def _tile_total(v, high, t):
     """Sum of a tile's weights relative to its likeliest."""
-    return tl.sum(_weight(v, tl.where(high == float("-inf"), 0.0, high), t), 0)
+    return tl.sum(weight_of(v, tl.where(high == float("-inf"), 0.0, high), t), 0)
 
 
 @triton.jit
@@ -207,7 +204,7 @@ def scan(
         v = tl.where(fine, v, float("inf"))
         high = _tile_best(v, i_tile * TILE, p_best + at)
         if t > 0:
-            tl.store(p_total + at, _tile_total(v, high, tl.maximum(t, _LEAST_T)))
+            tl.store(p_total + at, _tile_total(v, high, tl.maximum(t, LEAST_T)))
         tl.store(p_bad + at, (bad | (high == float("inf"))).to(tl.int32))
         if n_top >= 0:
             v = tl.load(p_x + o, mask=o < n_real, other=float("-inf"))
@@ -218,8 +215,8 @@ def scan(
 @triton.jit
 def _row_total(best, total, top, t):
     """Weights of the tiles, float32, from what each is relative to its own likeliest."""
-    high = _value_of(best)
-    return tl.where(high == float("-inf"), 0.0, total * _weight(high, top, t))
+    high = value_of(best)
+    return tl.where(high == float("-inf"), 0.0, total * weight_of(high, top, t))
 
 
 @triton.jit
@@ -240,20 +237,20 @@ def collect(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if (place >= 0) & (t > 0) & (is_k | (min_p > 0) | (top_p < 1)):
-        t = tl.maximum(t, _LEAST_T)
+        t = tl.maximum(t, LEAST_T)
         o_tile = tl.arange(0, TILES)
-        best = tl.load(p_best + i * n_tiles + o_tile, mask=o_tile < n_tiles, other=_LOWEST)
-        top = _value_of(tl.max(best, 0))
+        best = tl.load(p_best + i * n_tiles + o_tile, mask=o_tile < n_tiles, other=LOWEST)
+        top = value_of(tl.max(best, 0))
         total = tl.load(p_total + i * n_tiles + o_tile, mask=o_tile < n_tiles, other=0.0)
         whole = tl.sum(_row_total(best, total, top, t), 0)
         low = top + float("-inf")
         least = min_p * 0.999  # a little below: the cut itself is made by `finish`
         if is_k & (k <= n_tiles):  # so many have one at or above the k-th best: nothing below can be kept
-            highs, n_above = _value_of(best), tl.zeros((TILES,), tl.int32)
+            highs, n_above = value_of(best), tl.zeros((TILES,), tl.int32)
             first = 0
             while first < n_tiles:
                 o_other = first + tl.arange(0, 16)
-                others = _value_of(tl.load(p_best + i * n_tiles + o_other, mask=o_other < n_tiles, other=_LOWEST))
+                others = value_of(tl.load(p_best + i * n_tiles + o_other, mask=o_other < n_tiles, other=LOWEST))
                 n_above += tl.sum((others[None, :] >= highs[:, None]).to(tl.int32), 1)
                 first += 16
             low = tl.max(tl.where(n_above >= k, highs, float("-inf")), 0)
@@ -266,11 +263,11 @@ def collect(
         for j in range(EACH):
             i_tile = i_part * EACH + j
             if i_tile < n_tiles:
-                high = _value_of(tl.load(p_best + i * n_tiles + i_tile))
-                if (high >= low) & (_weight(high, top, t) >= least):
+                high = value_of(tl.load(p_best + i * n_tiles + i_tile))
+                if (high >= low) & (weight_of(high, top, t) >= least):
                     o = i_tile * TILE + tl.arange(0, TILE)
                     v = tl.load(p_v + o, mask=o < n_real, other=float("-inf"))
-                    w = _weight(v, top, t)
+                    w = weight_of(v, top, t)
                     kept = (v > float("-inf")) & (v >= low) & (w >= least)
                     at = tl.cumsum(kept.to(tl.int32), 0)
                     begin = tl.atomic_add(p_n_listed + i, tl.max(at, 0))
@@ -278,7 +275,7 @@ def collect(
 
 
 @triton.jit
-def _halve(b_c, b_packed, lo, hi, above, target):
+def halve(b_c, b_packed, lo, hi, above, target):
     """The largest lo at which `above` and the weights of lo <= c < hi reach the target; lo itself where none
     does.
 
@@ -288,7 +285,7 @@ def _halve(b_c, b_packed, lo, hi, above, target):
     n = tl.sum(tl.where((b_c >= lo) & (b_c < hi), b_packed, 0), 0) & _COUNT_MASK
     while (n > 1) & (hi > lo + 1):
         # Halfway by value, where floats between differ; else by bits.
-        middle = _order((_value_of(lo) + _value_of(hi)) * 0.5, (lo & 0).to(tl.int32))
+        middle = order_of((value_of(lo) + value_of(hi)) * 0.5, (lo & 0).to(tl.int32))
         middle = tl.where((middle > lo) & (middle < hi), middle, lo + (hi - lo) // 2)
         s = tl.sum(tl.where((b_c >= middle) & (b_c < hi), b_packed, 0), 0)
         reached = above + (s >> _COUNT_BITS) >= target
@@ -301,7 +298,7 @@ def _halve(b_c, b_packed, lo, hi, above, target):
 
 
 @triton.jit
-def _pack(x):
+def pack(x):
     return tl.where(x > 0, (x << _COUNT_BITS) | 1, 0)
 
 
@@ -312,8 +309,8 @@ def _load_list(p_list, p_v, begin, n, top, t, min_p, BLOCK: tl.constexpr):
     there = o < n
     id = tl.load(p_list + o, mask=there, other=0)
     v = tl.load(p_v + id, mask=there, other=float("-inf"))
-    c = _order(v, id)
-    return c, tl.where(there, _fixed(_weight(v, top, t), min_p), 0), there, id
+    c = order_of(v, id)
+    return c, tl.where(there, fixed_point(weight_of(v, top, t), min_p), 0), there, id
 
 
 @triton.jit
@@ -321,15 +318,13 @@ def _narrow(
     p_list, n_list, p_few, p_v, top, t, min_p, lo, hi, target,
     COUNT: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):
-    """`_halve` over a list longer than CAP: cut in WAYS by passes over memory until what is left fits.
-
-    COUNT: target counts.
-    """
+    """`halve` over a list longer than CAP: cut in WAYS by passes over memory until what is left fits. COUNT:
+    target counts."""
     o_way = tl.arange(0, WAYS)
     n, above = n_list.to(tl.int64), tl.full((), 0, tl.int64)
     while (n > CAP) & (hi > lo + 1):
-        low, high = _value_of(lo), _value_of(hi)
-        border = _order(low + (high - low) * (o_way.to(tl.float32) / WAYS), o_way * 0)
+        low, high = value_of(lo), value_of(hi)
+        border = order_of(low + (high - low) * (o_way.to(tl.float32) / WAYS), o_way * 0)
         border = tl.where(o_way == 0, lo, border)
         step = (hi - lo + WAYS - 1) // WAYS
         by_value = tl.sum(((border > lo) & (border < hi)).to(tl.int32), 0) == WAYS - 1
@@ -365,7 +360,7 @@ def _narrow(
     c, w, there, _ = _load_list(p_few, p_v, 0, tl.minimum(at, CAP), top, t, min_p, CAP)
     if COUNT:
         w = there.to(tl.int64)
-    cut, reached = _halve(c, _pack(w), lo, hi, above, target)
+    cut, reached = halve(c, pack(w), lo, hi, above, target)
     tl.debug_barrier()  # before `few` is written again
     return cut, reached
 
@@ -384,19 +379,19 @@ def _survey(p_list, n_list, p_v, top, t, min_p, cut, best, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _share(x, top_p):
+def share_of(x, top_p):
     """What top-p must reach of x: at least 1."""
     return tl.maximum(tl.ceil(x.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
-def _threshold(whole, u24):
+def threshold_of(whole, u24):
     """floor(u * whole) + 1 with u = u24 / 2**24: the running sum that exceeds u of the whole."""
     return (whole >> 24) * u24 + (((whole & 0xFFFFFF) * u24) >> 24) + 1
 
 
 @triton.jit
-def _uniform24(seed, position):
+def uniform24(seed, position):
     """24 random bits: Philox4x32-10 with the counter (position, 0, 0, 0) and the key `seed`, first word."""
     low = 0xFFFFFFFF
     k0 = seed.to(tl.uint64) & low
@@ -418,13 +413,13 @@ def _pick(p_v, i_tile, n_real, top, t, min_p, cut, before, threshold, TILE: tl.c
     """
     o = i_tile * TILE + tl.arange(0, TILE)
     v = tl.load(p_v + o, mask=o < n_real, other=float("-inf"))
-    c = _order(v, o)
-    w = tl.where(c >= cut, _fixed(_weight(v, top, t), min_p), 0)
+    c = order_of(v, o)
+    w = tl.where(c >= cut, fixed_point(weight_of(v, top, t), min_p), 0)
     reached = (before + tl.cumsum(w, 0) >= threshold) & (w > 0)
     first = tl.min(tl.where(reached, o, 0x7FFFFFFF), 0)
     last = tl.max(tl.where(w > 0, o, -1), 0)
     token = tl.where(first < 0x7FFFFFFF, first, last)
-    return tl.where(token >= 0, token, _id_of(tl.max(c, 0)))
+    return tl.where(token >= 0, token, id_of(tl.max(c, 0)))
 
 
 @triton.jit
@@ -435,40 +430,40 @@ def _draw_filtered(
     """A token of those that top-k, min-p and top-p keep; whole: the weight of the row, float32."""
     is_k, hi, zero = (k > 0) & (k < n_real), best + 1, tl.full((), 0, tl.int64)
     # Top-p alone is of the whole row: what is not listed weighs, too.
-    is_alone, of_all = (k <= 0) & (min_p <= 0), _share((whole * _ONE).to(tl.int64), top_p)
+    is_alone, of_all = (k <= 0) & (min_p <= 0), share_of((whole * _ONE).to(tl.int64), top_p)
     token = -1
     if n_list <= CAP:
         c, w, there, id = _load_list(p_list, p_v, 0, n_list, top, t, min_p, CAP)
         lo = tl.min(tl.where(there, c, best), 0)
         if is_k:
-            lo, _n = _halve(c, _pack(there.to(tl.int64)), lo, hi, zero, k.to(tl.int64))
+            lo, _n = halve(c, pack(there.to(tl.int64)), lo, hi, zero, k.to(tl.int64))
         kept = tl.sum(tl.where(c >= lo, w, 0), 0)
         if top_p < 1:
-            target = tl.where(is_alone, of_all, _share(kept, top_p))
-            lo, kept = _halve(c, _pack(w), lo, hi, zero, target)
+            target = tl.where(is_alone, of_all, share_of(kept, top_p))
+            lo, kept = halve(c, pack(w), lo, hi, zero, target)
         w = tl.where(c >= lo, w, 0)
         first = (id ^ _ID_MASK).to(tl.int64)  # lower ids come first
-        cut, _s = _halve(first, _pack(w), zero, zero + _ID_MASK + 1, zero, _threshold(kept, u24))
+        cut, _s = halve(first, pack(w), zero, zero + _ID_MASK + 1, zero, threshold_of(kept, u24))
         # One candidate is left in [cut, ...): the lowest of those that weigh anything and are at or above the
         # cut.
-        token = _id_of(tl.min(tl.where((first >= cut) & (w > 0), first, _ID_MASK), 0))
+        token = id_of(tl.min(tl.where((first >= cut) & (w > 0), first, _ID_MASK), 0))
     else:
-        lo, kept = _survey(p_list, n_list, p_v, top, t, min_p, _LOWEST, best, BLOCK)
+        lo, kept = _survey(p_list, n_list, p_v, top, t, min_p, LOWEST, best, BLOCK)
         if is_k:
             n = k.to(tl.int64)
             lo, _n = _narrow(p_list, n_list, p_few, p_v, top, t, min_p, lo, hi, n, True, CAP, BLOCK, WAYS)
             _l, kept = _survey(p_list, n_list, p_v, top, t, min_p, lo, best, BLOCK)
         if top_p < 1:
-            aim = tl.where(is_alone, of_all, _share(kept, top_p))
+            aim = tl.where(is_alone, of_all, share_of(kept, top_p))
             lo, kept = _narrow(p_list, n_list, p_few, p_v, top, t, min_p, lo, hi, aim, False, CAP, BLOCK, WAYS)
-        threshold = _threshold(kept, u24)
+        threshold = threshold_of(kept, u24)
         before = tl.full((), 0, tl.int64)
         i_tile, at = 0, -1
         while (i_tile < n_tiles) & (at < 0):
             if tl.load(p_best + i_tile) >= lo:
                 o = i_tile * TILE + tl.arange(0, TILE)
                 v = tl.load(p_v + o, mask=o < n_real, other=float("-inf"))
-                s = tl.sum(tl.where(_order(v, o) >= lo, _fixed(_weight(v, top, t), min_p), 0), 0)
+                s = tl.sum(tl.where(order_of(v, o) >= lo, fixed_point(weight_of(v, top, t), min_p), 0), 0)
                 at = tl.where(before + s >= threshold, i_tile, at)
                 before = tl.where(before + s >= threshold, before, before + s)
             i_tile += 1
@@ -480,21 +475,21 @@ def _draw_filtered(
 def _top_logprobs(p_x, n_real, n_tiles, p_best, p_total, n, p_ids, p_logprobs, TILE: tl.constexpr, TILES: tl.constexpr):
     """Writes the n likeliest of a row of raw logits, likeliest first; returns the log of the row's sum."""
     o_tile = tl.arange(0, TILES)
-    best = tl.load(p_best + o_tile, mask=o_tile < n_tiles, other=_LOWEST)
+    best = tl.load(p_best + o_tile, mask=o_tile < n_tiles, other=LOWEST)
     total = tl.load(p_total + o_tile, mask=o_tile < n_tiles, other=0.0)
-    top = _value_of(tl.max(best, 0))
+    top = value_of(tl.max(best, 0))
     log_total = top + tl.log(tl.sum(_row_total(best, total, top, 1.0), 0))
     j = 0
     while j < n:  # the best of the tiles' best; then that tile's next best takes its place
         first = tl.max(best, 0)
-        id = _id_of(first)
+        id = id_of(first)
         tl.store(p_ids + j, id)
-        tl.store(p_logprobs + j, _value_of(first) - log_total)
+        tl.store(p_logprobs + j, value_of(first) - log_total)
         i_tile = id // TILE
         o = i_tile * TILE + tl.arange(0, TILE)
         x = tl.load(p_x + o, mask=o < n_real, other=float("-inf"))
-        c = _order(x, o)
-        c = tl.where(c < first, c, _LOWEST)
+        c = order_of(x, o)
+        c = tl.where(c < first, c, LOWEST)
         best = tl.where(o_tile == i_tile, tl.max(c, 0), best)
         j += 1
     return log_total
@@ -525,16 +520,16 @@ def finish(
     if place >= 0:
         o_tile = tl.arange(0, TILES)
         is_tile = o_tile < n_tiles
-        bests = tl.load(p_best + i * n_tiles + o_tile, mask=is_tile, other=_LOWEST)
+        bests = tl.load(p_best + i * n_tiles + o_tile, mask=is_tile, other=LOWEST)
         bad = tl.max(tl.load(p_bad + i * n_tiles + o_tile, mask=is_tile, other=0), 0)
         best = tl.max(bests, 0)
-        top = _value_of(best)
-        token = _id_of(best)
+        top = value_of(best)
+        token = id_of(best)
         p_x = p_logits + row.to(tl.int64) * n_vocab
         usable = (bad == 0) & (tl.abs(top) < float("inf"))
         if usable & (t > 0):
-            t = tl.maximum(t, _LEAST_T)
-            u24 = _uniform24(tl.load(p_seed + place), position)
+            t = tl.maximum(t, LEAST_T)
+            u24 = uniform24(tl.load(p_seed + place), position)
             weights = _row_total(bests, tl.load(p_total + i * n_tiles + o_tile, mask=is_tile, other=0.0), top, t)
             own = i.to(tl.int64) * n_vocab
             p_v = p_x
@@ -546,12 +541,12 @@ def finish(
                     n_real, best, top, t, k, top_p, min_p, tl.sum(weights, 0), u24, TILE, CAP, BLOCK, WAYS,
                 )
             else:
-                fixed = _fixed(weights, 0.0)
+                fixed = fixed_point(weights, 0.0)
                 ends = tl.cumsum(fixed, 0)
-                threshold = _threshold(tl.max(ends, 0), u24)
+                threshold = threshold_of(tl.max(ends, 0), u24)
                 i_tile = tl.min(tl.where((ends >= threshold) & (fixed > 0), o_tile, TILES), 0)
                 before = tl.sum(tl.where(o_tile < i_tile, fixed, 0), 0)
-                token = _pick(p_v, i_tile, n_real, top, t, 0.0, _LOWEST, before, threshold, TILE)
+                token = _pick(p_v, i_tile, n_real, top, t, 0.0, LOWEST, before, threshold, TILE)
         token = tl.where(usable, token, -1)
         tl.store(p_out + i, token)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
+from deltic.engine.step import Progress
 from deltic.machine import free_memory_bytes
 from deltic.models.packed import PACKED, map_packed, map_parts, resolve_quantize, through_cache
 from deltic.models.qwen.cpu import check_kernels
@@ -19,15 +20,13 @@ from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import empty_speech_weights, speech_weight_bytes
 from deltic.models.vocoder.cpu import allocate_vocoder, check_vocoder
 from deltic.models.vocoder.weights import vocoder_weight_bytes
-from deltic.ops.cpu.program import load_library
+from deltic.ops.cpu.program import library_file
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_speech_workspace, build_workspace
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.plan import CACHE_SHARE, Kind, Plan, SpeechPlan, TextPlan
 from deltic.runtime.voices import ENCODING_BYTES, MEMORY_BYTES
-
-Progress = Callable[[str, float], None]
 
 DEFAULT_SEQS = 32
 DEFAULT_POOL_BYTES = 2 << 30
@@ -96,7 +95,7 @@ TEXT = Kind[ModelShape](
 def _speech_bytes(plan: SpeechPlan) -> dict[str, int]:
     arena = Arena()
     build_speech_workspace(plan, arena)
-    allocate_vocoder(plan.shape.vocoder, plan.n_streams + 1, arena.allocate)
+    allocate_vocoder(plan.shape.vocoder, plan.n_vocoder_slots, arena.allocate)
     voices = {"voices": MEMORY_BYTES + ENCODING_BYTES} if plan.shape.variant == "base" else {}
     return {**arena.sizes, **voices, "rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 
@@ -188,4 +187,4 @@ class Cpu:
 
     def kernels(self, runner: Any) -> Path:
         """What a fingerprint must know of the kernels: the library in use."""
-        return Path(load_library(runner.program.instruction_set)._name)
+        return library_file(runner.program.instruction_set)

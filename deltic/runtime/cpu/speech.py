@@ -7,17 +7,16 @@ The vocoder is separate: engine/stage.py decides when it turns codes into audio.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights
-from deltic.ops.cpu.program import Program, chosen, instruction_set
+from deltic.ops.cpu.program import Program, instruction_set
 from deltic.ops.cpu.vocoder import multiplies_half
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_speech_workspace
@@ -25,8 +24,6 @@ from deltic.runtime.cpu.vocoder import VocoderStreams
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import Speaker
-
-Progress = Callable[[str, float], None]
 
 
 class SpeechRunner(Speaker):
@@ -60,7 +57,7 @@ class SpeechRunner(Speaker):
         self.vocoder: VocoderStreams = VocoderStreams(
             shape.vocoder,
             vocoder,
-            n_streams=plan.n_streams + 1,
+            n_streams=plan.n_vocoder_slots,
             n_threads=plan.n_threads,
             cpus=plan.cpus,
             allocate=arena.allocate,
@@ -75,8 +72,7 @@ class SpeechRunner(Speaker):
         self.model.record(self.program, batch.inputs, self.memory, batch.draws, activations)
         self.workspace.sampler.record(self.program, activations.logits)
         self._warm_up()
-        made_by = f"cpu {instruction_set()}{', bfloat16' * self.has_half_vocoder}"
-        self.info = engine_info(plan, "cpu", canonical_decode=False, operators=chosen() | {"vocoder": made_by})
+        self.info = engine_info(plan, "cpu", canonical_decode=False, kernels=self.program.instruction_set)
 
     @property
     def has_half_vocoder(self) -> bool:
@@ -128,7 +124,7 @@ class SpeechRunner(Speaker):
         for source, target in step.page_copies:
             memory.pages[target].copy_(memory.pages[source])
         result = sampler.read(step)
-        result.codes = batch.read_codes(step)
+        result.codes = batch.read_codes()
         return result
 
     def is_busy(self) -> bool:

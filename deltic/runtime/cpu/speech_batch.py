@@ -143,8 +143,8 @@ class SpeechBatch:
         self._top_p[place] = speech.top_p
         self._seed[place] = np.uint64((sequence.seed ^ PREDICTOR_KEY) & (2**64 - 1)).astype(np.int64)
 
-    def read_codes(self, step: Step) -> Ints:
-        """int32 [n_frames, 16]: the frames of the step's decodes.
+    def read_codes(self) -> Ints:
+        """int32 [n_frames, 16]: the frames of the last step's decodes.
 
         A code that could not be drawn is 0. The logits that follow from it are not finite, which ends the
         sequence.

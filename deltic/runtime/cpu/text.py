@@ -8,23 +8,20 @@ the tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.qwen.cpu import Memory, Qwen
 from deltic.models.qwen.weights import Weights
-from deltic.ops.cpu.program import Program, chosen
+from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_workspace
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import TextPlan
-
-Progress = Callable[[str, float], None]
 
 
 class Runner:
@@ -61,7 +58,7 @@ class Runner:
         self.model.record(self.program, self.workspace.batch.inputs, self.memory, activations)
         self.workspace.sampler.record(self.program, activations.logits)
         self._warm_up()
-        self.info = engine_info(plan, "cpu", operators=chosen())
+        self.info = engine_info(plan, "cpu", kernels=self.program.instruction_set)
 
     def _warm_up(self) -> None:
         """Runs one token through everything.

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from deltic.engine.cache.cache import pages_for
-from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS
+from deltic.engine.messages import MAX_LOGPROBS
 from deltic.models.qwen.gpu import DecodeBuffers, PlaceState, PrefillBuffers, decode_buffers, prefill_buffers
 from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.frames import FrameParameters
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import PlaceParameters, SampleScratch, sample_scratch
+from deltic.runtime.gpu.places import place_table
 from deltic.runtime.plan import SpeechPlan, TextPlan
 
 MAX_SEGMENTS = 32
 """Prompts of one prefill."""
+
+ByPlace = TypeVar("ByPlace", PlaceState, PlaceParameters)
 
 
 @dataclass(frozen=True)
@@ -40,35 +43,9 @@ class GpuWorkspace:
     """
 
 
-def place_table(
-    n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None
-) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
-    """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
-    words of further parts, those aligned to 8 bytes first.
-    """
-    parts = {
-        "seed": 2,
-        **(more or {}),
-        **dict.fromkeys(("last_token", "position", "slot", "done", "top_k", "n_prompt", "uses_history"), 1),
-        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), 1),
-        **dict.fromkeys(("n_bias", "n_banned", "banned_until", "n_stop", "max_position", "n_logprobs", "mask_row"), 1),
-        **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
-        "page_table": pages_for(max_model_len) + 1,
-        "history": max_model_len + 1,
-        "rows_place": 1,
-    }
-    n_words = sum(width * n for width in parts.values())
-    table = allocate("places", (n_words,), torch.int32)
-    offsets, views, at = {}, {}, 0
-    for name, width in parts.items():
-        offsets[name] = (at, width)
-        view = table[at : at + width * n]
-        views[name] = view.view(n, width) if width > 2 else view
-        at += width * n
-    views["seed"] = views["seed"].view(torch.int64)
-    for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence", "bias"):
-        views[name] = views[name].view(torch.float32)
-    return table, offsets, views
+def _of(kind: type[ByPlace], views: dict[str, Tensor], **others: Tensor) -> ByPlace:
+    """Tensors by place: parts of the table, each by the name it has there, and others."""
+    return kind(**{name: views[name] for name in kind.__dataclass_fields__ if name in views}, **others)
 
 
 def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWorkspace:
@@ -76,16 +53,12 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
     n, i32, f32 = plan.max_num_seqs, torch.int32, torch.float32
     shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
     table, offsets, views = place_table(n, plan.max_model_len, allocate)
-    state = {name: views[name] for name in ("last_token", "position", "done")}
     decode = decode_buffers(shape, levers, n, plan.max_model_len, allocate)
     return GpuWorkspace(
         table=table,
         offsets=offsets,
-        places=PlaceState(slot=views["slot"], page_table=views["page_table"], **state),
-        parameters=PlaceParameters(
-            **{k: v for k, v in views.items() if k not in ("slot", "page_table", "rows_place")},
-            masks=allocate("masks", (n, -(-plan.n_real // 32)), i32),
-        ),
+        places=_of(PlaceState, views),
+        parameters=_of(PlaceParameters, views, masks=allocate("masks", (n, -(-plan.n_real // 32)), i32)),
         decode=replace(decode, rows_place=views["rows_place"]),
         prefill=prefill_buffers(shape, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
         sample=sample_scratch(n, shape.vocab_size, allocate),
@@ -136,12 +109,11 @@ def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -
         n_trailing=views["n_trailing"],
         trailing=views["trailing"],
     )
-    parameters = {name: views[name] for name in PlaceParameters.__dataclass_fields__ if name in views}
     return GpuSpeechWorkspace(
         table=table,
         offsets=offsets,
-        places=PlaceState(**{name: views[name] for name in PlaceState.__dataclass_fields__}),
-        parameters=PlaceParameters(**parameters, masks=allocate("masks", (n, -(-shape.n_drawn // 32)), i32)),
+        places=_of(PlaceState, views),
+        parameters=_of(PlaceParameters, views, masks=allocate("masks", (n, -(-shape.n_drawn // 32)), i32)),
         frames=frames,
         rows_place=views["rows_place"],
         decode=frame_buffers(shape, levers, n, plan.max_model_len, allocate),

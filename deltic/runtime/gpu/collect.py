@@ -35,7 +35,7 @@ def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
 
 
 def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
-    weights = empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, "meta", "rows")
+    weights = empty_weights(plan.shape, plan.quantize, plan.shape.tie_word_embeddings, "meta", "rows")
     return GpuTextRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
 
 
@@ -43,7 +43,7 @@ def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
     shape = plan.shape  # two layers: the others start the same kernels
     talker, predictor = replace(shape.talker, n_layers=2), replace(shape.predictor, n_layers=2)
     shape = replace(shape, talker=talker, predictor=predictor)
-    weights, vocoder = empty_speech_weights(shape, None, "meta", "rows"), empty_vocoder(shape.vocoder)
+    weights, vocoder = empty_speech_weights(shape, plan.quantize, "meta", "rows"), empty_vocoder(shape.vocoder)
     return GpuSpeechRunner(replace(plan, shape=shape), weights, vocoder, levers)
 
 

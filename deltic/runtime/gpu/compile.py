@@ -39,12 +39,11 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITCallable
 
+from deltic.engine.step import Progress
 from deltic.machine import n_usable_cpus
 from deltic.ops import gpu
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
 from deltic.runtime.plan import Plan
-
-Progress = Callable[[str, float], None]
 
 log = logging.getLogger("deltic.engine")
 

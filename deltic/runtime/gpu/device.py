@@ -13,6 +13,7 @@ from triton.errors import TritonError
 
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
+from deltic.engine.step import Progress
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.packed import PACKED
 from deltic.models.qwen.gpu import RING
@@ -32,8 +33,6 @@ from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.gpu.vocoder import vocoder_bytes
 from deltic.runtime.plan import Kind, Plan, SpeechPlan, TextPlan
-
-Progress = Callable[[str, float], None]
 
 INTERPRETED_BYTES = 2 << 30
 """What a plan may count on where kernels are interpreted."""
@@ -98,7 +97,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
         device="cuda",
         name="text",
         check=_check_text,
-        weight_bytes=lambda shape, _: weight_bytes(shape, None, "rows"),
+        weight_bytes=lambda shape, quantize: weight_bytes(shape, quantize, "rows"),
         state_bytes=lambda shape: shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING,
         measure=measure,
         useful_pages=lambda plan, _: plan.left_bytes // plan.page_bytes,
@@ -119,12 +118,12 @@ def _check_speech(shape: SpeechShape) -> None:
     check_vocoder_gpu(shape.vocoder)
 
 
-def _speech_weight_bytes(shape: SpeechShape) -> int:
+def _speech_weight_bytes(shape: SpeechShape, quantize: str | None) -> int:
     """In device memory: texts are projected, and the table that they come from is dropped."""
     stored = shape.text_vocab_size * shape.text_hidden_size * 2
     texts = shape.text_vocab_size * shape.talker.hidden_size * 4
     codes = N_CODES * shape.n_codebook * shape.predictor.hidden_size * 4 if shape.has_projection else 0
-    return speech_weight_bytes(shape, None, "rows") - stored + texts + codes
+    return speech_weight_bytes(shape, quantize, "rows") - stored + texts + codes
 
 
 def speech(levers: Levers) -> Kind[SpeechShape]:
@@ -132,14 +131,14 @@ def speech(levers: Levers) -> Kind[SpeechShape]:
 
     def measure(plan: SpeechPlan) -> dict[str, int]:
         sizes = _counted(lambda allocate: gpu_speech_workspace(plan, levers, allocate))
-        sizes["vocoder states"] = 4 * (plan.n_streams + 1) * state_words(plan.shape.vocoder)
+        sizes["vocoder states"] = 4 * (plan.n_vocoder_slots) * state_words(plan.shape.vocoder)
         return sizes | {"rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 
     return Kind(
         device="cuda",
         name="speech",
         check=_check_speech,
-        weight_bytes=lambda shape, _: _speech_weight_bytes(shape),
+        weight_bytes=_speech_weight_bytes,
         state_bytes=lambda shape: shape.state_bytes,
         measure=measure,
         useful_pages=lambda plan, _: max(
@@ -188,7 +187,7 @@ class Gpu:
 
     def layout(self, config: EngineConfig, plan: Plan[Any]) -> dict[str, Any]:
         """How weights are loaded, as arguments of `load_weights`."""
-        return {"layout": "rows", "device": "cpu" if INTERPRETED else "cuda"}
+        return {"quantize": plan.quantize, "layout": "rows", "device": "cpu" if INTERPRETED else "cuda"}
 
     def weights(
         self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[[], Any], progress: Progress

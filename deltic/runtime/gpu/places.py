@@ -1,9 +1,8 @@
 """The device's table of running sequences, by place, and how the host changes it.
 
-One flat int32 table holds it all (runtime/gpu/buffers.py lays it out). The host collects changes as
-(offset, value) pairs and sends them with one copy from pinned memory; they are applied on the stream, between
-two steps. A step without changes sends nothing: decodes move their own tokens and positions on
-(ops/gpu/sample.py).
+One flat int32 table holds it all (`place_table` lays it out). The host collects changes as (offset, value)
+pairs and sends them with one copy from pinned memory; they are applied on the stream, between two steps. A
+step without changes sends nothing: decodes move their own tokens and positions on (ops/gpu/sample.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltic.engine.cache.cache import pages_for
+from deltic.engine.messages import MAX_BIASES
 from deltic.engine.step import Sequence
+from deltic.ops.geometry import Allocate
 
 Words = np.ndarray
 
@@ -23,6 +25,36 @@ _NEVER = 1 << 30
 
 MAX_CHANGES = 1 << 15
 """Words that one copy brings; more are several."""
+
+
+def place_table(
+    n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None
+) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
+    """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
+    words of further parts, those aligned to 8 bytes first."""
+    parts = {
+        "seed": 2,
+        **(more or {}),
+        **dict.fromkeys(("last_token", "position", "slot", "done", "top_k", "n_prompt", "uses_history"), 1),
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), 1),
+        **dict.fromkeys(("n_bias", "n_banned", "banned_until", "n_stop", "max_position", "n_logprobs", "mask_row"), 1),
+        **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
+        "page_table": pages_for(max_model_len) + 1,
+        "history": max_model_len + 1,
+        "rows_place": 1,
+    }
+    n_words = sum(width * n for width in parts.values())
+    table = allocate("places", (n_words,), torch.int32)
+    offsets, views, at = {}, {}, 0
+    for name, width in parts.items():
+        offsets[name] = (at, width)
+        view = table[at : at + width * n]
+        views[name] = view.view(n, width) if width > 2 else view
+        at += width * n
+    views["seed"] = views["seed"].view(torch.int64)
+    for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence", "bias"):
+        views[name] = views[name].view(torch.float32)
+    return table, offsets, views
 
 
 class Ring:

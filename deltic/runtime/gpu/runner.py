@@ -19,18 +19,18 @@ decodes' bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.messages import EngineInfo
-from deltic.engine.step import Sequence, Step, StepResult
+from deltic.engine.step import Progress, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import PrefillInputs
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.launch import Levers
@@ -44,7 +44,6 @@ from deltic.runtime.gpu.record import Body, Recording, record_all
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import Plan
 
-Progress = Callable[[str, float], None]
 Job = tuple[dict[Any, Recording], object, Body]
 """What is to be recorded: where the recording goes, under which key, and what it starts."""
 
@@ -106,6 +105,7 @@ class GpuRunner(ABC):
             self.plan,
             torch.cuda.get_device_name() if self.is_gpu else "interpreted",
             on_gpu=self.is_gpu,
+            kernels=f"Triton {triton.__version__}",
             canonical_decode=False,
             n_lookahead=1,
             block_size=PAGE_SIZE,

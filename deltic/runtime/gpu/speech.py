@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltic.engine.step import Sequence, Step, StepResult, Voice
+from deltic.engine.step import Progress, Sequence, Step, StepResult, Voice
 from deltic.models.qwen.gpu import PrefillInputs
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.gpu import TtsGpu
@@ -23,7 +23,7 @@ from deltic.runtime.gpu.ahead import Pending
 from deltic.runtime.gpu.buffers import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
-from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Progress, allocate_on
+from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, allocate_on
 from deltic.runtime.gpu.vocoder import GpuVocoderStreams
 from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY, Speaker
@@ -98,7 +98,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         w.decode.numbers.copy_(torch.arange(2 * n, dtype=torch.int32))
         self.model = TtsGpu(shape, weights, plan.max_model_len, levers)
         self.vocoder: GpuVocoderStreams = GpuVocoderStreams(
-            shape.vocoder, vocoder, n_streams=plan.n_streams + 1, levers=levers, device=device, progress=progress
+            shape.vocoder, vocoder, n_streams=plan.n_vocoder_slots, levers=levers, device=device, progress=progress
         )
         places = SpeechPlaces(w, shape.end_id, shape.n_drawn, plan.max_model_len)
         super().__init__(plan, levers, w, places, [self.memory.pages], [self.memory.past])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
-from deltic.engine.step import Sequence, Step, StepResult
+from deltic.engine.step import Progress, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import RING, GpuMemory, PrefillInputs, QwenGpu
 from deltic.models.qwen.weights import Weights
 from deltic.ops.geometry import PAGE_SIZE
@@ -24,7 +24,7 @@ from deltic.runtime.gpu.ahead import Pending, Undrawn
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
-from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Job, Progress, allocate_on, ends_thought
+from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Job, allocate_on, ends_thought
 from deltic.runtime.plan import TextPlan
 
 

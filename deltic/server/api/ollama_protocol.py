@@ -184,7 +184,7 @@ def chat_request(asked: Asked) -> protocol.ChatRequest:
     told: list[messages.Message] = []
     tools = None
     if isinstance(asked, ChatRequest):
-        told = [_message(message, f"messages[{i}]") for i, message in enumerate(asked.messages or ())]
+        told = [_message(message) for message in asked.messages or ()]
         tools = asked.tools or None
     elif isinstance(asked, GenerateRequest):
         if asked.system:
@@ -253,7 +253,7 @@ def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given, "strict": True}}
 
 
-def _message(message: Message, path: str) -> messages.Message:
+def _message(message: Message) -> messages.Message:
     content = message.content or ""
     if message.role == "system":
         return messages.SystemMessage(content=content)
