@@ -380,9 +380,7 @@ json_object.__name__ = "JSON object"
 
 
 def _scalar(hint: Any) -> tuple[Any, bool]:
-    """The function from text to one value of a field (mostly its type), and whether the flag may be
-    repeated.
-    """
+    """The function from a text to a field's value (mostly its type), and whether the flag may be repeated."""
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

@@ -32,16 +32,13 @@ A lone surrogate: no valid JSON or UTF-8 holds one, so no user can write it.
 """
 
 _MOST_BYTES_COMPOSED = 4
-"""More than how much shorter NFC makes a text: 3.5 times (U+1FBE U+0308 U+0341, 7 bytes of UTF-8, to U+0390).
-"""
+"""NFC shortens no text by more than this: 3.5 times (U+1FBE U+0308 U+0341, 7 bytes, to U+0390, 2)."""
 
 PIECE_CHARACTERS = 65_536
 """Characters of a longer text that are encoded at once."""
 
 MOST_UNCUT = 1_000_000
-"""Characters without a place where a token is certain to end: a word, or white space, of which nobody has so
-much.
-"""
+"""Characters without a place where a token is certain to end: longer than any real word or white space."""
 
 UNKNOWN_TOKEN = "\N{REPLACEMENT CHARACTER}".encode()
 """The text of an id that names no token (padding rows of the embedding; random weights draw them)."""

@@ -356,9 +356,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     decode, each a batch of its own, and only what prefill wrote is kept for others.
     """
     n_lookahead: int = 0
-    """Tokens beyond a step's own for which a decode has pages, so that the device may start the next
-    early.
-    """
+    """Tokens beyond a step's own for which a decode has pages: the device may start their decodes early."""
     block_size: int = 1
     """Rows that a sequence takes at a time in a prefill batch.
 

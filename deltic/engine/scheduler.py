@@ -79,9 +79,7 @@ def _rank(sequence: Sequence) -> tuple[int, int, int, int]:
 
 
 def _n_most_computed(n_prompt: int, max_tokens: int) -> int:
-    """The most tokens of a sequence that can be computed. The last one drawn never is, so it needs no
-    room.
-    """
+    """The most tokens of a sequence that are ever computed: all but the last one drawn."""
     return n_prompt + max(0, max_tokens - 1)
 
 
@@ -116,10 +114,7 @@ class Scheduler:
         max_prefill_seqs: int = 0,
         guides: Guides | None = None,
     ) -> None:
-        """n_lookahead, block_size, max_prefill_seqs: as in EngineInfo.
-
-        Its canonical_decode is the cache's.
-        """
+        """n_lookahead, block_size, max_prefill_seqs: as in EngineInfo. The cache has canonical_decode."""
         if min(cache.slots.n, cache.places.n) < max_num_seqs:
             raise ValueError(f"{cache.slots.n} state slots are too few for max_num_seqs {max_num_seqs}")
         if max_logit_rows < max_num_seqs + PAGE_SIZE:
@@ -151,8 +146,8 @@ class Scheduler:
         self._n_open = 0
         self._n_arrived = 0
         self._turn = 0  # the latest that was admitted
-        # A sequence that waits for its first sibling's prompt is in none of them, but in that one's
-        # `siblings`.
+        # A sequence that waits for its first sibling's prompt is in none of these lists, but in that
+        # sibling's `siblings`.
         self._waiting: list[Sequence] = []  # by rank
         self._prefills: list[Sequence] = []  # by rank
         self._decodes: list[Sequence] = []
@@ -588,9 +583,7 @@ class Scheduler:
         sequence.siblings = []
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence and queues it again, at the head of its priority. It is
-        older than the rest there.
-        """
+        """Takes everything from a running sequence and queues it again, at the head of its priority."""
         (self._prefills if sequence in self._prefills else self._decodes).remove(sequence)
         for member in (sequence, *sequence.siblings):
             self.cache.preempt(member)

@@ -478,7 +478,7 @@ class EngineClient:
                 _add(kept.speech, last.speech, SPEECH_COUNTERS)
 
     def _retry_after_s(self, n_waiting: int) -> int:
-        """When one of those that wait will have got its turn, if requests go on taking as long as the last
+        """Seconds until a waiting request gets its turn, if requests go on taking as long as the last ones
         did.
         """
         assert self.info

@@ -64,9 +64,7 @@ class Command(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the item is stored on disk. Otherwise it lives in this process, as long as there is
-        room.
-        """
+        """Whether to store the item on disk. Otherwise it lives in this process, as long as there is room."""
 
 
 C = TypeVar("C", bound=Command)

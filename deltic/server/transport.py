@@ -161,7 +161,7 @@ class EventStream:
     def __init__(self) -> None:
         self._started = False
         self._is_cut = False
-        """Whether the client left so much unread that later chunks were dropped: nothing may follow the
+        """Whether later chunks were dropped, as the client left too much unread. Nothing may follow the
         gap.
         """
         self._unsent: list[bytes] = []

@@ -181,7 +181,7 @@ class Cache:
         return sequence in self._parked
 
     def fetch(self, sequence: Sequence, path: list[Node]) -> bool:
-        """Starts to bring what `path` lacks on the device, if it lacks anything and there is room; whether it
+        """Starts to load the parts of `path` that the device lacks, if there is room. Returns whether it
         did.
         """
         prefix = sequence.prefix
@@ -192,9 +192,7 @@ class Cache:
         return prefix.load is not None
 
     def fits(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
-        """Whether all its tokens find room beside n_promised pages of others, with what they share with those
-        that run.
-        """
+        """Whether all its tokens find room beside n_promised pages of others, shared pages included."""
         shared = (node.page[DEVICE] for node in path if node.page[DEVICE] is not None)
         n_shared = sum(not self.pages.is_idle(page) for page in shared)
         return pages_for(len(sequence.tokens)) - n_shared <= self.pages.n_available - n_promised
@@ -288,8 +286,9 @@ class Cache:
     # A sequence runs.
 
     def grow(self, sequence: Sequence, n_tokens: int) -> bool:
-        """Makes room for `n_tokens` tokens in all; False, with nothing of the sequence changed, when pages
-        are short.
+        """Makes room for `n_tokens` tokens in all.
+
+        Returns False, and changes nothing of the sequence, when pages are short.
         """
         n_missing = pages_for(n_tokens) - len(sequence.pages)
         if n_missing > 0:
@@ -300,8 +299,8 @@ class Cache:
         return True
 
     def plan_checkpoints(self, chunk: Chunk) -> None:
-        """Before a chunk of a prompt runs: the checkpoint where it starts, and the snapshots that it takes on
-        its way.
+        """Called before a chunk of a prompt runs: the checkpoint where it starts, and the snapshots it
+        takes.
         """
         sequence = chunk.sequence
         prefix: Prefix | None = sequence.prefix
@@ -366,8 +365,9 @@ class Cache:
         self.stats.checkpoints_taken[kind] = self.stats.checkpoints_taken.get(kind, 0) + 1
 
     def move_tail(self, sequence: Sequence) -> None:
-        """A decode has filled a page: the state behind it is where the next turn will start, and no longer
-        the one before.
+        """A decode has filled a page.
+
+        The next turn will start from the state after it, and no longer from the one before.
         """
         prefix: Prefix | None = sequence.prefix
         if prefix is None or prefix.node.depth != sequence.n_computed or sequence.start_slot is not None:

@@ -106,8 +106,8 @@ class Residency:
         return self.slots.take(n)
 
     def take_slot_worth(self, price: float) -> int | None:
-        """A slot for a checkpoint of this priority: a free one, or that of one with less; None where all have
-        more.
+        """A slot for a checkpoint of this priority: a free one, or one of lower priority; None if there is
+        neither.
         """
         if not self.slots.n_free:
             node = self.device.least_state()
@@ -195,8 +195,10 @@ class Residency:
     # Host memory.
 
     def _take_units(self, n: int, price: float = math.inf) -> tuple[int, ...] | None:
-        """`n` units, dropping what is worth least in host memory, if that is less than `price`; None when it
-        has no more.
+        """`n` units of host memory.
+
+        It drops the objects worth least there, if they are worth less than `price`; None when that is not
+        enough.
         """
         if n > self.units.n:
             return None
@@ -406,7 +408,7 @@ class Residency:
         return geometry.page_bytes if move.kind == "page" else geometry.state_bytes
 
     def _make_room(self, n_bytes: int) -> bool:
-        """Deletes what is worth least on disk, and is not busy, until n_bytes more fit; False when they
+        """Deletes the idle objects worth least on disk until n_bytes more fit. Returns False when they
         cannot.
         """
 

@@ -195,7 +195,8 @@ class Tiers:
         self._changed = threading.Condition()
         self._is_closing = False
         self._mover: threading.Thread | None = None
-        """Started with the first that may wait: it holds all of this, and with it the pools, until `close`.
+        """Started with the first ticket that may wait. It holds this object, and so the pools, until
+        `close`.
         """
 
     @property
@@ -257,8 +258,8 @@ class Tiers:
         return self._ask(self._loads, self._load, moves)
 
     def save(self, moves: list[Move]) -> int:
-        """Has objects written to disk, from device memory or else from their units; gives the ticket, as
-        `load` does.
+        """Has objects written to disk, from device memory or else from their units. Returns the ticket, as
+        `load`.
         """
         return self._ask(self._behind, self._save, moves)
 

@@ -30,8 +30,9 @@ DEVICE, HOST, DISK = 0, 1, 2
 TIER_NAMES = ("device", "host", "disk")
 
 SUPERSEDED = 1 / 8
-"""Weight of a checkpoint with exactly one other right below it: its conversation went on, and resumes from
-that one.
+"""Weight of a checkpoint with exactly one other right below it.
+
+Its conversation went on, and resumes from the lower one.
 """
 
 MAX_DESCRIBED = 1000
