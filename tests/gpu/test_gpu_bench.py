@@ -20,6 +20,7 @@ from deltic.runtime.gpu.text import GpuTextRunner
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuTextRunner.__new__(GpuTextRunner)
+    monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None), raising=False)
     monkeypatch.setattr(GpuTextRunner, "n_launches", lambda self, n: 454, raising=False)
     monkeypatch.setattr(GpuTextRunner, "replay_ms", lambda self, n, n_keys: 1.0, raising=False)
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
