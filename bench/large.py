@@ -1,8 +1,8 @@
 """How long `/health` waits beside one large request, and what the server process keeps of it.
 
 `python -m bench.large` starts `deltic serve` (further arguments are its own), asks each kind of large request
-alone, and prints a table. On a machine that does nothing else the longest wait is what the event loop was held
-up for.
+alone, and prints a table. On a machine that does nothing else the longest wait is what the event loop was
+held up for.
 """
 
 from __future__ import annotations
