@@ -6,6 +6,7 @@ Imports nothing of ours.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import platform
@@ -26,6 +27,14 @@ MAX_THREADS = 256
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 """Where the kernel tells of processes and of control groups."""
+
+
+def cuda_driver() -> ctypes.CDLL | None:
+    """The library of the NVIDIA driver; None where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def n_usable_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:

@@ -174,7 +174,7 @@ def speech_on_gpu() -> Iterator[tuple[str, bytes]]:
 
 def digests(model: Any) -> set[bytes]:
     """Of every tensor that belongs to a model, in whatever objects it is kept."""
-    import torch
+    import numpy as np
 
     found: set[bytes] = set()
     seen: set[int] = set()
@@ -183,7 +183,12 @@ def digests(model: Any) -> set[bytes]:
         if id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, np.ndarray):
+            if value.size > 1:
+                found.add(hashlib.sha256(value.tobytes()).digest())
+        elif hasattr(value, "data_ptr"):  # a tensor of torch's
+            import torch
+
             if value.dim() and value.numel() > 1:
                 raw = value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
                 found.add(hashlib.sha256(raw).digest())

@@ -30,10 +30,12 @@ from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import locate, n_real_ids
+from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import Levers, parse_levers
-from deltic.roofs import GpuRoofs
+from deltic.ops.gpu.roofs import GpuRoofs
+from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
@@ -54,7 +56,7 @@ class Model:
     def load(cls, config: EngineConfig) -> Model:
         config = without_foreign(config, "cuda", "text")
         directory, shape = locate(config)
-        stored: dict[str, Any] = {"quantize": config.quantize, "layout": "rows", "device": "cuda"}
+        stored: dict[str, Any] = {"quantize": config.quantize, "store": DeviceStore("cuda")}
         if config.dummy:
             weights = dummy_weights(shape, config.seed, **stored)
         else:
@@ -126,7 +128,7 @@ def decode_row(
     runner = engine.runner
     assert isinstance(runner, GpuTextRunner)
     ms = statistics.median(times) * 1000
-    n_bytes = decode_bytes(shape, runner.plan.quantize, n, context, "rows")
+    n_bytes = decode_bytes(shape, runner.plan.quantize, n, context, COUNTED_ROWS)
     return {
         "n": n,
         "step_ms": round(ms, 4),

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torch import Tensor
 
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.config import ConfigError, EngineConfig, resolve
@@ -41,6 +41,7 @@ from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.checkpoint import model_name, text_directory
 from deltic.models.qwen.weights import Weights
+from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import instruction_set
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.matrix import Matrix
@@ -48,6 +49,8 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.text import Tokenizer
+
+Floats = NDArray[np.float64]
 
 TEXT = Path(__file__).with_name("quality.jsonl")
 REFERENCE = "bf16"
@@ -100,30 +103,30 @@ def read_documents(file: Path, tokenizer: Tokenizer) -> list[Document]:
 
 @dataclass
 class Losses:
-    """What one format's distributions say of each token that counts: a float64 tensor a step."""
+    """What one format's distributions say of each token that counts: a float64 array a step."""
 
-    nll: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-    gap: list[Tensor] = field(default_factory=list)
+    nll: list[Floats] = field(default_factory=list)
+    kl: list[Floats] = field(default_factory=list)
+    gap: list[Floats] = field(default_factory=list)
 
-    def add(self, log_q: Tensor, log_p: Tensor, targets: Tensor) -> None:
+    def add(self, log_q: Floats, log_p: Floats, targets: NDArray[np.int64]) -> None:
         """log_q, log_p: float64 [n, V], of this format and of bfloat16; targets: int64 [n]."""
-        p, chosen = log_p.exp(), log_q.argmax(1, keepdim=True)
-        self.nll.append(-log_q.gather(1, targets[:, None])[:, 0])
+        p, rows = np.exp(log_p), np.arange(len(targets))
+        self.nll.append(-log_q[rows, targets])
         self.kl.append((p * (log_p - log_q)).sum(1))
-        self.gap.append(p.amax(1) - p.gather(1, chosen)[:, 0])
+        self.gap.append(p.max(1) - p[rows, log_q.argmax(1)])
 
     def summary(self) -> dict[str, float]:
         """The numbers of the module's first lines."""
-        kl, gap = torch.cat(self.kl), torch.cat(self.gap)
+        kl, gap = np.concatenate(self.kl), np.concatenate(self.gap)
         return {
-            "perplexity": torch.cat(self.nll).mean().exp().item(),
-            "kl_mean": kl.mean().item(),
-            "kl_error": kl.std(correction=0).item() / math.sqrt(len(kl)),
-            "kl_p99": kl.quantile(0.99).item(),
-            "kl_max": kl.max().item(),
-            "same_argmax": (gap == 0).double().mean().item(),
-            "gap_max": gap.max().item(),
+            "perplexity": math.exp(np.concatenate(self.nll).mean()),
+            "kl_mean": float(kl.mean()),
+            "kl_error": float(kl.std()) / math.sqrt(len(kl)),
+            "kl_p99": float(np.quantile(kl, 0.99)),
+            "kl_max": float(kl.max()),
+            "same_argmax": float((gap == 0).mean()),
+            "gap_max": float(gap.max()),
         }
 
 
@@ -145,15 +148,21 @@ def compare(
             step = Step(chunks=[Chunk(sequence, start, n_tokens, prompt_logprobs=True)])
             counts, following = (each[start + 1 : start + 1 + n_tokens] for each in (document.counts, ids))
             rows = [row for row, counted in enumerate(counts) if counted]
-            targets = torch.tensor([following[row] for row in rows], dtype=torch.int64)
+            targets = np.array([following[row] for row in rows], np.int64)
             log_p = None
             for name, runner in runners.items():
                 runner.step(step)
-                log_q = torch.log_softmax(runner.logits(n_tokens)[rows, :n_real].double(), 1)
+                log_q = _log_softmax(runner.logits(n_tokens)[rows, :n_real])
                 log_p = log_q if log_p is None else log_p
                 losses[name].add(log_q, log_p, targets)
             advance(n_tokens)
     return {name: each.summary() for name, each in losses.items()}
+
+
+def _log_softmax(logits: Array) -> Floats:
+    """float64 [n, V]."""
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
 
 
 def answer(runner: Runner, prompt: list[int]) -> list[int]:
@@ -170,7 +179,7 @@ def answer(runner: Runner, prompt: list[int]) -> list[int]:
 def sizes(weights: Weights) -> dict[str, float]:
     """Bytes in memory, and bits a parameter: scales, the parts that stay wider and padding included."""
     parts = [part for _, part in weights.named_parts()]
-    n = sum(p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.numel() for p in parts)
+    n = sum(p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.size for p in parts)
     return {"bytes": weights.n_bytes, "bits_per_weight": weights.n_bytes * 8 / n}
 
 
@@ -227,7 +236,6 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         runners = _load(config, formats, progress)
-        torch.set_num_threads(runners[REFERENCE].plan.n_threads)
         bar = progress.add_task("reading", total=sum(len(document.ids) for document in documents))
         summaries = compare(runners, documents, lambda n: progress.advance(bar, n))
         prompts = [document.prompt for document in documents[:N_ANSWERS]]

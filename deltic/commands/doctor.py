@@ -9,12 +9,11 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from deltic import __version__
-from deltic.machine import cpu_model, free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.machine import cpu_model, cuda_driver, free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import INSTRUCTION_SETS, cpu_flags, instruction_set
 from deltic.roofs import multiply_peak, read_bandwidth
@@ -115,15 +114,20 @@ def _cpu(console: Console) -> None:
 
 
 def _gpu(console: Console) -> None:
+    if cuda_driver() is None:
+        console.print("\nGPU: there is no NVIDIA driver here; models run on the CPU")
+        return
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("triton") is None:
+        console.print(
+            "\n[bold red]GPU: there is a driver, but torch or Triton is not installed: pip install 'deltic\\[gpu]', or give --device cpu[/]"
+        )
+        return
+    import torch
+    import triton
+
     if not torch.cuda.is_available():
         console.print(f"\nGPU: torch {torch.__version__} sees none; models run on the CPU")
         return
-    if importlib.util.find_spec("triton") is None:
-        console.print(
-            "\n[bold red]GPU: there is one, but no Triton; install the torch build with CUDA, or give --device cpu[/]"
-        )
-        return
-    import triton
 
     from deltic.ops.gpu.launch import pdl_works
 

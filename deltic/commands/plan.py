@@ -7,21 +7,20 @@ from __future__ import annotations
 from io import StringIO
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.models.checkpoint import model_name
+from deltic.models.loading import COUNTED, COUNTED_ROWS, Store
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Moe, empty_weights
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
-from deltic.ops.matrix import Layout
-from deltic.roofs import GpuRoofs, multiply_peak, read_bandwidth
-from deltic.runtime.build import gpu_device, is_for_gpu, plan_model
+from deltic.roofs import multiply_peak, read_bandwidth
+from deltic.runtime.build import gpu_device, is_for_gpu, plan_model, sees_gpu
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.plan import Plan, TextPlan
 
@@ -38,7 +37,7 @@ def report(config: EngineConfig) -> str:
     """
     on_gpu = is_for_gpu(config)
     device = gpu_device(config, is_here=False) if on_gpu else Cpu()
-    is_here = not on_gpu or torch.cuda.is_available()
+    is_here = not on_gpu or sees_gpu()
     if not is_here and config.memory_gb is None:
         raise ConfigError(
             "--device cuda: torch sees no GPU here; to plan for one elsewhere, say with --memory-gb how much of its memory may be used"
@@ -68,7 +67,7 @@ def report(config: EngineConfig) -> str:
         console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
     try:
         console.print(_speed_table(plan, on_gpu, _roofs(plan, on_gpu) if is_here else None))
-    except torch.OutOfMemoryError:
+    except RuntimeError:  # torch's out of memory
         console.print("The roofs were not measured: too little of the GPU's memory is free.")
     return out.getvalue()
 
@@ -173,13 +172,11 @@ def _cache_table(plan: TextPlan, on_host: bool, disk_bytes: int | None) -> Table
     return table
 
 
-def decode_bytes(
-    shape: ModelShape, quantize: str | None, n_seqs: int, context: int, layout: Layout = "strips"
-) -> float:
+def decode_bytes(shape: ModelShape, quantize: str | None, n_seqs: int, context: int, store: Store = COUNTED) -> float:
     """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that
     uniform routing touches), each state read and written, each context's keys and values read.
     """
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, "meta", layout)
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, store)
     n_bytes: float = weights.n_bytes
     if weights.lm_head is not weights.embed:
         n_bytes -= weights.embed.n_bytes  # a lookup
@@ -193,6 +190,8 @@ def decode_bytes(
 def _roofs(plan: Plan[Any], on_gpu: bool) -> tuple[float, float]:
     """Bytes read and operations multiplied per second, measured now. Raises torch.OutOfMemoryError."""
     if on_gpu:
+        from deltic.ops.gpu.roofs import GpuRoofs
+
         roofs = GpuRoofs.measured()
         return roofs.read, roofs.multiply
     return read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
@@ -203,9 +202,9 @@ def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | Non
     multiply rate. Without roofs, the bytes of a step.
     """
     shape, context = plan.shape, min(1024, plan.max_model_len)
-    layout: Layout = "rows" if on_gpu else "strips"
+    store = COUNTED_ROWS if on_gpu else COUNTED
     if plan.speaks:
-        parts = frame_bytes(shape, plan.quantize, layout)
+        parts = frame_bytes(shape, plan.quantize, store)
         heads = N_CODES * shape.n_codebook * shape.predictor.hidden_size
         work = 2 * (shape.talker.layer_params + N_CODES * shape.predictor.layer_params + heads)
         what, speed, sizes = "streams", "ms a frame at least", (1, 2, 4, 8, 16)
@@ -224,7 +223,7 @@ def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | Non
     columns = (speed, "bound by") if roofs else ("GB",)
     table = Table(what, *columns, title=title, title_justify="left")
     for n in (n for n in sizes if n <= plan.max_num_seqs):
-        n_bytes = sum(parts) if plan.speaks else decode_bytes(shape, plan.quantize, n, context, layout)
+        n_bytes = sum(parts) if plan.speaks else decode_bytes(shape, plan.quantize, n, context, store)
         name = f"{n}" if plan.speaks else f"decode, {n} at {context} tokens"
         if roofs is None:
             table.add_row(name, f"{n_bytes / 1e9:.2f}")

@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,6 @@ from numpy.typing import NDArray
 from deltic.engine.cache.pool import IntegrityError
 from deltic.engine.messages import Output, SpeechStats
 from deltic.engine.step import Sequence, Step, StepResult
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FRAME_S = 0.08
 FIRST_S = 0.15
@@ -86,7 +83,7 @@ class StreamVocoder(Protocol):
     `runtime.cpu.vocoder.VocoderStreams`, its counterpart on a GPU, or a fake in tests.
     """
 
-    def open(self, slot: int, state: Tensor | None = None) -> None: ...
+    def open(self, slot: int, state: NDArray[np.float32] | None = None) -> None: ...
 
     def begin(self, chunks: list[tuple[int, NDArray[np.int32]]]) -> Pending: ...
 
@@ -100,7 +97,7 @@ class Stream:
     is_streamed: bool
     first_frames: int
     """Of the first chunk; 0: by load."""
-    state: Tensor | None
+    state: NDArray[np.float32] | None
     """The vocoder's, behind a voice's reference codes; None: the begin."""
     since: float
     """When its first frame came."""

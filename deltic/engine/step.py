@@ -15,7 +15,6 @@ from deltic.engine.messages import FinishReason, PromptLogprobs, Request, TokenL
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
 Progress = Callable[[str, float], None]
 """Called with the name of a stage of the start and the part of it that is done, 0 to 1."""
@@ -28,18 +27,18 @@ class Voice(Protocol):
     """
 
     @property
-    def speaker(self) -> Tensor:
+    def speaker(self) -> NDArray[np.float32]:
         """float32 [h]."""
 
     @property
-    def codes(self) -> Tensor | None: ...
+    def codes(self) -> NDArray[np.int32] | None: ...
 
     @property
-    def frames(self) -> Tensor | None:
+    def frames(self) -> NDArray[np.float32] | None:
         """float32 [R, h]: of the reference frames."""
 
     @property
-    def state(self) -> Tensor | None:
+    def state(self) -> NDArray[np.float32] | None:
         """The vocoder's, behind the reference frames."""
 
 

@@ -46,7 +46,7 @@ from deltic.engine.messages import (
 )
 from deltic.engine.scheduler import RequestError
 from deltic.engine.trace import Trace
-from deltic.machine import memory_bound
+from deltic.machine import cuda_driver, memory_bound
 from deltic.models.checkpoint import tokenizer_directory
 
 log = logging.getLogger("deltic.engine")
@@ -328,12 +328,8 @@ def _wake_gpu() -> None:
 
     Does nothing without a driver.
     """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+    driver, device, context = cuda_driver(), ctypes.c_int(), ctypes.c_void_p()
+    if driver is not None and not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 

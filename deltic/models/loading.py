@@ -8,21 +8,22 @@ packed weights. Left out: checkpoints that are quantised already.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+import numpy as np
+from numpy.typing import DTypeLike
 
 from deltic.models.fields import CheckpointError, read_json
+from deltic.models.mapped import Header, MappedFiles, read_header
+from deltic.ops.arrays import Array, bfloat16, copy, nothing, zeros
 from deltic.ops.contract import check
 from deltic.ops.matrix import FORMATS, ROWS, Layout, Matrix, MatrixFormat
 
@@ -47,10 +48,6 @@ _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.k_scale|\.v_scale)$")
 _STORED_DTYPES = ("BF16", "F16", "F32")
 
 
-# A mapped file counts as resident as far as it was read: map it afresh after this much.
-_REMAP_BYTES = 1 << 28
-
-
 _DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
 
 
@@ -67,7 +64,7 @@ class Parts:
     dataclasses and lists.
     """
 
-    def named_parts(self) -> Iterator[tuple[str, Tensor | Matrix]]:
+    def named_parts(self) -> Iterator[tuple[str, Any | Matrix]]:
         """Every part with its path, such as `layers.3.mlp.gate_up`.
 
         One that is there twice, as a tied head, by its first only.
@@ -78,19 +75,19 @@ class Parts:
                 seen.add(id(part))
                 yield name, part
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_memory(self) -> Iterator[tuple[str, Any]]:
         """The memory of every part: vectors and tables, and the packed bytes of every matrix."""
         for name, part in self.named_parts():
             yield name, _memory(part)
 
-    def replace(self, memory: dict[str, Tensor]) -> None:
-        """Puts other memory, as bytes by the names of `named_tensors`, in the place of every part's."""
+    def replace(self, memory: dict[str, Array]) -> None:
+        """Puts other memory, as bytes by the names of `named_memory`, in the place of every part's."""
         for name, part in list(self.named_parts()):
             flat = memory[name]
             new = (
-                dataclasses.replace(part, data=flat.view(part.data.shape))
+                dataclasses.replace(part, data=flat.reshape(part.data.shape))
                 if isinstance(part, Matrix)
-                else flat.view(part.dtype).view(part.shape)
+                else flat.view(part.dtype).reshape(part.shape)
             )
             owner: Any = self
             *path, last = name.split(".")
@@ -103,22 +100,87 @@ class Parts:
 
     @property
     def n_bytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self.named_tensors())
+        return sum(memory.nbytes for _, memory in self.named_memory())
 
 
-def _walk(path: str, owner: Any) -> Iterator[tuple[str, Tensor | Matrix]]:
-    if isinstance(owner, Tensor | Matrix):
-        yield path, owner
-    elif isinstance(owner, list):
+def _walk(path: str, owner: Any) -> Iterator[tuple[str, Any | Matrix]]:
+    if isinstance(owner, list):
         for i, item in enumerate(owner):
             yield from _walk(f"{path}.{i}", item)
-    elif owner is not None:
+    elif dataclasses.is_dataclass(owner) and not isinstance(owner, Matrix):
         for each in dataclasses.fields(owner):
             yield from _walk(f"{path}.{each.name}".lstrip("."), getattr(owner, each.name))
+    elif owner is not None:
+        yield path, owner
 
 
-def _memory(part: Tensor | Matrix) -> Tensor:
+def _memory(part: Any | Matrix) -> Any:
     return part.data if isinstance(part, Matrix) else part
+
+
+class Store(Protocol):
+    """Where weights live: what makes their memory, and puts values into it."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of the matrices."""
+
+    def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Uninitialised memory of a part."""
+
+    def put(self, part: Any | Matrix, rows: Array) -> None:
+        """Stores rows, [all rows, k] on the host, in the part, a matrix packed."""
+
+    def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
+        """Fills a bfloat16 part with a block of values on the host, again and again, at first from offset
+        on.
+        """
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host memory, for the CPU's kernels."""
+
+    n_threads: int = 1
+    layout: Layout = "strips"
+
+    def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return zeros(size, dtype)
+
+    def put(self, part: Any | Matrix, rows: Array) -> None:
+        if isinstance(part, Matrix):
+            part.pack(rows, self.n_threads)
+        else:
+            copy(part.reshape(rows.shape), rows)
+
+    def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
+        n = len(part.data) * part.n * part.k if isinstance(part, Matrix) else part.size
+        flat = np.empty(n, bfloat16)
+        at = min(n, len(block) - offset)
+        copy(flat[:at], block[offset : offset + at])
+        for begin in range(at, n, len(block)):
+            copy(flat[begin : begin + len(block)], block[: n - begin])
+        self.put(part, flat)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Nowhere: weights without memory, of which sizes are asked."""
+
+    layout: Layout
+
+    def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return nothing(size, dtype)
+
+    def put(self, part: Any | Matrix, rows: Array) -> None:
+        raise TypeError("there is no memory to put it into")
+
+    def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
+        raise TypeError("there is no memory to fill")
+
+
+HOST = Host()
+COUNTED, COUNTED_ROWS = Counted("strips"), Counted("rows")
 
 
 @dataclass(frozen=True)
@@ -139,52 +201,58 @@ class Stored:
     shape: tuple[int, ...] = ()
     """As stored; (): [all rows, K]."""
 
-    def place(self, source: Tensor, rows: Tensor) -> None:
+    def place(self, source: Array, rows: Array) -> None:
         """Copies the stored tensor into its rows of a part, [all sizes together, K]."""
         source = source.reshape(self.n_groups, -1, rows.shape[1])
-        start = self.first
-        for target in rows.split(self.sizes):
-            n = len(target) // self.n_groups
-            target.view(self.n_groups, n, -1).copy_(source[:, start : start + n])
-            start += n
+        start, begin = self.first, 0
+        for size in self.sizes:
+            n, target = size // self.n_groups, rows[begin : begin + size]
+            copy(target.reshape(self.n_groups, n, -1), source[:, start : start + n])
+            start, begin = start + n, begin + size
 
 
 @dataclass(frozen=True)
 class Planned:
     """A part, and the stored tensors that it is put together from, in the order of its rows."""
 
-    target: Tensor | Matrix
+    target: Any | Matrix
     stored: tuple[Stored, ...]
+    dtype: DTypeLike = bfloat16
+    """Of its rows, before they are packed."""
     minus: float = 0.0
     """What is subtracted from every value."""
+
+    @property
+    def n_rows(self) -> int:
+        return sum(sum(stored.sizes) for stored in self.stored)
 
 
 class Declaration:
     """Makes the parts of a model's weights, uninitialised, each from the one place that says what it is:
-    sizes, format, and the stored tensors that fill it, which `plan` keeps in the order of declaration. On the
-    device "meta" a part has no memory.
+    sizes, format, and the stored tensors that fill it, which `plan` keeps in the order of declaration.
     """
 
-    def __init__(self, quantize: str | None, device: str | None = None, layout: Layout = "strips") -> None:
-        self.quantize, self.device, self.layout = quantize, device, layout
+    def __init__(self, quantize: str | None, store: Store) -> None:
+        self.quantize, self.store = quantize, store
         self.plan: list[Planned] = []
 
-    def vector(self, name: str, *size: int, shape: tuple[int, ...] = (), minus: float = 0.0) -> Tensor:
+    def vector(self, name: str, *size: int, shape: tuple[int, ...] = (), minus: float = 0.0) -> Any:
         """float32 [size]. shape: as stored, where that is another."""
-        target = torch.empty(size, dtype=torch.float32, device=self.device)
-        self.plan.append(Planned(target, (Stored(name, size[:1], shape=shape or size),), minus))
+        target = self.store.empty(size, np.float32)
+        self.plan.append(Planned(target, (Stored(name, size[:1], shape=shape or size),), np.float32, minus))
         return target
 
-    def table(self, name: str, n: int, k: int) -> Tensor:
+    def table(self, name: str, n: int, k: int) -> Any:
         """bfloat16 [n, k], of which single rows are read."""
-        target = torch.empty(n, k, dtype=torch.bfloat16, device=self.device)
+        target = self.store.empty((n, k), bfloat16)
         self.plan.append(Planned(target, (Stored(name, (n,), shape=(n, k)),)))
         return target
 
     def matrix(self, k: int, *stored: Stored, role: Role = "plain", n_matrices: int = 1) -> Matrix:
         """n_matrices of [n, k], of the rows of all that is stored."""
         n = sum(sum(one.sizes) for one in stored) // n_matrices
-        target = Matrix.empty(n, k, format_of(role, self.quantize, self.layout), n_matrices, self.device)
+        format = format_of(role, self.quantize, self.store.layout)
+        target = Matrix.empty(n, k, format, n_matrices, self.store.empty)
         known = (dataclasses.replace(one, shape=one.shape or (sum(one.sizes), k)) for one in stored)
         self.plan.append(Planned(target, tuple(known)))
         return target
@@ -197,127 +265,72 @@ class Declaration:
         )
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a file says about one tensor, known without reading it."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def read_headers(path: Path) -> dict[str, Header]:
+    """Of all files of a checkpoint. Raises CheckpointError."""
     headers: dict[str, Header] = {}
     for file, promised in checkpoint_files(path).items():
-        with _opened(file) as handle:
-            stored = set(handle.keys())
-            for name in promised:
-                if name not in stored:
-                    raise CheckpointError(f"{file}: {_INDEX} lists tensor {name!r} here, but it is missing")
-            for name in stored:
-                if name in headers:
-                    other = headers[name].file
-                    raise CheckpointError(f"tensor {name!r} is stored twice: in {other} and in {file}")
-                view = handle.get_slice(name)
-                headers[name] = Header(file, tuple(view.get_shape()), str(view.get_dtype()))
+        found, _ = read_header(file)
+        for name in promised:
+            if name not in found:
+                raise CheckpointError(f"{file}: {_INDEX} lists tensor {name!r} here, but it is missing")
+        for name in found.keys() & headers.keys():
+            raise CheckpointError(f"tensor {name!r} is stored twice: in {headers[name].file} and in {file}")
+        headers |= found
     return headers
 
 
-@dataclass
-class Files:
-    """The memory-mapped files, kept open while tensors are read from them."""
-
-    headers: dict[str, Header]
-    _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _handles: dict[Path, Any] = field(default_factory=dict)
-    _n_read: int = 0
-
-    def read(self, name: str) -> Tensor:
-        header = self.headers[name]
-        if self._n_read > _REMAP_BYTES:
-            self.close()
-        if header.file not in self._handles:
-            self._handles[header.file] = self._open.enter_context(_opened(header.file))
-        try:
-            tensor: Tensor = self._handles[header.file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(header.file, error) from error
-        self._n_read += tensor.nbytes
-        return tensor
-
-    def close(self) -> None:
-        self._open.close()
-        self._handles.clear()
-        self._n_read = 0
-
-
-def copy_parts(plan: list[Planned], files: Files, progress: Progress | None, n_threads: int) -> None:
-    """Puts every part together in rows, those of a matrix in bfloat16, and packs it."""
+def copy_parts(plan: list[Planned], headers: dict[str, Header], store: Store, progress: Progress | None) -> None:
+    """Puts every part together in rows, those of a matrix in bfloat16, and stores it."""
+    files = MappedFiles()
     total, done = sum(_memory(part.target).nbytes for part in plan), 0
     for part in plan:
-        target = part.target
-        if isinstance(target, Matrix):
-            rows = torch.empty(target.data.shape[0] * target.n, target.k, dtype=torch.bfloat16)
-        else:
-            rows = target.view(len(target), -1)
-        sizes = [sum(stored.sizes) for stored in part.stored]
-        for stored, own in zip(part.stored, rows.split(sizes), strict=True):
-            stored.place(files.read(stored.name), own)
+        target, n = part.target, part.n_rows
+        width = target.k if isinstance(target, Matrix) else math.prod(target.shape[1:])
+        in_place = isinstance(target, np.ndarray)
+        rows: Array = target.reshape(n, width) if in_place else np.empty((n, width), part.dtype)  # type: ignore[union-attr]
+        begin = 0
+        for stored in part.stored:
+            end = begin + sum(stored.sizes)
+            stored.place(files.read(headers[stored.name]), rows[begin:end])
+            begin = end
         if part.minus:
-            rows -= part.minus
-        if isinstance(target, Matrix):
-            target.pack(rows, n_threads)
+            rows -= np.float32(part.minus)
+        if not in_place:
+            store.put(target, rows)
         done += _memory(target).nbytes
         if progress is not None:
             progress(done, total)
-    files.close()
 
 
 def fill_dummy(
     weights: Parts,
     seed: int,
-    fill_vector: Callable[[str, Tensor, torch.Generator], None],
+    draw_vector: Callable[[str, tuple[int, ...], np.random.Generator], Array],
+    store: Store,
     progress: Progress | None,
-    n_threads: int,
 ) -> None:
     """Random values, the same for the same seed on every device: for benches, where only sizes matter.
 
     Matrices have unit fan-in, so activations keep their magnitude, and are tiled from one block of a few
-    million normals, since drawing each would take minutes at the large sizes. fill_vector: draws a vector,
-    float32 on the CPU, of the part of this name.
+    million normals, since drawing each would take minutes at the large sizes. draw_vector: float32 values of
+    the part of this name, of this size.
     """
-    generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(_DUMMY_BLOCK, generator=generator)
-    scaled: dict[float, Tensor] = {}
+    generator = np.random.default_rng(seed)
+    block = generator.standard_normal(_DUMMY_BLOCK, np.float32)
+    scaled: dict[float, Array] = {}
     total, done, offset = weights.n_bytes, 0, 0
     for name, part in weights.named_parts():
-        memory = _memory(part)
-        if isinstance(part, Tensor) and part.dtype == torch.float32:
-            values = torch.empty(part.shape)
-            fill_vector(name, values, generator)
-            part.copy_(values)
+        if not isinstance(part, Matrix) and part.itemsize == 4:
+            store.put(part, draw_vector(name, tuple(part.shape), generator))
         else:
             scale = part.k**-0.5 if isinstance(part, Matrix) and name != "embed" else 0.1
             if scale not in scaled:
-                scaled[scale] = (block * scale).to(memory.device, torch.bfloat16)
+                scaled[scale] = (block * np.float32(scale)).astype(bfloat16)
             offset = (offset + 7919 * 131) % _DUMMY_BLOCK
-            if isinstance(part, Matrix):
-                size = (len(part.data) * part.n, part.k)
-                rows = torch.empty(size, dtype=torch.bfloat16, device=memory.device)
-                _tile(rows.view(-1), scaled[scale], offset)
-                part.pack(rows, n_threads)
-            else:
-                _tile(part.view(-1), scaled[scale], offset)
-        done += memory.nbytes
+            store.tile(part, scaled[scale], offset)
+        done += _memory(part).nbytes
         if progress is not None:
             progress(done, total)
-
-
-def _tile(flat: Tensor, block: Tensor, offset: int) -> None:
-    n = min(flat.numel(), block.numel() - offset)
-    flat[:n].copy_(block[offset : offset + n])
-    for rest in torch.split(flat[n:], block.numel()):
-        rest.copy_(block[: rest.numel()])
 
 
 def format_of(role: Role, quantize: str | None, layout: Layout = "strips") -> MatrixFormat:
@@ -408,20 +421,6 @@ def checkpoint_files(path: Path) -> dict[Path, list[str]]:
         if not file.exists():
             raise CheckpointError(f"{file}: {_INDEX} lists this shard, but it is missing; download it again")
     return promised
-
-
-@contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """The memory-mapped file; what goes wrong with it becomes a CheckpointError that names it."""
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as handle:
-            yield handle
-    except (SafetensorError, OSError) as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{file}: damaged or unreadable ({error}); download it again")
 
 
 def refuse_quantised(directory: Path) -> None:

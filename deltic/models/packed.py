@@ -22,17 +22,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import Parts, Progress, checkpoint_files
+from deltic.models.loading import Host, Parts, Progress, checkpoint_files
+from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, empty_weights, load_weights, weight_bytes
+from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.matrix import FORMATS, Matrix
 from deltic.private import make_private
@@ -58,13 +58,13 @@ def save_packed(
 
     Several may write it at once: the last wins, and all wrote the same. Raises OSError.
     """
-    parts = dict(weights.named_tensors())
+    parts = dict(weights.named_memory())
     header: dict[str, object] = {
         "__metadata__": {"deltic": VERSION, "quantize": quantize or "", "notices": json.dumps(notices)}
     }
     total = 0
-    for name, tensor in parts.items():
-        size = (tensor.nbytes + _LINE - 1) // _LINE * _LINE
+    for name, memory in parts.items():
+        size = (memory.nbytes + _LINE - 1) // _LINE * _LINE
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [total, total + size]}
         total += size
     text = json.dumps(header).encode()
@@ -80,9 +80,9 @@ def save_packed(
         with part_file.open("xb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             done = 0
-            for tensor in parts.values():
-                out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-                done += out.write(bytes(-tensor.nbytes % _LINE)) + tensor.nbytes
+            for memory in parts.values():
+                out.write(memory.reshape(-1).view(np.uint8).data)
+                done += out.write(bytes(-memory.nbytes % _LINE)) + memory.nbytes
                 if progress is not None:
                     progress(done, total)
             out.flush()
@@ -143,7 +143,7 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
         shape,
         lambda done, total: progress("packing", done / total),
         quantize=config.quantize,
-        n_threads=config.threads or n_usable_cpus(),
+        store=Host(config.threads or n_usable_cpus()),
     )
     try:
         # The weights last: a directory without them is no model yet, and is not taken for one.
@@ -159,16 +159,12 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
 
 
 def _matrices(shape: ModelShape, quantize: str | None) -> list[Matrix]:
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device="meta")
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings)
     return [part for _, part in weights.named_parts() if isinstance(part, Matrix)]
 
 
 def _metadata(file: Path) -> tuple[str | None, list[str]]:
-    try:
-        with safe_open(str(file), framework="pt") as handle:
-            metadata = handle.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: damaged or unreadable ({error}); {_ADVICE}") from error
+    _, metadata = read_header(file, _ADVICE)
     if metadata.get("deltic") != VERSION:
         raise CheckpointError(
             f"{file}: packed by another version of Deltic ({metadata.get('deltic')!r}, not {VERSION!r}); {_ADVICE}"
@@ -193,7 +189,7 @@ def map_packed(
 
     def empty(quantize: str | None, names: set[str]) -> Weights:
         tied = shape.tie_word_embeddings and "lm_head" not in names
-        return empty_weights(shape, quantize, tied, device="meta")
+        return empty_weights(shape, quantize, tied)
 
     return map_parts(file, empty, n_threads, progress)
 
@@ -205,33 +201,33 @@ def map_parts(
     the file.
     """
     quantize, notices = _metadata(file)
-    with safe_open(str(file), framework="pt") as handle:
-        names = set(handle.keys())
-        weights = empty(quantize, names)
-        sizes = {name: tensor.nbytes for name, tensor in weights.named_tensors()}
-        if names != set(sizes):
-            odd = sorted(names.symmetric_difference(sizes))[0]
-            raise CheckpointError(f"{file}: packed from another model ({odd!r} is in one only); {_ADVICE}")
-        mapped: dict[str, Tensor] = {}
-        total, done = sum(sizes.values()), 0
-        for name, n_bytes in sizes.items():
-            stored = handle.get_tensor(name)  # a view of the mapping
-            if stored.dtype != torch.uint8 or stored.numel() != (n_bytes + _LINE - 1) // _LINE * _LINE:
-                raise CheckpointError(f"{file}: {name!r} has the size of another model; {_ADVICE}")
-            mapped[name] = stored[:n_bytes]
-            _touch(stored, n_threads)
-            done += n_bytes
-            if progress is not None:
-                progress(done, total)
+    headers, _ = read_header(file, _ADVICE)
+    weights = empty(quantize, set(headers))
+    sizes = {name: memory.nbytes for name, memory in weights.named_memory()}
+    if headers.keys() != sizes.keys():
+        odd = sorted(headers.keys() ^ sizes.keys())[0]
+        raise CheckpointError(f"{file}: packed from another model ({odd!r} is in one only); {_ADVICE}")
+    files, mapped = MappedFiles(), dict[str, Array]()
+    total, done = sum(sizes.values()), 0
+    for name, n_bytes in sizes.items():
+        header = headers[name]
+        if header.dtype != "U8" or header.shape != ((n_bytes + _LINE - 1) // _LINE * _LINE,):
+            raise CheckpointError(f"{file}: {name!r} has the size of another model; {_ADVICE}")
+        stored = files.read(header)
+        mapped[name] = stored[:n_bytes]
+        _touch(stored, n_threads)
+        done += n_bytes
+        if progress is not None:
+            progress(done, total)
     weights.replace(mapped)
     return weights, notices
 
 
-def _touch(data: Tensor, n_threads: int) -> None:
+def _touch(data: Array, n_threads: int) -> None:
     """Reads what was mapped, so that the first request does not wait for the disk."""
     n_blocks = data.nbytes >> 20  # the kernel reads whole ones
     program = Program(n_threads)
-    program.call("deltic_read_memory", data, data.nbytes, torch.empty(n_blocks + 1))
+    program.call("deltic_read_memory", data, data.nbytes, np.empty(n_blocks + 1, np.float32))
     program.run()
     data[n_blocks << 20 :: _PAGE].sum()
 

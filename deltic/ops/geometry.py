@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from typing import Any
 
 PAGE_SIZE = 64
 """Tokens in one KV page; also the grid on which the scheduler cuts a prefill, and a block of one on a GPU."""
@@ -16,10 +12,9 @@ PAGE_SIZE = 64
 N_CODES = 16
 """Codes of a frame of speech: one that the talker draws, and 15 of its predictor."""
 
-Allocate = Callable[[str, tuple[int, ...], "torch.dtype"], "Tensor"]
-"""Gives a tensor for a purpose (its name), with a shape and a type.
-
-The tensor may exist or only be counted.
+Allocate = Callable[[str, tuple[int, ...], Any], Any]
+"""Gives memory for a purpose (its name), with a shape and a type: an array of numpy's on a CPU, a tensor of
+torch's on a GPU. It may exist or only be counted.
 """
 
 
@@ -75,7 +70,7 @@ class GdnWeights:
     [dv].
     """
 
-    conv: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    norm: Tensor
+    conv: Any
+    a_log: Any
+    dt_bias: Any
+    norm: Any

@@ -17,12 +17,14 @@ The GPU's kernels read rows, one after another as stored in the checkpoint, so f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import DTypeLike
 
+from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 
@@ -67,13 +69,13 @@ ROWS = MatrixFormat("rows", "bf16", 16, 1)
 @dataclass(frozen=True)
 class Matrix:
     """n_matrices matrices of [n, k] (the experts of a layer, or one), packed. data: uint8
-    [n_matrices, bytes of one].
+    [n_matrices, bytes of one], an array of numpy's in strips, a tensor of torch's in rows.
     """
 
     n: int
     k: int
     format: MatrixFormat
-    data: Tensor
+    data: Any
 
     @staticmethod
     def n_bytes_of(n: int, k: int, format: MatrixFormat) -> int:
@@ -83,59 +85,54 @@ class Matrix:
         return math.ceil(n / STRIP) * STRIP * (k * format.bits // 8 + scales)
 
     @classmethod
-    def empty(cls, n: int, k: int, format: MatrixFormat, n_matrices: int = 1, device: str | None = None) -> Matrix:
-        """Room for the matrices; `pack` fills it. Raises KernelError unless k is a multiple of 32."""
+    def empty(
+        cls,
+        n: int,
+        k: int,
+        format: MatrixFormat,
+        n_matrices: int = 1,
+        make: Callable[[tuple[int, ...], DTypeLike], Any] = zeros,
+    ) -> Matrix:
+        """Room for the matrices, of `make`; `pack` fills it. Raises KernelError unless k is a multiple of
+        32.
+        """
         check("matrix", k % 32 == 0, f"K a multiple of 32, found {k}")
-        size = (n_matrices, cls.n_bytes_of(n, k, format))
-        return cls(n, k, format, torch.empty(size, dtype=torch.uint8, device=device))
+        return cls(n, k, format, make((n_matrices, cls.n_bytes_of(n, k, format)), np.uint8))
 
     @property
     def n_bytes(self) -> int:
-        return self.data.nbytes
+        return int(self.data.nbytes)
 
     @property
-    def arguments(self) -> tuple[Tensor, int, int, int, int]:
+    def arguments(self) -> tuple[Array, int, int, int, int]:
         """The arguments that a kernel reads (read_matrix in csrc/matrix.h). Raises KernelError for one in
         rows.
         """
         check("matrix", self.format.code >= 0, "a packed matrix; the CPU's kernels do not read rows")
         return self.data, self.format.code, self.n, self.k, self.format.group
 
-    @property
-    def rows(self) -> Tensor:
-        """bfloat16 [n, k], of several matrices [n_matrices, n, k]: the matrix itself, in the format ROWS."""
-        check("matrix", self.format == ROWS, "a matrix in rows of bfloat16")
-        n_matrices = self.data.shape[0]
-        size = (self.n, self.k) if n_matrices == 1 else (n_matrices, self.n, self.k)
-        return self.data.view(torch.bfloat16).view(size)
-
-    def pack(self, values: Tensor, n_threads: int = 1) -> Matrix:
-        """Stores values, bfloat16 [n_matrices * n, k] in rows; gives itself."""
+    def pack(self, values: Array, n_threads: int = 1) -> Matrix:
+        """Stores values, bfloat16 [n_matrices * n, k] in rows, in strips; gives itself."""
         n_matrices = self.data.shape[0]
         check(
             "pack",
-            values.dtype == torch.bfloat16
-            and values.is_contiguous()
-            and values.numel() == n_matrices * self.n * self.k,
+            values.dtype == bfloat16 and values.flags.c_contiguous and values.size == n_matrices * self.n * self.k,
             f"contiguous bfloat16 values of {n_matrices} x [{self.n}, {self.k}]",
         )
-        if self.format == ROWS:
-            self.data.view(torch.bfloat16).view(-1).copy_(values.view(-1))
-            return self
         program = Program(n_threads)
-        for data, part in zip(self.data, values.view(n_matrices, self.n, self.k), strict=True):
+        for data, part in zip(self.data, values.reshape(n_matrices, self.n, self.k), strict=True):
             one = Matrix(self.n, self.k, self.format, data)
             program.call("deltic_pack", part, *one.arguments, int(self.format.symmetric))
         program.run()
         return self
 
-    def unpack(self) -> Tensor:
+    def unpack(self) -> Array:
         """float32 [n_matrices, n, k]: the values that stand for the matrices.
 
         For tests and to see what a format loses.
         """
-        out = torch.empty(self.data.shape[0], self.n, self.k)
-        rows, count = torch.arange(self.n, dtype=torch.int32), torch.tensor(self.n, dtype=torch.int32)
+        out = np.empty((self.data.shape[0], self.n, self.k), np.float32)
+        rows, count = np.arange(self.n, dtype=np.int32), np.array(self.n, np.int32)
         program = Program(1)
         for data, part in zip(self.data, out, strict=True):
             one = Matrix(self.n, self.k, self.format, data)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import StepRunner
 from deltic.engine.step import Progress
 from deltic.engine.stopwatch import stopwatch
+from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
+from deltic.models.loading import Store
 from deltic.models.packed import PACKED
 from deltic.models.qwen.weights import dummy_weights, load_weights
 from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
@@ -37,16 +38,31 @@ def is_for_gpu(config: EngineConfig) -> bool:
     """
     if config.device is not None or not config.may_use_gpu:
         return config.may_use_gpu
-    has_gpu = torch.cuda.is_available() and find_spec("triton") is not None
-    return has_gpu and not (Path(config.model) / PACKED).exists()
+    return sees_gpu() and not (Path(config.model) / PACKED).exists()
+
+
+def sees_gpu() -> bool:
+    """Whether there is a GPU that models can run on here.
+
+    Importing torch takes a second: it is asked last.
+    """
+    if not _has_packages() or cuda_driver() is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _has_packages() -> bool:
+    return find_spec("torch") is not None and find_spec("triton") is not None
 
 
 def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
     """The GPU; is_here=False: also where there is none, to plan for one. Raises ConfigError."""
-    if is_here and not torch.cuda.is_available():
+    if not _has_packages():
+        raise ConfigError("a GPU needs torch and Triton: pip install 'deltic[gpu]', or give --device cpu")
+    if is_here and not sees_gpu():
         raise ConfigError("torch sees no GPU here; install a build of torch with CUDA, or leave --device out")
-    if find_spec("triton") is None:
-        raise ConfigError("a GPU needs Triton, which torch with CUDA brings; install it, or give --device cpu")
     from deltic.runtime.gpu.device import Gpu  # imports Triton
 
     return Gpu(config.lever)
@@ -81,7 +97,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     config, directory, plan = plan_model(config, device, free)
     lap("plan")
     compiling = device.begin_compiling(plan)  # beside reading the weights
-    load = partial(_load, config, directory, plan, progress, **device.layout(config, plan))
+    load = partial(_load, config, directory, plan, device.store(plan), progress)
     weights, notices = device.weights(config, directory, plan, load, progress)
     vocoder = None
     if plan.speaks:
@@ -109,7 +125,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
 
 
 def _load(
-    config: EngineConfig, directory: Path, plan: Plan[Any], progress: Progress, **layout: Any
+    config: EngineConfig, directory: Path, plan: Plan[Any], store: Store, progress: Progress
 ) -> tuple[Any, list[str]]:
     """Weights from the checkpoint, or random ones, and notices."""
 
@@ -118,9 +134,9 @@ def _load(
 
     if config.dummy is not None:
         dummy: Any = dummy_speech_weights if plan.speaks else dummy_weights
-        return dummy(plan.shape, config.seed, on_bytes, **layout), []
+        return dummy(plan.shape, config.seed, on_bytes, quantize=plan.quantize, store=store), []
     load: Any = load_speech_weights if plan.speaks else load_weights
-    weights, notices = load(directory, plan.shape, on_bytes, **layout)
+    weights, notices = load(directory, plan.shape, on_bytes, quantize=plan.quantize, store=store)
     return weights, notices
 
 
@@ -158,6 +174,7 @@ def warmup(config: EngineConfig) -> int:
     planning raises.
     """
     device = gpu_device(config)
+    import torch
     import triton
 
     _, _, plan = plan_model(config, device, device.free_bytes())

@@ -1,6 +1,6 @@
 """Items that requests name by a key: encoded once, beside the steps, and kept in memory and on disk.
 
-An item goes through two threads. One of its own runs the encoders (seconds, torch without Python's lock, at
+An item goes through two threads. One of its own runs the encoders (seconds, numpy without Python's lock, at
 low priority) and reads and writes files. `poll`, in the engine's thread between two steps, does what only
 that thread may do, one piece a call, so that no step waits long. A finished item never changes; a sequence
 that runs keeps its own, whatever happens to it here.
@@ -29,12 +29,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.numpy import save_file
 
 from deltic.models.fields import CheckpointError
+from deltic.ops.arrays import Array
 
 log = logging.getLogger("deltic.engine")
 
@@ -45,14 +45,14 @@ _KEY = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 class Item(Protocol):
-    """An encoded source, with all of its tensors on the CPU."""
+    """An encoded source, as arrays."""
 
     @property
     def n_bytes(self) -> int:
         """Bytes of memory that it takes."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a file of it holds, by name."""
+    def arrays(self) -> dict[str, Array]:
+        """What a file of it holds, by name."""
 
 
 class Command(Protocol):
@@ -125,8 +125,8 @@ class Encoded(ABC, Generic[C, T, A]):
         """
 
     @abstractmethod
-    def of(self, tensors: dict[str, Tensor]) -> T:
-        """The item in a file. Raises TypeError or ValueError for tensors of something else."""
+    def of(self, arrays: dict[str, Array]) -> T:
+        """The item in a file. Raises TypeError or ValueError for arrays of something else."""
 
     @abstractmethod
     def reply(self, key: str, item: T | None, error: str | None) -> A:
@@ -313,8 +313,8 @@ class Encoded(ABC, Generic[C, T, A]):
         """The item in a file; None: there is none; a text: it was damaged, and is removed."""
         path = self._file(key)
         try:
-            with safe_open(str(path), framework="pt") as handle:
-                found = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
+            with safe_open(str(path), framework="np") as handle:
+                found = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
                 digest = (handle.metadata() or {}).get("digest")
             if digest != _digest(key, found):
                 raise ValueError("its digest is another")
@@ -339,8 +339,8 @@ class Encoded(ABC, Generic[C, T, A]):
             part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
             try:
-                tensors = {name: tensor.contiguous() for name, tensor in item.tensors().items()}
-                save_file(tensors, part, metadata={"digest": _digest(key, tensors)})
+                arrays = {name: np.ascontiguousarray(array) for name, array in item.arrays().items()}
+                save_file(arrays, part, metadata={"digest": _digest(key, arrays)})
                 os.replace(part, path)
             finally:
                 part.unlink(missing_ok=True)
@@ -355,10 +355,10 @@ class Encoded(ABC, Generic[C, T, A]):
                 path.unlink()
 
 
-def _digest(key: str, tensors: dict[str, Tensor]) -> str:
+def _digest(key: str, arrays: dict[str, Array]) -> str:
     digest = blake2b(key.encode(), digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name} {array.dtype} {list(array.shape)}".encode())
+        digest.update(array.data)
     return digest.hexdigest()

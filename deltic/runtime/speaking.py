@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from deltic.engine.messages import MAX_FIRST_FRAMES, Request, Speech
 from deltic.engine.scheduler import RequestError
@@ -33,7 +31,7 @@ class PrimableVocoder(StreamVocoder, Protocol):
 
     def vocode(self, chunks: list[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]: ...
 
-    def state_of(self, slot: int) -> Tensor: ...
+    def state_of(self, slot: int) -> NDArray[np.float32]: ...
 
 
 class Speaker:
@@ -102,14 +100,16 @@ class Speaker:
         if not all(0 <= i < n for i in text_ids):
             raise RequestError(f"speech.trailing_ids has an id outside the text vocabulary (0 to {n - 1})")
 
-    def prime(self, codes: Tensor, state: Tensor | None, n_after: int = 0) -> Tensor:
+    def prime(
+        self, codes: NDArray[np.int32], state: NDArray[np.float32] | None, n_after: int = 0
+    ) -> NDArray[np.float32]:
         """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin. n_after: frames
         that it will be primed with behind these; where there are enough, most of the work is left out.
         """
-        slot, frames = self.n_streams, codes.to(torch.int32).numpy()
+        slot = self.n_streams
         self.vocoder.open(slot, state)
         if n_after >= SEEN_FRAMES:
-            self.vocoder.skim(slot, frames)
+            self.vocoder.skim(slot, codes)
         else:
-            self.vocoder.vocode([(slot, frames)])
+            self.vocoder.vocode([(slot, codes)])
         return self.vocoder.state_of(slot)

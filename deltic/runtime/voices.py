@@ -16,16 +16,20 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.messages import EncodeVoice, VoiceEncoded
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.vocoder.encoder import AudioError, VoiceEncoder
+from deltic.ops.arrays import Array
 from deltic.private import make_private
 from deltic.runtime.encoded import Encoded
 from deltic.runtime.fingerprint import fingerprint
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
 
 MEMORY_BYTES = 256 << 20
 """Of the voices in memory, those that sequences hold not counted: some 40 with 20 s of reference."""
@@ -39,38 +43,38 @@ PIECE_FRAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """Everything on the CPU. Without codes: a speaker vector only."""
+    """Without codes: a speaker vector only."""
 
-    speaker: Tensor
+    speaker: Floats
     """float32 [h]."""
-    codes: Tensor | None = None
+    codes: Ints | None = None
     """int32 [R, 16]: of the reference frames."""
-    frames: Tensor | None = None
+    frames: Floats | None = None
     """float32 [R, h]: the sum of each one's 16 embeddings."""
-    state: Tensor | None = None
+    state: Floats | None = None
     """The vocoder's, behind the codes."""
 
     @property
     def n_frames(self) -> int:
         return 0 if self.codes is None else len(self.codes)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def arrays(self) -> dict[str, Array]:
         """Those that there are, by name."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: tensor for name, tensor in every.items() if tensor is not None}
+        return {name: array for name, array in every.items() if array is not None}
 
     @property
     def n_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        return sum(array.nbytes for array in self.arrays().values())
 
 
 class VoiceParts(Protocol):
     """What the runner of a speech model gives, in the engine's thread."""
 
-    def frame_embeddings(self, codes: Tensor) -> Tensor:
+    def frame_embeddings(self, codes: Ints) -> Floats:
         """codes int32 [R, 16] -> float32 [R, h]."""
 
-    def prime(self, codes: Tensor, state: Tensor | None, n_after: int = 0) -> Tensor:
+    def prime(self, codes: Ints, state: Floats | None, n_after: int = 0) -> Floats:
         """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin of a stream;
         n_after: frames of the same voice that come behind these.
         """
@@ -109,21 +113,23 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
             return self._given(command.speaker)
         if not command.samples:
             return None
-        samples = torch.frombuffer(bytearray(command.samples), dtype=torch.float32)
-        codes = self._encoder.codes(samples) if command.needs_codes else None
-        return Voice(self._encoder.speaker(samples), codes)
+        samples = np.frombuffer(command.samples, np.float32)
+        import torch
+        samples = torch.from_numpy(samples.copy())
+        codes = self._encoder.codes(samples).numpy() if command.needs_codes else None
+        return Voice(self._encoder.speaker(samples).numpy(), codes)
 
     def _given(self, data: bytes) -> Voice | str:
-        speaker = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        speaker = np.frombuffer(data, np.float32)
         width = self._encoder.shape.width
         if len(speaker) != width:
             return f"a speaker vector of this model has {width} values, not {len(speaker)}"
-        if not speaker.isfinite().all():
+        if not np.isfinite(speaker).all():
             return "the speaker vector has values that are not finite"
         return Voice(speaker)
 
-    def of(self, tensors: dict[str, Tensor]) -> Voice:
-        return Voice(**tensors)
+    def of(self, arrays: dict[str, Array]) -> Voice:
+        return Voice(**arrays)
 
     def is_finished(self, item: Voice) -> bool:
         return item.codes is None or item.state is not None
@@ -133,10 +139,10 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
         codes, first, end = item.codes, i * PIECE_FRAMES, (i + 1) * PIECE_FRAMES
         assert codes is not None
         if item.frames is None:
-            item = replace(item, frames=self._parts.frame_embeddings(codes).cpu())
+            item = replace(item, frames=self._parts.frame_embeddings(codes))
         is_last = end >= len(codes)
         state = self._parts.prime(codes[first:end], item.state, max(0, len(codes) - end))
-        return replace(item, state=state.cpu() if is_last else state), is_last
+        return replace(item, state=state), is_last
 
     def reply(self, key: str, item: Voice | None, error: str | None) -> VoiceEncoded:
         return VoiceEncoded(key, 0 if item is None else item.n_frames, error)

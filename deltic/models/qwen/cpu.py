@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
+from deltic.models.rotary import rotary_tables
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
@@ -36,22 +37,22 @@ class ForwardInputs:
     A place is a row of the page table, of which each running sequence has one; a slot is a state slot.
     """
 
-    n_tokens: Tensor
-    n_seqs: Tensor
-    n_logit_rows: Tensor
-    token_ids: Tensor  # [T]
-    positions: Tensor  # [T]
-    token_place: Tensor  # [T]
-    seq_start: Tensor  # [S + 1]
-    seq_context: Tensor  # [S]
-    place: Tensor  # [S]
-    start_slot: Tensor  # [S] where the chunk's state is read
-    slot: Tensor  # [S] and where it is left
-    snapshot_begin: Tensor  # [S + 1] into the next two
-    snapshot_n: Tensor  # [one for each 64 tokens] after so many tokens of its chunk the state goes
-    snapshot_slot: Tensor  # to this slot, too
-    page_table: Tensor  # [places, max_pages]
-    logit_token: Tensor  # [R] the tokens whose logits are wanted
+    n_tokens: Array
+    n_seqs: Array
+    n_logit_rows: Array
+    token_ids: Array  # [T]
+    positions: Array  # [T]
+    token_place: Array  # [T]
+    seq_start: Array  # [S + 1]
+    seq_context: Array  # [S]
+    place: Array  # [S]
+    start_slot: Array  # [S] where the chunk's state is read
+    slot: Array  # [S] and where it is left
+    snapshot_begin: Array  # [S + 1] into the next two
+    snapshot_n: Array  # [one for each 64 tokens] after so many tokens of its chunk the state goes
+    snapshot_slot: Array  # to this slot, too
+    page_table: Array  # [places, max_pages]
+    logit_token: Array  # [R] the tokens whose logits are wanted
 
 
 @dataclass(frozen=True)
@@ -60,27 +61,27 @@ class Memory:
     [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot.
     """
 
-    pages: Tensor
-    states: Tensor
-    columns: Tensor
+    pages: Array
+    states: Array
+    columns: Array
 
 
 @dataclass(frozen=True)
 class Activations:
     """One set of buffers for all layers, T tokens long."""
 
-    residual: Tensor  # float32 [T, H]
-    normed: Tensor  # bfloat16 [T, H]
-    proj: Tensor  # float32, flat: the widest projection
-    mixed: Tensor  # bfloat16, flat: a mixer's output or the MLP's inner activation
-    query: Tensor  # bfloat16, flat
-    attn_records: Tensor  # float32 [n, d + 16]
+    residual: Array  # float32 [T, H]
+    normed: Array  # bfloat16 [T, H]
+    proj: Array  # float32, flat: the widest projection
+    mixed: Array  # bfloat16, flat: a mixer's output or the MLP's inner activation
+    query: Array  # bfloat16, flat
+    attn_records: Array  # float32 [n, d + 16]
     moe: MoeScratch | None
-    packed: Tensor  # uint8: the rows of a linear's input as its kernel reads them
-    router: Tensor | None  # float32 [T, E + 1]
-    shared: Tensor | None  # float32 [T, H]
-    final: Tensor  # bfloat16 [R, H]
-    logits: Tensor  # float32 [R, V]
+    packed: Array  # uint8: the rows of a linear's input as its kernel reads them
+    router: Array | None  # float32 [T, E + 1]
+    shared: Array | None  # float32 [T, H]
+    final: Array  # bfloat16 [R, H]
+    logits: Array  # float32 [R, V]
 
 
 def check_kernels(shape: ModelShape) -> None:
@@ -138,7 +139,7 @@ def check_kernels(shape: ModelShape) -> None:
 
 def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, allocate: Allocate) -> Activations:
     """Every buffer of a forward of up to n_tokens tokens and n_logit_rows rows of logits."""
-    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
+    f32, bf16, i32 = np.float32, bfloat16, np.int32
     t, h = n_tokens, shape.hidden_size
     value, inner = shape.gdn_value_size, max(shape.intermediate_size, shape.shared_intermediate_size)
     q_size = shape.n_q_heads * shape.head_dim
@@ -152,7 +153,7 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
             order=allocate("expert order", (t * k,), i32),
             begin=allocate("expert begin", (e + 1,), i32),
             probabilities=allocate("router probabilities", (t, e + 16), f32),
-            rows=allocate("experts in", (t * k, row_bytes(max(h, m))), torch.uint8),
+            rows=allocate("experts in", (t * k, row_bytes(max(h, m))), np.uint8),
             up=allocate("experts up", (t * k, 2 * m), f32),
             act=allocate("experts act", (t * k, m), bf16),
             y=allocate("experts out", (t * k, h), f32),
@@ -167,7 +168,7 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
         query=allocate("queries", (t * q_size,), bf16),
         attn_records=allocate("attention records", heads.records_size(shape.max_position_embeddings), f32),
         moe=scratch,
-        packed=allocate("packed rows", (max(t * max(h, value, q_size, inner), n_logit_rows * h) * 2,), torch.uint8),
+        packed=allocate("packed rows", (max(t * max(h, value, q_size, inner), n_logit_rows * h) * 2,), np.uint8),
         router=router,
         shared=shared,
         final=allocate("final", (n_logit_rows, h), bf16),
@@ -183,11 +184,11 @@ class Linears:
     such as an adapter's share, belong here.
     """
 
-    def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]]) -> None:
+    def __init__(self, parts: Iterable[tuple[str, Array | Matrix]]) -> None:
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
 
     def project(
-        self, program: Program, name: str, x: Tensor, out: Tensor, packed: Tensor, n_rows: Tensor, *, add: bool = False
+        self, program: Program, name: str, x: Array, out: Array, packed: Array, n_rows: Array, *, add: bool = False
     ) -> None:
         """Appends out = x W^T, or out += x W^T: x bfloat16 [T, K], out float32 [T, M], n_rows int32 scalar,
         rows in use. packed: the workspace of `linear`.
@@ -205,18 +206,12 @@ class Qwen:
         self.heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
         self.gdn_heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
         self.gdn_weights = {
-            i: GdnWeights(layer.conv.t().contiguous(), layer.a_log, layer.dt_bias, layer.norm)
+            i: GdnWeights(np.ascontiguousarray(layer.conv.T), layer.a_log, layer.dt_bias, layer.norm)
             for i, layer in enumerate(weights.layers)
             if isinstance(layer, GdnLayer)
         }
         # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation.
-        # The angles are float32 products, as in training: at far positions a more exact angle is a different
-        # one.
-        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
-            shape.inv_freq(), dtype=torch.float32
-        )
-        self.cos = angles.cos() * shape.rope_attention_factor
-        self.sin = angles.sin() * shape.rope_attention_factor
+        self.cos, self.sin = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
 
     def record(self, program: Program, inputs: ForwardInputs, memory: Memory, act: Activations) -> None:
         """Appends the whole forward: token ids to act.logits[:n_logit_rows]."""
@@ -237,7 +232,7 @@ class Qwen:
         self.linears.project(program, "lm_head", act.final, act.logits, act.packed, inputs.n_logit_rows)
 
     def _gdn(
-        self, program: Program, i: int, inputs: ForwardInputs, state: Tensor, columns: Tensor, act: Activations
+        self, program: Program, i: int, inputs: ForwardInputs, state: Array, columns: Array, act: Activations
     ) -> None:
         proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
         mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
@@ -265,7 +260,7 @@ class Qwen:
         )
 
     def _attention(
-        self, program: Program, i: int, layer: AttnLayer, inputs: ForwardInputs, pages: Tensor, act: Activations
+        self, program: Program, i: int, layer: AttnLayer, inputs: ForwardInputs, pages: Array, act: Activations
     ) -> None:
         proj = _rows(act.proj, act.residual, self.heads.row)
         query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
@@ -303,7 +298,7 @@ class Qwen:
         )
         self.linears.project(program, f"layers.{i}.o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
 
-    def _feed_forward(self, program: Program, i: int, mlp: Mlp | Moe, n_tokens: Tensor, act: Activations) -> None:
+    def _feed_forward(self, program: Program, i: int, mlp: Mlp | Moe, n_tokens: Array, act: Activations) -> None:
         name = f"layers.{i}.mlp."
         if isinstance(mlp, Moe):
             assert act.router is not None and act.shared is not None and act.moe is not None
@@ -326,7 +321,7 @@ class Qwen:
             self._swiglu(program, name, mlp.down.k, act.residual, n_tokens, act, add=True)
 
     def _swiglu(
-        self, program: Program, prefix: str, width: int, out: Tensor, n_tokens: Tensor, act: Activations, *, add: bool
+        self, program: Program, prefix: str, width: int, out: Array, n_tokens: Array, act: Activations, *, add: bool
     ) -> None:
         """The MLP of this width whose matrices' names begin so."""
         up = _rows(act.proj, act.residual, 2 * width)
@@ -336,6 +331,6 @@ class Qwen:
         self.linears.project(program, f"{prefix}down", inner, out, act.packed, n_tokens, add=add)
 
 
-def _rows(flat: Tensor, like: Tensor, width: int) -> Tensor:
+def _rows(flat: Array, like: Array, width: int) -> Array:
     """A [T, width] view of a flat buffer."""
-    return flat[: like.shape[0] * width].view(like.shape[0], width)
+    return flat[: like.shape[0] * width].reshape(like.shape[0], width)

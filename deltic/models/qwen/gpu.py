@@ -24,6 +24,7 @@ from torch import Tensor
 from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import GdnLayer, Moe, Weights
+from deltic.models.rotary import rotary_tables
 from deltic.ops.geometry import Allocate, AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
@@ -35,6 +36,7 @@ from deltic.ops.gpu.linear import k_splits, narrow_linear, narrow_swiglu, silu_m
 from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
+from deltic.ops.gpu.weight import to_device
 from deltic.ops.matrix import Matrix
 
 RING = 4
@@ -246,11 +248,8 @@ class QwenGpu:
             for i, layer in enumerate(weights.layers)
             if isinstance(layer, GdnLayer)
         }
-        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
-            shape.inv_freq(), dtype=torch.float32
-        )
-        self.cos = (angles.cos() * shape.rope_attention_factor).to(device)
-        self.sin = (angles.sin() * shape.rope_attention_factor).to(device)
+        angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
+        self.cos, self.sin = (to_device(table, device) for table in angles)
 
     # A decode.
 

@@ -13,17 +13,19 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from deltic.models.loading import (
+    COUNTED,
+    HOST,
     Declaration,
-    Files,
     Mlp,
     Parts,
     Progress,
     Role,
+    Store,
     Stored,
     check_plan,
     copy_parts,
@@ -32,7 +34,8 @@ from deltic.models.loading import (
     refuse_quantised,
 )
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
-from deltic.ops.matrix import Layout, Matrix
+from deltic.ops.arrays import Array
+from deltic.ops.matrix import Matrix
 
 _WRAPPED_PREFIX = "model.language_model."
 _FLAT_PREFIX = "model."
@@ -56,14 +59,14 @@ class Moe:
 class GdnLayer:
     """A gated DeltaNet layer. `in_proj` rows: q | k | v | z | b | a, heads in order within each."""
 
-    input_norm: Tensor  # [H] f32, zero-centred
+    input_norm: Any  # [H] f32, zero-centred
     in_proj: Matrix  # [2Kd+2Vd+2Hv, H]
-    conv: Tensor  # [C, conv_width] f32, the last tap meets the current token
-    a_log: Tensor  # [Hv] f32
-    dt_bias: Tensor  # [Hv] f32
-    norm: Tensor  # [dv] f32, plain
+    conv: Any  # [C, conv_width] f32, the last tap meets the current token
+    a_log: Any  # [Hv] f32
+    dt_bias: Any  # [Hv] f32
+    norm: Any  # [dv] f32, plain
     out_proj: Matrix  # [H, Vd]
-    post_norm: Tensor  # [H] f32, zero-centred
+    post_norm: Any  # [H] f32, zero-centred
     mlp: Mlp | Moe
 
 
@@ -71,12 +74,12 @@ class GdnLayer:
 class AttnLayer:
     """A gated attention layer. `qkv` rows: all query heads | all gates | k heads | v heads."""
 
-    input_norm: Tensor  # [H] f32, zero-centred
+    input_norm: Any  # [H] f32, zero-centred
     qkv: Matrix  # [2*nq*d + 2*nk*d, H]
-    q_norm: Tensor  # [d] f32, zero-centred
-    k_norm: Tensor  # [d] f32, zero-centred
+    q_norm: Any  # [d] f32, zero-centred
+    k_norm: Any  # [d] f32, zero-centred
     o_proj: Matrix  # [H, nq*d]
-    post_norm: Tensor  # [H] f32, zero-centred
+    post_norm: Any  # [H] f32, zero-centred
     mlp: Mlp | Moe
 
 
@@ -88,11 +91,11 @@ class Weights(Parts):
     """
 
     embed: Matrix  # [V, H]
-    norm: Tensor  # [H] f32, zero-centred
+    norm: Any  # [H] f32, zero-centred
     lm_head: Matrix  # [V, H]
     layers: list[GdnLayer | AttnLayer]
 
-    def replace(self, memory: dict[str, Tensor]) -> None:
+    def replace(self, memory: dict[str, Array]) -> None:
         """As of every model's; a tied head stays tied."""
         tied = self.lm_head is self.embed
         super().replace(memory)
@@ -100,9 +103,9 @@ class Weights(Parts):
             self.lm_head = self.embed
 
 
-def weight_bytes(shape: ModelShape, quantize: str | None, layout: Layout = "strips") -> int:
+def weight_bytes(shape: ModelShape, quantize: str | None, store: Store = COUNTED) -> int:
     """Bytes of the loaded weights of a shape, known without loading anything."""
-    return empty_weights(shape, quantize, shape.tie_word_embeddings, "meta", layout).n_bytes
+    return empty_weights(shape, quantize, shape.tie_word_embeddings, store).n_bytes
 
 
 def load_weights(
@@ -111,15 +114,13 @@ def load_weights(
     progress: Progress | None = None,
     *,
     quantize: str | None = None,
-    n_threads: int = 1,
-    device: str | None = None,
-    layout: Layout = "strips",
+    store: Store = HOST,
 ) -> tuple[Weights, list[str]]:
     """Load a checkpoint directory, or one safetensors file, into the internal layout.
 
     Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4"),
-    in the layout that the device's kernels read; norms and gates become float32. All of it on `device`, by
-    default the CPU. The second result holds notices for the user: what was skipped or converted. Raises
+    in the layout that the device's kernels read; norms and gates become float32. The store says where. The
+    second result holds notices for the user: what was skipped or converted. Raises
     CheckpointError, naming the tensor, what was expected, what was found and the file, for a missing,
     unexpected, misshapen or quantised tensor and for a damaged or missing file.
     """
@@ -128,12 +129,12 @@ def load_weights(
     headers = read_headers(path)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in headers) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in headers
-    parts = Declaration(quantize, device, layout)
+    parts = Declaration(quantize, store)
     weights = _declare(parts, shape, tied, prefix, headers)
     notices = check_plan(parts.plan, headers, path, _UNUSED)
-    copy_parts(parts.plan, Files(headers), progress, n_threads)
+    copy_parts(parts.plan, headers, store, progress)
     if shape.tie_word_embeddings and not tied:
-        if torch.equal(weights.embed.data, weights.lm_head.data):
+        if (weights.embed.data == weights.lm_head.data).all():
             weights.lm_head = weights.embed
         else:
             notices.append("the config ties the embeddings, but a different lm_head.weight is stored: used")
@@ -146,36 +147,33 @@ def dummy_weights(
     progress: Progress | None = None,
     *,
     quantize: str | None = None,
-    n_threads: int = 1,
-    device: str | None = None,
-    layout: Layout = "strips",
+    store: Store = HOST,
 ) -> Weights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, device, layout)
-    fill_dummy(weights, seed, _fill_dummy_vector, progress, n_threads)
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, store)
+    fill_dummy(weights, seed, _dummy_vector, store, progress)
     return weights
 
 
-def _fill_dummy_vector(name: str, values: Tensor, generator: torch.Generator) -> None:
+def _dummy_vector(name: str, size: tuple[int, ...], generator: np.random.Generator) -> Array:
     """Values as trained models have them: decays from a few tokens to thousands, norms near their rest."""
     field = name.rpartition(".")[2]
     if field == "a_log":
-        values.uniform_(0.5, 4.0, generator=generator).log_()
+        values = np.log(generator.uniform(0.5, 4.0, size))
     elif field == "dt_bias":  # inverse softplus of a log-uniform step
-        values.uniform_(math.log(1e-3), math.log(0.3), generator=generator).exp_()
-        values.add_(torch.log(-torch.expm1(-values)))
+        steps = np.exp(generator.uniform(math.log(1e-3), math.log(0.3), size))
+        values = steps + np.log(-np.expm1(-steps))
     elif field == "conv":
-        values.normal_(0.0, 0.5, generator=generator)
+        values = generator.normal(0.0, 0.5, size)
     else:
         plain = field == "norm" and "layers" in name  # the gated norm; every other one is zero-centred
-        values.normal_(1.0 if plain else 0.0, 0.1, generator=generator)
+        values = generator.normal(1.0 if plain else 0.0, 0.1, size)
+    return values.astype(np.float32)
 
 
-def empty_weights(
-    shape: ModelShape, quantize: str | None, tied: bool, device: str | None = None, layout: Layout = "strips"
-) -> Weights:
+def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, store: Store = COUNTED) -> Weights:
     """Uninitialised weights of the right sizes and formats."""
-    return _declare(Declaration(quantize, device, layout), shape, tied)
+    return _declare(Declaration(quantize, store), shape, tied)
 
 
 def _declare(

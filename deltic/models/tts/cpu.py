@@ -13,14 +13,16 @@ checkpoints.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.cpu import Linears
+from deltic.models.rotary import rotary_tables
 from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, SpeechWeights
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
@@ -39,14 +41,14 @@ A step's own texts follow.
 class RowInputs:
     """Rows of sequences for a decoder. int32; S sequences, T rows. A place is a row of the page table."""
 
-    n_rows: Tensor
-    n_seqs: Tensor
-    positions: Tensor  # [T]
-    row_place: Tensor  # [T]
-    seq_start: Tensor  # [S + 1]
-    seq_context: Tensor  # [S]
-    place: Tensor  # [S]
-    page_table: Tensor  # [places, max_pages]
+    n_rows: Array
+    n_seqs: Array
+    positions: Array  # [T]
+    row_place: Array  # [T]
+    seq_start: Array  # [S + 1]
+    seq_context: Array  # [S]
+    place: Array  # [S]
+    page_table: Array  # [places, max_pages]
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,16 @@ class SpeechInputs:
     """
 
     rows: RowInputs
-    n_frames: Tensor
-    n_first_rows: Tensor  # 2 D: the predictor's first pass has two rows a frame
-    n_texts: Tensor
-    text_ids: Tensor  # [T]
-    text_row: Tensor  # [T] row of `text_rows`, -1 for none
-    side: Tensor  # [T] as in ops/cpu/speech.py, talker_rows
-    voice_rows: Tensor  # float32 [T, h]
-    code0: Tensor  # [places]
-    slot: Tensor  # [S] of the state
-    last_row: Tensor  # [S] of each sequence
+    n_frames: Array
+    n_first_rows: Array  # 2 D: the predictor's first pass has two rows a frame
+    n_texts: Array
+    text_ids: Array  # [T]
+    text_row: Array  # [T] row of `text_rows`, -1 for none
+    side: Array  # [T] as in ops/cpu/speech.py, talker_rows
+    voice_rows: Array  # float32 [T, h]
+    code0: Array  # [places]
+    slot: Array  # [S] of the state
+    last_row: Array  # [S] of each sequence
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class PredictorDraws:
     places: PlaceParameters
     draws: list[DrawInputs]
     scratch: DrawScratch
-    codes: Tensor  # int32 [15, D]
+    codes: Array  # int32 [15, D]
 
 
 @dataclass(frozen=True)
@@ -85,21 +87,21 @@ class SpeechMemory:
     row of a sequence.
     """
 
-    pages: Tensor
-    past: Tensor
+    pages: Any
+    past: Any
 
 
 @dataclass(frozen=True)
 class DecoderActivations:
     """One set of buffers for all layers of a decoder, T rows long."""
 
-    residual: Tensor  # float32 [T, H]
-    normed: Tensor  # bfloat16 [T, H]
-    proj: Tensor  # float32, flat
-    mixed: Tensor  # bfloat16, flat
-    query: Tensor  # bfloat16, flat
-    records: Tensor  # float32 [n, d + 16]
-    packed: Tensor  # uint8: rows of a linear's input as its kernel reads them
+    residual: Array  # float32 [T, H]
+    normed: Array  # bfloat16 [T, H]
+    proj: Array  # float32, flat
+    mixed: Array  # bfloat16, flat
+    query: Array  # bfloat16, flat
+    records: Array  # float32 [n, d + 16]
+    packed: Array  # uint8: rows of a linear's input as its kernel reads them
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,16 @@ class SpeechActivations:
 
     talker: DecoderActivations
     predictor: DecoderActivations
-    text_in: Tensor  # bfloat16 [T, th]
-    text_hidden: Tensor  # float32 [T, th]
-    text_act: Tensor  # bfloat16 [T, th]
-    text_rows: Tensor  # float32 [1 + T, h]: the pad's, then the step's
-    code_in: Tensor | None  # bfloat16 [2 D, h]: what the projection reads
-    predictor_pages: Tensor  # bfloat16 [D, layers, 2, nk, 64, d]
-    code_final: Tensor  # bfloat16 [D, p]
-    code_logits: Tensor  # float32 [D, C]
-    final: Tensor  # bfloat16 [S, h]
-    logits: Tensor  # float32 [S, C + 1]
+    text_in: Array  # bfloat16 [T, th]
+    text_hidden: Array  # float32 [T, th]
+    text_act: Array  # bfloat16 [T, th]
+    text_rows: Array  # float32 [1 + T, h]: the pad's, then the step's
+    code_in: Array | None  # bfloat16 [2 D, h]: what the projection reads
+    predictor_pages: Array  # bfloat16 [D, layers, 2, nk, 64, d]
+    code_final: Array  # bfloat16 [D, p]
+    code_logits: Array  # float32 [D, C]
+    final: Array  # bfloat16 [S, h]
+    logits: Array  # float32 [S, C + 1]
 
 
 def check_speech_kernels(shape: SpeechShape) -> None:
@@ -138,7 +140,7 @@ def allocate_speech(
     shape: SpeechShape, n_rows: int, n_seqs: int, max_len: int, allocate: Allocate
 ) -> SpeechActivations:
     """Every buffer of a forward of up to n_rows rows and n_seqs sequences of at most max_len rows."""
-    f32, bf16 = torch.float32, torch.bfloat16
+    f32, bf16 = np.float32, bfloat16
     h, p, th, t = (shape.talker.hidden_size, shape.predictor.hidden_size, shape.text_hidden_size, n_rows)
     d, n = shape.predictor, shape.n_codebook
     return SpeechActivations(
@@ -161,7 +163,7 @@ def _allocate_decoder(
     name: str, d: DecoderShape, t: int, max_len: int, other_width: int, allocate: Allocate
 ) -> DecoderActivations:
     """other_width: the widest input of `packed` outside the layers."""
-    f32, bf16 = torch.float32, torch.bfloat16
+    f32, bf16 = np.float32, bfloat16
     h, f = d.hidden_size, d.intermediate_size
     heads = _heads(d)
     widest = max(h, f, d.q_rows, other_width)
@@ -172,7 +174,7 @@ def _allocate_decoder(
         mixed=allocate(f"{name}mixed", (t * max(d.q_rows, f),), bf16),
         query=allocate(f"{name}queries", (t * d.q_rows,), bf16),
         records=allocate(f"{name}attention records", heads.records_size(max_len), f32),
-        packed=allocate(f"{name}packed rows", (t * widest * 2,), torch.uint8),
+        packed=allocate(f"{name}packed rows", (t * widest * 2,), np.uint8),
     )
 
 
@@ -187,13 +189,9 @@ class _Layers:
         """name: of the decoder among the weights."""
         self.name, self.shape, self.weights, self.heads = name, shape, weights, _heads(shape)
         self.linears = linears
-        # The angles are float32 products, as in training.
-        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
-            shape.inv_freq(), dtype=torch.float32
-        )
-        self.cos, self.sin = angles.cos(), angles.sin()
+        self.cos, self.sin = rotary_tables(shape.inv_freq(), max_len)
 
-    def record(self, program: Program, inputs: RowInputs, pages: Tensor, act: DecoderActivations) -> None:
+    def record(self, program: Program, inputs: RowInputs, pages: Array, act: DecoderActivations) -> None:
         """act.residual[:n_rows] through all layers. pages: [n, layers, 2, nk, 64, d]."""
         eps, n_rows, heads = self.shape.rms_norm_eps, inputs.n_rows, self.heads
         project = self.linears.project
@@ -280,7 +278,7 @@ class Tts:
         keep_rows(program, act.final, inputs.slot, memory.past, rows.n_seqs)
         self.linears.project(program, "head", act.final, act.logits, talker.packed, rows.n_seqs)
 
-    def record_texts(self, program: Program, inputs: SpeechInputs, act: SpeechActivations, out: Tensor) -> None:
+    def record_texts(self, program: Program, inputs: SpeechInputs, act: SpeechActivations, out: Array) -> None:
         """out[m] = the projection of text id m of the step: fc2(SiLU(fc1(x)))."""
         w, n, project = self.weights, inputs.n_texts, self.linears.project
         gather(program, w.text_table, inputs.text_ids, act.text_in, n)
@@ -317,7 +315,7 @@ class Tts:
                 add_bias(program, a.residual, w.projection.bias, n_rows)
             rows = _pass_rows(i, n_frames, n_rows, n_seqs)
             self.predictor.record(program, rows, act.predictor_pages, a)
-            last = None if i else torch.arange(1, 2 * n_seqs, 2, dtype=torch.int32)
+            last = None if i else np.arange(1, 2 * n_seqs, 2, dtype=np.int32)
             rms_norm(program, a.residual, w.predictor.norm, eps, act.code_final, n_frames, rows=last)
             self.linears.project(program, f"code_heads.{i}", act.code_final, act.code_logits, a.packed, n_frames)
             sample(
@@ -331,33 +329,33 @@ class Tts:
             )
         code_rows(program, draws.codes[-1], w.code_tables[-1], sums, n_frames)
 
-    def frame_embeddings(self, codes: Tensor) -> Tensor:
+    def frame_embeddings(self, codes: Array) -> Array:
         """float32 [R, h]: the sum of the 16 embeddings of each frame of codes, int [R, 16]."""
         tables = [self.weights.codec_table, *self.weights.code_tables]
-        total = torch.zeros(codes.shape[0], self.shape.talker.hidden_size)
-        for table, column in zip(tables, codes.long().t(), strict=True):
-            total += table[column].float()
+        total = np.zeros((len(codes), self.shape.talker.hidden_size), np.float32)
+        for table, column in zip(tables, codes.T, strict=True):
+            total += table[column].astype(np.float32)
         return total
 
 
-def _pass_rows(i: int, n_frames: Tensor, n_rows: Tensor, n_seqs: int) -> RowInputs:
+def _pass_rows(i: int, n_frames: Array, n_rows: Array, n_seqs: int) -> RowInputs:
     """The rows of pass i.
 
     Frame m has page m for itself: positions 0 and 1 in the first pass, i + 1 in the others.
     """
-    each = torch.arange(n_seqs, dtype=torch.int32)
+    each = np.arange(n_seqs, dtype=np.int32)
     return RowInputs(
         n_rows=n_rows,
         n_seqs=n_frames,
-        positions=torch.full((n_seqs,), i + 1, dtype=torch.int32) if i else each.new_tensor([0, 1]).repeat(n_seqs),
-        row_place=each if i else each.repeat_interleave(2),
-        seq_start=torch.arange(n_seqs + 1, dtype=torch.int32) * (1 if i else 2),
-        seq_context=torch.full((n_seqs,), i + 1 if i else 0, dtype=torch.int32),
+        positions=np.full(n_seqs, i + 1, np.int32) if i else np.tile(np.array([0, 1], np.int32), n_seqs),
+        row_place=each if i else each.repeat(2),
+        seq_start=np.arange(n_seqs + 1, dtype=np.int32) * (1 if i else 2),
+        seq_context=np.full(n_seqs, i + 1 if i else 0, np.int32),
         place=each,
         page_table=each[:, None],
     )
 
 
-def _rows(flat: Tensor, like: Tensor, width: int) -> Tensor:
+def _rows(flat: Array, like: Array, width: int) -> Array:
     """A [T, width] view of a flat buffer."""
-    return flat[: like.shape[0] * width].view(like.shape[0], width)
+    return flat[: like.shape[0] * width].reshape(like.shape[0], width)

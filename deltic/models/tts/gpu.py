@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.gpu import Linears, PlaceState, front
+from deltic.models.rotary import rotary_tables
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechWeights
@@ -42,6 +45,7 @@ from deltic.ops.gpu.frames import (
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import k_splits, product, silu_mul
 from deltic.ops.gpu.norm import add_norm
+from deltic.ops.gpu.weight import to_device
 
 Attend = Callable[[int, DecoderLayer, Tensor, Tensor], None]
 
@@ -174,7 +178,8 @@ def prompt_buffers(shape: SpeechShape, n_blocks: int, n_prompts: int, allocate: 
 
 def _product(x: Tensor, projection: Projection) -> Tensor:
     """x W^T + bias, float32, of bfloat16 x: at load."""
-    return product(x, projection.weight) + projection.bias
+    result: Tensor = product(x, projection.weight) + projection.bias
+    return result
 
 
 def project_texts(weights: SpeechWeights) -> Tensor:
@@ -406,16 +411,16 @@ class TtsGpu:
         self.linears.project("head", final, logits)
         return logits[0]
 
-    def frame_embeddings(self, codes: Tensor) -> Tensor:
-        """float32 [R, h], on the host: the sum of the 16 embeddings of each frame of codes, int [R, 16]."""
+    def frame_embeddings(self, codes: NDArray[np.int32]) -> NDArray[np.float32]:
+        """float32 [R, h]: the sum of the 16 embeddings of each frame of codes, int32 [R, 16]."""
         tables = [self.weights.codec_table, *self.weights.code_tables]
-        total = torch.zeros(codes.shape[0], self.shape.talker.hidden_size, device=self.texts.device)
-        for table, column in zip(tables, codes.long().t().to(self.texts.device), strict=True):
+        total = torch.zeros(len(codes), self.shape.talker.hidden_size, device=self.texts.device)
+        for table, column in zip(tables, torch.from_numpy(codes.T.astype(np.int64)).to(self.texts.device), strict=True):
             total += table[column].float()
-        return total.cpu()
+        return np.asarray(total.cpu().numpy(), np.float32)
 
 
 def _angles(d: DecoderShape, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [max_len, head_dim / 2]: float32 products, as in training."""
-    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(d.inv_freq(), dtype=torch.float32)
-    return angles.cos().to(device), angles.sin().to(device)
+    """cos and sin, float32 [max_len, head_dim / 2]."""
+    cos, sin = rotary_tables(d.inv_freq(), max_len)
+    return to_device(cos, device), to_device(sin, device)

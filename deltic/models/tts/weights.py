@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from deltic.models.loading import (
+    COUNTED,
+    HOST,
     Declaration,
-    Files,
     Mlp,
     Parts,
     Progress,
     Role,
+    Store,
     Stored,
     check_plan,
     copy_parts,
@@ -29,8 +31,9 @@ from deltic.models.loading import (
     refuse_quantised,
 )
 from deltic.models.tts.shape import DecoderShape, SpeechShape
+from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES
-from deltic.ops.matrix import Layout, Matrix
+from deltic.ops.matrix import Matrix
 
 # models/vocoder/encoder.py reads it. A checkpoint trained from Base may still have it.
 _SPEAKER_ENCODER = "speaker_encoder."
@@ -41,19 +44,19 @@ _PREDICTOR = "talker.code_predictor."
 class DecoderLayer:
     """A Qwen3 layer. `qkv` rows: query heads | k heads | v heads."""
 
-    input_norm: Tensor  # [H] f32, zero-centred
+    input_norm: Any  # [H] f32, zero-centred
     qkv: Matrix  # [(nq + 2 nk) d, H]
-    q_norm: Tensor  # [d] f32, zero-centred
-    k_norm: Tensor  # [d] f32, zero-centred
+    q_norm: Any  # [d] f32, zero-centred
+    k_norm: Any  # [d] f32, zero-centred
     o_proj: Matrix  # [H, nq d]
-    post_norm: Tensor  # [H] f32, zero-centred
+    post_norm: Any  # [H] f32, zero-centred
     mlp: Mlp
 
 
 @dataclass
 class Decoder(Parts):
     layers: list[DecoderLayer]
-    norm: Tensor  # [H] f32, zero-centred
+    norm: Any  # [H] f32, zero-centred
 
 
 @dataclass
@@ -61,18 +64,18 @@ class Projection:
     """x W^T + bias."""
 
     weight: Matrix  # [out, in]
-    bias: Tensor  # [out] f32
+    bias: Any  # [out] f32
 
 
 @dataclass
 class SpeechWeights(Parts):
     """h: the talker's width, p: the predictor's, th: the text table's; C codes of a codebook."""
 
-    text_table: Tensor  # bf16 [text vocabulary, th]
+    text_table: Any  # bf16 [text vocabulary, th]
     text_fc1: Projection  # [th, th]
     text_fc2: Projection  # [h, th]
-    codec_table: Tensor  # bf16 [talker's vocabulary, h]
-    code_tables: list[Tensor]  # 15 of bf16 [C, h]: of codes 1 to 15
+    codec_table: Any  # bf16 [talker's vocabulary, h]
+    code_tables: list[Any]  # 15 of bf16 [C, h]: of codes 1 to 15
     talker: Decoder
     head: Matrix  # [C + 1, h]: the codes, then end of speech
     predictor: Decoder
@@ -80,15 +83,15 @@ class SpeechWeights(Parts):
     projection: Projection | None  # [p, h], where h is not p
 
 
-def speech_weight_bytes(shape: SpeechShape, quantize: str | None, layout: Layout = "strips") -> int:
+def speech_weight_bytes(shape: SpeechShape, quantize: str | None, store: Store = COUNTED) -> int:
     """Bytes of the loaded weights of a shape, known without loading anything."""
-    return empty_speech_weights(shape, quantize, "meta", layout).n_bytes
+    return empty_speech_weights(shape, quantize, store).n_bytes
 
 
-def frame_bytes(shape: SpeechShape, quantize: str | None, layout: Layout = "strips") -> tuple[int, int]:
+def frame_bytes(shape: SpeechShape, quantize: str | None, store: Store = COUNTED) -> tuple[int, int]:
     """Bytes of matrices that a frame's codes read, for any number of frames at once: by the talker, and by
     the predictor."""
-    weights = empty_speech_weights(shape, quantize, "meta", layout)
+    weights = empty_speech_weights(shape, quantize, store)
     talker, predictor = (
         sum(part.n_bytes for _, part in decoder.named_parts() if isinstance(part, Matrix))
         for decoder in (weights.talker, weights.predictor)
@@ -98,14 +101,12 @@ def frame_bytes(shape: SpeechShape, quantize: str | None, layout: Layout = "stri
     return talker + weights.head.n_bytes, (N_CODES - 1) * (predictor + projected) + once
 
 
-def empty_speech_weights(
-    shape: SpeechShape, quantize: str | None, device: str | None = None, layout: Layout = "strips"
-) -> SpeechWeights:
+def empty_speech_weights(shape: SpeechShape, quantize: str | None, store: Store = COUNTED) -> SpeechWeights:
     """Uninitialised weights of the right sizes and formats.
 
     The text side stays bfloat16: it is read for few rows.
     """
-    return declare_speech(Declaration(quantize, device, layout), shape)
+    return declare_speech(Declaration(quantize, store), shape)
 
 
 def declare_speech(d: Declaration, shape: SpeechShape) -> SpeechWeights:
@@ -165,7 +166,7 @@ def _declare_layer(d: Declaration, p: str, shape: DecoderShape, down: Role) -> D
     )
 
 
-def _declare_norm(d: Declaration, name: str, size: int) -> Tensor:
+def _declare_norm(d: Declaration, name: str, size: int) -> Any:
     return d.vector(name, size, minus=1.0)
 
 
@@ -175,9 +176,7 @@ def load_speech_weights(
     progress: Progress | None = None,
     *,
     quantize: str | None = None,
-    n_threads: int = 1,
-    device: str | None = None,
-    layout: Layout = "strips",
+    store: Store = HOST,
 ) -> tuple[SpeechWeights, list[str]]:
     """Load talker and predictor of a checkpoint directory; the second result holds notices for the user.
 
@@ -189,10 +188,10 @@ def load_speech_weights(
     headers = {
         name: header for name, header in read_headers(directory).items() if not name.startswith(_SPEAKER_ENCODER)
     }
-    parts = Declaration(quantize, device, layout)
+    parts = Declaration(quantize, store)
     weights = declare_speech(parts, shape)
     notices = check_plan(parts.plan, headers, directory)
-    copy_parts(parts.plan, Files(headers), progress, n_threads)
+    copy_parts(parts.plan, headers, store, progress)
     return weights, notices
 
 
@@ -202,15 +201,13 @@ def dummy_speech_weights(
     progress: Progress | None = None,
     *,
     quantize: str | None = None,
-    n_threads: int = 1,
-    device: str | None = None,
-    layout: Layout = "strips",
+    store: Store = HOST,
 ) -> SpeechWeights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
-    weights = empty_speech_weights(shape, quantize, device, layout)
-    fill_dummy(weights, seed, _fill_dummy_vector, progress, n_threads)
+    weights = empty_speech_weights(shape, quantize, store)
+    fill_dummy(weights, seed, _dummy_vector, store, progress)
     return weights
 
 
-def _fill_dummy_vector(name: str, values: Tensor, generator: torch.Generator) -> None:
-    values.copy_(torch.randn(values.shape, generator=generator)).mul_(0.1)
+def _dummy_vector(name: str, size: tuple[int, ...], generator: np.random.Generator) -> Array:
+    return generator.normal(0.0, 0.1, size).astype(np.float32)

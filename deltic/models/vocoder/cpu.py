@@ -21,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import DTypeLike
 
 from deltic.models.fields import UnsupportedModelError
+from deltic.models.rotary import rotary_tables
 from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.vocoder import (
     MAX_DIM,
@@ -104,20 +106,20 @@ def state_layout(shape: VocoderShape) -> tuple[dict[str, int], int]:
 class VocoderBuffers:
     """All memory of a vocoder but its weights. S = F: a stream in a pass has a frame or more."""
 
-    states: Tensor  # float32 [n_streams, state size]
-    codes: Tensor  # int32 [F, 16]
-    start: Tensor  # int32 [S + 1]
-    slot: Tensor  # int32 [S]
-    n: Tensor  # int32 scalar
-    rows: tuple[Tensor, Tensor, Tensor]  # float32, flat: what goes from one operator to the next
-    audio: Tensor  # float32 [F * 1920]
+    states: Array  # float32 [n_streams, state size]
+    codes: Array  # int32 [F, 16]
+    start: Array  # int32 [S + 1]
+    slot: Array  # int32 [S]
+    n: Array  # int32 scalar
+    rows: tuple[Array, Array, Array]  # float32, flat: what goes from one operator to the next
+    audio: Array  # float32 [F * 1920]
 
 
 def allocate_vocoder(
     shape: VocoderShape, n_streams: int, allocate: Allocate, n_frames: int = PASS_FRAMES
 ) -> VocoderBuffers:
     """Buffers for n_streams open streams and passes of n_frames frames."""
-    f32, i32 = torch.float32, torch.int32
+    f32, i32 = np.float32, np.int32
     latent, heads = shape.latent_dim, shape.n_heads * shape.head_dim
     widest = [(max(3 * heads, shape.codebook_dim, latent, shape.hidden_size, shape.intermediate_size), 1, 2)]
     widest += [(latent, 4, 6), (4 * latent, 4, 0)]
@@ -139,14 +141,14 @@ def allocate_vocoder(
     )
 
 
-def _transposed(w: Tensor, stride: int) -> Tensor:
+def _transposed(w: Array, stride: int) -> Array:
     """A transposed convolution [in, out, m * stride] as one of m taps: [stride * out, in, m].
 
     Its last m - 1 strides are cut.
     """
     n_in, n_out, taps = w.shape
-    parts = w.view(n_in, n_out, taps // stride, stride).flip(2)  # the newest input comes last
-    return parts.permute(3, 1, 0, 2).reshape(stride * n_out, n_in, taps // stride)
+    parts = w.reshape(n_in, n_out, taps // stride, stride)[:, :, ::-1]  # the newest input comes last
+    return parts.transpose(3, 1, 0, 2).reshape(stride * n_out, n_in, taps // stride)
 
 
 class Vocoder:
@@ -156,7 +158,7 @@ class Vocoder:
     """
 
     def __init__(
-        self, shape: VocoderShape, tensors: dict[str, Tensor], buffers: VocoderBuffers, half: bool = False
+        self, shape: VocoderShape, tensors: dict[str, Array], buffers: VocoderBuffers, half: bool = False
     ) -> None:
         """tensors: of load_vocoder; recording takes them out of it. half: of use where
         ops.cpu.vocoder.multiplies_half says so.
@@ -166,12 +168,9 @@ class Vocoder:
         self.shape, self.buffers = shape, buffers
         self.begins, _ = state_layout(shape)
         self._tensors = tensors
-        self._dtype = torch.bfloat16 if half else torch.float32
+        self._dtype = bfloat16 if half else np.float32
         self._batch = Batch(buffers.start, buffers.slot, buffers.n, buffers.states)
-        pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32)
-        inv_freq = shape.rope_theta ** (-2.0 * pairs / shape.head_dim)
-        angles = torch.arange(MAX_POSITIONS, dtype=torch.float32)[:, None] * inv_freq
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self._cos, self._sin = rotary_tables(shape.inv_freq(), MAX_POSITIONS)
 
     def record(self, front: Program, rest: Program) -> None:
         """A pass is front, then rest; front alone moves the streams on without samples."""
@@ -180,16 +179,16 @@ class Vocoder:
         a, b = self._record_upsampling(rest, a, b, x)
         self._record_decoder(rest, a, b, x)
 
-    def _record_front(self, program: Program, a: Tensor, b: Tensor, x: Tensor) -> None:
+    def _record_front(self, program: Program, a: Array, b: Array, x: Array) -> None:
         """Codes to the pre-transformer's output, in `a`: one row a frame."""
         batch, shape = self._batch, self.shape
         latent, hidden, heads = shape.latent_dim, shape.hidden_size, shape.n_heads * shape.head_dim
-        tables = self._take("tables").contiguous()
+        tables = self._take("tables")
         entries = Rows(a, shape.codebook_dim, 1)
         embed_codes(program, batch, self.buffers.codes, tables, entries)
         parts = [self._take(f"quantizer.rvq_{part}.output_proj.weight") for part in ("first", "rest")]
         latents = Rows(b, shape.codebook_dim, 1, head=2)
-        conv(program, batch, entries, ConvWeights.pack(torch.cat(parts, 1)), out=latents)
+        conv(program, batch, entries, ConvWeights.pack(np.concatenate(parts, 1)), out=latents)
         wide, stream, normed = Rows(a, latent, 1), Rows(x, hidden, 1), Rows(a, hidden, 1)
         pre_conv = self._conv_weights("pre_conv.conv")
         conv(program, batch, latents, pre_conv, offset=self.begins["pre_conv"], out=wide)
@@ -225,7 +224,7 @@ class Vocoder:
         vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, result)
         conv(program, batch, result, self._conv_weights("pre_transformer.output_proj"), out=wide)
 
-    def _record_upsampling(self, program: Program, a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _record_upsampling(self, program: Program, a: Array, b: Array, x: Array) -> tuple[Array, Array]:
         """From `a` to the input of the decoder, four rows a frame, behind its head.
 
         Gives its buffer and a free one.
@@ -239,7 +238,7 @@ class Vocoder:
             conv(program, batch, Rows(a, latent, rate), self._upsampling(f"{p}.0.conv", ratio), out=stretched)
             rate *= ratio
             normed, inner = Rows(a, latent, rate), Rows(b, 4 * latent, rate)
-            taps = self._take(f"{p}.1.dwconv.conv.weight")[:, 0].t().contiguous()
+            taps = np.ascontiguousarray(self._take(f"{p}.1.dwconv.conv.weight")[:, 0].T)
             norm = self._take(f"{p}.1.norm.weight"), self._take(f"{p}.1.norm.bias")
             bias = self._take(f"{p}.1.dwconv.conv.bias")
             depthwise_norm(program, batch, stretched, taps, bias, norm, LAYER_NORM_EPS, normed, offset=self.begins[p])
@@ -250,7 +249,7 @@ class Vocoder:
             conv(program, batch, inner, pwconv2, scale=gamma, residual=stretched, out=out)
         return a, b
 
-    def _record_decoder(self, program: Program, here: Tensor, there: Tensor, x: Tensor) -> None:
+    def _record_decoder(self, program: Program, here: Array, there: Array, x: Array) -> None:
         """From the input of the decoder, in `here`, to samples.
 
         Inputs of convolutions are written by those before them, as snake leaves them; x has the residual
@@ -297,21 +296,21 @@ class Vocoder:
         audio = Rows(self.buffers.audio, 1, FRAME_SAMPLES)
         conv(program, batch, target, last, offset=self.begins["last"], activation="clamp", out=audio)
 
-    def _take(self, name: str) -> Tensor:
+    def _take(self, name: str) -> Array:
         return self._tensors.pop(name)
 
-    def _conv_weights(self, name: str, dilation: int = 1, dtype: torch.dtype = torch.float32) -> ConvWeights:
+    def _conv_weights(self, name: str, dilation: int = 1, dtype: DTypeLike = np.float32) -> ConvWeights:
         w = self._take(f"{name}.weight")
         w = w if w.ndim == 3 else w[..., None]
         return ConvWeights.pack(w, self._take(f"{name}.bias"), dilation, dtype)
 
-    def _upsampling(self, name: str, stride: int, dtype: torch.dtype = torch.float32) -> ConvWeights:
+    def _upsampling(self, name: str, stride: int, dtype: DTypeLike = np.float32) -> ConvWeights:
         w, bias = self._take(f"{name}.weight"), self._take(f"{name}.bias")
         return ConvWeights.pack(_transposed(w, stride), bias.repeat(stride), dtype=dtype)
 
     def _linear(self, *names: str) -> ConvWeights:
         """Of several, one below the other."""
-        return ConvWeights.pack(torch.cat([self._take(f"{name}.weight") for name in names])[..., None])
+        return ConvWeights.pack(np.concatenate([self._take(f"{name}.weight") for name in names])[..., None])
 
-    def _snake(self, name: str, phases: int = 1) -> tuple[Tensor, Tensor]:
+    def _snake(self, name: str, phases: int = 1) -> tuple[Array, Array]:
         return self._take(f"{name}.alpha").repeat(phases), self._take(f"{name}.beta").repeat(phases)

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.models.fields import CheckpointError, UnsupportedModelError, positive_float, positive_int, read_json
-from deltic.models.loading import Files, read_headers
+from deltic.models.loading import read_headers
+from deltic.models.mapped import MappedFiles
 from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, SAMPLE_RATE
 from deltic.ops.geometry import N_CODES
 
@@ -253,11 +254,12 @@ class VoiceEncoder:
                 raise CheckpointError(f"{found}; its config says {list(size)}")
 
         def load(part: str) -> Tensors:
-            files = Files(headers)
-            try:
-                return {name: files.read(name).float() for name in sizes if name.startswith(f"{part}.")}
-            finally:
-                files.close()
+            files = MappedFiles()
+            return {
+                name: torch.from_numpy(files.read(headers[name]).astype("float32"))
+                for name in sizes
+                if name.startswith(f"{part}.")
+            }
 
         return cls(shape, load)
 

@@ -20,10 +20,12 @@ from torch import Tensor
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
+from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.gpu.conv import MAX_PARTS, PART_SIZE, ConvScratch, ConvWeight, Ring, Snake, Streams, conv, pack_conv
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.vocode import MAX_WIDTH, advance, codes_embed, depthwise_norm, rms_pair, wave, window_attention
+from deltic.ops.gpu.weight import to_device
 
 LAYER_NORM_EPS = 1e-6
 _ALIGNED = 32
@@ -164,11 +166,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class _Packer:
     """The tensors of models/vocoder/weights.py to packed ones."""
 
-    def __init__(self, shape: VocoderShape, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
+    def __init__(self, shape: VocoderShape, tensors: Mapping[str, Array], device: torch.device | str) -> None:
         self.shape, self.device, self._tensors = shape, device, tensors
 
     def get(self, name: str) -> Tensor:
-        return self._tensors[name].to(self.device, torch.float32)
+        return to_device(self._tensors[name], self.device)
 
     def snake(self, name: str) -> Snake:
         return Snake(self.get(name + ".alpha").contiguous(), self.get(name + ".beta").contiguous())
@@ -252,7 +254,7 @@ class _Packer:
         )
 
 
-def pack_vocoder(shape: VocoderShape, tensors: Mapping[str, Tensor], device: torch.device | str) -> VocoderWeights:
+def pack_vocoder(shape: VocoderShape, tensors: Mapping[str, Array], device: torch.device | str) -> VocoderWeights:
     """tensors: of load_vocoder, float32."""
     p = _Packer(shape, tensors, device)
     rate, upsamples, blocks = 1, [], []

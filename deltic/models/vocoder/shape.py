@@ -39,6 +39,10 @@ class VocoderShape:
     upsample_rates: tuple[int, ...] = (8, 5, 4, 3)
     upsampling_ratios: tuple[int, ...] = (2, 2)
 
+    def inv_freq(self) -> list[float]:
+        """Angles per position, head_dim / 2 of them."""
+        return [self.rope_theta ** (-2.0 * i / self.head_dim) for i in range(self.head_dim // 2)]
+
 
 def vocoder_shape(tokenizer: Mapping[str, Any]) -> VocoderShape:
     for name, value in (

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+import numpy as np
 
 from deltic.models.fields import CheckpointError
+from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.vocoder.shape import VocoderShape
+from deltic.ops.arrays import Array, nothing
 from deltic.ops.geometry import N_CODES
 
 FILE = "speech_tokenizer/model.safetensors"
@@ -93,57 +93,56 @@ def _books() -> Iterator[str]:
         yield f"quantizer.rvq_{part}.vq.layers.{index}._codebook"
 
 
-def _resolved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _resolved(tensors: dict[str, Array]) -> dict[str, Array]:
     """The tensors with codebooks as one, `tables` float32 [16, size, D], and alpha and beta as exp(alpha),
     1 / exp(beta).
     """
     books = []
     for name in _books():
-        used = tensors.pop(f"{name}.cluster_usage").clamp(min=USED_LEAST)
+        used = np.maximum(tensors.pop(f"{name}.cluster_usage"), np.float32(USED_LEAST))
         books.append(tensors.pop(f"{name}.embedding_sum") / used[:, None])
-    tensors["tables"] = torch.stack(books)
+    tensors["tables"] = np.stack(books)
     for name in tensors:
         if name.endswith(".alpha"):
-            tensors[name] = tensors[name].exp()
+            tensors[name] = _exp(tensors[name])
         elif name.endswith(".beta"):
-            tensors[name] = 1.0 / (tensors[name].exp() + BETA_LEAST)
+            tensors[name] = np.float32(1.0) / (_exp(tensors[name]) + np.float32(BETA_LEAST))
     return tensors
 
 
-def load_vocoder(directory: Path, shape: VocoderShape) -> dict[str, Tensor]:
+def _exp(values: Array) -> Array:
+    """float32: computed in float64 and rounded once, so that every machine has the same."""
+    return np.exp(values.astype(np.float64)).astype(np.float32)
+
+
+def load_vocoder(directory: Path, shape: VocoderShape) -> dict[str, Array]:
     """Reads the vocoder's tensors, float32, without the prefix.
 
     Raises CheckpointError, naming the tensor, for a file that is absent or damaged, and for what is missing
     or has another size.
     """
     file = directory / FILE
-    tensors: dict[str, Tensor] = {}
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as handle:
-            names = set(handle.keys())
-            for name, size in vocoder_tensors(shape).items():
-                if f"decoder.{name}" not in names:
-                    raise CheckpointError(f"{file}: decoder.{name} is missing")
-                tensor = handle.get_tensor(f"decoder.{name}")
-                if tensor.shape != size:
-                    raise CheckpointError(
-                        f"{file}: decoder.{name} is {list(tensor.shape)}; its config says {list(size)}"
-                    )
-                tensors[name] = tensor.float()
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    headers, _ = read_header(file)
+    files, tensors = MappedFiles(), dict[str, Array]()
+    for name, size in vocoder_tensors(shape).items():
+        header = headers.get(f"decoder.{name}")
+        if header is None:
+            raise CheckpointError(f"{file}: decoder.{name} is missing")
+        if header.shape != size:
+            raise CheckpointError(f"{file}: decoder.{name} is {list(header.shape)}; its config says {list(size)}")
+        tensors[name] = np.asarray(files.read(header), np.float32)
     return _resolved(tensors)
 
 
-def empty_vocoder(shape: VocoderShape) -> dict[str, Tensor]:
-    """Tensors of the right sizes without memory, on torch's "meta" device."""
-    return _resolved({name: torch.empty(size, device="meta") for name, size in vocoder_tensors(shape).items()})
+def empty_vocoder(shape: VocoderShape) -> dict[str, Array]:
+    """Tensors of the right sizes, almost all without memory: to see what is made of them."""
+    return _resolved({name: nothing(size, np.float32) for name, size in vocoder_tensors(shape).items()})
 
 
-def dummy_vocoder(shape: VocoderShape, seed: int = 0) -> dict[str, Tensor]:
+def dummy_vocoder(shape: VocoderShape, seed: int = 0) -> dict[str, Array]:
     """Random tensors of the shape, scaled so that the waveform neither vanishes nor clips."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(1 << 22, generator=generator)  # repeated: nobody looks at the values
+    # repeated: nobody looks at the values
+    noise = np.random.default_rng(seed).standard_normal(1 << 22, np.float32)
     last = f"decoder.{len(shape.upsample_rates) + 2}.conv.weight"
     tensors = {}
     for name, size in vocoder_tensors(shape).items():
@@ -154,7 +153,5 @@ def dummy_vocoder(shape: VocoderShape, seed: int = 0) -> dict[str, Tensor]:
             factor, mean = 0.1, float(name.endswith(("norm.weight", "usage", "scale", "gamma")))
         elif name.endswith("embedding_sum"):
             factor = 1.0
-        values = tensors[name] = torch.empty(size)
-        for part in values.view(-1).split(len(noise)):
-            torch.mul(noise[: len(part)], factor, out=part).add_(mean)
+        tensors[name] = np.resize(noise, size) * np.float32(factor) + np.float32(mean)
     return _resolved(tensors)

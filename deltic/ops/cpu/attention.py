@@ -9,9 +9,9 @@ many does not touch the bits.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from deltic.ops.arrays import Array, bfloat16, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads
@@ -19,20 +19,20 @@ from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads
 
 def attn_prepare(
     program: Program,
-    proj: Tensor,
+    proj: Array,
     heads: AttentionHeads,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Array,
+    k_norm: Array,
     eps: float,
     *,
-    n_tokens: Tensor,
-    positions: Tensor,
-    token_place: Tensor,
-    page_table: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_out: Tensor,
-    pages: Tensor,
+    n_tokens: Array,
+    positions: Array,
+    token_place: Array,
+    page_table: Array,
+    cos: Array,
+    sin: Array,
+    q_out: Array,
+    pages: Array,
 ) -> None:
     """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v to the token's place in its
     page.
@@ -45,7 +45,7 @@ def attn_prepare(
     rotary = 2 * cos.shape[1]
     check("attn_prepare", proj.shape[1] == heads.row, f"proj [T, {heads.row}]")
     check("attn_prepare", pages.shape[1:] == (2, heads.n_kv, 64, heads.dim), "pages [n, 2, nk, 64, d]")
-    check("attn_prepare", pages.dtype == q_out.dtype == torch.bfloat16, "bfloat16 pages and q")
+    check("attn_prepare", pages.dtype == q_out.dtype == bfloat16, "bfloat16 pages and q")
     check("attn_prepare", heads.dim % 32 == 0 and heads.dim <= MAX_HEAD_DIM, f"head_dim % 32 == 0, <= {MAX_HEAD_DIM}")
     check("attn_prepare", rotary % 32 == 0 and rotary <= heads.dim, f"rotary dims a multiple of 32, found {rotary}")
     program.call(
@@ -59,7 +59,7 @@ def attn_prepare(
         positions,
         token_place,
         page_table,
-        page_table.stride(0),
+        stride(page_table),
         q_norm,
         k_norm,
         eps,
@@ -68,24 +68,24 @@ def attn_prepare(
         rotary,
         q_out,
         pages,
-        pages.stride(0),
+        stride(pages),
     )
 
 
 def attention(
     program: Program,
-    q: Tensor,
-    proj: Tensor,
+    q: Array,
+    proj: Array,
     heads: AttentionHeads,
-    pages: Tensor,
+    pages: Array,
     *,
-    n_seqs: Tensor,
-    seq_start: Tensor,
-    seq_context: Tensor,
-    place: Tensor,
-    page_table: Tensor,
-    records: Tensor,
-    out: Tensor,
+    n_seqs: Array,
+    seq_start: Array,
+    seq_context: Array,
+    place: Array,
+    page_table: Array,
+    records: Array,
+    out: Array,
 ) -> None:
     """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), or without a gate, causal; query head
     j reads key head j // (nq/nk).
@@ -97,11 +97,9 @@ def attention(
     """
     check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
     check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
-    check("attention", out.shape[1] == heads.n_q * heads.dim and out.dtype == torch.bfloat16, "bfloat16 out [T, nq d]")
+    check("attention", out.shape[1] == heads.n_q * heads.dim and out.dtype == bfloat16, "bfloat16 out [T, nq d]")
     check(
-        "attention",
-        records.shape[1] == heads.dim + 16 and records.dtype == torch.float32,
-        "float32 records [n, d + 16]",
+        "attention", records.shape[1] == heads.dim + 16 and records.dtype == np.float32, "float32 records [n, d + 16]"
     )
     program.call(
         "deltic_attention",
@@ -112,13 +110,13 @@ def attention(
         heads.dim,
         heads.is_gated,
         pages,
-        pages.stride(0),
+        stride(pages),
         n_seqs,
         seq_start,
         seq_context,
         place,
         page_table,
-        page_table.stride(0),
+        stride(page_table),
         out,
         records,
         records.shape[0],

@@ -7,41 +7,41 @@ Leaves out: bias (`add_bias` in ops/cpu/speech.py).
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.matrix import Matrix, row_bytes
 
 
-def embed(program: Program, table: Matrix, token_ids: Tensor, out: Tensor, n_tokens: Tensor) -> None:
+def embed(program: Program, table: Matrix, token_ids: Array, out: Array, n_tokens: Array) -> None:
     """out[t] = float32(table[token_ids[t]]).
 
     table: [V, H]; token_ids: int32 [T]; out: float32 [T, H]; n_tokens: int32 scalar, rows in use.
     Leaves out: a check of the ids; the scheduler only passes ids of the vocabulary.
     """
-    check("embed", out.dtype == torch.float32 and table.k == out.shape[1], f"float32 out of width {table.k}")
+    check("embed", out.dtype == np.float32 and table.k == out.shape[1], f"float32 out of width {table.k}")
     program.call("deltic_embed", *table.arguments, token_ids, out, n_tokens)
 
 
 def linear(
-    program: Program, x: Tensor, w: Matrix, out: Tensor, workspace: Tensor, n_rows: Tensor, *, add: bool = False
+    program: Program, x: Array, w: Matrix, out: Array, workspace: Array, n_rows: Array, *, add: bool = False
 ) -> None:
     """out[m] = x[m] W^T, or out[m] += x[m] W^T when `add` (out is then the residual stream).
 
     x: bfloat16 [T, K]; w: [N, K]; out: float32 [T, N]; workspace: uint8, at least T * row_bytes(K); n_rows:
     int32 scalar, rows in use.
     """
-    check("linear", x.dtype == torch.bfloat16 and out.dtype == torch.float32, "bfloat16 x, float32 out")
+    check("linear", x.dtype == bfloat16 and out.dtype == np.float32, "bfloat16 x, float32 out")
     check("linear", x.shape[1] == w.k and out.shape[1] == w.n, f"x [T, {w.k}] and out [T, {w.n}]")
-    check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
+    check("linear", x.flags.c_contiguous and out.flags.c_contiguous, "contiguous tensors")
     check("linear", workspace.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
     program.call("deltic_linear", x, *w.arguments, out, workspace, n_rows, int(add))
 
 
 def rms_norm(
-    program: Program, x: Tensor, w: Tensor, eps: float, out: Tensor, n_rows: Tensor, rows: Tensor | None = None
+    program: Program, x: Array, w: Array, eps: float, out: Array, n_rows: Array, rows: Array | None = None
 ) -> None:
     """Zero-centred RMSNorm with one rounding at its end:
     out[m] = bfloat16(x[r] * rsqrt(mean(x[r]^2) + eps) * (1 + w)) with r = rows[m], or m when rows is None.
@@ -49,17 +49,17 @@ def rms_norm(
     x: float32 [T, H]; w: float32 [H]; out: bfloat16 [M, H]; rows: int32 [M]; n_rows: int32 scalar, rows of
     out in use.
     """
-    check("rms_norm", x.dtype == w.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 x, w; bfloat16 out")
+    check("rms_norm", x.dtype == w.dtype == np.float32 and out.dtype == bfloat16, "float32 x, w; bfloat16 out")
     check("rms_norm", x.shape[1] == w.shape[0] == out.shape[1] and w.shape[0] % 16 == 0, "one width, a multiple of 16")
     program.call("deltic_rms_norm", x, w, out, rows, n_rows, x.shape[1], eps)
 
 
-def silu_mul(program: Program, gate_up: Tensor, out: Tensor, n_rows: Tensor) -> None:
+def silu_mul(program: Program, gate_up: Array, out: Array, n_rows: Array) -> None:
     """out[m] = bfloat16(SiLU(gate_up[m, :F]) * gate_up[m, F:]).
 
     gate_up: float32 [T, 2F]; out: bfloat16 [T, F]; n_rows: int32 scalar, rows in use.
     """
     width = out.shape[1]
-    check("silu_mul", gate_up.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 in, bfloat16 out")
+    check("silu_mul", gate_up.dtype == np.float32 and out.dtype == bfloat16, "float32 in, bfloat16 out")
     check("silu_mul", gate_up.shape[1] == 2 * width and width % 16 == 0, "gate_up twice as wide as out, out % 16 == 0")
     program.call("deltic_silu_mul", gate_up, out, n_rows, width)

@@ -7,9 +7,9 @@ decode: prefill and decode agree in bits.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from deltic.ops.arrays import Array, bfloat16, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
@@ -17,22 +17,22 @@ from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
 
 def gdn(
     program: Program,
-    proj: Tensor,
+    proj: Array,
     heads: GdnHeads,
     weights: GdnWeights,
     eps: float,
     *,
-    n_seqs: Tensor,
-    seq_start: Tensor,
-    seq_context: Tensor,
-    start_slot: Tensor,
-    slot: Tensor,
-    snapshot_begin: Tensor,
-    snapshot_n: Tensor,
-    snapshot_slot: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
-    out: Tensor,
+    n_seqs: Array,
+    seq_start: Array,
+    seq_context: Array,
+    start_slot: Array,
+    slot: Array,
+    snapshot_begin: Array,
+    snapshot_n: Array,
+    snapshot_slot: Array,
+    conv_state: Array,
+    state: Array,
+    out: Array,
 ) -> None:
     """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]; states advance from slot to
     slot.
@@ -53,10 +53,10 @@ def gdn(
     and are not checked.
     """
     n_channels = heads.channels
-    check("gdn", proj.dtype == torch.float32 and out.dtype == torch.bfloat16, "float32 proj, bfloat16 out")
-    check("gdn", state.dtype == torch.float32 and conv_state.dtype == torch.bfloat16, "float32 state, bfloat16 columns")
+    check("gdn", proj.dtype == np.float32 and out.dtype == bfloat16, "float32 proj, bfloat16 out")
+    check("gdn", state.dtype == np.float32 and conv_state.dtype == bfloat16, "float32 state, bfloat16 columns")
     indices = (seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot)
-    check("gdn", all(index.dtype == torch.int32 for index in indices), "int32 indices")
+    check("gdn", all(index.dtype == np.int32 for index in indices), "int32 indices")
     check(
         "gdn",
         len(snapshot_begin) == len(seq_start) == len(slot) + 1 == len(start_slot) + 1,
@@ -66,7 +66,7 @@ def gdn(
     check("gdn", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
     check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [slots, Hv, dk, dv]")
     check("gdn", conv_state.shape[1:] == (3, n_channels), f"conv_state [slots, 3, {n_channels}]")
-    check("gdn", state[0].is_contiguous() and conv_state[0].is_contiguous(), "contiguous slots")
+    check("gdn", state[0].flags.c_contiguous and conv_state[0].flags.c_contiguous, "contiguous slots")
     check(
         "gdn",
         heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM,
@@ -87,9 +87,9 @@ def gdn(
         snapshot_slot,
         weights.conv,
         conv_state,
-        conv_state.stride(0),
+        stride(conv_state),
         state,
-        state.stride(0),
+        stride(state),
         weights.a_log,
         weights.dt_bias,
         weights.norm,

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.matrix import Matrix, row_bytes
@@ -21,29 +19,29 @@ from deltic.ops.matrix import Matrix, row_bytes
 class MoeScratch:
     """Workspaces for T tokens, k slots each, E experts of width M: see the fields."""
 
-    expert: Tensor  # int32 [T, k]
-    weight: Tensor  # float32 [T, k]
-    order: Tensor  # int32 [T k]
-    begin: Tensor  # int32 [E + 1]
-    probabilities: Tensor  # float32 [T, E + 16]
-    rows: Tensor  # uint8 [T k, row_bytes(max(H, M))]
-    up: Tensor  # float32 [T k, 2M]
-    act: Tensor  # bfloat16 [T k, M]
-    y: Tensor  # float32 [T k, H]
+    expert: Array  # int32 [T, k]
+    weight: Array  # float32 [T, k]
+    order: Array  # int32 [T k]
+    begin: Array  # int32 [E + 1]
+    probabilities: Array  # float32 [T, E + 16]
+    rows: Array  # uint8 [T k, row_bytes(max(H, M))]
+    up: Array  # float32 [T k, 2M]
+    act: Array  # bfloat16 [T k, M]
+    y: Array  # float32 [T k, H]
 
 
 def moe(
     program: Program,
-    h: Tensor,
-    logits: Tensor,
+    h: Array,
+    logits: Array,
     gate_up: Matrix,
     down: Matrix,
-    shared: Tensor,
-    residual: Tensor,
+    shared: Array,
+    residual: Array,
     *,
     n_per_token: int,
     normalise: bool,
-    n_tokens: Tensor,
+    n_tokens: Array,
     scratch: MoeScratch,
 ) -> None:
     """residual[t] += sum_slot p_slot Expert_slot(h[t]) + sigmoid(logits[t, E]) shared[t].
@@ -56,10 +54,10 @@ def moe(
     n_experts, width, inner = down.data.shape[0], down.n, down.k
     check("moe", (gate_up.n, gate_up.k) == (2 * inner, width), f"gate_up [{2 * inner}, {width}]")
     check("moe", gate_up.data.shape[0] == n_experts, f"gate_up of {n_experts} experts")
-    check("moe", h.dtype == torch.bfloat16 and h.shape[1] == width, f"bfloat16 h [T, {width}]")
+    check("moe", h.dtype == bfloat16 and h.shape[1] == width, f"bfloat16 h [T, {width}]")
     check("moe", logits.shape[1] == n_experts + 1 and n_per_token <= n_experts, "logits [T, E + 1], k <= E")
     s = scratch
-    check("moe", s.rows.nbytes >= s.order.numel() * row_bytes(max(width, inner)), "rows for T k slots")
+    check("moe", s.rows.nbytes >= s.order.size * row_bytes(max(width, inner)), "rows for T k slots")
     program.call(
         "deltic_moe",
         h,

@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
+from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError, check
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"})
@@ -116,7 +116,7 @@ def load_library(name: str) -> ctypes.CDLL:
 class Program:
     """A recorded list of kernel calls.
 
-    Arguments are tensors (passed by address and kept alive), ints and floats.
+    Arguments are arrays (passed by address and kept alive), ints and floats.
     """
 
     def __init__(self, n_threads: int, library: str | None = None, cpus: tuple[int, ...] = ()) -> None:
@@ -130,20 +130,18 @@ class Program:
         self._cpus = np.array(cpus, np.int32) if cpus else None
         check("program", not cpus or len(cpus) == n_threads, f"a CPU for each of {n_threads} threads")
         self._words: list[int] = []
-        self._alive: list[Tensor] = []
+        self._alive: list[Array] = []
         self._code = np.empty(0, np.int64)
 
-    def call(self, kernel: str, *arguments: Tensor | int | float | None) -> None:
-        """Appends one kernel call. Raises KernelError for a tensor that a kernel could not address."""
+    def call(self, kernel: str, *arguments: Array | int | float | None) -> None:
+        """Appends one kernel call."""
         address = ctypes.cast(getattr(self._kernels, kernel), ctypes.c_void_p).value
         assert address is not None
         words = []
         for argument in arguments:
-            if isinstance(argument, Tensor):
-                if argument.device.type != "cpu":
-                    raise KernelError(f"{kernel}: tensor on {argument.device}; the CPU kernels take CPU tensors")
+            if isinstance(argument, np.ndarray):
                 self._alive.append(argument)
-                words.append(argument.data_ptr())
+                words.append(argument.ctypes.data)
             elif isinstance(argument, float):
                 words.append(struct.unpack("<q", struct.pack("<d", argument))[0])
             else:

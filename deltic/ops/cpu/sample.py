@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from deltic.ops.arrays import Array, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 
@@ -20,15 +19,15 @@ class PlaceParameters:
     [places, max_len], the sequence's tokens, kept only where penalties need them.
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-    seed: Tensor
-    history: Tensor
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition: Array
+    frequency: Array
+    presence: Array
+    seed: Array
+    history: Array
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,19 @@ class DrawInputs:
     whether id may.
     """
 
-    n_draws: Tensor
-    row: Tensor
-    place: Tensor
-    position: Tensor
-    n_history: Tensor
-    n_prompt: Tensor
-    bias_begin: Tensor
-    bias_ids: Tensor
-    bias: Tensor
-    banned_begin: Tensor
-    banned: Tensor
-    masked: Tensor
-    masks: Tensor
+    n_draws: Array
+    row: Array
+    place: Array
+    position: Array
+    n_history: Array
+    n_prompt: Array
+    bias_begin: Array
+    bias_ids: Array
+    bias: Array
+    banned_begin: Array
+    banned: Array
+    masked: Array
+    masks: Array
 
 
 @dataclass(frozen=True)
@@ -61,19 +60,19 @@ class DrawScratch:
     for each thread, or one for each draw where that is less.
     """
 
-    values: Tensor
-    counts: Tensor
-    candidates: Tensor
+    values: Array
+    counts: Array
+    candidates: Array
 
 
 def sample(
     program: Program,
-    logits: Tensor,
+    logits: Array,
     n_real: int,
     places: PlaceParameters,
     draws: DrawInputs,
     scratch: DrawScratch,
-    out: Tensor,
+    out: Array,
 ) -> None:
     """Draws one token for each of the n_draws first entries; out: int32 [D].
 
@@ -108,7 +107,7 @@ def sample(
         p.presence,
         p.seed,
         p.history,
-        p.history.stride(0),
+        stride(p.history),
         d.bias_begin,
         d.bias_ids,
         d.bias,
@@ -116,7 +115,7 @@ def sample(
         d.banned,
         d.masked,
         d.masks,
-        d.masks.stride(0),
+        stride(d.masks),
         scratch.values,
         scratch.counts,
         scratch.candidates,
@@ -127,15 +126,15 @@ def sample(
 
 def logprobs(
     program: Program,
-    logits: Tensor,
+    logits: Array,
     n_real: int,
-    n_entries: Tensor,
-    row: Tensor,
-    target: Tensor,
-    n_top: Tensor,
-    logprob: Tensor,
-    top_ids: Tensor,
-    top_logprobs: Tensor,
+    n_entries: Array,
+    row: Array,
+    target: Array,
+    n_top: Array,
+    logprob: Array,
+    top_ids: Array,
+    top_logprobs: Array,
 ) -> None:
     """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first
     (-1 skips the entry).

@@ -7,9 +7,9 @@ n_*: int32 scalars, rows in use.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 
@@ -19,37 +19,37 @@ SIDE_VOICE - i: row i of `voice`.
 """
 
 
-def _check_table(operator: str, table: Tensor, width: int) -> None:
-    check(operator, table.dtype == torch.bfloat16 and table.is_contiguous(), "a contiguous bfloat16 table")
+def _check_table(operator: str, table: Array, width: int) -> None:
+    check(operator, table.dtype == bfloat16 and table.flags.c_contiguous, "a contiguous bfloat16 table")
     check(operator, table.shape[1] == width and width % 16 == 0, f"a table of width {width}, a multiple of 16")
 
 
-def gather(program: Program, table: Tensor, ids: Tensor, out: Tensor, n_rows: Tensor) -> None:
+def gather(program: Program, table: Array, ids: Array, out: Array, n_rows: Array) -> None:
     """out[m] = table[ids[m]]. ids: int32 [M]; out: bfloat16 [M, H]."""
     _check_table("gather", table, out.shape[1])
-    check("gather", out.dtype == torch.bfloat16, "bfloat16 out")
+    check("gather", out.dtype == bfloat16, "bfloat16 out")
     program.call("deltic_gather", ids, table, out, n_rows, out.shape[1])
 
 
-def add_bias(program: Program, x: Tensor, bias: Tensor, n_rows: Tensor, silu_out: Tensor | None = None) -> None:
+def add_bias(program: Program, x: Array, bias: Array, n_rows: Array, silu_out: Array | None = None) -> None:
     """x[m] += bias; or, with silu_out, silu_out[m] = bfloat16(SiLU(x[m] + bias)). x: float32 [M, W];
     silu_out: bfloat16 [M, W].
     """
     width = x.shape[1]
-    check("bias", x.dtype == bias.dtype == torch.float32 and width % 16 == 0, "float32, width % 16 == 0")
+    check("bias", x.dtype == bias.dtype == np.float32 and width % 16 == 0, "float32, width % 16 == 0")
     check("bias", silu_out is None or silu_out.shape[1] == width, f"silu_out [M, {width}]")
     program.call("deltic_bias", x, bias, silu_out, n_rows, width)
 
 
 def code_rows(
     program: Program,
-    codes: Tensor,
-    table: Tensor,
-    sums: Tensor,
-    n_frames: Tensor,
-    rows: Tensor | None = None,
-    past: Tensor | None = None,
-    slot: Tensor | None = None,
+    codes: Array,
+    table: Array,
+    sums: Array,
+    n_frames: Array,
+    rows: Array | None = None,
+    past: Array | None = None,
+    slot: Array | None = None,
 ) -> None:
     """One code of each frame: sums[m] += table[codes[m]], and that row goes into rows[m], if there are any.
 
@@ -61,20 +61,13 @@ def code_rows(
     width = sums.shape[1]
     _check_table("code_rows", table, width)
     check("code_rows", (past is None) == (slot is None), "past and slot together")
-    check("code_rows", sums.dtype == torch.float32, "float32 sums")
-    is_bf16 = rows is not None and rows.dtype == torch.bfloat16
+    check("code_rows", sums.dtype == np.float32, "float32 sums")
+    is_bf16 = rows is not None and rows.dtype == bfloat16
     program.call("deltic_code_rows", codes, table, slot, past, rows, int(is_bf16), sums, n_frames, width)
 
 
 def talker_rows(
-    program: Program,
-    side: Tensor,
-    text_row: Tensor,
-    table: Tensor,
-    voice: Tensor,
-    text: Tensor,
-    out: Tensor,
-    n_rows: Tensor,
+    program: Program, side: Array, text_row: Array, table: Array, voice: Array, text: Array, out: Array, n_rows: Array
 ) -> None:
     """out[m] = codec vector (side[m]: an id of the table, or SIDE_*) + text[text_row[m]], without text where
     that is -1.
@@ -82,11 +75,11 @@ def talker_rows(
     side, text_row: int32 [M]; voice, text: float32 [n, H]; out: float32 [M, H].
     """
     _check_table("talker_rows", table, out.shape[1])
-    check("talker_rows", voice.dtype == text.dtype == out.dtype == torch.float32, "float32 voice, text, out")
+    check("talker_rows", voice.dtype == text.dtype == out.dtype == np.float32, "float32 voice, text, out")
     program.call("deltic_talker_rows", side, text_row, table, voice, text, out, n_rows, out.shape[1])
 
 
-def keep_rows(program: Program, x: Tensor, slot: Tensor, out: Tensor, n_rows: Tensor) -> None:
+def keep_rows(program: Program, x: Array, slot: Array, out: Array, n_rows: Array) -> None:
     """out[slot[m]] = x[m]. x: bfloat16 [M, H]; out: bfloat16 [slots, H]."""
-    check("keep_rows", x.dtype == out.dtype == torch.bfloat16 and x.shape[1] == out.shape[1], "bfloat16 of one width")
+    check("keep_rows", x.dtype == out.dtype == bfloat16 and x.shape[1] == out.shape[1], "bfloat16 of one width")
     program.call("deltic_keep_rows", x, slot, out, n_rows, x.shape[1])

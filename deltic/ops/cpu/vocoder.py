@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import DTypeLike
 
+from deltic.ops.arrays import Array, bfloat16, raw
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import N_CODES
@@ -32,13 +33,13 @@ class Batch:
     value of each the stream's position in frames.
     """
 
-    start: Tensor
-    slot: Tensor
-    n: Tensor
-    states: Tensor
+    start: Array
+    slot: Array
+    n: Array
+    states: Array
 
     @property
-    def arguments(self) -> tuple[Tensor | int, ...]:
+    def arguments(self) -> tuple[Array | int, ...]:
         return self.start, self.slot, self.n, self.states, self.states.shape[1]
 
 
@@ -50,7 +51,7 @@ class Rows:
     has `width` of them; there are `rate` rows a frame.
     """
 
-    data: Tensor
+    data: Array
     width: int
     rate: int
     head: int = 0
@@ -63,16 +64,16 @@ class Rows:
     @staticmethod
     def size(width: int, rate: int, head: int, n_frames: int, n_streams: int) -> int:
         """Values that the rows of n_frames frames of n_streams streams take."""
-        stride = Rows(torch.empty(0), width, rate, head).stride
+        stride = Rows(np.empty(0), width, rate, head).stride
         return (n_frames * rate + n_streams * head) * stride
 
     @property
-    def arguments(self) -> tuple[Tensor | int, ...]:
+    def arguments(self) -> tuple[Array | int, ...]:
         return self.data, self.stride, self.head, int(self.is_half)
 
     @property
     def is_half(self) -> bool:
-        return self.data.dtype == torch.bfloat16
+        return bool(self.data.dtype == bfloat16)
 
 
 def multiplies_half(instruction_set: str) -> bool:
@@ -91,8 +92,8 @@ class ConvWeights:
     [panel, tap, channel / 2, 32, 2]; bias: [n], at least 16, or None.
     """
 
-    data: Tensor
-    bias: Tensor | None
+    data: Array
+    bias: Array | None
     n: int
     taps: int
     channels: int
@@ -104,22 +105,20 @@ class ConvWeights:
         return (self.taps - 1) * self.dilation
 
     @classmethod
-    def pack(
-        cls, w: Tensor, bias: Tensor | None = None, dilation: int = 1, dtype: torch.dtype = torch.float32
-    ) -> ConvWeights:
+    def pack(cls, w: Array, bias: Array | None = None, dilation: int = 1, dtype: DTypeLike = np.float32) -> ConvWeights:
         """w: float32 [n, channels, taps], the last tap multiplies the current row; dtype: what x is."""
         n, channels, taps = w.shape
         check("conv", n == 1 or n % 16 == 0, f"1 output or a multiple of 16, found {n}")
         n_panels = -(-n // PANEL)
         if n % PANEL:
-            w = torch.cat([w, w.new_zeros(n_panels * PANEL - n, channels, taps)])
-        if dtype == torch.bfloat16:
-            pairs = w.to(dtype).view(n_panels, PANEL, channels // 2, 2, taps)
-            data = pairs.permute(0, 4, 2, 1, 3).contiguous()
+            w = np.concatenate([w, np.zeros((n_panels * PANEL - n, channels, taps), np.float32)])
+        if dtype == bfloat16:
+            pairs = raw(w.astype(bfloat16)).reshape(n_panels, PANEL, channels // 2, 2, taps)
+            data = np.ascontiguousarray(pairs.transpose(0, 4, 2, 1, 3)).view(bfloat16)
         else:
-            data = w.view(n_panels, PANEL, channels, taps).permute(0, 3, 2, 1).contiguous()
+            data = np.ascontiguousarray(w.reshape(n_panels, PANEL, channels, taps).transpose(0, 3, 2, 1))
         if bias is not None and n < 16:
-            bias = torch.cat([bias, bias.new_zeros(16 - n)])
+            bias = np.concatenate([bias, np.zeros(16 - n, np.float32)])
         return cls(data, bias, n, taps, channels, dilation)
 
 
@@ -131,10 +130,10 @@ def conv(
     *,
     offset: int = 0,
     activation: str | None = None,
-    scale: Tensor | None = None,
+    scale: Array | None = None,
     residual: Rows | None = None,
     out: Rows | None = None,
-    snake: tuple[Tensor, Tensor] | None = None,
+    snake: tuple[Array, Array] | None = None,
     snaked: Rows | None = None,
 ) -> None:
     """y = activation(bias + conv(x)) * scale + residual; out = y; snaked = y + sin(alpha y)^2 * inverse_beta.
@@ -155,7 +154,7 @@ def conv(
     check("conv", (snake is None) == (snaked is None) and (w.n > 1 or out is not None), "snake with snaked")
     alpha, inverse_beta = snake or (None, None)
     for vector in (scale, alpha, inverse_beta):
-        check("conv", vector is None or (vector.shape == (w.n,) and vector.is_contiguous()), f"vectors of {w.n}")
+        check("conv", vector is None or (vector.shape == (w.n,) and vector.flags.c_contiguous), f"vectors of {w.n}")
     program.call(
         "deltic_codec_conv",
         *batch.arguments,
@@ -179,25 +178,26 @@ def conv(
     )
 
 
-def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+def interleaved(gate: Array, up: Array) -> Array:
     """[2F, K]: 16 rows of gate, 16 of up, and so on: what `conv` wants for swiglu. gate, up: [F, K], F a
     multiple of 16.
     """
-    return torch.stack([gate.view(-1, 16, gate.shape[1]), up.view(-1, 16, up.shape[1])], 1).flatten(0, 2)
+    width = gate.shape[1]
+    return np.stack([gate.reshape(-1, 16, width), up.reshape(-1, 16, width)], 1).reshape(-1, width)
 
 
-def embed_codes(program: Program, batch: Batch, codes: Tensor, tables: Tensor, out: Rows) -> None:
+def embed_codes(program: Program, batch: Batch, codes: Array, tables: Array, out: Rows) -> None:
     """out[t] = tables[0, codes[t, 0]] | sum over i > 0 of tables[i, codes[t, i]].
 
     codes: int32 [T, 16], within the tables; tables: float32 [16, size, D]; out: rows of 2D without a head.
     """
     size, dim = tables.shape[1:]
-    check("embed_codes", codes.dtype == torch.int32 and codes.shape[1] == len(tables) == N_CODES, "16 codes")
+    check("embed_codes", codes.dtype == np.int32 and codes.shape[1] == len(tables) == N_CODES, "16 codes")
     check("embed_codes", out.width == 2 * dim and out.head == 0 and dim % 16 == 0, "rows of 2 D")
     program.call("deltic_codec_embed", *batch.arguments, codes, tables, size, dim, *out.arguments)
 
 
-def vocoder_rms_norm(program: Program, batch: Batch, x: Rows, w: Tensor, eps: float, out: Rows) -> None:
+def vocoder_rms_norm(program: Program, batch: Batch, x: Rows, w: Array, eps: float, out: Rows) -> None:
     """out = x * rsqrt(mean(x^2) + eps) * w; one row a frame. w: float32 [width]."""
     check("vocoder_rms_norm", x.width == out.width == len(w) and x.width % 16 == 0, "one width, a multiple of 16")
     check("vocoder_rms_norm", (x.rate, x.head, out.rate, out.head) == (1, 0, 1, 0), "a row a frame, without heads")
@@ -208,9 +208,9 @@ def depthwise_norm(
     program: Program,
     batch: Batch,
     x: Rows,
-    w: Tensor,
-    bias: Tensor,
-    norm: tuple[Tensor, Tensor],
+    w: Array,
+    bias: Array,
+    norm: tuple[Array, Array],
     eps: float,
     out: Rows,
     *,
@@ -245,8 +245,8 @@ def vocoder_attention(
     qkv: Rows,
     n_heads: int,
     window: int,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Array,
+    sin: Array,
     out: Rows,
     *,
     offset: int,

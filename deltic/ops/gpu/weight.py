@@ -1,11 +1,20 @@
-"""The tensors that GPU kernels read of a matrix: the only file that knows which formats they have."""
+"""Weights in a GPU's memory: how they get there, and the tensors that kernels read of a matrix.
+
+The only file that knows which formats the GPU's kernels have.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
-from deltic.ops.matrix import ROWS, Matrix
+from deltic.ops.matrix import ROWS, Layout, Matrix
 
 
 def rows_of(operator: str, w: Matrix) -> Tensor:
@@ -20,4 +29,57 @@ def rows_of(operator: str, w: Matrix) -> Tensor:
         w.format == ROWS,
         f"weights in rows of bfloat16; there is no kernel for {w.format.precision} in {w.format.layout}",
     )
-    return w.rows
+    n_matrices = len(w.data)
+    size = (w.n, w.k) if n_matrices == 1 else (n_matrices, w.n, w.k)
+    rows: Tensor = w.data.view(torch.bfloat16).view(size)
+    return rows
+
+
+def to_device(array: Array, device: torch.device | str) -> Tensor:
+    """The array as a tensor on the device, on "meta" only its size."""
+    if torch.device(device).type == "meta":
+        return torch.empty(array.shape, dtype=_dtype(array.dtype), device=device)
+    if not array.flags.writeable:  # of a mapped file; torch has no such tensors
+        array = array.copy()
+    if array.dtype == bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
+
+
+def _dtype(dtype: DTypeLike) -> torch.dtype:
+    if np.dtype(dtype) == bfloat16:
+        return torch.bfloat16
+    found: torch.dtype = getattr(torch, np.dtype(dtype).name)
+    return found
+
+
+class DeviceStore:
+    """A device's memory as a `Store` of weights (models/loading.py), matrices in rows."""
+
+    layout: Layout = "rows"
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = device
+        self._blocks: dict[int, Tensor] = {}
+
+    def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Tensor:
+        return torch.empty(size, dtype=_dtype(dtype), device=self.device)
+
+    def put(self, part: Any | Matrix, rows: Array) -> None:
+        _flat(part).copy_(to_device(rows, "cpu").view(-1))
+
+    def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
+        flat = _flat(part)
+        if id(block) not in self._blocks:
+            self._blocks[id(block)] = to_device(block, self.device)
+        values = self._blocks[id(block)]
+        n = min(flat.numel(), len(values) - offset)
+        flat[:n].copy_(values[offset : offset + n])
+        for rest in torch.split(flat[n:], len(values)):
+            rest.copy_(values[: len(rest)])
+
+
+def _flat(part: Any | Matrix) -> Tensor:
+    """The values of a part, one after another."""
+    memory: Tensor = part.data.view(torch.bfloat16) if isinstance(part, Matrix) else part
+    return memory.view(-1)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import torch
+from numpy.typing import DTypeLike
 
 from deltic.engine.cache.cache import pages_for
 from deltic.models.qwen.cpu import Activations, allocate_activations
 from deltic.models.tts.cpu import SpeechActivations, allocate_speech
+from deltic.ops.arrays import Array, raw, zeros
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.sampler import Sampler
 from deltic.runtime.cpu.speech_batch import SpeechBatch
@@ -19,7 +18,7 @@ from deltic.runtime.plan import SpeechPlan, TextPlan
 
 
 class Arena:
-    """Hands out zeroed CPU tensors and counts them.
+    """Hands out zeroed arrays and counts them.
 
     Memory is taken from the system when `touch` is called.
     """
@@ -27,27 +26,25 @@ class Arena:
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         """Bytes by the name of what they are for."""
-        self._tensors: list[torch.Tensor] = []
+        self._arrays: list[Array] = []
 
     @property
     def n_bytes(self) -> int:
         return sum(self.sizes.values())
 
-    def allocate(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, name: str, size: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Raises MemoryError when there is not even address space for it."""
-        n_bytes = math.prod(size) * torch.empty(0, dtype=dtype).element_size()
-        raw = np.zeros(max(8, n_bytes), np.uint8)  # calloc: untouched pages cost nothing yet
-        tensor = torch.from_numpy(raw)[:n_bytes].view(dtype).view(size)
-        self.sizes[name] = n_bytes
-        self._tensors.append(tensor)
-        return tensor
+        array = zeros(size, dtype)
+        self.sizes[name] = array.nbytes
+        self._arrays.append(array)
+        return array
 
     def touch(self, progress: Callable[[float], None] | None = None) -> None:
         """Writes every byte once, so that the system has given all of it before the first request."""
         done = 0
-        for tensor in self._tensors:
-            tensor.zero_()
-            done += tensor.nbytes
+        for array in self._arrays:
+            raw(array).fill(0)
+            done += array.nbytes
             if progress:
                 progress(done / max(1, self.n_bytes))
 

@@ -11,6 +11,7 @@ from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
 from deltic.machine import free_memory_bytes
+from deltic.models.loading import Host, Store
 from deltic.models.packed import PACKED, map_packed, map_parts, resolve_quantize, through_cache
 from deltic.models.qwen.cpu import check_kernels
 from deltic.models.qwen.shape import ModelShape
@@ -150,9 +151,9 @@ class Cpu:
     def begin_compiling(self, plan: Plan[Any], again: bool = False) -> None:
         """Kernels were compiled when Deltic was installed."""
 
-    def layout(self, config: EngineConfig, plan: Plan[Any]) -> dict[str, Any]:
-        """How weights are loaded, as arguments of `load_weights`."""
-        return {"quantize": config.quantize, "n_threads": plan.n_threads}
+    def store(self, plan: Plan[Any]) -> Store:
+        """Where weights are loaded to."""
+        return Host(plan.n_threads)
 
     def weights(
         self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[[], Any], progress: Progress
@@ -168,10 +169,7 @@ class Cpu:
         def map_file(file: Path) -> Any:
             if plan.speaks:
                 return map_parts(
-                    file,
-                    lambda quantize, _: empty_speech_weights(shape, quantize, "meta"),
-                    n_threads,
-                    on_bytes("weights"),
+                    file, lambda quantize, _: empty_speech_weights(shape, quantize), n_threads, on_bytes("weights")
                 )
             return map_packed(file, shape, n_threads, on_bytes("weights"))
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 import numpy as np
-import torch
 
 from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, SamplingParams, TokenLogprob
 from deltic.engine.step import Sequence, Step, StepResult
+from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
 from deltic.ops.geometry import Allocate
@@ -35,7 +35,7 @@ class Sampler:
         penalises_prompt: bool = True,
     ) -> None:
         """penalises_prompt: repetition_penalty sees prompt tokens too; they must be ids that can be drawn."""
-        i32, f32 = torch.int32, torch.float32
+        i32, f32 = np.int32, np.float32
         self.n_real = n_real
         self.eos_token_ids = eos_token_ids
         self.penalises_prompt = penalises_prompt
@@ -43,14 +43,14 @@ class Sampler:
             **{name: allocate(name, (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
             **{name: allocate(name, (n_places,), f32) for name in ("repetition", "frequency", "presence")},
             top_k=allocate("top_k", (n_places,), i32),
-            seed=allocate("seed", (n_places,), torch.int64),
+            seed=allocate("seed", (n_places,), np.int64),
             history=allocate("history", (n_places, max_model_len), i32),
         )
         self._n_draws = allocate("n draws", (), i32)
         per_draw = ("row", "position", "n_history", "n_prompt")
         self.draws = DrawInputs(
             n_draws=self._n_draws,
-            place=allocate("draw slot", (n_places,), i32),
+            place=allocate("draw place", (n_places,), i32),
             **{name: allocate(f"draw {name}", (n_places,), i32) for name in per_draw},
             bias_begin=allocate("bias begin", (n_places + 1,), i32),
             bias_ids=allocate("bias ids", (n_places * MAX_BIASES,), i32),
@@ -64,7 +64,7 @@ class Sampler:
         self.scratch = DrawScratch(
             values=allocate("draw values", (n_scratch, n_vocab), f32),
             counts=allocate("draw counts", (n_scratch, n_vocab), i32),
-            candidates=allocate("draw candidates", (n_scratch, n_vocab), torch.int64),
+            candidates=allocate("draw candidates", (n_scratch, n_vocab), np.int64),
         )
         n_entries = n_places + n_logit_rows
         self._n_entries = allocate("n logprob entries", (), i32)
@@ -76,11 +76,9 @@ class Sampler:
         self._top_logprobs = allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32)
         self._owner: list[Sequence | None] = [None] * n_places
         self._n_history = [0] * n_places
-        self._arrays = {name: getattr(self.places, name).numpy() for name in self.places.__dataclass_fields__}
-        self._draw_arrays = {name: getattr(self.draws, name).numpy() for name in self.draws.__dataclass_fields__}
         self._has_lists = self._has_masks = False
 
-    def record(self, program: Program, logits: torch.Tensor) -> None:
+    def record(self, program: Program, logits: Array) -> None:
         """Appends the draws and the log-probabilities to the step's program."""
         sample(program, logits, self.n_real, self.places, self.draws, self.scratch, self._target)
         logprobs(
@@ -117,20 +115,20 @@ class Sampler:
             if sequence.guide is not None and (mask := sequence.guide.mask) is not None:
                 masks.append((i, mask))
         n = len(rows)
-        d = self._draw_arrays
-        d["row"][:n] = rows
-        d["place"][:n] = places
-        d["position"][:n] = positions
-        d["n_history"][:n] = n_history
-        d["n_prompt"][:n] = [draw.sequence.n_prompt if self.penalises_prompt else 0 for draw in step.draws]
-        self._n_draws.fill_(n)
+        d = self.draws
+        d.row[:n] = rows
+        d.place[:n] = places
+        d.position[:n] = positions
+        d.n_history[:n] = n_history
+        d.n_prompt[:n] = [draw.sequence.n_prompt if self.penalises_prompt else 0 for draw in step.draws]
+        self._n_draws.fill(n)
         if lists or self._has_lists:
             self._fill_lists(n, lists)
         if masks or self._has_masks:
             self._has_masks = True  # before anything can fail half-way
-            d["masked"][:] = 0
+            d.masked[:] = 0
             for i, mask in masks:
-                d["masked"][i], d["masks"][i] = 1, mask
+                d.masked[i], d.masks[i] = 1, mask
             self._has_masks = bool(masks)
         targets: list[int] = []
         for c, chunk in enumerate(step.chunks):
@@ -141,10 +139,10 @@ class Sampler:
                 rows += range(first_row[c], first_row[c] + n_entries)
                 n_top += [chunk.sequence.request.params.prompt_logprobs or 0] * n_entries
         n_entries = n + len(targets)
-        self._row.numpy()[:n_entries] = rows
-        self._n_top.numpy()[:n_entries] = n_top
-        self._target.numpy()[n:n_entries] = targets
-        self._n_entries.fill_(n_entries)
+        self._row[:n_entries] = rows
+        self._n_top[:n_entries] = n_top
+        self._target[n:n_entries] = targets
+        self._n_entries.fill(n_entries)
 
     def read(self, step: Step) -> StepResult:
         """The tokens drawn, and the log-probabilities that were asked for."""
@@ -167,22 +165,22 @@ class Sampler:
         return TokenLogprob(int(self._target[i]), float(self._logprob[i]), top)
 
     def _take_place(self, place: int, sequence: Sequence) -> None:
-        params, a = sequence.request.params, self._arrays
+        params, places = sequence.request.params, self.places
         self._owner[place] = sequence
         self._n_history[place] = 0
-        a["temperature"][place] = params.temperature
-        a["top_k"][place] = params.top_k
-        a["top_p"][place] = params.top_p
-        a["min_p"][place] = params.min_p
-        a["repetition"][place] = params.repetition_penalty
-        a["frequency"][place] = params.frequency_penalty
-        a["presence"][place] = params.presence_penalty
-        a["seed"][place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
+        places.temperature[place] = params.temperature
+        places.top_k[place] = params.top_k
+        places.top_p[place] = params.top_p
+        places.min_p[place] = params.min_p
+        places.repetition[place] = params.repetition_penalty
+        places.frequency[place] = params.frequency_penalty
+        places.presence[place] = params.presence_penalty
+        places.seed[place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
 
     def _extend_history(self, place: int, sequence: Sequence) -> int:
         first = 0 if self.penalises_prompt else sequence.n_prompt
         known, n_tokens = self._n_history[place], len(sequence.tokens) - first
-        self._arrays["history"][place, known:n_tokens] = sequence.tokens[first + known :]
+        self.places.history[place, known:n_tokens] = sequence.tokens[first + known :]
         self._n_history[place] = n_tokens
         return n_tokens
 
@@ -190,7 +188,7 @@ class Sampler:
         """Biases and, below min_tokens and in some thoughts, the ids that would end the sequence: ragged
         lists over the n draws.
         """
-        d = self._draw_arrays
+        d = self.draws
         self._has_lists = True  # before anything can fail half-way
         bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)
         bias_ids: list[int] = []
@@ -205,15 +203,15 @@ class Sampler:
                 ends = {id for id in ends if id < self.n_real}
                 banned += ends
                 banned_counts[i] = len(ends)
-        d["bias_begin"][1 : n + 1] = np.cumsum(bias_counts)
-        d["banned_begin"][1 : n + 1] = np.cumsum(banned_counts)
-        d["bias_ids"][: len(bias_ids)] = bias_ids
-        d["bias"][: len(biases)] = biases
-        d["banned"][: len(banned)] = banned
+        d.bias_begin[1 : n + 1] = np.cumsum(bias_counts)
+        d.banned_begin[1 : n + 1] = np.cumsum(banned_counts)
+        d.bias_ids[: len(bias_ids)] = bias_ids
+        d.bias[: len(biases)] = biases
+        d.banned[: len(banned)] = banned
         self._has_lists = bool(lists)
         if not lists:  # leave neutral lists behind for every later number of draws
-            d["bias_begin"][:] = 0
-            d["banned_begin"][:] = 0
+            d.bias_begin[:] = 0
+            d.banned_begin[:] = 0
 
 
 def _bans_end(sequence: Sequence) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from array import array
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.program import Program, instruction_set
 from deltic.ops.cpu.vocoder import multiplies_half
 from deltic.ops.geometry import PAGE_SIZE
@@ -36,7 +36,7 @@ class SpeechRunner(Speaker):
         self,
         plan: SpeechPlan,
         weights: SpeechWeights,
-        vocoder: dict[str, Tensor],
+        vocoder: dict[str, Array],
         progress: Progress = lambda stage, done: None,
     ) -> None:
         """vocoder: of load_vocoder; it is used up."""
@@ -47,12 +47,10 @@ class SpeechRunner(Speaker):
         arena = Arena()
         d = shape.talker
         self.memory = SpeechMemory(
-            pages=arena.allocate(
-                "pages", (plan.n_pages, d.n_layers, 2, d.n_kv_heads, PAGE_SIZE, d.head_dim), torch.bfloat16
-            ),
-            past=arena.allocate("past", (plan.max_num_seqs, d.hidden_size), torch.bfloat16),
+            pages=arena.allocate("pages", (plan.n_pages, d.n_layers, 2, d.n_kv_heads, PAGE_SIZE, d.head_dim), bfloat16),
+            past=arena.allocate("past", (plan.max_num_seqs, d.hidden_size), bfloat16),
         )
-        host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), torch.uint8)
+        host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), np.uint8)
         self.workspace = build_speech_workspace(plan, arena)
         self.vocoder: VocoderStreams = VocoderStreams(
             shape.vocoder,
@@ -64,7 +62,7 @@ class SpeechRunner(Speaker):
             half=self.has_half_vocoder,
         )
         arena.touch(lambda done: progress("memory", done))
-        self.tiers: Tiers | None = self._open_tiers(host.numpy()) if plan.n_host_units else None
+        self.tiers: Tiers | None = self._open_tiers(host) if plan.n_host_units else None
         self.model = Tts(shape, weights, plan.max_model_len)
         self._project_pad()
         self.program = Program(plan.n_threads, cpus=plan.cpus)
@@ -81,9 +79,7 @@ class SpeechRunner(Speaker):
 
     def _open_tiers(self, host: Bytes) -> Tiers:
         """Host memory, for preempted sequences alone."""
-        pages, past = (
-            tensor.view(torch.uint8).view(len(tensor), -1).numpy() for tensor in (self.memory.pages, self.memory.past)
-        )
+        pages, past = (array.view(np.uint8).reshape(len(array), -1) for array in (self.memory.pages, self.memory.past))
         tiers = Tiers(
             lambda page: [pages[page]], lambda slot: [past[slot]], host, self.plan.shape.state_bytes, None, 0, ""
         )
@@ -96,7 +92,7 @@ class SpeechRunner(Speaker):
         program = Program(self.plan.n_threads, cpus=self.plan.cpus)
         self.model.record_texts(program, inputs, activations, activations.text_rows[PAD_ROW : PAD_ROW + 1])
         inputs.text_ids[0] = self.plan.shape.ids.tts_pad
-        inputs.n_texts.fill_(1)
+        inputs.n_texts.fill(1)
         program.run()
 
     def _warm_up(self) -> None:
@@ -120,9 +116,9 @@ class SpeechRunner(Speaker):
         self.program.run()
         memory = self.memory
         for source, target in step.slot_copies:
-            memory.past[target].copy_(memory.past[source])
+            memory.past[target] = memory.past[source]
         for source, target in step.page_copies:
-            memory.pages[target].copy_(memory.pages[source])
+            memory.pages[target] = memory.pages[source]
         result = sampler.read(step)
         result.codes = batch.read_codes()
         return result
@@ -131,10 +127,10 @@ class SpeechRunner(Speaker):
         """No: a step is over when `step` returns."""
         return False
 
-    def logits(self, n_rows: int) -> Tensor:
+    def logits(self, n_rows: int) -> Array:
         """float32 [n_rows, n_drawn]: the logits of the last step, one row a chunk. For tests and benches."""
         return self.workspace.activations.logits[:n_rows]
 
-    def frame_embeddings(self, codes: Tensor) -> Tensor:
+    def frame_embeddings(self, codes: Array) -> Array:
         """float32 [R, h]: what the prompt's rows of reference frames are, of their codes [R, 16]."""
         return self.model.frame_embeddings(codes)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.qwen.cpu import Memory, Qwen
 from deltic.models.qwen.weights import Weights
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_workspace
@@ -34,21 +35,17 @@ class Runner:
         arena = Arena()
         self.memory = Memory(
             pages=arena.allocate(
-                "pages",
-                (plan.n_pages, shape.n_attn_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim),
-                torch.bfloat16,
+                "pages", (plan.n_pages, shape.n_attn_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim), bfloat16
             ),
             states=arena.allocate(
                 "states",
                 (plan.n_slots, shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim),
-                torch.float32,
+                np.float32,
             ),
-            columns=arena.allocate(
-                "columns", (plan.n_slots, shape.n_gdn_layers, 3, shape.conv_channels), torch.bfloat16
-            ),
+            columns=arena.allocate("columns", (plan.n_slots, shape.n_gdn_layers, 3, shape.conv_channels), bfloat16),
         )
-        host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), torch.uint8)
-        self.host: Bytes | None = host.numpy() if plan.n_host_units else None
+        host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), np.uint8)
+        self.host: Bytes | None = host if plan.n_host_units else None
         self.tiers: Tiers | None = None  # until open_tiers
         self.workspace = build_workspace(plan, arena)
         arena.touch(lambda done: progress("memory", done))
@@ -76,8 +73,8 @@ class Runner:
         Raises ConfigError if that cannot be used.
         """
         pages, states, columns = (
-            tensor.view(torch.uint8).view(len(tensor), -1).numpy()
-            for tensor in (self.memory.pages, self.memory.states, self.memory.columns)
+            array.view(np.uint8).reshape(len(array), -1)
+            for array in (self.memory.pages, self.memory.states, self.memory.columns)
         )
         self.tiers = Tiers(
             lambda page: [pages[page]],
@@ -101,17 +98,17 @@ class Runner:
         self.program.run()
         memory = self.memory
         for source, target in step.slot_copies:
-            memory.states[target].copy_(memory.states[source])
-            memory.columns[target].copy_(memory.columns[source])
+            memory.states[target] = memory.states[source]
+            memory.columns[target] = memory.columns[source]
         for source, target in step.page_copies:
-            memory.pages[target].copy_(memory.pages[source])
+            memory.pages[target] = memory.pages[source]
         return sampler.read(step)
 
     def is_busy(self) -> bool:
         """No: a step is over when `step` returns."""
         return False
 
-    def logits(self, n_rows: int) -> torch.Tensor:
+    def logits(self, n_rows: int) -> Array:
         """float32 [n_rows, V]: the logits of the last step, in the order of its rows.
 
         For tests and benches.

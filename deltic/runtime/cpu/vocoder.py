@@ -11,18 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from deltic.models.vocoder.cpu import MAX_POSITIONS, PASS_FRAMES, Vocoder, allocate_vocoder
 from deltic.models.vocoder.shape import FRAME_SAMPLES, VocoderShape
+from deltic.ops.arrays import Array, zeros
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import N_CODES, Allocate
-
-
-def _zeros(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(size, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -49,13 +44,13 @@ class VocoderStreams:
     def __init__(
         self,
         shape: VocoderShape,
-        tensors: dict[str, Tensor],
+        tensors: dict[str, Array],
         *,
         n_streams: int,
         n_threads: int = 1,
         cpus: tuple[int, ...] = (),
         n_frames: int = PASS_FRAMES,
-        allocate: Allocate = _zeros,
+        allocate: Allocate = lambda name, size, dtype: zeros(size, dtype),
         library: str | None = None,
         half: bool = False,
     ) -> None:
@@ -66,31 +61,28 @@ class VocoderStreams:
         self.state_size = b.states.shape[1]
         self._front, self._rest = Program(n_threads, library, cpus), Program(n_threads, library, cpus)
         Vocoder(shape, tensors, b, half).record(self._front, self._rest)
-        self._states = b.states.numpy()
-        self._codes, self._start, self._slot = b.codes.numpy(), b.start.numpy(), b.slot.numpy()
-        self._audio = b.audio.numpy()
 
-    def open(self, slot: int, state: Tensor | None = None) -> None:
+    def open(self, slot: int, state: Array | None = None) -> None:
         """Starts a stream in a slot: at its beginning, or after the stream that a state was taken from.
 
         state: float32 [state_size], from `state_of`, in this process or another. Raises ValueError for a
         state of another model's size.
         """
         if state is None:
-            self._states[slot] = 0.0
+            self.buffers.states[slot] = 0.0
             return
-        if state.dtype != torch.float32 or state.shape != (self.state_size,):
+        if state.dtype != np.float32 or state.shape != (self.state_size,):
             found = f"{state.dtype} {list(state.shape)}"
             raise ValueError(f"a vocoder state of this model is float32 [{self.state_size}], not {found}")
         self.buffers.states[slot] = state
 
-    def state_of(self, slot: int) -> Tensor:
+    def state_of(self, slot: int) -> Array:
         """A copy of a stream's state."""
-        return self.buffers.states[slot].clone()
+        return np.array(self.buffers.states[slot])
 
     def position(self, slot: int) -> int:
         """Frames of the stream in a slot so far."""
-        return int(self._states[slot, 0])
+        return int(self.buffers.states[slot, 0])
 
     def begin(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> Vocoded:
         """Starts a `vocode`. A vocoder that computes on another device need not be done when this returns."""
@@ -148,23 +140,23 @@ class VocoderStreams:
         """part: (chunk, from, to) of each stream. out: where the samples go; None runs the pre-transformer
         only.
         """
-        at = 0
+        b, at = self.buffers, 0
         for s, (i, begin, end) in enumerate(part):
             slot, codes = chunks[i]
-            self._slot[s], self._start[s] = slot, at
-            self._codes[at : at + end - begin] = codes[begin:end]
+            b.slot[s], b.start[s] = slot, at
+            b.codes[at : at + end - begin] = codes[begin:end]
             at += end - begin
-            self._start[s + 1] = at
+            b.start[s + 1] = at
         if not at:
             return
-        self.buffers.n.fill_(len(part))
+        b.n.fill(len(part))
         self._front.run()
         if out is not None:
             self._rest.run()
         for s, (i, begin, end) in enumerate(part):
-            self._states[self._slot[s], 0] += end - begin
+            b.states[b.slot[s], 0] += end - begin
             if out is None:
                 continue
-            first = self._start[s] * FRAME_SAMPLES
-            samples = self._audio[first : first + (end - begin) * FRAME_SAMPLES]
+            first = b.start[s] * FRAME_SAMPLES
+            samples = b.audio[first : first + (end - begin) * FRAME_SAMPLES]
             out[i][begin * FRAME_SAMPLES : end * FRAME_SAMPLES] = samples

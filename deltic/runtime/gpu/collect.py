@@ -16,6 +16,7 @@ from deltic.models.vocoder.weights import empty_vocoder
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import prompt_logprobs
+from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.compile import Job, collecting
 from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
@@ -35,7 +36,7 @@ def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
 
 
 def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
-    weights = empty_weights(plan.shape, plan.quantize, plan.shape.tie_word_embeddings, "meta", "rows")
+    weights = empty_weights(plan.shape, plan.quantize, plan.shape.tie_word_embeddings, DeviceStore("meta"))
     return GpuTextRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
 
 
@@ -43,7 +44,7 @@ def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
     shape = plan.shape  # two layers: the others start the same kernels
     talker, predictor = replace(shape.talker, n_layers=2), replace(shape.predictor, n_layers=2)
     shape = replace(shape, talker=talker, predictor=predictor)
-    weights, vocoder = empty_speech_weights(shape, plan.quantize, "meta", "rows"), empty_vocoder(shape.vocoder)
+    weights, vocoder = empty_speech_weights(shape, plan.quantize, DeviceStore("meta")), empty_vocoder(shape.vocoder)
     return GpuSpeechRunner(replace(plan, shape=shape), weights, vocoder, levers)
 
 

@@ -15,6 +15,7 @@ from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
 from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.packed import PACKED
 from deltic.models.qwen.gpu import RING
 from deltic.models.qwen.shape import ModelShape
@@ -26,6 +27,7 @@ from deltic.models.vocoder.gpu import check_vocoder_gpu, state_words
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
+from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.buffers import gpu_speech_workspace, gpu_workspace
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import Kernels, begin_compiling
@@ -97,7 +99,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
         device="cuda",
         name="text",
         check=_check_text,
-        weight_bytes=lambda shape, quantize: weight_bytes(shape, quantize, "rows"),
+        weight_bytes=lambda shape, quantize: weight_bytes(shape, quantize, COUNTED_ROWS),
         state_bytes=lambda shape: shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING,
         measure=measure,
         useful_pages=lambda plan, _: plan.left_bytes // plan.page_bytes,
@@ -123,7 +125,7 @@ def _speech_weight_bytes(shape: SpeechShape, quantize: str | None) -> int:
     stored = shape.text_vocab_size * shape.text_hidden_size * 2
     texts = shape.text_vocab_size * shape.talker.hidden_size * 4
     codes = N_CODES * shape.n_codebook * shape.predictor.hidden_size * 4 if shape.has_projection else 0
-    return speech_weight_bytes(shape, quantize, "rows") - stored + texts + codes
+    return speech_weight_bytes(shape, quantize, COUNTED_ROWS) - stored + texts + codes
 
 
 def speech(levers: Levers) -> Kind[SpeechShape]:
@@ -185,9 +187,9 @@ class Gpu:
         """See `compile.begin_compiling`."""
         return begin_compiling(plan, self.levers, collect, again=again)
 
-    def layout(self, config: EngineConfig, plan: Plan[Any]) -> dict[str, Any]:
-        """How weights are loaded, as arguments of `load_weights`."""
-        return {"quantize": plan.quantize, "layout": "rows", "device": "cpu" if INTERPRETED else "cuda"}
+    def store(self, plan: Plan[Any]) -> Store:
+        """Where weights are loaded to."""
+        return DeviceStore("cpu" if INTERPRETED else "cuda")
 
     def weights(
         self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[[], Any], progress: Progress

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.engine.step import Progress, Sequence, Step, StepResult, Voice
@@ -16,9 +17,11 @@ from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.gpu import TtsGpu
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER
 from deltic.models.tts.weights import SpeechWeights
+from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import sample_decode
+from deltic.ops.gpu.weight import to_device
 from deltic.runtime.gpu.ahead import Pending
 from deltic.runtime.gpu.buffers import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.runtime.gpu.places import Places
@@ -81,7 +84,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         self,
         plan: SpeechPlan,
         weights: SpeechWeights,
-        vocoder: dict[str, Tensor],
+        vocoder: dict[str, Array],
         levers: Levers,
         progress: Progress = lambda stage, done: None,
     ) -> None:
@@ -170,10 +173,8 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         """A voice's speaker vector and frames on the device, kept for the voices used last."""
         held = self._voice_rows.pop(id(voice), None)
         if held is None or held[0] is not voice:
-            speaker, frames = voice.speaker.float(), voice.frames
-            if frames is not None:
-                frames = frames.float().to(self.device, non_blocking=True)
-            held = (voice, speaker.to(self.device, non_blocking=True), frames)
+            frames = None if voice.frames is None else to_device(voice.frames, self.device)
+            held = (voice, to_device(voice.speaker, self.device), frames)
         self._voice_rows[id(voice)] = held
         while len(self._voice_rows) > self.plan.max_num_seqs:
             self._voice_rows.pop(next(iter(self._voice_rows)))
@@ -189,7 +190,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
             codes[i] = pending.codes[pending.rows[sequence]].numpy()
         return result
 
-    def frame_embeddings(self, codes: Tensor) -> Tensor:
+    def frame_embeddings(self, codes: NDArray[np.int32]) -> NDArray[np.float32]:
         """float32 [R, h]: what the prompt's rows of reference frames are, of their codes [R, 16]."""
         return self.model.frame_embeddings(codes)
 

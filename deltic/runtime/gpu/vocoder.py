@@ -25,6 +25,7 @@ from deltic.models.vocoder.gpu import (
 )
 from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import vocoder_weight_bytes
+from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES
 from deltic.ops.gpu.launch import Levers
 from deltic.runtime.gpu.places import Ring
@@ -91,7 +92,7 @@ class GpuVocoderStreams:
     def __init__(
         self,
         shape: VocoderShape,
-        tensors: dict[str, Tensor],
+        tensors: dict[str, Array],
         *,
         n_streams: int,
         levers: Levers,
@@ -137,27 +138,24 @@ class GpuVocoderStreams:
     def recordings(self) -> list[Recording]:
         return [*self._chunks.values(), *self._skims.values()]
 
-    def open(self, slot: int, state: Tensor | None = None) -> None:
+    def open(self, slot: int, state: NDArray[np.float32] | None = None) -> None:
         """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32
         [state_size], of `state_of`).
         Raises ValueError for a state of another model or device.
         """
-        if state is not None and (state.dtype != torch.float32 or state.shape != (self.state_size,)):
+        if state is not None and (state.dtype != np.float32 or state.shape != (self.state_size,)):
             found = f"{state.dtype} {list(state.shape)}"
             raise ValueError(f"a vocoder state of this model and device is float32 [{self.state_size}], not {found}")
         with torch.cuda.stream(self.stream):
             if state is None:
                 self.model.head[slot].zero_()  # what lies before the begin is never read
             else:
-                self.model.state[slot].copy_(state.view(torch.int32), non_blocking=True)
+                self.model.state[slot].copy_(torch.from_numpy(state.view(np.int32)))
 
-    def state_of(self, slot: int) -> Tensor:
-        """A copy of a stream's state, on the device. Waits, so that any stream may read it."""
+    def state_of(self, slot: int) -> NDArray[np.float32]:
+        """A copy of a stream's state, float32 [state_size]. Waits."""
         with torch.cuda.stream(self.stream):
-            state = self.model.state[slot].clone().view(torch.float32)
-        if self.stream is not None:
-            self.stream.synchronize()
-        return state
+            return np.array(self.model.state[slot].cpu().numpy()).view(np.float32)
 
     def vocode(self, chunks: Sequence[Chunk]) -> list[NDArray[np.float32]]:
         """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within

@@ -1,0 +1,89 @@
+"""Tensors in safetensors files, as read-only arrays of the mapped files.
+
+The safetensors library checks a file. Its numpy reader has no bfloat16 and copies, so that the place of each
+tensor is taken from the header, and the bytes are mapped here.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from deltic.models.fields import CheckpointError
+from deltic.ops.arrays import Array, bfloat16
+
+DTYPES = {
+    "BF16": bfloat16,
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+}
+"""What is read, by the format's names."""
+
+_REMAP_BYTES = 1 << 28
+"""A mapped file counts as resident as far as it was read: map it afresh after this much."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says about one tensor, known without reading it. Its bytes are [begin, end) of the file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    end: int
+
+
+def read_header(file: Path, advice: str = "download it again") -> tuple[dict[str, Header], dict[str, str]]:
+    """The tensors of a file by name, and its metadata.
+
+    Raises CheckpointError, which ends in the advice, for a file that is absent, damaged or cut short.
+    """
+    try:
+        with safe_open(str(file), framework="np"), file.open("rb") as opened:  # opening it checks it
+            size = int.from_bytes(opened.read(8), "little")
+            fields = json.loads(opened.read(size))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: damaged or unreadable ({error}); {advice}") from error
+    metadata = fields.pop("__metadata__", None) or {}
+    headers = {}
+    for name, tensor in fields.items():
+        begin, end = (8 + size + offset for offset in tensor["data_offsets"])
+        headers[name] = Header(file, tuple(tensor["shape"]), tensor["dtype"], begin, end)
+    return headers, metadata
+
+
+class MappedFiles:
+    """Reads tensors of any number of files, which stay mapped for as long as an array of them is used."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, mmap.mmap] = {}
+        self._n_read = 0
+
+    def read(self, header: Header) -> Array:
+        """The tensor, as stored. Raises CheckpointError if the file cannot be read, KeyError for a type that
+        DTYPES has not.
+        """
+        if self._n_read > _REMAP_BYTES:
+            self._mapped.clear()
+            self._n_read = 0
+        n_bytes = header.end - header.begin
+        if not n_bytes:
+            return np.empty(header.shape, DTYPES[header.dtype])
+        try:
+            if header.file not in self._mapped:
+                with header.file.open("rb") as file:
+                    self._mapped[header.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            flat = np.frombuffer(self._mapped[header.file], np.uint8, n_bytes, header.begin)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{header.file}: cannot be read ({error}); download it again") from error
+        self._n_read += n_bytes
+        tensor: Array = flat.view(DTYPES[header.dtype]).reshape(header.shape)
+        return tensor

@@ -1,0 +1,39 @@
+"""A GPU's two roofs, the best it can do; every figure is printed beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class GpuRoofs:
+    """Bytes read per second, operations per second of a bfloat16 product."""
+
+    read: float
+    multiply: float
+
+    @classmethod
+    def measured(cls) -> GpuRoofs:
+        """Raises torch.OutOfMemoryError."""
+        data = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
+        read_s = _best_s(lambda: torch.sum(data))
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(a)
+        multiply_s = _best_s(lambda: torch.mm(a, b, out=out))
+        return cls(data.nbytes / read_s, 2 * 8192**3 / multiply_s)
+
+
+def _best_s(run: Callable[[], object], n: int = 10) -> float:
+    run()
+    times = []
+    for _ in range(n):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return float(min(times))
