@@ -12,9 +12,10 @@ import argparse
 import statistics
 import time
 
-import torch
+import numpy as np
 
 from deltic.machine import n_usable_cpus
+from deltic.ops.arrays import bfloat16, zeros
 from deltic.ops.cpu.dense import linear
 from deltic.ops.cpu.program import Program, instruction_set, usable_instruction_sets
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
@@ -31,29 +32,32 @@ def main() -> None:
     parser.add_argument("--instructions", default=instruction_set(), choices=usable_instruction_sets())
     parser.add_argument("--threads", type=int, default=n_usable_cpus())
     arguments = parser.parse_args()
-    torch.manual_seed(0)
+    draw = np.random.default_rng(0).standard_normal
     print(
         f"{arguments.instructions}, {arguments.threads} threads, reads {read_bandwidth(arguments.threads) / 1e9:.1f} GB/s"
     )
     for name in arguments.formats.split(","):
         for n, k in SHAPES:
-            one = Matrix.empty(n, k, FORMATS[name]).pack((torch.randn(n, k) * k**-0.5).bfloat16(), arguments.threads)
-            copies = [Matrix(n, k, one.format, data) for data in one.data.repeat(COLD_BYTES // one.n_bytes, 1)]
+            values = draw((n, k), np.float32) * np.float32(k**-0.5)
+            one = Matrix.empty(n, k, FORMATS[name]).pack(values.astype(bfloat16), arguments.threads)
+            cold = zeros((COLD_BYTES // one.n_bytes, 1, one.n_bytes), np.uint8)
+            cold[:] = one.data
+            copies = [Matrix(n, k, one.format, data) for data in cold]
             for rows in map(int, arguments.rows.split(",")):
                 used = copies if rows < 64 else copies[:6]
-                x, out = torch.randn(rows, k).bfloat16(), torch.empty(rows, n)
-                workspace = torch.empty(rows * row_bytes(k), dtype=torch.uint8)
+                x, out = draw((rows, k), np.float32).astype(bfloat16), zeros((rows, n), np.float32)
+                workspace = zeros((rows * row_bytes(k),), np.uint8)
                 program = Program(arguments.threads, library=arguments.instructions)
                 for matrix in used:
-                    linear(program, x, matrix, out, workspace, torch.tensor(rows, dtype=torch.int32))
+                    linear(program, x, matrix, out, workspace, np.array(rows, np.int32))
                 times = []
                 for _ in range(8):
                     begin = time.perf_counter()
                     program.run()
                     times.append(time.perf_counter() - begin)
                 took = statistics.median(times[1:]) / len(used)
-                expected = x.float() @ one.unpack()[0].T
-                error = float((out - expected).norm() / expected.norm())
+                expected = x.astype(np.float32) @ one.unpack()[0].T
+                error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
                 rate, operations = one.n_bytes / took / 1e9, 2 * rows * n * k / took / 1e9
                 print(
                     f"{name:5} [{n}, {k}] x {rows:3}: {rate:6.1f} GB/s {operations:7.0f} Gop/s, error {error:.0e}",

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import DTypeLike
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +41,7 @@ from deltic.models.loading import Role, format_of
 from deltic.models.qwen.cpu import Activations, allocate_activations
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.qwen.weights import weight_bytes
+from deltic.ops.arrays import Array, bfloat16, copy, zeros
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
@@ -108,11 +110,11 @@ class Workload:
         )
         self.activations: Activations = allocate_activations(shape, max_rows, max_rows, _allocate)
         for name in ("normed", "mixed", "query", "final", "proj", "logits"):
-            getattr(self.activations, name).normal_()
+            _randomise(getattr(self.activations, name))
         n_pages = max(self.n_seqs * pages_for(CONTEXT + 1), n_seq_pages)
         self.pages = _matrix(n_pages, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
-        self.states = torch.zeros(self.n_seqs, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
-        self.columns = torch.zeros(self.n_seqs, 3, shape.conv_channels, dtype=torch.bfloat16)
+        self.states = _floats(self.n_seqs, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
+        self.columns = zeros((self.n_seqs, 3, shape.conv_channels), bfloat16)
 
     def fill(self, n_rows: int) -> None:
         """Writes the step of `n_rows` decodes, or one chunk, into the buffers that the operators read."""
@@ -130,8 +132,8 @@ class Workload:
             step.draws.append(Draw(i, sequence))
         self.sampler.fill(step, self.batch.fill(step))
         # The head is timed over as many rows as the rest, though a chunk wants one.
-        self.batch.inputs.n_logit_rows.fill_(n_rows)
-        self.batch.inputs.logit_token[:n_rows] = torch.arange(n_rows, dtype=torch.int32)
+        self.batch.inputs.n_logit_rows[...] = n_rows
+        self.batch.inputs.logit_token[:n_rows] = np.arange(n_rows)
 
     def case(
         self,
@@ -158,11 +160,11 @@ class Workload:
         program = Program(self.n_threads)
         n_rows = self.batch.inputs.n_tokens
         rows = self.activations.residual.shape[0]
-        x, out = _matrix(rows, n_in), torch.zeros(rows, n_out)
+        x, out = _matrix(rows, n_in), _floats(rows, n_out)
         first = _packed(n_out, n_in, format)
         for i in range(n_copies):
-            copy = first if i == 0 else replace(first, data=first.data.clone())
-            linear(program, x, copy, out, self.activations.packed, n_rows)
+            one = first if i == 0 else _copied(first)
+            linear(program, x, one, out, self.activations.packed, n_rows)
         return Case(
             "linear",
             f"{what} {n_out} x {n_in}",
@@ -206,7 +208,7 @@ class Workload:
             lambda p: embed(p, table, inputs.token_ids, act.residual, inputs.n_tokens),
             lambda m: m * (a_row + 4 * h),
         )
-        weight = torch.zeros(h)
+        weight = _floats(h)
         yield self.case(
             "rms_norm",
             f"{h}",
@@ -216,7 +218,7 @@ class Workload:
         )
         inner = shape.shared_intermediate_size if shape.is_moe else shape.intermediate_size
         rows = act.residual.shape[0]
-        up, out = torch.zeros(rows, 2 * inner), _matrix(rows, inner)
+        up, out = _floats(rows, 2 * inner), _matrix(rows, inner)
         yield self.case(
             "silu_mul", f"{inner}", layers, lambda p: silu_mul(p, up, out, inputs.n_tokens), lambda m: 10.0 * m * inner
         )
@@ -225,9 +227,9 @@ class Workload:
         shape, inputs = self.shape, self.batch.inputs
         heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
         n_v, values, channels = heads.n_v, shape.gdn_value_size, shape.conv_channels
-        weights = GdnWeights(torch.zeros(4, channels), torch.zeros(n_v), torch.zeros(n_v), torch.ones(heads.v_dim))
+        weights = GdnWeights(_floats(4, channels), _floats(n_v), _floats(n_v), np.ones(heads.v_dim, np.float32))
         rows = self.activations.residual.shape[0]
-        proj, out = torch.zeros(rows, shape.gdn_in_proj_rows), _matrix(rows, values)
+        proj, out = _floats(rows, shape.gdn_in_proj_rows), _matrix(rows, values)
         state = n_v * heads.k_dim * heads.v_dim
 
         def record(program: Program) -> None:
@@ -264,9 +266,9 @@ class Workload:
         heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
         rows = self.activations.residual.shape[0]
         q_size, kv_row = heads.n_q * heads.dim, 2 * heads.n_kv * heads.dim
-        proj, query, out = torch.zeros(rows, heads.row), _matrix(rows, q_size), _matrix(rows, q_size)
-        cos, sin = (torch.ones(CONTEXT + rows, shape.rotary_dim // 2) for _ in range(2))
-        norm = torch.zeros(heads.dim)
+        proj, query, out = _floats(rows, heads.row), _matrix(rows, q_size), _matrix(rows, q_size)
+        cos, sin = (np.ones((CONTEXT + rows, shape.rotary_dim // 2), np.float32) for _ in range(2))
+        norm = _floats(heads.dim)
         size = f"{heads.n_q} / {heads.n_kv} heads {heads.dim}"
         yield self.case(
             "attn_prepare",
@@ -324,7 +326,7 @@ class Workload:
     def _moe_case(self) -> Case:
         shape, act = self.shape, self.activations
         assert act.moe is not None and act.router is not None and act.shared is not None
-        router, shared, scratch = act.router.normal_(), act.shared, act.moe
+        router, shared, scratch = _randomise(act.router), act.shared, act.moe
         h, e, k, inner = (shape.hidden_size, shape.n_experts, shape.n_experts_per_tok, shape.moe_intermediate_size)
         format = format_of("plain", self.quantize)
         gate_up, down = _packed(2 * inner, h, format, e), _packed(h, inner, format, e)
@@ -346,7 +348,7 @@ class Workload:
             )
 
         def n_bytes(m: int) -> float:
-            n_used = len(set(torch.topk(router[:m, :e], k).indices.flatten().tolist()))
+            n_used = len(np.unique(np.argpartition(router[:m, :e], -k)[:, -k:]))
             return n_used * an_expert + m * (2.0 * h + 4 * e + 12 * h)
 
         size = f"{k} of {e} experts {inner} x {h}"
@@ -358,7 +360,7 @@ class Workload:
 
     def _sample_cases(self) -> Iterator[Case]:
         v, s, logits = self.shape.vocab_size, self.sampler, self.activations.logits
-        target = torch.zeros(self.n_seqs, dtype=torch.int32)
+        target = np.zeros(self.n_seqs, np.int32)
         yield self.case(
             "sample",
             f"{v}, top-k 20, top-p 0.95",
@@ -367,9 +369,9 @@ class Workload:
             lambda m: 4.0 * m * v,
             decodes_only=True,
         )
-        row, n_top = (torch.arange(self.n_seqs, dtype=torch.int32), torch.full((self.n_seqs,), 5, dtype=torch.int32))
-        logprob = torch.zeros(self.n_seqs)
-        top_ids, top = torch.zeros(self.n_seqs, 20, dtype=torch.int32), torch.zeros(self.n_seqs, 20)
+        row, n_top = np.arange(self.n_seqs, dtype=np.int32), np.full(self.n_seqs, 5, np.int32)
+        logprob = _floats(self.n_seqs)
+        top_ids, top = zeros((self.n_seqs, 20), np.int32), _floats(self.n_seqs, 20)
         yield self.case(
             "logprobs",
             f"{v}, top 5",
@@ -380,17 +382,35 @@ class Workload:
         )
 
 
-def _allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(size, dtype=dtype)
+def _allocate(name: str, size: tuple[int, ...], dtype: DTypeLike) -> Array:
+    return zeros(size, dtype)
 
 
-def _matrix(*size: int) -> torch.Tensor:
+def _floats(*size: int) -> Array:
+    return zeros(size, np.float32)
+
+
+def _matrix(*size: int) -> Array:
     """bfloat16, every byte written: memory that was never written is all one page of zeros to the system."""
-    return torch.full(size, 0.01, dtype=torch.bfloat16)
+    matrix = zeros(size, bfloat16)
+    matrix.fill(0.01)
+    return matrix
+
+
+def _randomise(array: Array) -> Array:
+    copy(array, np.random.default_rng(0).standard_normal(array.shape, np.float32))
+    return array
 
 
 def _packed(n: int, k: int, format: MatrixFormat, n_matrices: int = 1) -> Matrix:
     return Matrix.empty(n, k, format, n_matrices).pack(_matrix(n_matrices * n, k))
+
+
+def _copied(matrix: Matrix) -> Matrix:
+    """The matrix in memory of its own."""
+    data = zeros(matrix.data.shape, np.uint8)
+    data[:] = matrix.data
+    return replace(matrix, data=data)
 
 
 def best_s(program: Program, seconds: float) -> float:

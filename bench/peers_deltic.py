@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from bench.peers_worker import serve
 from deltic import roofs
@@ -62,7 +62,7 @@ class Deltic:
         self.runner = build_runner(engine_config, lambda stage, done: None, Cpu())
         self.engine = Engine(self.runner)
         plan = self.runner.plan
-        embedding = empty_weights(plan.shape, plan.quantize, tied=False, device="meta").embed.n_bytes
+        embedding = empty_weights(plan.shape, plan.quantize, tied=False).embed.n_bytes
         self.info = {
             "config": dataclasses.asdict(engine_config) | {"model": Path(engine_config.model).parent.name},
             "instructions": instruction_set(),
@@ -113,9 +113,9 @@ class Deltic:
             request_id = self._add(prompt + follow[:n], 2)
             outputs = self.engine.step()
             assert len(outputs) == 1, "the prompt took more than one step"
-            found.append(self.runner.logits(1)[0].clone())
+            found.append(self.runner.logits(1)[0].copy())
             self.engine.abort(request_id)
-        torch.stack(found).numpy().tofile(file)
+        np.stack(found).tofile(file)
         return {}
 
 

@@ -11,16 +11,23 @@ from torch import Tensor
 
 from deltic.models.qwen.weights import Moe, Weights
 from deltic.ops.matrix import Matrix
+from tests.tensors import tensor_of
 
 
 def rows(matrix: Matrix) -> Tensor:
     """[n, k], or [E, n, k] of experts; bfloat16 where that is what is stored."""
     if matrix.format.layout == "rows":
-        return matrix.rows.cpu()
-    values = matrix.unpack()
+        from deltic.ops.gpu.weight import rows_of
+
+        return rows_of("oracle", matrix).cpu()
+    values = tensor_of(matrix.unpack())
     if matrix.format.precision == "bf16":
         values = values.to(torch.bfloat16)
     return values[0] if len(values) == 1 else values
+
+
+def vector(part: Any) -> Tensor:
+    return part.cpu() if isinstance(part, Tensor) else tensor_of(part)
 
 
 def plain(weights: Weights) -> Any:
@@ -32,10 +39,10 @@ def plain(weights: Weights) -> Any:
             value = getattr(owner, field.name)
             if isinstance(value, Matrix):
                 value = rows(value)
-            elif isinstance(value, Tensor):
-                value = value.cpu()
             elif dataclasses.is_dataclass(value):
                 value = fields(value)
+            else:
+                value = vector(value)
             setattr(out, field.name, value)
         if isinstance(owner, Moe):
             out.shared_gate, out.router = out.router[-1], out.router[:-1]
@@ -43,7 +50,7 @@ def plain(weights: Weights) -> Any:
 
     return SimpleNamespace(
         embed=rows(weights.embed),
-        norm=weights.norm.cpu(),
+        norm=vector(weights.norm),
         lm_head=rows(weights.lm_head),
         layers=[fields(layer) for layer in weights.layers],
     )

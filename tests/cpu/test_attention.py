@@ -11,6 +11,9 @@ from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.geometry import SPLIT_KEYS, AttentionHeads
 from deltic.reference import layers as oracle
+from tests.tensors import on_tensors
+
+attention, attn_prepare = map(on_tensors, (attention, attn_prepare))
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 HEADS = AttentionHeads(n_q=4, n_kv=2, dim=128)

@@ -29,6 +29,7 @@ from deltic.runtime.cpu.device import TEXT, Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.plan import make_plan
 from tests.plain import plain
+from tests.tensors import tensor_of
 from tests.tiny import N_EXPERTS, N_REAL_VOCAB, tiny_checkpoint
 
 CHECKPOINTS = {
@@ -85,7 +86,7 @@ def test_greedy_against_oracle(name: str) -> None:
         while engine.has_work():
             for output in engine.step():
                 drawn += output.token_ids
-                rows.append(runner.logits(1)[0].clone())
+                rows.append(tensor_of(runner.logits(1)[0]).clone())
                 logprobs += [entry.logprob for entry in output.logprobs or []]
         expected = forward(weights, runner.plan.shape, ids + drawn[:-1], precision="bfloat16")[length - 1 :]
         error = (torch.stack(rows) - expected)[:, :N_REAL_VOCAB].abs().amax(-1)
@@ -169,7 +170,7 @@ def test_any_cut_of_the_prompt(runner: Runner) -> None:
             draws = [Draw(0, sequence)] if end == len(ids) else []
             runner.step(Step(chunks=[Chunk(sequence, start, end - start)], draws=draws))
             sequence.n_computed = end
-        return runner.logits(1).clone()
+        return tensor_of(runner.logits(1)).clone()
 
     expected = last_logits([128], 0)
     for slot, cuts in ((1, [1, 2, 3, 70]), (2, [63, 64, 191]), (3, [127, 199])):
@@ -198,7 +199,7 @@ def run_chunks(runner: Runner, chunks: list[tuple[Chunk, bool]]) -> torch.Tensor
     for chunk, _ in chunks:
         chunk.sequence.n_computed = chunk.start + chunk.length
         chunk.sequence.start_slot = None
-    return runner.logits(len(draws)).clone().view(torch.int32)
+    return tensor_of(runner.logits(len(draws))).clone().view(torch.int32)
 
 
 def test_places_and_slots_are_two_things(runner: Runner) -> None:
@@ -209,8 +210,8 @@ def test_places_and_slots_are_two_things(runner: Runner) -> None:
     ids = prompt(200)
     others = [ids[:128] + prompt(60), ids[:64] + prompt(77)]
     cold = [run_chunks(runner, [Driven(runner, other, 0, 0, 0).chunk(len(other))]) for other in others]
-    runner.memory.states.fill_(float("nan"))
-    runner.memory.columns.fill_(float("nan"))
+    runner.memory.states.fill(float("nan"))
+    runner.memory.columns.fill(float("nan"))
     first, beside = Driven(runner, ids, 3, 1, 4), Driven(runner, prompt(90), 0, 3, 12)
     expected = run_chunks(runner, [Driven(runner, ids, 0, 0, 0).chunk(200)])
     found = run_chunks(runner, [beside.chunk(50), first.chunk(200, [(64, n_live), (128, n_live + 1)])])
@@ -250,7 +251,7 @@ def test_tiers_hold_all_of_a_page_and_a_slot(runner: Runner) -> None:
     for move in moves:
         tiers.copy_out(move)
     for memory in (runner.memory.pages, runner.memory.states, runner.memory.columns):
-        memory.fill_(float("nan"))
+        memory.fill(float("nan"))
     for move, device in zip(moves, (9, 8, 2), strict=True):
         tiers.copy_in(replace(move, device=device))
     driven.sequence.pages, driven.sequence.slot = [9, 8, 10], 2
@@ -351,7 +352,9 @@ def test_biases_bans_and_penalties(runner: Runner) -> None:
 def test_a_damaged_model_fails_its_sequences_only(runner: Runner) -> None:
     """Logits that are not finite twice end the sequence with an error; pages and slots come back, others go on."""
     embed = runner.model.weights.embed
-    weight = embed.data.view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[0, :, 7]  # row 7 of the first strip
+    weight = (
+        tensor_of(embed.data).view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[0, :, 7]
+    )  # row 7 of the first strip
     kept = weight.clone()
     engine = Engine(runner)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1, n=2)
@@ -359,7 +362,7 @@ def test_a_damaged_model_fails_its_sequences_only(runner: Runner) -> None:
     engine.add(Request(id="good", prompt_ids=[8, 9], params=params))
     outputs = []
     try:
-        weight.fill_(float("nan"))
+        weight.fill(float("nan"))
         while engine.has_work():
             outputs += engine.step()
             engine.check()

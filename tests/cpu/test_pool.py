@@ -9,9 +9,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
+from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import Program
 
@@ -19,9 +20,9 @@ CPUS = tuple(sorted(os.sched_getaffinity(0)))
 N_TASKS = 64
 
 
-def program(n_threads: int, n_jobs: int = 1, cpus: tuple[int, ...] = ()) -> tuple[Program, torch.Tensor]:
+def program(n_threads: int, n_jobs: int = 1, cpus: tuple[int, ...] = ()) -> tuple[Program, Array]:
     """Jobs of 64 tasks, each of which sums a MiB of ones into its place."""
-    data, out = torch.ones(N_TASKS << 18), torch.zeros(N_TASKS)
+    data, out = np.ones(N_TASKS << 18, np.float32), np.zeros(N_TASKS, np.float32)
     jobs = Program(n_threads, cpus=cpus)
     for _ in range(n_jobs):
         jobs.call("deltic_read_memory", data, N_TASKS << 20, out)
@@ -43,7 +44,7 @@ def masks() -> dict[int, frozenset[int]]:
 
 def script(*lines: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     head = "from tests.cpu.test_pool import *; import resource, time"
-    code = "\n".join((head, "torch.set_num_threads(1)", *lines))
+    code = "\n".join((head, *lines))
     return subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=timeout
     )  # fmt: skip
@@ -89,7 +90,7 @@ def test_threads_that_cannot_be_started_are_an_error_of_one_line() -> None:
         "resource.setrlimit(resource.RLIMIT_AS, (size + (200 << 20),) * 2)",
         "try: many.run()",
         "except KernelError as error: print(error)",
-        "few, out = Program(2), torch.zeros(1)",
+        "few, out = Program(2), np.zeros(1, np.float32)",
         "few.run(); print('alive')",
     )
     assert done.returncode == 0, done.stderr
@@ -105,7 +106,7 @@ def test_threads_that_wait_leave_the_cpu_to_those_that_work() -> None:
     """Sixteen threads on one CPU used to spend half as much time again on waiting for each other."""
     done = script(
         "os.sched_setaffinity(0, CPUS[:1])",
-        "data, out = torch.ones(8 << 18), torch.zeros(8)",
+        "data, out = np.ones(8 << 18, np.float32), np.zeros(8, np.float32)",
         "def seconds(n_threads):",
         "    jobs = Program(n_threads)",
         "    for _ in range(1000): jobs.call('deltic_read_memory', data, 8 << 20, out)",

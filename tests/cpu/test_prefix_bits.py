@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-import torch
 
 from bench.soak.spoil import spoil
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Step, StepResult
+from deltic.ops.arrays import Array
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
@@ -84,7 +85,7 @@ class Answer:
     """What came of one of a request's n sequences."""
 
     tokens: list[int] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
+    rows: list[Array] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
 
@@ -114,7 +115,7 @@ class Watched:
         for i, chunk in enumerate(step.chunks):
             row += chunk.length if chunk.prompt_logprobs else int(i in drawn)
             rows[i] = row - 1
-        logits = self.inner.logits(row).clone()
+        logits = self.inner.logits(row).copy()
         for draw, tokens in zip(step.draws, result.tokens, strict=True):
             if tokens[0] < 0:
                 continue  # it is computed once more
@@ -130,21 +131,21 @@ class Watched:
             if not new:
                 continue
             if pool is store.pages:
-                memory.pages[new] = torch.nan
+                memory.pages[new] = np.nan
             elif pool is store.slots:
                 self._spoil_slots(new)
             else:
                 self.inner.host[new] = 0xFF
 
     def _spoil_slots(self, slots: list[int]) -> None:
-        self.inner.memory.states[slots] = torch.nan
-        self.inner.memory.columns[slots] = torch.nan
+        self.inner.memory.states[slots] = np.nan
+        self.inner.memory.columns[slots] = np.nan
 
     def _fail(self, step: Step) -> None:
         """As a forward that stops half way: all it may have written is worthless."""
         self.fails_next = False
         for chunk in step.chunks:
-            self.inner.memory.pages[chunk.sequence.pages[chunk.start // PAGE_SIZE :]] = torch.nan
+            self.inner.memory.pages[chunk.sequence.pages[chunk.start // PAGE_SIZE :]] = np.nan
             self._spoil_slots([chunk.sequence.slot, *(slot for _, slot in chunk.snapshots)])
         raise RuntimeError("this step was to fail")
 
@@ -348,7 +349,7 @@ def assert_as_cold(setup: Setup, all_asked: list[Asked]) -> None:
             if answer.finish_reason in ("stop", "length"):
                 assert n_rows == len(reference.rows) and len(answer.tokens) == len(reference.tokens), what
             for i, (warm_row, cold_row) in enumerate(zip(answer.rows, reference.rows, strict=False)):
-                same = torch.equal(warm_row.view(torch.int32), cold_row.view(torch.int32))
+                same = np.array_equal(warm_row.view(np.int32), cold_row.view(np.int32))
                 assert same, f"row {i} of sequence {index}, {what}"
             assert answer.tokens == reference.tokens[: len(answer.tokens)], what
             if n_rows:
@@ -484,7 +485,7 @@ def outputs_of(engine: Engine, requests: list[Request], spoil_at: int = -1) -> d
         if n_steps == spoil_at:
             memory = engine.runner.memory  # type: ignore[attr-defined]
             for part in (memory.pages, memory.states, memory.columns):
-                part.fill_(torch.nan)
+                part.fill(np.nan)
         for output in engine.step():
             assert output.error is None, output.error
             told = output.token_ids, output.logprobs, list(output.prompt_logprobs or ())

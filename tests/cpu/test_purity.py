@@ -11,14 +11,15 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
+from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu import text as runner_module
@@ -62,7 +63,7 @@ class Recorder:
     def __init__(self, inner: Runner, watched: str) -> None:
         self.inner, self.watched = inner, watched
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
-        self.rows: list[torch.Tensor] = []
+        self.rows: list[Array] = []
 
     def is_busy(self) -> bool:
         return self.inner.is_busy()
@@ -74,7 +75,7 @@ class Recorder:
         for i, chunk in enumerate(step.chunks):
             n_rows = chunk.length if chunk.prompt_logprobs else int(i in drawn)
             if i in drawn and chunk.sequence.request.id == self.watched and chunk.sequence.index == 0:
-                self.rows.append(self.inner.logits(row + n_rows)[-1].clone())
+                self.rows.append(self.inner.logits(row + n_rows)[-1].copy())
             row += n_rows
         return result
 
@@ -83,7 +84,7 @@ def run(
     inner: Runner, ids: list[int], others: Iterable[tuple[int, list[int], SamplingParams]] = (), *,
     n_tokens: int = 12, step_tokens: int | None = None, preempt_at: int | None = None,
     after: Iterable[list[int]] = (), **params: object,
-) -> tuple[list[int], torch.Tensor]:  # fmt: skip
+) -> tuple[list[int], Array]:  # fmt: skip
     """Tokens and logits of one request; `others` join before the given step. preempt_at: evict it before that step.
     after: prompts that were served before, and are in the prefix cache."""
     recorder = Recorder(inner, "watched")
@@ -112,12 +113,12 @@ def run(
                 tokens += output.token_ids
         n_steps += 1
     engine.check()
-    return tokens, torch.stack(recorder.rows)
+    return tokens, np.stack(recorder.rows)
 
 
-def assert_same_bits(a: tuple[list[int], torch.Tensor], b: tuple[list[int], torch.Tensor]) -> None:
+def assert_same_bits(a: tuple[list[int], Array], b: tuple[list[int], Array]) -> None:
     assert a[0] == b[0]
-    assert torch.equal(a[1].view(torch.int32), b[1].view(torch.int32))
+    assert np.array_equal(a[1].view(np.int32), b[1].view(np.int32))
 
 
 other_requests = st.lists(
@@ -146,7 +147,7 @@ class DirectCalls(Program):
         self.one = partial(Program, *settings, **more)
         self.calls: list[Program] = []
 
-    def call(self, kernel: str, *arguments: torch.Tensor | int | float | None) -> None:
+    def call(self, kernel: str, *arguments: Array | int | float | None) -> None:
         one = self.one()
         one.call(kernel, *arguments)
         self.calls.append(one)

@@ -19,7 +19,8 @@ from deltic.runtime.build import build_runner, is_for_gpu
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(build, "cuda_driver", lambda: None)
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: None)
 
 
 def words(text: str) -> str:
@@ -66,7 +67,7 @@ def test_a_gpu_plan_needs_triton_and_rows(monkeypatch: pytest.MonkeyPatch, witho
     config = EngineConfig(dummy="qwen3.5-0.8b", device="cuda", memory_gb=20.0)
     with monkeypatch.context() as context:
         context.setattr(build, "find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match="needs Triton"):
+        with pytest.raises(ConfigError, match="needs torch and Triton"):
             fit.report(config)
     pytest.importorskip("triton")
     (tmp_path / PACKED).touch()
@@ -85,7 +86,7 @@ def test_without_a_gpu_it_is_the_cpu(without_gpu: None) -> None:
 
 def test_with_a_gpu_it_is_the_gpu_but_for_what_only_a_cpu_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build, "sees_gpu", lambda: True)
     (tmp_path / PACKED).touch()
     assert is_for_gpu(EngineConfig())
     for settings in ({"device": "cpu"}, {"quantize": "int8"}, {"model": str(tmp_path)}):
@@ -94,7 +95,7 @@ def test_with_a_gpu_it_is_the_gpu_but_for_what_only_a_cpu_has(monkeypatch: pytes
 
 def test_doctor_without_a_gpu(without_gpu: None) -> None:
     report = words(doctor.report())
-    assert "sees none; models run on the CPU" in report and "Promises on the GPU" not in report
+    assert "there is no NVIDIA driver here; models run on the CPU" in report and "Promises on the GPU" not in report
     for clause, state, _ in doctor.PROMISES:
         assert f"{clause} {state}" in report
 
@@ -123,6 +124,7 @@ def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from deltic.ops.gpu import launch
 
     chip = SimpleNamespace(name="NVIDIA X100", major=major, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(doctor, "cuda_driver", object)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (130 * 10**9, 141 * 10**9))

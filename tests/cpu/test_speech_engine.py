@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,15 +21,17 @@ from deltic.engine.messages import Output, Request, SamplingParams, Speech
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import Declaration
+from deltic.models.loading import COUNTED, Declaration
 from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShape, codec_side, row_id
 from deltic.models.tts.weights import declare_speech, load_speech_weights
+from deltic.ops.arrays import Array
 from deltic.reference import speech as oracle
 from deltic.reference.vocoder import decode
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import SPEECH
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.plan import make_plan
+from tests.tensors import array_of, tensor_of
 from tests.tiny_speech import tiny_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,10 +44,10 @@ FORMATS = (None, "int8", "int4")
 
 @dataclass
 class Voice:
-    speaker: Tensor
-    codes: Tensor | None
-    frames: Tensor | None
-    state: Tensor | None = None
+    speaker: Array
+    codes: Array | None
+    frames: Array | None
+    state: Array | None = None
 
 
 class Speaking:
@@ -83,7 +86,7 @@ class Speaking:
                     assert frames[t] == frame  # computed again, to the same bits
                 else:
                     frames.append(frame)
-                self.past[key] = self.runner.memory.past[sequence.slot].view(torch.uint8).numpy().tobytes()
+                self.past[key] = self.runner.memory.past[sequence.slot].tobytes()
             else:
                 self.n_prefill_tokens += chunk.length
         return result
@@ -139,9 +142,9 @@ def request_of(
     """The request that a golden case is, greedy or with the published parameters."""
     key, n_frames = "", 0
     if "voice" in case:
-        tensors = load_file(GOLDEN / "tensors.safetensors")
+        tensors = array_of(load_file(GOLDEN / "tensors.safetensors"))
         name = next(n for n in tensors if case["voice"] in n and n.endswith("speaker") and fits(speaking, tensors[n]))
-        codes = tensors[name.removesuffix("speaker") + "codes"].int()
+        codes = tensors[name.removesuffix("speaker") + "codes"].astype(np.int32)
         key = f"{case['voice']}-{bool(case['ref_ids'])}"
         frames = speaking.runner.frame_embeddings(codes)
         speaking.voices[key] = Voice(tensors[name], codes, frames if case["ref_ids"] else None)
@@ -157,7 +160,7 @@ def request_of(
     )  # fmt: skip
 
 
-def fits(speaking: Speaking, speaker: Tensor) -> bool:
+def fits(speaking: Speaking, speaker: Array) -> bool:
     return speaker.shape == (speaking.shape.talker.hidden_size,)
 
 
@@ -178,10 +181,10 @@ def regrets(speaking: Speaking, case: dict[str, Any], frames: list[list[int]], *
     reference = None
     if case["ref_ids"]:
         assert voice is not None and voice.codes is not None
-        reference = oracle.Reference(case["ref_ids"], voice.codes)
+        reference = oracle.Reference(case["ref_ids"], tensor_of(voice.codes))
     rows, trailing = oracle.prompt(
         model, case["input_ids"], is_streaming=case["is_streaming"], language=case.get("language"),
-        speaker=case.get("speaker") or (voice.speaker if voice else None), instruct_ids=case["instruct_ids"] or (),
+        speaker=case.get("speaker") or (tensor_of(voice.speaker) if voice else None), instruct_ids=case["instruct_ids"] or (),
         reference=reference, precision="bfloat16",
     )  # fmt: skip
     oracle.generate(model, rows, trailing, len(frames) + 1, choose=choose, precision="bfloat16")
@@ -312,7 +315,7 @@ def test_memory_that_is_not_finite_is_not_heard(part: str) -> None:
         nonlocal n_steps
         n_steps += 1
         if n_steps == 4:
-            getattr(speaking.runner.memory, part).fill_(torch.nan)
+            getattr(speaking.runner.memory, part).fill(np.nan)
             return speaking._step(step)  # what this one draws is nobody's
         return was(step)
 
@@ -336,7 +339,7 @@ def test_what_was_timed_at_start_changes_nothing() -> None:
     assert fresh.codes["long", 0] == expected
 
 
-def waveform(speaking: Speaking, frames: list[list[int]], before: Tensor | None = None) -> Tensor:
+def waveform(speaking: Speaking, frames: list[list[int]], before: Array | None = None) -> Tensor:
     """The oracle's samples of frames, behind those of a reference."""
     directory = speaking.path / "speech_tokenizer"
     config = json.loads((directory / "config.json").read_text())
@@ -344,7 +347,7 @@ def waveform(speaking: Speaking, frames: list[list[int]], before: Tensor | None 
     codes = torch.tensor(frames)
     n_before = 0 if before is None else len(before)
     if before is not None:
-        codes = torch.cat([before.long(), codes])
+        codes = torch.cat([tensor_of(before).long(), codes])
     return decode(model, codes, {})[1920 * n_before :]
 
 
@@ -387,7 +390,7 @@ def test_a_voice_that_is_not_finite_harms_its_own_request_only() -> None:
     good, bad = request_of(speaking, cases[0], "good"), request_of(speaking, cases[4], "bad")
     expected = speaking.frames(good)
     voice = speaking.voices["long-True"]
-    voice.speaker = torch.full_like(voice.speaker, torch.nan)
+    voice.speaker = np.full_like(voice.speaker, np.nan)
     last = speaking.run(good, bad)
     assert last["bad", 0].finish_reason == "error" and "not finite" in str(last["bad", 0].error)
     assert speaking.codes["good", 0] == expected
@@ -428,7 +431,7 @@ def test_what_cannot_be_spoken_is_refused() -> None:
 def test_published_checkpoints_are_read_whole(name: str, n_tensors: int, n_params: int) -> None:
     """As many tensors and parameters as the published files have."""
     shape = PUBLISHED_SPEECH[name]
-    parts = Declaration(None, device="meta")
+    parts = Declaration(None, COUNTED)
     declare_speech(parts, shape)
     stored = {one.name: one.shape for part in parts.plan for one in part.stored}
     assert len(stored) == n_tensors and sum(map(math.prod, stored.values())) == n_params
@@ -481,7 +484,7 @@ def test_formats_are_near_the_oracle(quantize: str | None, least: float) -> None
     )
     past = oracle.transformer(model.weights, "talker.model", config["talker_config"], rows, {})[-1]
     expected = oracle.first_logits(model, past)
-    found = speaking.runner.logits(1)[0]
+    found = tensor_of(speaking.runner.logits(1)[0])
     assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > least
 
 

@@ -12,6 +12,11 @@ from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_NONE, SIDE_VOICE, add_bias, code_rows, gather, keep_rows, talker_rows
 from deltic.ops.geometry import AttentionHeads
+from tests.tensors import on_tensors
+
+attention, attn_prepare, add_bias, code_rows, gather, keep_rows, talker_rows = map(
+    on_tensors, (attention, attn_prepare, add_bias, code_rows, gather, keep_rows, talker_rows)
+)
 
 WIDTHS = (16, 96, 1024)
 

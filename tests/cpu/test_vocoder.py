@@ -27,6 +27,7 @@ from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, codec_side, r
 from deltic.models.vocoder.cpu import MAX_POSITIONS, PASS_FRAMES, SEEN_FRAMES, allocate_vocoder, check_vocoder
 from deltic.models.vocoder.shape import MAX_REF_FRAMES, VocoderShape
 from deltic.models.vocoder.weights import FILE, dummy_vocoder, load_vocoder, vocoder_weight_bytes
+from deltic.ops.arrays import nothing
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.vocoder import Batch, ConvWeights, Rows, conv
@@ -36,6 +37,7 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.buffers import Arena
 from deltic.runtime.cpu.vocoder import VocoderStreams
 from tests.golden.make_speech import DIRECTORY, VOCODER_STRIDE
+from tests.tensors import array_of, tensor_of
 from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 
 Codes = NDArray[np.int32]
@@ -56,8 +58,8 @@ def vocoder(
     )
     assert not tensors, "tensors that nothing reads"
     for rows in made.buffers.rows:
-        rows.fill_(float("nan"))
-    made.buffers.audio.fill_(float("nan"))
+        rows.fill(float("nan"))
+    made.buffers.audio.fill(float("nan"))
     return made
 
 
@@ -151,7 +153,7 @@ def test_what_nobody_hears_is_skimmed() -> None:
     made.vocode([(1, codes[N_FRAMES - 5 : -5])])
     rest = made.vocode([(1, codes[-5:])])[0]
     assert np.array_equal(rest, alone[-5 * FRAME_SAMPLES :])
-    assert torch.equal(made.state_of(1), made.state_of(0))
+    assert np.array_equal(made.state_of(1), made.state_of(0))
 
 
 def test_what_cannot_be_vocoded_changes_nothing() -> None:
@@ -166,7 +168,7 @@ def test_what_cannot_be_vocoded_changes_nothing() -> None:
     for chunks in ([(0, too_large)], [(0, negative)], [(0, codes), (0, codes)], [(0, codes[:, :15])]):
         with pytest.raises(ValueError):
             made.vocode(chunks)
-    assert torch.equal(made.state_of(0), before)
+    assert np.array_equal(made.state_of(0), before)
     made.buffers.states[0, 0] = MAX_POSITIONS - 3
     with pytest.raises(ValueError, match="at most"):
         made.vocode([(0, codes)])
@@ -184,7 +186,7 @@ def test_memory_is_what_was_planned() -> None:
 
 
 def test_checkpoints_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="damaged or unreadable"):
         load_vocoder(tmp_path, shape())
     tensors = load_file(tiny_speech("custom_voice") / FILE)
     (tmp_path / FILE).parent.mkdir()
@@ -203,8 +205,8 @@ def test_odd_geometries_have_room() -> None:
     small = VocoderShape(decoder_dim=256, latent_dim=16)
     for odd in (replace(small, hidden_size=1 << 16), replace(small, intermediate_size=1 << 16)):
         check_vocoder(odd)
-        buffers = allocate_vocoder(odd, 1, lambda name, size, dtype: torch.empty(size, dtype=dtype, device="meta"))
-        assert all(rows.numel() >= PASS_FRAMES << 16 for rows in buffers.rows)
+        buffers = allocate_vocoder(odd, 1, lambda name, size, dtype: nothing(size, dtype))
+        assert all(rows.size >= PASS_FRAMES << 16 for rows in buffers.rows)
 
 
 def test_a_stream_is_as_long_as_a_sequence_can_be() -> None:
@@ -219,26 +221,26 @@ def test_snake_and_activations(library: str) -> None:
     x = torch.cat([torch.linspace(-60, 60, n - 400), torch.randn(400)]).repeat_interleave(width).view(n, width)
     x = x + torch.linspace(0, 0.01, width)
     states, index = torch.zeros(1, 16), torch.tensor([0, n], dtype=torch.int32)
-    batch = Batch(index, index[:1], torch.tensor(1, dtype=torch.int32), states)
-    source, out, snaked = (Rows(torch.full((n * width,), 1.0), width, 1) for _ in range(3))
-    source.data.copy_(x.flatten())
+    batch = array_of(Batch(index, index[:1], torch.tensor(1, dtype=torch.int32), states))
+    source, out, snaked = (Rows(np.ones(n * width, np.float32), width, 1) for _ in range(3))
+    source.data[:] = x.flatten()
     alpha, inverse_beta = torch.rand(width) * 4, torch.rand(width)
-    identity = ConvWeights.pack(torch.eye(width)[..., None])
+    identity = ConvWeights.pack(np.eye(width, dtype=np.float32)[..., None])
     for activation in (None, "gelu", "clamp"):
         program = Program(1, library)
         conv(
-            program, batch, source, identity, activation=activation, out=out, snake=(alpha, inverse_beta), snaked=snaked
+            program, batch, source, identity, activation=activation, out=out, snake=array_of((alpha, inverse_beta)), snaked=snaked
         )  # fmt: skip
         program.run()
-        y = out.data.view(n, width)
+        y = tensor_of(out.data).view(n, width)
         exact = {None: lambda v: v, "gelu": torch.nn.functional.gelu, "clamp": lambda v: v.clamp(-1, 1)}
         assert (y - exact[activation](x.double())).abs().max() < 4e-7
         wanted = y.double() + (y.double() * alpha.double()).sin() ** 2 * inverse_beta.double()
-        assert (snaked.data.view(n, width) - wanted).abs().max() < 2e-5  # of alpha x = 240, and of the sum
+        assert (tensor_of(snaked.data).view(n, width) - wanted).abs().max() < 2e-5  # of alpha x = 240, and of the sum
         near = y.abs() < 4
-        assert (snaked.data.view(n, width) - wanted)[near].abs().max() < 2e-6
+        assert (tensor_of(snaked.data).view(n, width) - wanted)[near].abs().max() < 2e-6
     with pytest.raises(KernelError, match="channels"):
-        conv(Program(1, library), batch, source, ConvWeights.pack(torch.zeros(32, 16, 1)), out=out)
+        conv(Program(1, library), batch, source, ConvWeights.pack(np.zeros((32, 16, 1), np.float32)), out=out)
 
 
 def speak(engine: Engine, requests: list[Request]) -> dict[str, bytes]:

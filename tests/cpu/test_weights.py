@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltic.models.checkpoint import resolve_model
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import Mlp
+from deltic.models.loading import COUNTED_ROWS, Mlp
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.qwen.weights import (
     AttnLayer,
@@ -31,6 +31,7 @@ from deltic.models.qwen.weights import (
 from deltic.ops.contract import KernelError
 from deltic.ops.matrix import ROWS, Matrix
 from tests.plain import rows
+from tests.tensors import tensor_of
 from tests.tiny import tiny_checkpoint
 
 
@@ -41,9 +42,9 @@ def load(path: Path) -> tuple[Weights, list[str], ModelShape]:
 
 
 def assert_same(a: Weights, b: Weights) -> None:
-    assert [n for n, _ in a.named_tensors()] == [n for n, _ in b.named_tensors()]
-    for (name, x), (_, y) in zip(a.named_tensors(), b.named_tensors(), strict=True):
-        assert x.dtype == y.dtype and torch.equal(x, y), name
+    assert [n for n, _ in a.named_memory()] == [n for n, _ in b.named_memory()]
+    for (name, x), (_, y) in zip(a.named_memory(), b.named_memory(), strict=True):
+        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), name
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,9 @@ def test_sizes_are_those_that_the_shape_predicts(kind: str) -> None:
     weights, notices, shape = load(tiny_checkpoint(kind))
     assert notices == []
     assert weights.n_bytes == weight_bytes(shape, None)
-    sizes = [p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.numel() for _, p in weights.named_parts()]
+    sizes = [p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.size for _, p in weights.named_parts()]
     assert sum(sizes) == shape.n_params
-    assert all(t.is_contiguous() for _, t in weights.named_tensors())
+    assert all(t.flags.c_contiguous for _, t in weights.named_memory())
     assert [isinstance(layer, AttnLayer) for layer in weights.layers] == [False, False, False, True]
     assert all(isinstance(layer.mlp, Moe if shape.is_moe else Mlp) for layer in weights.layers)
 
@@ -289,10 +290,10 @@ def test_dummy_weights_are_the_right_size_repeatable_and_sane() -> None:
     shape = ModelShape.from_directory(tiny_checkpoint("moe"))
     weights, again, other = dummy_weights(shape), dummy_weights(shape), dummy_weights(shape, seed=1)
     assert_same(weights, again)
-    assert not torch.equal(weights.embed.data, other.embed.data)
+    assert weights.embed.data.tobytes() != other.embed.data.tobytes()
     assert weights.n_bytes == weight_bytes(shape, None)
     for name, part in weights.named_parts():
-        tensor = rows(part) if isinstance(part, Matrix) else part
+        tensor = rows(part) if isinstance(part, Matrix) else tensor_of(part)
         assert tensor.float().isfinite().all(), name
         if tensor.dtype == torch.bfloat16 and tensor.numel() > 10_000:
             scale = 0.1 if name == "embed" else tensor.shape[-1] ** -0.5
@@ -304,15 +305,15 @@ def test_the_precision_of_a_matrix_is_that_of_its_role() -> None:
     shape = ModelShape.from_directory(tiny_checkpoint("moe"))
     sensitive = {"embed", "lm_head", "layers.3.mlp.down", "layers.3.mlp.shared_down"}
     for quantize in (None, "int8", "int4", "int4-symmetric"):
-        for name, part in empty_weights(shape, quantize, tied=False, device="meta").named_parts():
+        for name, part in empty_weights(shape, quantize, tied=False).named_parts():
             if isinstance(part, Matrix):
                 is_kept = quantize is None or name.endswith("router")
                 precision = "bf16" if is_kept else "int8" if name in sensitive else quantize
                 assert (part.format.layout, part.format.precision) == ("strips", precision), name
-    rows_of = empty_weights(shape, None, tied=False, device="meta", layout="rows")
+    rows_of = empty_weights(shape, None, tied=False, store=COUNTED_ROWS)
     assert {part.format for _, part in rows_of.named_parts() if isinstance(part, Matrix)} == {ROWS}
     with pytest.raises(KernelError, match="no rows in int8"):
-        empty_weights(shape, "int8", tied=False, device="meta", layout="rows")
+        empty_weights(shape, "int8", tied=False, store=COUNTED_ROWS)
 
 
 def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,7 @@ def _collected() -> dict[str, Any]:
     from deltic.models.tts.weights import dummy_speech_weights
     from deltic.models.vocoder.weights import dummy_vocoder
     from deltic.ops.gpu.launch import Levers
+    from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu import collect as collecting
     from deltic.runtime.gpu.compile import Job, fix_keys
 
@@ -162,7 +163,7 @@ def _collected() -> dict[str, Any]:
         jobs = collecting.collect(plan, levers)
         few, collecting._different_layers = collecting._different_layers, lambda weights: weights.layers
         of_all = collecting.collect(plan, levers)
-        collecting.empty_weights = lambda shape, *_: dummy_weights(shape, layout="rows")
+        collecting.empty_weights = lambda shape, *_: dummy_weights(shape, store=DeviceStore("cpu"))
         with_memory = collecting.collect(plan, levers)  # tensors in host memory; never started
         collecting.empty_weights, collecting._different_layers = empty_weights, few
         found[kind] = {
@@ -171,7 +172,9 @@ def _collected() -> dict[str, Any]:
     speech_plan = _plan("speech")
     jobs = collecting.collect(speech_plan, levers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collecting, "empty_speech_weights", lambda shape, *_: dummy_speech_weights(shape, layout="rows"))
+        patch.setattr(
+            collecting, "empty_speech_weights", lambda shape, *_: dummy_speech_weights(shape, store=DeviceStore("cpu"))
+        )
         patch.setattr(collecting, "empty_vocoder", dummy_vocoder)
         with_memory = collecting.collect(speech_plan, levers)
     found["speech"] = {"kernels": len(jobs), "with_memory": difference(jobs, with_memory)}
@@ -181,6 +184,7 @@ def _collected() -> dict[str, Any]:
 def _warmups() -> dict[str, tuple[int, str]]:
     """Exit status and output of `deltic warmup`, for a text model and a speech model; without the workers."""
     from deltic.__main__ import main
+    from deltic.runtime import build
     from deltic.runtime.gpu import compile as gpu_compile
     from tests.tiny import tiny_checkpoint
     from tests.tiny_speech import tiny_speech
@@ -203,7 +207,7 @@ def _warmups() -> dict[str, tuple[int, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_compile, "Compilation", Done)
         patch.setattr(gpu_compile, "n_usable_cpus", lambda: 2)
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(build, "sees_gpu", lambda: True)
         patch.setattr(torch.cuda, "mem_get_info", lambda: (FREE_BYTES, FREE_BYTES))
         for kind, (path, more) in models.items():
             for _ in range(2):  # the second time the cache is known to hold them
@@ -281,11 +285,11 @@ def _keys() -> dict[str, str]:
 
 def _walk(plan: Any, levers: Any) -> Any:
     from deltic.models.qwen.weights import empty_weights
+    from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu.text import GpuTextRunner
 
-    runner = GpuTextRunner(
-        plan, empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, "meta", "rows"), levers
-    )
+    weights = empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, DeviceStore("meta"))
+    runner = GpuTextRunner(plan, weights, levers)
     for recording in runner.recordings():
         recording.run()
     return runner
@@ -298,6 +302,7 @@ def _recorded() -> dict[str, Any]:
     from deltic.models.tts.weights import dummy_speech_weights
     from deltic.models.vocoder.weights import dummy_vocoder
     from deltic.ops.gpu.launch import Levers
+    from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu.collect import collect
     from deltic.runtime.gpu.compile import begin_compiling
     from deltic.runtime.gpu.speech import GpuSpeechRunner
@@ -311,10 +316,10 @@ def _recorded() -> dict[str, Any]:
         assert report is not None and report.n_failed == 0
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or misses.append(src.name)
         if kind == "speech":
-            weights = dummy_speech_weights(plan.shape, layout="rows", device="cuda")
+            weights = dummy_speech_weights(plan.shape, store=DeviceStore("cuda"))
             GpuSpeechRunner(plan, weights, dummy_vocoder(plan.shape.vocoder), Levers())
         else:
-            GpuTextRunner(plan, dummy_weights(plan.shape, layout="rows", device="cuda"), Levers())
+            GpuTextRunner(plan, dummy_weights(plan.shape, store=DeviceStore("cuda")), Levers())
     return {"misses": misses}
 
 

@@ -225,7 +225,7 @@ def test_what_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("format", list(FORMATS))
 def test_a_format_without_a_kernel_is_refused(device: str, format: str) -> None:
-    w, few, many = Matrix.empty(64, 128, FORMATS[format], device=device), 2, 64
+    w, few, many = Matrix.empty(64, 128, FORMATS[format]), 2, 64
     refused = f"no kernel for {format} in strips$"
     with pytest.raises(KernelError, match=f"linear: .*{refused}"):
         narrow_linear(values(few, 128, device=device), w, poisoned(1, few, 64, device=device), levers=LEVERS)

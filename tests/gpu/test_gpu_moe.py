@@ -289,7 +289,7 @@ def test_a_format_without_a_kernel_is_refused(device: str, i: int) -> None:
     layer = Layer(TINY, device)
     weights = [in_rows(w) for w in layer.weights]
     w = weights[i]
-    weights[i] = Matrix.empty(w.n, w.k, FORMATS["int8"], len(w.data), device=device)
+    weights[i] = Matrix.empty(w.n, w.k, FORMATS["int8"], len(w.data))
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in strips$"):
         moe_decode(

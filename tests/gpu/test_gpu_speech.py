@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 pytest.importorskip("triton")
 from deltic.config import ConfigError, EngineConfig
@@ -31,6 +30,7 @@ from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShap
 from deltic.models.tts.weights import load_speech_weights
 from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
 from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.weight import DeviceStore
 from deltic.reference.sample import sample as oracle_sample
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.vocoder import Vocoded
@@ -56,7 +56,7 @@ N_FRAMES = 12 if HAS_GPU else 2 if IS_LONG else 1
 class Silent:
     """A vocoder of silence."""
 
-    def open(self, slot: int, state: Tensor | None = None) -> None:
+    def open(self, slot: int, state: NDArray[np.float32] | None = None) -> None:
         pass
 
     def begin(self, chunks: Items[tuple[int, NDArray[np.int32]]]) -> Vocoded:
@@ -233,7 +233,7 @@ def check_audio(n_frames: int, n_primed: int) -> None:
     speaking = SpeakingGpu()
     runner, vocoder, engine = speaking.runner, speaking.vocoder, speaking.engine
     runner.vocoder, engine.stage = vocoder, SpeechStage(vocoder, runner.n_streams)
-    voice = torch.randint(0, N_CODES, (n_primed + 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    voice = np.random.default_rng(0).integers(N_CODES, size=(n_primed + 2, 16), dtype=np.int32)
     state, n_done = None, 0
     requests = drawn(speaking, 4 if n_frames > 1 else 1)
     for request in requests:
@@ -253,15 +253,15 @@ def check_audio(n_frames: int, n_primed: int) -> None:
         vocoder.open(0)
         codes = np.array(speaking.codes[request.id, 0], np.int32)
         assert audio[request.id] == to_pcm(vocoder.vocode([(0, codes)])[0])
-    vocoder.open(1, None if state is None else state.cpu())
-    rest = vocoder.vocode([(1, voice[n_primed:].numpy())])[0]
+    vocoder.open(1, state)
+    rest = vocoder.vocode([(1, voice[n_primed:])])[0]
     vocoder.open(1)
-    assert np.array_equal(rest, vocoder.vocode([(1, voice.numpy())])[0][-len(rest) :])
+    assert np.array_equal(rest, vocoder.vocode([(1, voice)])[0][-len(rest) :])
 
 
 def test_rows_of_a_voice_are_its_frames() -> None:
     """Whatever runs they make: alone, in order, again, backwards, with gaps in the prompt and in the voice."""
-    voice = Voice(torch.full((2,), 9.0), frames=torch.arange(12.0).view(6, 2))
+    voice = Voice(np.full(2, 9, np.float32), frames=np.arange(12, dtype=np.float32).reshape(6, 2))
     runner = GpuSpeechRunner.__new__(GpuSpeechRunner)
     runner.device, runner._voice_rows = torch.device("cpu"), {}
     runner.plan = SimpleNamespace(max_num_seqs=2)  # type: ignore[assignment]
@@ -335,7 +335,7 @@ def test_texts_are_projected_and_their_table_is_given_back(monkeypatch: pytest.M
     """The plan does not count the table; the rows are those of one product."""
     directory = tiny_speech("custom_voice", wide=True)
     shape = SpeechShape.from_directory(directory)
-    weights, _ = load_speech_weights(directory, shape, layout="rows", device=device)
+    weights, _ = load_speech_weights(directory, shape, store=DeviceStore(device))
     whole = tts_gpu.project_texts(weights)
     monkeypatch.setattr(tts_gpu, "TEXTS_AT_ONCE", shape.text_vocab_size // 2 - 1)
     model = tts_gpu.TtsGpu(shape, weights, 64, Levers())

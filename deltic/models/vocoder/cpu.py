@@ -306,11 +306,11 @@ class Vocoder:
 
     def _upsampling(self, name: str, stride: int, dtype: DTypeLike = np.float32) -> ConvWeights:
         w, bias = self._take(f"{name}.weight"), self._take(f"{name}.bias")
-        return ConvWeights.pack(_transposed(w, stride), bias.repeat(stride), dtype=dtype)
+        return ConvWeights.pack(_transposed(w, stride), np.tile(bias, stride), dtype=dtype)
 
     def _linear(self, *names: str) -> ConvWeights:
         """Of several, one below the other."""
         return ConvWeights.pack(np.concatenate([self._take(f"{name}.weight") for name in names])[..., None])
 
     def _snake(self, name: str, phases: int = 1) -> tuple[Array, Array]:
-        return self._take(f"{name}.alpha").repeat(phases), self._take(f"{name}.beta").repeat(phases)
+        return np.tile(self._take(f"{name}.alpha"), phases), np.tile(self._take(f"{name}.beta"), phases)
