@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,9 +110,9 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
             return self._given(command.speaker)
         if not command.samples:
             return None
-        samples = torch.frombuffer(bytearray(command.samples), dtype=torch.float32)
-        codes = self._encoder.codes(samples) if command.needs_codes else None
-        return Voice(self._encoder.speaker(samples), codes)
+        samples = np.frombuffer(command.samples, np.float32)
+        codes = torch.from_numpy(self._encoder.codes(samples)) if command.needs_codes else None
+        return Voice(torch.from_numpy(self._encoder.speaker(samples)), codes)
 
     def _given(self, data: bytes) -> Voice | str:
         speaker = torch.frombuffer(bytearray(data), dtype=torch.float32)
