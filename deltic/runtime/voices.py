@@ -114,10 +114,8 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
         if not command.samples:
             return None
         samples = np.frombuffer(command.samples, np.float32)
-        import torch
-        samples = torch.from_numpy(samples.copy())
-        codes = self._encoder.codes(samples).numpy() if command.needs_codes else None
-        return Voice(self._encoder.speaker(samples).numpy(), codes)
+        codes = self._encoder.codes(samples) if command.needs_codes else None
+        return Voice(self._encoder.speaker(samples), codes)
 
     def _given(self, data: bytes) -> Voice | str:
         speaker = np.frombuffer(data, np.float32)

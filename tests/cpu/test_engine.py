@@ -362,7 +362,7 @@ def test_a_damaged_model_fails_its_sequences_only(runner: Runner) -> None:
     engine.add(Request(id="good", prompt_ids=[8, 9], params=params))
     outputs = []
     try:
-        weight.fill(float("nan"))
+        weight.fill_(float("nan"))
         while engine.has_work():
             outputs += engine.step()
             engine.check()

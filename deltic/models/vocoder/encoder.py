@@ -7,7 +7,7 @@ Base checkpoints have both encoders.
     codes = encoder.codes(samples)         # int32 [R, 16]
 
 samples: float32 [n], mono, 24 kHz, within [-1, 1]. It runs once a voice, beside the steps, and so in plain
-torch, in float32; being plain already, it has no second version in `reference/`: `tests/golden/speech` is
+numpy, in float32; being plain already, it has no second version in `reference/`: `tests/golden/speech` is
 what it is held to. The convolutions over samples go over the recording in blocks, so that 30 s take some 300
 MB. Weights are read when the first voice comes, and stay mapped files.
 
@@ -18,15 +18,16 @@ configuration is not applied by the published code on a CPU, and beyond 10 s the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from deltic.models.fields import CheckpointError, UnsupportedModelError, positive_float, positive_int, read_json
 from deltic.models.loading import read_headers
@@ -45,15 +46,27 @@ USED_LEAST = 1e-5
 
 BLOCK, CONTEXT = 128, 8
 """Positions, 25 a second, for which the convolutions over samples run at once, and how many earlier ones they
-see.
+see, which must be more than 4.
+"""
 
-They must see more than 4.
+WINDOWS = 2048
+"""Windows of a convolution that are multiplied at once: as many as caches hold."""
+
+ERFC = (
+    (2.15311535474403846e-8, 5.64188496988670089e-1, 8.88314979438837594, 6.61191906371416295e1, 2.98635138197400131e2,
+     8.81952221241769090e2, 1.71204761263407058e3, 2.05107837782607147e3, 1.23033935479799725e3),
+    (1.0, 1.57449261107098347e1, 1.17693950891312499e2, 5.37181101862009858e2, 1.62138957456669019e3,
+     3.29079923573345963e3, 4.36261909014324716e3, 3.43936767414372164e3, 1.23033935480374942e3),
+)  # fmt: skip
+"""Numerator and denominator of erfc(x) exp(x²), the highest power first: W. J. Cody, Rational Chebyshev
+approximations for the error function, 1969; for x from 0.47 to 4. From 0 on its error is below 1e-11.
 """
 
 SPEAKER, CODES = "speaker_encoder", "encoder"
 """What the tensors' names begin with, in model.safetensors and in the speech tokenizer's."""
 
-Tensors = dict[str, Tensor]
+Floats = NDArray[np.float32]
+Tensors = dict[str, Floats]
 
 
 class AudioError(ValueError):
@@ -85,16 +98,20 @@ class EncoderShape:
     @classmethod
     def from_directory(cls, directory: Path) -> EncoderShape:
         """Raises CheckpointError, and UnsupportedModelError for a field that cannot be run."""
-        config, tokenizer = (
-            read_json(directory / "config.json"),
-            read_json(directory / "speech_tokenizer/config.json"),
-        )
+        config, tokenizer = (read_json(directory / part / "config.json") for part in ("", "speech_tokenizer"))
         speaker, codes = config.get("speaker_encoder_config"), tokenizer.get("encoder_config")
         for name, part in (("speaker_encoder_config", speaker), ("encoder_config", codes)):
             if not isinstance(part, Mapping):
                 raise UnsupportedModelError(name, part, "an object")
         assert isinstance(speaker, Mapping) and isinstance(codes, Mapping)
-        _refuse_variants(speaker, codes, tokenizer)
+        _expect(speaker, mel_dim=N_MELS, enc_res2net_scale=RES2NET_GROUPS, sample_rate=SAMPLE_RATE)
+        _expect(speaker, enc_kernel_sizes=[5, 3, 3, 3, 1], enc_dilations=[1, *RES2NET_DILATIONS, 1])
+        _expect(codes, audio_channels=1, kernel_size=KERNEL, last_kernel_size=LAST_KERNEL, num_residual_layers=1)
+        _expect(codes, residual_kernel_size=RESIDUAL_KERNEL, compress=2, use_causal_conv=True, pad_mode="constant")
+        _expect(codes, use_conv_shortcut=False, hidden_act="gelu", attention_bias=False, num_semantic_quantizers=1)
+        _expect(codes, num_key_value_heads=codes.get("num_attention_heads"))
+        _expect(tokenizer, encoder_valid_num_quantizers=N_CODES, input_sample_rate=SAMPLE_RATE)
+        _expect(tokenizer, encode_downsample_rate=FRAME_SAMPLES)
         rates = _sizes(codes, "upsampling_ratios", cls.rates[::-1], 4)[::-1]
         if 2 * math.prod(rates) != FRAME_SAMPLES:
             raise UnsupportedModelError("upsampling_ratios", rates[::-1], f"a product of {FRAME_SAMPLES // 2}")
@@ -124,50 +141,11 @@ def _sizes(fields: Mapping[str, Any], name: str, default: tuple[int, ...], n: in
     return tuple(positive_int({name: value}, name) for value in values)
 
 
-def _refuse_variants(speaker: Mapping[str, Any], codes: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
-    """Refuses fields that would change the mathematics. An absent field has the class default."""
-    only: list[tuple[Mapping[str, Any], dict[str, Any]]] = [
-        (
-            speaker,
-            {
-                "mel_dim": N_MELS,
-                "enc_res2net_scale": RES2NET_GROUPS,
-                "enc_kernel_sizes": [5, 3, 3, 3, 1],
-                "enc_dilations": [1, *RES2NET_DILATIONS, 1],
-                "sample_rate": SAMPLE_RATE,
-            },
-        ),
-        (
-            codes,
-            {
-                "audio_channels": 1,
-                "kernel_size": KERNEL,
-                "last_kernel_size": LAST_KERNEL,
-                "num_residual_layers": 1,
-                "residual_kernel_size": RESIDUAL_KERNEL,
-                "compress": 2,
-                "use_causal_conv": True,
-                "pad_mode": "constant",
-                "use_conv_shortcut": False,
-                "hidden_act": "gelu",
-                "attention_bias": False,
-                "num_semantic_quantizers": 1,
-                "num_key_value_heads": codes.get("num_attention_heads"),
-            },
-        ),
-        (
-            tokenizer,
-            {
-                "encoder_valid_num_quantizers": N_CODES,
-                "input_sample_rate": SAMPLE_RATE,
-                "encode_downsample_rate": FRAME_SAMPLES,
-            },
-        ),
-    ]
-    for fields, expected in only:
-        for name, value in expected.items():
-            if fields.get(name) is not None and fields[name] != value:
-                raise UnsupportedModelError(name, fields[name], repr(value))
+def _expect(fields: Mapping[str, Any], **expected: Any) -> None:
+    """Refuses other values, which would change the mathematics. An absent field has the class default."""
+    for name, value in expected.items():
+        if fields.get(name) is not None and fields[name] != value:
+            raise UnsupportedModelError(name, fields[name], repr(value))
 
 
 def encoder_tensors(shape: EncoderShape) -> dict[str, tuple[int, ...]]:
@@ -233,9 +211,7 @@ class VoiceEncoder:
 
     def __init__(self, shape: EncoderShape, load: Callable[[str], Tensors]) -> None:
         """load: the float32 tensors of SPEAKER or of CODES, by name; called when they are first needed."""
-        self.shape = shape
-        self._load = load
-        self._loaded: dict[str, Tensors] = {}
+        self.shape, self._tensors = shape, functools.cache(load)
 
     @classmethod
     def open(cls, directory: Path) -> VoiceEncoder:
@@ -254,12 +230,8 @@ class VoiceEncoder:
                 raise CheckpointError(f"{found}; its config says {list(size)}")
 
         def load(part: str) -> Tensors:
-            files = MappedFiles()
-            return {
-                name: torch.from_numpy(files.read(headers[name]).astype("float32"))
-                for name in sizes
-                if name.startswith(f"{part}.")
-            }
+            files, names = MappedFiles(), [name for name in sizes if name.startswith(f"{part}.")]
+            return {name: np.asarray(files.read(headers[name]), np.float32) for name in names}
 
         return cls(shape, load)
 
@@ -269,189 +241,215 @@ class VoiceEncoder:
         shape = EncoderShape(width=width)
 
         def load(part: str) -> Tensors:
-            generator = torch.Generator().manual_seed(seed)
+            generator = np.random.default_rng(seed)
             return {
-                name: torch.randn(size, generator=generator) / math.sqrt(math.prod(size[1:]))
+                name: generator.standard_normal(size, np.float32) / math.sqrt(math.prod(size[1:]))
                 if len(size) > 1
-                else torch.ones(size)
+                else np.ones(size, np.float32)
                 for name, size in encoder_tensors(shape).items()
                 if name.startswith(f"{part}.")
             }
 
         return cls(shape, load)
 
-    @torch.inference_mode()
-    def speaker(self, samples: Tensor) -> Tensor:
+    def speaker(self, samples: Floats) -> Floats:
         """float32 [width]. Raises AudioError."""
         _check(samples)
         vector = speaker_vector(self._tensors(SPEAKER), mels(samples))
-        if not vector.isfinite().all():
+        if not np.isfinite(vector).all():
             raise AudioError("the recording gives no finite speaker vector")
-        return vector.clone()
+        return vector
 
-    @torch.inference_mode()
-    def codes(self, samples: Tensor) -> Tensor:
+    def codes(self, samples: Floats) -> NDArray[np.int32]:
         """int32 [R, 16], R = ceil(n / 1920). Raises AudioError."""
         _check(samples)
         w, shape = self._tensors(CODES), self.shape
         x = _transformer(w, shape, _convolutions(w, shape, samples))
-        x = F.conv1d(
-            F.pad(x[None], (2, x.shape[1] % 2), mode="replicate"), w[f"{CODES}.downsample.conv.weight"], stride=2
-        )
-        return _quantised(w, x[0])
-
-    def _tensors(self, part: str) -> Tensors:
-        if part not in self._loaded:
-            self._loaded[part] = self._load(part)
-        return self._loaded[part]
+        x = np.pad(x, ((0, 0), (2, x.shape[1] % 2)), mode="edge")
+        return _quantised(w, _conv(x, w[f"{CODES}.downsample.conv.weight"], stride=2))
 
 
-def _check(samples: Tensor) -> None:
+def _check(samples: Floats) -> None:
     n = len(samples)
     if not MIN_SAMPLES <= n <= MAX_SAMPLES:
         least, most = MIN_SAMPLES / SAMPLE_RATE, MAX_SAMPLES / SAMPLE_RATE
         raise AudioError(f"a recording of {n / SAMPLE_RATE:.2f} s; it must be from {least:g} to {most:g} s long")
-    if not samples.isfinite().all():
+    if not np.isfinite(samples).all():
         raise AudioError("the recording has samples that are not finite")
+
+
+def _conv(x: Floats, weight: Floats, stride: int = 1, dilation: int = 1) -> Floats:
+    """x [C, T] -> [C', T'], without padding and bias: weight [C', C, kernel] times the windows of x."""
+    out, inner, kernel = weight.shape
+    windows = sliding_window_view(x, (kernel - 1) * dilation + 1, 1)[:, ::stride, ::dilation].swapaxes(1, 2)
+    y = np.empty((out, windows.shape[2]), np.float32)
+    for i in range(0, y.shape[1], WINDOWS):
+        some = windows[..., i : i + WINDOWS].reshape(inner * kernel, -1)
+        np.matmul(weight.reshape(out, -1), some, out=y[:, i : i + WINDOWS])
+    return y
+
+
+def _softmax(x: Floats) -> Floats:
+    """Over the last axis."""
+    x = np.exp(x - x.max(-1, keepdims=True))
+    x /= x.sum(-1, keepdims=True)
+    return x
 
 
 # The speaker vector.
 
 
-def mels(samples: Tensor) -> Tensor:
+def mels(samples: Floats) -> Floats:
     """log-mel magnitudes [N_MELS, frames], 93.75 frames a second."""
     side = (N_FFT - HOP) // 2
-    padded = F.pad(samples[None], (side, side), mode="reflect")[0]
-    spectrum = torch.stft(padded, N_FFT, HOP, window=torch.hann_window(N_FFT), center=False, return_complex=True)
-    magnitude = (spectrum.real.square() + spectrum.imag.square() + 1e-9).sqrt()
-    return (mel_filters() @ magnitude).clamp(min=1e-5).log()
+    frames = sliding_window_view(np.pad(samples, side, mode="reflect"), N_FFT)[::HOP]
+    spectrum = np.fft.rfft(frames * np.hanning(N_FFT + 1)[:-1])  # float64
+    magnitude = np.sqrt(spectrum.real**2 + spectrum.imag**2 + 1e-9)
+    return np.asarray(np.log(np.maximum(mel_filters() @ magnitude.T, 1e-5)), np.float32)
 
 
-def mel_filters() -> Tensor:
+def mel_filters() -> Floats:
     """float32 [N_MELS, N_FFT / 2 + 1]: triangles of area 1 on Slaney's scale, linear to 1 kHz and logarithmic
     above.
     """
     break_hz, per_mel, step = 1000.0, 200.0 / 3, math.log(6.4) / 27
     break_mel = break_hz / per_mel
     most = break_mel + math.log(MAX_HZ / break_hz) / step
-    mel = torch.linspace(0, most, N_MELS + 2, dtype=torch.float64)
-    hz = torch.where(mel < break_mel, mel * per_mel, break_hz * ((mel - break_mel) * step).exp())
-    bins = torch.linspace(0, SAMPLE_RATE / 2, N_FFT // 2 + 1, dtype=torch.float64)
+    mel = np.linspace(0, most, N_MELS + 2)
+    hz = np.where(mel < break_mel, mel * per_mel, break_hz * np.exp((mel - break_mel) * step))
+    bins = np.linspace(0, SAMPLE_RATE / 2, N_FFT // 2 + 1)
     rising = (bins - hz[:-2, None]) / (hz[1:-1] - hz[:-2])[:, None]
     falling = (hz[2:, None] - bins) / (hz[2:] - hz[1:-1])[:, None]
     area = 2 / (hz[2:] - hz[:-2])[:, None]
-    return (torch.minimum(rising, falling).clamp(min=0) * area).float()
+    return np.asarray(np.maximum(np.minimum(rising, falling), 0) * area, np.float32)
 
 
-def speaker_vector(w: Tensors, mel: Tensor) -> Tensor:
+def speaker_vector(w: Tensors, mel: Floats) -> Floats:
     """The ECAPA-TDNN: mel [N_MELS, T] -> [width]."""
 
-    def conv(name: str, x: Tensor, dilation: int = 1) -> Tensor:
+    def conv(name: str, x: Floats, dilation: int = 1) -> Floats:
         """The same length, reflected at both ends."""
         weight, bias = w[f"{SPEAKER}.{name}.weight"], w[f"{SPEAKER}.{name}.bias"]
         side = dilation * (weight.shape[2] - 1) // 2
-        x = F.pad(x[None], (side, side), mode="reflect") if side else x[None]
-        return F.conv1d(x, weight, bias, dilation=dilation)[0]
+        padded = np.pad(x, ((0, 0), (side, side)), mode="reflect")
+        return _conv(padded, weight, dilation=dilation) + bias[:, None]
 
-    x = conv("blocks.0.conv", mel).relu()
+    def relu(x: Floats) -> Floats:
+        return np.clip(x, 0, None)
+
+    x = relu(conv("blocks.0.conv", mel))
     outputs = []
     for i, dilation in enumerate(RES2NET_DILATIONS, 1):
         block = f"blocks.{i}"
-        groups = list(conv(f"{block}.tdnn1.conv", x).relu().chunk(RES2NET_GROUPS))
+        groups = np.split(relu(conv(f"{block}.tdnn1.conv", x)), RES2NET_GROUPS)
         for j in range(1, RES2NET_GROUPS):
             given = groups[j] if j == 1 else groups[j] + groups[j - 1]
-            groups[j] = conv(f"{block}.res2net_block.blocks.{j - 1}.conv", given, dilation).relu()
-        y = conv(f"{block}.tdnn2.conv", torch.cat(groups)).relu()
-        gate = conv(f"{block}.se_block.conv1", y.mean(1, keepdim=True)).relu()
-        x = x + y * conv(f"{block}.se_block.conv2", gate).sigmoid()
+            groups[j] = relu(conv(f"{block}.res2net_block.blocks.{j - 1}.conv", given, dilation))
+        y = relu(conv(f"{block}.tdnn2.conv", np.concatenate(groups)))
+        gate = relu(conv(f"{block}.se_block.conv1", y.mean(1, keepdims=True)))
+        x = x + y / (1 + np.exp(-conv(f"{block}.se_block.conv2", gate)))
         outputs.append(x)
-    x = conv("mfa.conv", torch.cat(outputs)).relu()
+    x = relu(conv("mfa.conv", np.concatenate(outputs)))
 
-    def statistics(weights: Tensor) -> tuple[Tensor, Tensor]:
-        mean = (weights * x).sum(1, keepdim=True)
-        variance = (weights * (x - mean).square()).sum(1, keepdim=True)
-        return mean, variance.clamp(min=1e-12).sqrt()
+    def statistics(weights: Floats) -> tuple[Floats, Floats]:
+        mean = (weights * x).sum(1, keepdims=True)
+        variance = (weights * (x - mean) ** 2).sum(1, keepdims=True)
+        return mean, np.sqrt(np.maximum(variance, 1e-12))
 
-    even = statistics(torch.full((1, x.shape[1]), 1 / x.shape[1]))
-    seen = torch.cat([x, *(part.expand_as(x) for part in even)])
-    attention = conv("asp.conv", conv("asp.tdnn.conv", seen).relu().tanh()).softmax(1)
-    return conv("fc", torch.cat(statistics(attention)))[:, 0]
+    even = statistics(np.full((1, x.shape[1]), 1 / x.shape[1], np.float32))
+    seen = np.concatenate([x, *(np.broadcast_to(part, x.shape) for part in even)])
+    attention = _softmax(conv("asp.conv", np.tanh(relu(conv("asp.tdnn.conv", seen)))))
+    return conv("fc", np.concatenate(statistics(attention)))[:, 0]
 
 
 # The codes.
 
 
-def _causal(w: Tensors, name: str, x: Tensor, stride: int = 1) -> Tensor:
+def _elu(x: Floats) -> Floats:
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 0)))
+
+
+def _causal(w: Tensors, name: str, x: Floats, stride: int = 1) -> Floats:
     """x [C, T] -> [C', ceil(T / stride)]: zeros before it, and behind it up to a whole stride."""
     weight, bias = w[f"{CODES}.{name}.weight"], w[f"{CODES}.{name}.bias"]
-    padded = F.pad(x[None], (weight.shape[2] - stride, -x.shape[1] % stride))
-    return F.conv1d(padded, weight, bias, stride=stride)[0]
+    padded = np.pad(x, ((0, 0), (weight.shape[2] - stride, -x.shape[1] % stride)))
+    return _conv(padded, weight, stride) + bias[:, None]
 
 
-def _convolutions(w: Tensors, shape: EncoderShape, samples: Tensor) -> Tensor:
+def _convolutions(w: Tensors, shape: EncoderShape, samples: Floats) -> Floats:
     """samples [n] -> [hidden_size, ceil(n / 960)], 25 a second, block by block."""
 
-    def block(x: Tensor) -> Tensor:
+    def block(x: Floats) -> Floats:
         x = _causal(w, "encoder.layers.0.conv", x[None])
         for i, rate in enumerate(shape.rates):
             unit = f"encoder.layers.{3 * i + 1}.block"
-            y = _causal(w, f"{unit}.1.conv", F.elu(x))
-            x = x + _causal(w, f"{unit}.3.conv", F.elu(y))
-            x = _causal(w, f"encoder.layers.{3 * i + 3}.conv", F.elu(x), rate)
-        return _causal(w, f"encoder.layers.{3 * len(shape.rates) + 2}.conv", F.elu(x))
+            y = _causal(w, f"{unit}.1.conv", _elu(x))
+            x += _causal(w, f"{unit}.3.conv", _elu(y))
+            x = _causal(w, f"encoder.layers.{3 * i + 3}.conv", _elu(x), rate)
+        return _causal(w, f"encoder.layers.{3 * len(shape.rates) + 2}.conv", _elu(x))
 
     stride = math.prod(shape.rates)
     parts = []
     for start in range(0, len(samples), BLOCK * stride):
         begin = max(0, start - CONTEXT * stride)
         parts.append(block(samples[begin : start + BLOCK * stride])[:, (start - begin) // stride :])
-    return torch.cat(parts, 1)
+    return np.concatenate(parts, 1)
 
 
-def _transformer(w: Tensors, shape: EncoderShape, x: Tensor) -> Tensor:
+def _transformer(w: Tensors, shape: EncoderShape, x: Floats) -> Floats:
     """x [hidden_size, T] -> the same, T up to 1024.
 
-    Norms with biases before each branch, a scale behind it, no norm at the end.
+    A layer's branches have a norm with a bias before them, and a scale behind; there is no norm at the end.
     """
-    x, d, h = x.T, shape.head_dim, shape.hidden_size
-    inv_freq = shape.rope_theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
-    angle = (torch.arange(len(x), dtype=torch.float64)[:, None] * inv_freq).float()
-    cos, sin = angle.cos(), angle.sin()
+    x, n, d = np.ascontiguousarray(x.T), x.shape[1], shape.head_dim
+    inv_freq = shape.rope_theta ** (-np.arange(0, d, 2) / d)
+    angle = (np.arange(n)[:, None] * inv_freq).astype(np.float32)
+    cos, sin = np.cos(angle), np.sin(angle)
+    future = np.triu(np.full((n, n), -np.inf, np.float32), 1)
 
-    def rotated(heads: Tensor) -> Tensor:
-        one, two = heads.chunk(2, -1)
-        return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+    def rotated(heads: Floats) -> Floats:
+        one, two = np.split(heads, 2, -1)
+        return np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
 
     for i in range(shape.n_layers):
         layer = f"{CODES}.encoder_transformer.layers.{i}"
 
-        def normed(x: Tensor, name: str, layer: str = layer) -> Tensor:
-            return F.layer_norm(x, (h,), w[f"{layer}.{name}.weight"], w[f"{layer}.{name}.bias"], shape.norm_eps)
+        def normed(x: Floats, name: str, layer: str = layer) -> Floats:
+            x = x - x.mean(-1, keepdims=True)
+            x /= np.sqrt((x**2).mean(-1, keepdims=True) + shape.norm_eps)
+            return x * w[f"{layer}.{name}.weight"] + w[f"{layer}.{name}.bias"]
 
         y = normed(x, "input_layernorm")
         q, k, v = (
-            F.linear(y, w[f"{layer}.self_attn.{part}_proj.weight"]).unflatten(-1, (-1, d)).transpose(0, 1)
-            for part in "qkv"
+            (y @ w[f"{layer}.self_attn.{part}_proj.weight"].T).reshape(n, -1, d).swapaxes(0, 1) for part in "qkv"
         )  # [heads, T, d]
-        o = F.scaled_dot_product_attention(rotated(q)[None], rotated(k)[None], v[None], is_causal=True)[0]
-        o = F.linear(o.transpose(0, 1).flatten(1), w[f"{layer}.self_attn.o_proj.weight"])
-        x = x + o * w[f"{layer}.self_attn_layer_scale.scale"]
-        y = F.gelu(F.linear(normed(x, "post_attention_layernorm"), w[f"{layer}.mlp.fc1.weight"]))
-        x = x + F.linear(y, w[f"{layer}.mlp.fc2.weight"]) * w[f"{layer}.mlp_layer_scale.scale"]
+        scores = rotated(q) @ rotated(k).swapaxes(1, 2)
+        o = _softmax(scores / math.sqrt(d) + future) @ v
+        o = o.swapaxes(0, 1).reshape(n, -1) @ w[f"{layer}.self_attn.o_proj.weight"].T
+        x += o * w[f"{layer}.self_attn_layer_scale.scale"]
+        y = _gelu(normed(x, "post_attention_layernorm") @ w[f"{layer}.mlp.fc1.weight"].T)
+        x += (y @ w[f"{layer}.mlp.fc2.weight"].T) * w[f"{layer}.mlp_layer_scale.scale"]
     return x.T
 
 
-def _quantised(w: Tensors, x: Tensor) -> Tensor:
+def _gelu(x: Floats) -> Floats:
+    """x (1 + erf(x / √2)) / 2, in float64, as max(x, 0) - |x| erfc(|x| / √2) / 2."""
+    a = np.abs(x.astype(np.float64)) * math.sqrt(0.5)
+    erfc = np.exp(-a * a) * np.polyval(ERFC[0], a) / np.polyval(ERFC[1], a)
+    return np.asarray(np.maximum(x, 0) - math.sqrt(0.5) * a * erfc, np.float32)
+
+
+def _quantised(w: Tensors, x: Floats) -> NDArray[np.int32]:
     """x [hidden_size, R] -> int32 [R, 16]: of each codebook the entry nearest to what the ones before left.
 
     The first has its own projection of x, and takes nothing away from the others'.
     """
-    codes, left, projected = [], x.new_zeros(()), ""
-    for quantizer, book in _books():
+    codes, projected = np.empty((x.shape[1], N_CODES), np.int32), ""
+    for i, (quantizer, book) in enumerate(_books()):
         if quantizer != projected:
             left, projected = x.T @ w[f"{quantizer}.input_proj.weight"][..., 0].T, quantizer
-        entries = w[f"{book}.embed_sum"] / w[f"{book}.cluster_usage"].clamp(min=USED_LEAST)[:, None]
-        code = torch.cdist(left[None], entries[None])[0].argmin(1)
-        left = left - entries[code]
-        codes.append(code)
-    return torch.stack(codes, 1).int()
+        entries = w[f"{book}.embed_sum"] / np.maximum(w[f"{book}.cluster_usage"], USED_LEAST)[:, None]
+        # The square of a distance, less that of what is left, which is the same for every entry.
+        codes[:, i] = ((entries**2).sum(1) - 2 * left @ entries.T).argmin(1)
+        left = left - entries[codes[:, i]]
+    return codes
