@@ -22,12 +22,14 @@ from deltic.engine.messages import EncodeVoice, VoiceEncoded
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.vocoder import encoder as voice_module
 from deltic.models.vocoder.encoder import AudioError, Floats, VoiceEncoder, mel_filters
+from deltic.ops.arrays import Array
 from deltic.reference.speech import Checkpoint, frame_rows
 from deltic.runtime import voices as voices_module
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.voices import PIECE_FRAMES, Voice, Voices, open_voices
 from tests.golden.make_speech import DIRECTORY, STRIDE, VOICES
+from tests.tensors import tensor_of
 from tests.tiny_speech import FRAME_SAMPLES, tiny_audio, tiny_speech, write_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,14 +144,14 @@ class FakeParts:
         self.pieces: list[int] = []
         self.fails = False
 
-    def frame_embeddings(self, codes: Tensor) -> Tensor:
-        return codes.float() @ torch.ones(16, 64)
+    def frame_embeddings(self, codes: Array) -> Array:
+        return codes.astype(np.float32) @ np.ones((16, 64), np.float32)
 
-    def prime(self, codes: Tensor, state: Tensor | None, n_after: int = 0) -> Tensor:
+    def prime(self, codes: Array, state: Array | None, n_after: int = 0) -> Array:
         if self.fails:
             raise RuntimeError("no memory for this")
         self.pieces.append(len(codes))
-        return (torch.zeros(2) if state is None else state) + torch.tensor([codes.sum().item(), len(codes)])
+        return (np.zeros(2, np.float32) if state is None else state) + np.array([codes.sum(), len(codes)], np.float32)
 
 
 class Store:
@@ -203,24 +205,24 @@ def test_a_voice_is_made_once_and_kept_in_memory(open_store: Any) -> None:
     assert np.array_equal(voice.speaker, store.encoder.speaker(samples.numpy()))
     assert np.array_equal(voice.codes, store.encoder.codes(samples.numpy()))
     assert voice.state.tolist() == [voice.codes.sum(), 10]
-    assert torch.equal(voice.frames, store.parts.frame_embeddings(voice.codes))
+    assert np.array_equal(voice.frames, store.parts.frame_embeddings(voice.codes))
     assert store.encode("a", samples, needs_codes=True).n_frames == 10 == store.encode("a").n_frames
     assert len(store.parts.pieces) == 3 and store.voices.get("a") is voice
 
     assert store.encode("b", samples) == VoiceEncoded("b", 0)
     vector_only = store.voices.get("b")
-    assert vector_only is not None and list(vector_only.tensors()) == ["speaker"]
+    assert vector_only is not None and list(vector_only.arrays()) == ["speaker"]
     store.voices.drop("a")
     assert store.voices.get("a") is None and store.encode("a").error
 
 
 def test_a_speaker_vector_may_be_given(open_store: Any) -> None:
-    store, vector = open_store(), torch.arange(64.0)
-    assert store.encode("v", speaker=vector.numpy().tobytes()) == VoiceEncoded("v", 0)
-    assert torch.equal(store.voices.get("v").speaker, vector)
-    for bad, words in ((torch.zeros(63), "64 values, not 63"), (vector * torch.inf, "not finite")):
-        assert words in store.encode("w", speaker=bad.numpy().tobytes()).error
-    assert "stands for the recording" in store.encode("w", speaker=vector.numpy().tobytes(), needs_codes=True).error
+    store, vector = open_store(), np.arange(64, dtype=np.float32)
+    assert store.encode("v", speaker=vector.tobytes()) == VoiceEncoded("v", 0)
+    assert np.array_equal(store.voices.get("v").speaker, vector)
+    for bad, words in ((np.zeros(63, np.float32), "64 values, not 63"), (np.full(64, np.inf, np.float32), "not finite")):
+        assert words in store.encode("w", speaker=bad.tobytes()).error
+    assert "stands for the recording" in store.encode("w", speaker=vector.tobytes(), needs_codes=True).error
 
 
 def test_what_goes_wrong_is_said_and_the_next_voice_is_made(open_store: Any, tmp_path: Path) -> None:
@@ -249,7 +251,7 @@ def test_commands_of_one_key_are_answered_in_their_order(open_store: Any) -> Non
 
 
 def test_the_least_recently_used_leave_memory(open_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, vector = open_store(), torch.ones(64).numpy().tobytes()
+    store, vector = open_store(), np.ones(64, np.float32).tobytes()
     monkeypatch.setattr(voices_module, "MEMORY_BYTES", 3 * 256)
     for key in "abc":
         store.encode(key, speaker=vector)
@@ -269,8 +271,8 @@ def test_files_outlive_the_process_and_belong_to_a_model(open_store: Any, tmp_pa
     again = open_store(tmp_path)
     assert again.voices.get("kept") is None  # until the other thread knows which files fit
     assert again.encode("kept").n_frames == 5 and not again.parts.pieces
-    for name, tensor in again.voices.get("kept").tensors().items():
-        assert torch.equal(tensor, getattr(voice, name)), name
+    for name, array in again.voices.get("kept").arrays().items():
+        assert np.array_equal(array, getattr(voice, name)), name
     assert again.encode("passing").error
     other = open_store(tmp_path, "other")
     assert other.encode("kept").error and other.encode("kept", samples, is_kept=True).error is None
@@ -394,14 +396,14 @@ def test_the_engines_voice_is_the_oracles_and_its_vocoder_goes_on_from_it() -> N
 
     weights = {name: value.float() for name, value in load_file(path / "model.safetensors").items()}
     model = Checkpoint(json.loads((path / "config.json").read_text()), weights)
-    torch.testing.assert_close(voice.frames, frame_rows(model, voice.codes), atol=1e-6, rtol=0)
+    torch.testing.assert_close(tensor_of(voice.frames), frame_rows(model, tensor_of(voice.codes)), atol=1e-6, rtol=0)
 
     cases = json.loads((DIRECTORY / "cases.json").read_text(encoding="utf-8"))["cases"]
     i = next(i for i, case in enumerate(cases) if case.get("voice") == "long" and case["wide"])
     said = np.array(cases[i]["codes"], np.int32)
     runner.vocoder.open(0)
-    runner.vocoder.vocode([(0, voice.codes.numpy())])
-    assert torch.equal(runner.vocoder.state_of(0), voice.state)  # in pieces as in one pass
+    runner.vocoder.vocode([(0, voice.codes)])
+    assert np.array_equal(runner.vocoder.state_of(0), voice.state)  # in pieces as in one pass
     runner.vocoder.open(0, voice.state)
     (wave,) = runner.vocoder.vocode([(0, said)])
     golden = load_file(DIRECTORY / "tensors.safetensors")[f"{i}.wave"].float() / 32767
