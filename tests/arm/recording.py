@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 
 _NUMBER, _KERNEL = -1, -2  # replay.cpp
@@ -22,39 +22,39 @@ class Recording(Program):
 
     def __init__(self, n_threads: int, cpus: tuple[int, ...] = ()) -> None:
         super().__init__(n_threads, "baseline", cpus)
-        self._calls: list[tuple[str, tuple[Tensor | int | float | None, ...]]] = []
+        self._calls: list[tuple[str, tuple[Array | int | float | None, ...]]] = []
         self._index: dict[int, int] = {}
-        self._buffers: list[Tensor] = []
-        self._first: list[Tensor] = []
-        self._steps: list[dict[int, Tensor]] = []
-        self._seen: list[Tensor] = []
+        self._buffers: list[Array] = []
+        self._first: list[Array] = []
+        self._steps: list[dict[int, Array]] = []
+        self._seen: list[Array] = []
 
-    def call(self, kernel: str, *arguments: Tensor | int | float | None) -> None:
+    def call(self, kernel: str, *arguments: Array | int | float | None) -> None:
         for argument in arguments:
-            if isinstance(argument, Tensor) and argument.data_ptr() != 0:
-                storage = argument.untyped_storage()
-                if storage.data_ptr() not in self._index:
-                    self._index[storage.data_ptr()] = len(self._buffers)
-                    self._buffers.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+            if isinstance(argument, np.ndarray):
+                memory = _memory(argument)
+                if memory.ctypes.data not in self._index:
+                    self._index[memory.ctypes.data] = len(self._buffers)
+                    self._buffers.append(memory)
         self._calls.append((kernel, arguments))
 
     def run(self) -> None:
         if not self._seen:
-            self._first = [buffer.clone() for buffer in self._buffers]
+            self._first = [buffer.copy() for buffer in self._buffers]
             self._seen = list(self._first)
         pairs = zip(self._buffers, self._seen, strict=True)
-        changed = {i: now.clone() for i, (now, seen) in enumerate(pairs) if not torch.equal(now, seen)}
+        changed = {i: now.copy() for i, (now, seen) in enumerate(pairs) if not np.array_equal(now, seen)}
         for i, now in changed.items():
             self._seen[i] = now
         self._steps.append(changed)
 
-    def place(self, tensor: Tensor) -> tuple[int, int]:
-        """Buffer and byte offset of a tensor's first element."""
-        start = tensor.untyped_storage().data_ptr()
-        return self._index[start], tensor.data_ptr() - start
+    def place(self, array: Array) -> tuple[int, int]:
+        """Buffer and byte offset of an array's first element."""
+        start = _memory(array).ctypes.data
+        return self._index[start], array.ctypes.data - start
 
-    def write(self, path: Path, outputs: list[Tensor]) -> None:
-        """outputs: contiguous tensors of the program, which a replay writes one after another after each step."""
+    def write(self, path: Path, outputs: list[Array]) -> None:
+        """outputs: contiguous arrays of the program, which a replay writes one after another after each step."""
         with path.open("wb") as file:
 
             def put(*numbers: int) -> None:
@@ -63,19 +63,19 @@ class Recording(Program):
             put(len(self._first))
             for buffer in self._first:
                 put(buffer.nbytes)
-                file.write(buffer.numpy())
+                file.write(buffer)
             put(sum(2 + len(arguments) for _, arguments in self._calls))
             for kernel, arguments in self._calls:
                 put(_KERNEL, len(kernel))
                 file.write(kernel.encode())
                 put(_NUMBER, len(arguments))
                 for argument in arguments:
-                    if isinstance(argument, Tensor) and argument.data_ptr() != 0:
+                    if isinstance(argument, np.ndarray):
                         put(*self.place(argument))
                     elif isinstance(argument, float):
                         put(_NUMBER, struct.unpack("<q", struct.pack("<d", argument))[0])
                     else:
-                        put(_NUMBER, 0 if isinstance(argument, Tensor) else int(argument or 0))
+                        put(_NUMBER, int(argument or 0))
             put(len(outputs))
             for output in outputs:
                 put(*self.place(output), output.nbytes)
@@ -84,4 +84,11 @@ class Recording(Program):
                 put(len(step))
                 for i, buffer in step.items():
                     put(i)
-                    file.write(buffer.numpy())
+                    file.write(buffer)
+
+
+def _memory(array: Array) -> Array:
+    """The bytes of all that the array is a part of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.reshape(-1).view(np.uint8)

@@ -123,7 +123,7 @@ def recorded(kind: str, quantize: str | None, directory: Path) -> tuple[Path, li
     outputs = [runner.logits(3), sampler._target[:3], sampler._logprob[:3]]
     path = directory / f"{kind}-{quantize}"
     program.write(path, outputs)
-    return path, [output.numel() for output in outputs]
+    return path, [output.size for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_replay_is_the_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) 
     runner = build_runner(engine_config("moe", "int4"), lambda stage, done: None, Cpu())
     replayed = replay(directory, "moe", "int4", "x86/baseline")
     for i, step in enumerate(steps()):
-        tokens = runner.step(step).token_ids
+        tokens = runner.step(step).tokens
         n = len(step.draws)
-        assert tokens == replayed.tokens[i, :n].tolist()
-        assert np.array_equal(runner.logits(n).numpy(), replayed.logits[i, :n])
+        assert tokens == replayed.tokens[i, :n, None].tolist()
+        assert np.array_equal(runner.logits(n), replayed.logits[i, :n])
