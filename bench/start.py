@@ -25,8 +25,8 @@ from deltic.commands.settings import server_arguments
 from deltic.config import BUILT_IN, ConfigError
 
 STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache", "fit")
-"""What the engine reports: interpreter, importing torch, sizing, reading weights, allocating and warming up,
-on a GPU compiling and recording instead, opening --cache-dir, timing steps for --max-itl-ms.
+"""What the engine reports: interpreter, imports, sizing, reading weights, allocating and warming up, on a GPU
+compiling and recording instead, opening --cache-dir, timing steps for --max-itl-ms.
 """
 
 
