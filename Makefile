@@ -1,9 +1,12 @@
 # Each target makes what it needs: a virtual environment, the install with its compiled kernels, then the job.
 PYTHON ?= python3
-# Any torch from 2.11 to 2.13 works, with or without CUDA: make serve TORCH="torch==2.11.0"
+# What an install brings beside text on a CPU: make serve EXTRA=gpu, or EXTRA=gpu,speech
+EXTRA ?=
+# Of EXTRA=gpu and of the tests. Any from 2.11 to 2.13 works: make serve EXTRA=gpu TORCH="torch==2.11.0"
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(EXTRA)
 ARGS ?=
 
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
@@ -20,18 +23,19 @@ $(VENV)/.python:
 $(VENV)/.modules: $(VENV)/.python always
 	@find deltic -name '*.py' | sort > $@.now; cmp -s $@ $@.now || cp $@.now $@
 
-$(VENV)/.installed: $(VENV)/.python $(VENV)/.modules pyproject.toml $(KERNELS)
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable .
+$(INSTALLED): $(VENV)/.python $(VENV)/.modules pyproject.toml $(KERNELS)
+	$(if $(findstring gpu,$(EXTRA)),$(BIN)/python -m pip install --quiet '$(TORCH)')
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	touch $@
 
-$(VENV)/.test-installed: $(VENV)/.installed
+$(VENV)/.test-installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[test,bench]'
 	touch $@
 
-install: $(VENV)/.installed
+install: $(INSTALLED)
 
-serve: $(VENV)/.installed
+serve: $(INSTALLED)
 	$(BIN)/deltic serve $(ARGS)
 
 # Everything, on two CPUs at a time: the tests of the CPU's engine, which has two threads, beside the others, which have one. What
@@ -75,7 +79,7 @@ lint: $(VENV)/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 # A wheel must carry what an install runs on: the kernels, the built-in model and the page.
-wheel: $(VENV)/.installed
+wheel: $(INSTALLED)
 	rm -rf dist && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(BIN)/python -m zipfile --list dist/*.whl > dist/list
 	grep -q ops/lib/cpu_baseline.so dist/list && grep -q demo/model.safetensors dist/list && grep -q server/page.html dist/list

@@ -60,7 +60,7 @@ def report(config: EngineConfig) -> str:
             "device more, Python, torch and the HTTP process a few GB of the host."
         )
     else:
-        console.print("Python, torch and the HTTP process take about 0.6 GB more.")
+        console.print("Python and the HTTP process take about 0.2 GB more.")
     console.print(_fit_table(plan))
     if config.prefix_cache and not plan.speaks:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None

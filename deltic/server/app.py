@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -112,10 +112,9 @@ class Route:
     """The media types of its answers, beside event streams."""
 
 
-def create_app(server: Server) -> FastAPI:
+def create_app(server: Server) -> Starlette:
     """The application. `app.state.server` is its Server."""
-    # No generated documentation: the bodies are not the framework's, so it would be empty.
-    app = Application(title="Deltic", version=__version__, openapi_url=None)
+    app = Application()
     app.state.server = server
     config = server.config
     access = Access(config, server.accounts)
@@ -190,8 +189,8 @@ async def asked_model(server: Server, route: Route, request: Request) -> Service
     return service if name is None else server.find(name)
 
 
-class Application(FastAPI):
-    """FastAPI that hands an EventStream the server's own `send`.
+class Application(Starlette):
+    """Hands an EventStream the server's own `send`.
 
     So later chunks go past the middleware, which looks at no body.
     """

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
@@ -251,6 +252,8 @@ def _service(server: Server, model: Served) -> Service:
         # It has no chats, whatever lies in its directory.
         if engine.tokenizer is not None:
             raise ConfigError("--tokenizer is for models that write; leave it out")
+        if find_spec("soundfile") is None or find_spec("websockets") is None:
+            raise ConfigError("a model that speaks needs libraries for audio: pip install 'deltic[speech]'")
         dummy = engine.dummy
         shape = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
         prompts = Prompter(shape, tokenizer, is_dummy=dummy is not None)

@@ -220,7 +220,10 @@ def test_a_speaker_vector_may_be_given(open_store: Any) -> None:
     store, vector = open_store(), np.arange(64, dtype=np.float32)
     assert store.encode("v", speaker=vector.tobytes()) == VoiceEncoded("v", 0)
     assert np.array_equal(store.voices.get("v").speaker, vector)
-    for bad, words in ((np.zeros(63, np.float32), "64 values, not 63"), (np.full(64, np.inf, np.float32), "not finite")):
+    for bad, words in (
+        (np.zeros(63, np.float32), "64 values, not 63"),
+        (np.full(64, np.inf, np.float32), "not finite"),
+    ):
         assert words in store.encode("w", speaker=bad.tobytes()).error
     assert "stands for the recording" in store.encode("w", speaker=vector.tobytes(), needs_codes=True).error
 
