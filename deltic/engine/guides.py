@@ -284,9 +284,10 @@ class Guides:
         if constraint.grammar:
             self._give(guides, [])
 
-    def advance(self, guide: Guide, token: int) -> None:
-        """Has a guide take the token that its sequence drew. The next `give` starts to make its mask."""
-        if guide.advance(token):
+    def advance(self, sequence: Sequence, token: int) -> None:
+        """Has a sequence's guide take the token that it drew. The next `give` starts to make its mask."""
+        guide = sequence.guide
+        if isinstance(guide, Guide) and guide.advance(token):
             guide.is_busy = True
             if guide.n_alone:
                 self._drew_slow.append(([guide], [token]))
@@ -339,7 +340,8 @@ class Guides:
         """
         if not self.n_busy:
             return []
-        late = [g for s in decodes if (g := s.guide) is not None and not (g.is_ready or g.is_late or g.n_alone)]
+        guides = [s.guide for s in decodes if isinstance(s.guide, Guide)]
+        late = [guide for guide in guides if not (guide.is_ready or guide.is_late or guide.n_alone)]
         ended: list[Guide] = []
         longest = min(LONGEST_WAIT_S, step_s * len(late) / max(1, len(decodes)))
         deadline = time.monotonic() + longest

@@ -646,7 +646,7 @@ class Scheduler:
                 elif len(tokens) - sequence.n_prompt >= params.max_tokens:
                     output.finish_reason = "length"
                 elif sequence.guide is not None and self.guides is not None:
-                    self.guides.advance(sequence.guide, token)
+                    self.guides.advance(sequence, token)
                     output.finish_reason = "stop" if sequence.guide.is_over else None
                 if output.finish_reason is not None:
                     break
@@ -673,7 +673,7 @@ class Scheduler:
         params, banned = sequence.request.params, set[int]()
         if sequence.n_generated < params.min_tokens:
             banned = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-        return sequence.guide is None or bool(sequence.guide.leaves_any(banned))
+        return sequence.guide is None or sequence.guide.leaves_any(banned)
 
     def _start_over(self, spoilt: list[Sequence]) -> None:
         """Has sequences whose logits were not finite computed once more, from nothing; then they go on."""
