@@ -17,7 +17,6 @@ from deltic import logs
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import Cache
 from deltic.engine.cache.tiers import Tiers
-from deltic.engine.cache.tree import Geometry
 from deltic.engine.guides import Guides
 from deltic.engine.messages import (
     MAX_BIASES,
@@ -186,30 +185,8 @@ class Engine:
         self.runner = runner
         self.info = info = runner.info
         self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file, runner.is_busy)
-        self.cache = Cache(
-            info.n_pages,
-            info.n_slots,
-            n_places=info.max_num_seqs,
-            geometry=Geometry(info.page_bytes, info.state_bytes, info.even_context),
-            tiers=runner.tiers,
-            enabled=info.prefix_cache,
-            canonical_decode=info.canonical_decode,
-            n_lookahead=info.n_lookahead,
-            has_state=info.has_state,
-        )
-        self.scheduler = Scheduler(
-            self.cache,
-            max_num_seqs=info.max_num_seqs,
-            max_step_tokens=info.max_step_tokens,
-            max_model_len=info.max_model_len,
-            max_logit_rows=runner.max_logit_rows,
-            eos_token_ids=info.eos_token_ids,
-            max_itl_ms=max_itl_ms,
-            n_lookahead=info.n_lookahead,
-            block_size=info.block_size,
-            max_prefill_seqs=info.max_prefill_seqs,
-            guides=self.guides,
-        )
+        self.cache = Cache(info, runner.tiers)
+        self.scheduler = Scheduler(self.cache, info, runner.max_logit_rows, max_itl_ms, self.guides)
         self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None
         self.voices = speaker.voices if speaker else None
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None

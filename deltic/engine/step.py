@@ -56,7 +56,7 @@ class Guide(Protocol):
 
     @property
     def mask(self) -> NDArray[np.int32] | None:
-        """int32 [ceil(n_ids / 32)]: bit id % 32 of word id // 32 says whether id may be drawn; None: all may."""
+        """int32 [ceil(n_ids / 32)]: bit id % 32 of word id // 32 says whether id may be drawn; None: any."""
 
     @property
     def bans_end(self) -> bool:
