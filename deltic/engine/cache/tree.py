@@ -279,8 +279,8 @@ class PrefixTree:
         return above
 
     def _value(self, start: int, end: int) -> float:
-        """The cost of computing tokens start … end - 1, in tokens without context, per megabyte of their pages
-        and the state behind them.
+        """The cost of computing tokens start … end - 1, in tokens without context, for each megabyte of their
+        pages and the state behind them.
         """
         info = self._info
         n_bytes = info.state_bytes + (end - start) // PAGE_SIZE * info.page_bytes
