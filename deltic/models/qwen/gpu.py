@@ -24,7 +24,7 @@ from torch import Tensor
 from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import GdnLayer, Moe, Weights
-from deltic.ops.geometry import Allocate, AttentionHeads, GdnHeads, GdnWeights
+from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks
@@ -114,7 +114,7 @@ class PrefillInputs:
 def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int, allocate: Allocate) -> DecodeBuffers:
     """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens."""
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
-    h, heads = shape.hidden_size, _attention_heads(shape)
+    h, heads = shape.hidden_size, shape.heads
     rows = shape.gdn_in_proj_rows, heads.row
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
@@ -150,7 +150,7 @@ def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int,
 def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate: Allocate) -> PrefillBuffers:
     """Every buffer of a prefill of up to n_blocks blocks in n_segments segments."""
     f32, bf16 = torch.float32, torch.bfloat16
-    t, h, heads = n_blocks * BLOCK, shape.hidden_size, _attention_heads(shape)
+    t, h, heads = n_blocks * BLOCK, shape.hidden_size, shape.heads
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
     moe = None
@@ -174,19 +174,11 @@ def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate:
         inner=allocate("prefill inner", (t * max(1, inner),), bf16),
         y=allocate("prefill y", (t * h,), bf16),
         query=allocate("prefill queries", (t * q_size,), bf16),
-        gdn=gdn_scratch(_gdn_heads(shape), n_blocks, allocate),
+        gdn=gdn_scratch(shape.gdn_heads, n_blocks, allocate),
         moe=moe,
         final=allocate("final", (n_segments, h), bf16),
         logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
     )
-
-
-def _attention_heads(shape: ModelShape) -> AttentionHeads:
-    return AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
-
-
-def _gdn_heads(shape: ModelShape) -> GdnHeads:
-    return GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
 
 
 def front(flat: Tensor, *size: int) -> Tensor:
@@ -239,13 +231,9 @@ class QwenGpu:
     def __init__(self, shape: ModelShape, weights: Weights, max_len: int, levers: Levers) -> None:
         self.shape, self.weights, self.levers = shape, weights, levers
         self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers)
-        self.heads, self.gdn_heads = _attention_heads(shape), _gdn_heads(shape)
+        self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = weights.norm.device
-        self.gdn_weights = {
-            i: GdnWeights(layer.conv.t().contiguous(), layer.a_log, layer.dt_bias, layer.norm)
-            for i, layer in enumerate(weights.layers)
-            if isinstance(layer, GdnLayer)
-        }
+        self.gdn_weights = weights.gdn()
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * torch.tensor(
             shape.inv_freq(), dtype=torch.float32
         )

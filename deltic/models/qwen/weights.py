@@ -32,6 +32,7 @@ from deltic.models.loading import (
     refuse_quantised,
 )
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
+from deltic.ops.geometry import GdnWeights
 from deltic.ops.matrix import Layout, Matrix
 
 _WRAPPED_PREFIX = "model.language_model."
@@ -91,6 +92,11 @@ class Weights(Parts):
     norm: Tensor  # [H] f32, zero-centred
     lm_head: Matrix  # [V, H]
     layers: list[GdnLayer | AttnLayer]
+
+    def gdn(self) -> dict[int, GdnWeights]:
+        """Of each DeltaNet layer, by its number, what the operators read."""
+        layers = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, GdnLayer)]
+        return {i: GdnWeights(g.conv.t().contiguous(), g.a_log, g.dt_bias, g.norm) for i, g in layers}
 
     def replace(self, memory: dict[str, Tensor]) -> None:
         """As of every model's; a tied head stays tied."""

@@ -23,7 +23,7 @@ from deltic.models.qwen.gpu import Linears, PlaceState, front
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechWeights
-from deltic.ops.geometry import N_CODES, Allocate, AttentionHeads
+from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks
@@ -110,10 +110,6 @@ def check_speech_gpu(shape: SpeechShape) -> None:
         raise UnsupportedModelError("code_predictor_config.vocab_size", shape.n_codebook, f"at most {MAX_CODES}")
 
 
-def heads_of(d: DecoderShape) -> AttentionHeads:
-    return AttentionHeads(d.n_q_heads, d.n_kv_heads, d.head_dim, is_gated=False)
-
-
 def _layer_buffers(name: str, d: DecoderShape, n: int, levers: Levers, allocate: Allocate) -> LayerBuffers:
     f32, bf16, h, f = torch.float32, torch.bfloat16, d.hidden_size, d.intermediate_size
     widest = max(d.qkv_rows * k_splits(d.qkv_rows, h, levers), 2 * f)
@@ -147,7 +143,7 @@ def frame_buffers(shape: SpeechShape, levers: Levers, n: int, max_len: int, allo
         code_pages=allocate("predictor pages", (n, p.n_layers, 2, p.n_kv_heads, N_CODES, p.head_dim), bf16),
         code_logits=allocate("code logits", (k_splits(c, p.hidden_size, levers) * n * c,), f32),
         numbers=allocate("numbers", (2 * n,), i32),
-        attention=attention_scratch(heads_of(t), n, max_len, allocate),
+        attention=attention_scratch(t.heads, n, max_len, allocate),
         logits=allocate("logits", (n * shape.n_drawn,), f32),
     )
 
@@ -243,7 +239,7 @@ class TtsGpu:
         rows = FrameRows(r.place[:n], r.slot[:n], r.position[:n], r.frame[:n], r.codes[:n], r.sums[:n])
         self._frames(n, rows, rows_place, places, parameters, b, memory)
         cos, sin = self.talker_angles
-        heads = heads_of(d)
+        heads = d.heads
 
         def attend(i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor) -> None:
             attention_decode(
@@ -309,7 +305,7 @@ class TtsGpu:
             parts = self.linears.partial("projection.weight", past, b.predictor.partial)
             project_rows(parts, w.projection.bias, residual[:n], levers=levers)
         cos, sin = self.predictor_angles
-        heads = heads_of(d)
+        heads = d.heads
         for step in range(1, N_CODES):
 
             def attend(
@@ -369,7 +365,7 @@ class TtsGpu:
         t, h, eps = n_blocks * BLOCK, d.hidden_size, d.rms_norm_eps
         residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, 1, t, h)
         prompt_rows(ids, N_SIDE, SPEAKER, self.texts, w.codec_table, b.voice, residual)
-        heads, (cos, sin), added = heads_of(d), self.talker_angles, None
+        heads, (cos, sin), added = d.heads, self.talker_angles, None
         for i, layer in enumerate(w.talker.layers):
             add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
             added = y
