@@ -105,25 +105,6 @@ class Guide:
     Only the engine's thread reads it, but for what `is_busy` guards.
     """
 
-    __slots__ = (
-        "_drawn",
-        "_forced",
-        "_lexicon",
-        "_mask",
-        "_n_ids",
-        "_n_thought",
-        "_thinks",
-        "constraint",
-        "error",
-        "is_busy",
-        "is_late",
-        "is_satisfied",
-        "matcher",
-        "n_alone",
-        "sequence",
-        "words",
-    )
-
     def __init__(self, sequence: Sequence, constraint: Constraint, n_ids: int, lexicon: Lexicon | None = None) -> None:
         """lexicon: the request's, if it says what may be drawn anywhere."""
         self.sequence, self.constraint, self._n_ids = sequence, constraint, n_ids

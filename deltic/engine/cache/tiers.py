@@ -386,17 +386,8 @@ class Tiers:
         return f"{self._directory}/{name[:2]}/{name}.{parent.hex()}.{depth}.{kind}"
 
     def _header(self, move: Move, crc: int) -> bytes:
-        header = HEADER.pack(
-            _MAGIC,
-            VERSION,
-            _KINDS[move.kind],
-            self._model,
-            move.key,
-            move.parent,
-            move.depth,
-            self._n_bytes[move.kind],
-            crc,
-        )
+        what, size = (self._model, move.key, move.parent, move.depth), self._n_bytes[move.kind]
+        header = HEADER.pack(_MAGIC, VERSION, _KINDS[move.kind], *what, size, crc)
         return (header + HEADER_CRC.pack(zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
 
     def _read(self, move: Move, target: list[Bytes]) -> bool:

@@ -290,11 +290,7 @@ class QwenGpu:
         partial = front(b.partial, shape.n_experts_per_tok + 1, n, shape.hidden_size)
         moe_decode(
             normed,
-            mlp.router,
-            mlp.gate_up,
-            mlp.down,
-            mlp.shared_gate_up,
-            mlp.shared_down,
+            mlp,
             shape.n_experts_per_tok,
             shape.norm_topk_prob,
             row_slot=rows.slot,
@@ -376,11 +372,7 @@ class QwenGpu:
             assert b.moe is not None
             moe_prefill(
                 normed,
-                mlp.router,
-                mlp.gate_up,
-                mlp.down,
-                mlp.shared_gate_up,
-                mlp.shared_down,
+                mlp,
                 shape.n_experts_per_tok,
                 shape.norm_topk_prob,
                 blocks=blocks,
