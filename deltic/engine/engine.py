@@ -25,6 +25,7 @@ from deltic.engine.messages import (
     Constraint,
     EncodeVoice,
     EngineInfo,
+    Event,
     Output,
     Request,
     Stats,
@@ -84,8 +85,8 @@ class StepRunner(Protocol):
     def is_busy(self) -> bool: ...
 
 
-class ClonedVoices(Protocol):
-    """The engine's interface to encoded voices; see `runtime.voices.Voices`."""
+class EncodedItems(Protocol):
+    """The engine's interface to one kind of items that are encoded beside the steps (`runtime.encoded`)."""
 
     @property
     def is_waiting(self) -> bool: ...
@@ -93,13 +94,17 @@ class ClonedVoices(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def encode(self, command: EncodeVoice) -> None: ...
-
     def drop(self, key: str) -> None: ...
 
-    def poll(self) -> list[VoiceEncoded]: ...
+    def poll(self) -> Iterable[Event]: ...
 
     def close(self, timeout_s: float) -> None: ...
+
+
+class ClonedVoices(EncodedItems, Protocol):
+    """Encoded voices; see `runtime.voices.Voices`."""
+
+    def encode(self, command: EncodeVoice) -> None: ...
 
 
 class SpeechStepRunner(StepRunner, Protocol):
@@ -189,6 +194,8 @@ class Engine:
         self.scheduler = Scheduler(self.cache, info, runner.max_logit_rows, max_itl_ms, self.guides)
         self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None
         self.voices = speaker.voices if speaker else None
+        self.encoded: list[EncodedItems] = [] if self.voices is None else [self.voices]
+        """Of every kind that there is."""
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
         self.n_steps = 0
         self.n_failures = 0
@@ -394,8 +401,8 @@ class Engine:
         begin = time.monotonic()
         self.guides.close()
         self.cache.store.close(max(0.0, timeout_s - (time.monotonic() - begin)))
-        if self.voices is not None:
-            self.voices.close(max(0.0, timeout_s - (time.monotonic() - begin)))
+        for items in self.encoded:
+            items.close(max(0.0, timeout_s - (time.monotonic() - begin)))
         if self.trace is not None:
             self.trace.close()
 

@@ -476,7 +476,7 @@ class Cache:
         and the pages hold their KV. The copies to host memory wait for that, and take those pages too; what
         was drawn there is kept by the runner, which goes on from it when the sequence comes back with these
         bytes. If they were lost, chunks of it come that start before n_computed, and the runner drops what it
-        kept (loop.StepRunner).
+        kept (engine.StepRunner).
         """
         n_computed = sequence.n_computed
         is_worth_it = sequence.n_pending == 1

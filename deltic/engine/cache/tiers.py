@@ -105,7 +105,7 @@ class Move:
 
 
 class Copies(Protocol):
-    """Device memory that the host cannot address (device_copy.DeviceCopies).
+    """Device memory that the host cannot address (runtime.gpu.copies.DeviceCopies).
 
     The views that Tiers is given are those of a staging buffer then, one for each of its two threads.
     """
