@@ -48,7 +48,7 @@ from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import moe
 from deltic.ops.cpu.program import Program, instruction_set
 from deltic.ops.cpu.sample import logprobs, sample
-from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads, GdnWeights
+from deltic.ops.geometry import PAGE_SIZE, GdnWeights
 from deltic.ops.matrix import Matrix, MatrixFormat
 from deltic.roofs import multiply_peak, read_bandwidth
 from deltic.runtime.cpu.batch import Batch
@@ -225,7 +225,7 @@ class Workload:
 
     def _gdn_case(self) -> Case:
         shape, inputs = self.shape, self.batch.inputs
-        heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
+        heads = shape.gdn_heads
         n_v, values, channels = heads.n_v, shape.gdn_value_size, shape.conv_channels
         weights = GdnWeights(_floats(4, channels), _floats(n_v), _floats(n_v), np.ones(heads.v_dim, np.float32))
         rows = self.activations.residual.shape[0]
@@ -263,7 +263,7 @@ class Workload:
 
     def _attention_cases(self) -> Iterator[Case]:
         shape, inputs = self.shape, self.batch.inputs
-        heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
+        heads = shape.heads
         rows = self.activations.residual.shape[0]
         q_size, kv_row = heads.n_q * heads.dim, 2 * heads.n_kv * heads.dim
         proj, query, out = _floats(rows, heads.row), _matrix(rows, q_size), _matrix(rows, q_size)

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from deltic.ops.arrays import zeros
 from deltic.ops.cpu.program import Program
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
 
@@ -14,7 +15,8 @@ def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:
     """Bytes per second of reading memory once, best of five passes over `n_bytes` (more than the caches
     hold).
     """
-    data = np.ones(n_bytes // 4, np.float32)
+    data = zeros((n_bytes // 4,), np.float32)
+    data.fill(1.0)
     program = Program(n_threads)
     program.call("deltic_read_memory", data, n_bytes, np.empty(n_bytes >> 20, np.float32))
     return n_bytes / _best_s(program)
@@ -27,7 +29,7 @@ def multiply_peak(n_threads: int, format: str = "bf16") -> float:
     n_tasks, n_repeats, k = 4 * n_threads, 4000, 256
     w = Matrix.empty(32, k, FORMATS[format])
     n_rows = 32  # the most a tile has
-    rows, out = np.zeros(n_rows * row_bytes(k), np.uint8), np.empty((n_tasks, n_rows, 32), np.float32)
+    rows, out = zeros((n_rows * row_bytes(k),), np.uint8), zeros((n_tasks, n_rows, 32), np.float32)
     n_operations = np.empty(1, np.float32)
     program = Program(n_threads)
     program.call("deltic_multiply_peak", *w.arguments, rows, n_tasks, n_repeats, out, n_operations)

@@ -17,7 +17,6 @@ from deltic import logs
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import Cache
 from deltic.engine.cache.tiers import Tiers
-from deltic.engine.cache.tree import Geometry
 from deltic.engine.guides import Guides
 from deltic.engine.messages import (
     MAX_BIASES,
@@ -26,6 +25,7 @@ from deltic.engine.messages import (
     Constraint,
     EncodeVoice,
     EngineInfo,
+    Event,
     Output,
     Request,
     Stats,
@@ -85,8 +85,8 @@ class StepRunner(Protocol):
     def is_busy(self) -> bool: ...
 
 
-class ClonedVoices(Protocol):
-    """The engine's interface to encoded voices; see `runtime.voices.Voices`."""
+class EncodedItems(Protocol):
+    """The engine's interface to one kind of items that are encoded beside the steps (`runtime.encoded`)."""
 
     @property
     def is_waiting(self) -> bool: ...
@@ -94,13 +94,17 @@ class ClonedVoices(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def encode(self, command: EncodeVoice) -> None: ...
-
     def drop(self, key: str) -> None: ...
 
-    def poll(self) -> list[VoiceEncoded]: ...
+    def poll(self) -> Iterable[Event]: ...
 
     def close(self, timeout_s: float) -> None: ...
+
+
+class ClonedVoices(EncodedItems, Protocol):
+    """Encoded voices; see `runtime.voices.Voices`."""
+
+    def encode(self, command: EncodeVoice) -> None: ...
 
 
 class SpeechStepRunner(StepRunner, Protocol):
@@ -186,32 +190,12 @@ class Engine:
         self.runner = runner
         self.info = info = runner.info
         self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file, runner.is_busy)
-        self.cache = Cache(
-            info.n_pages,
-            info.n_slots,
-            n_places=info.max_num_seqs,
-            geometry=Geometry(info.page_bytes, info.state_bytes, info.even_context),
-            tiers=runner.tiers,
-            enabled=info.prefix_cache,
-            canonical_decode=info.canonical_decode,
-            n_lookahead=info.n_lookahead,
-            has_state=info.has_state,
-        )
-        self.scheduler = Scheduler(
-            self.cache,
-            max_num_seqs=info.max_num_seqs,
-            max_step_tokens=info.max_step_tokens,
-            max_model_len=info.max_model_len,
-            max_logit_rows=runner.max_logit_rows,
-            eos_token_ids=info.eos_token_ids,
-            max_itl_ms=max_itl_ms,
-            n_lookahead=info.n_lookahead,
-            block_size=info.block_size,
-            max_prefill_seqs=info.max_prefill_seqs,
-            guides=self.guides,
-        )
+        self.cache = Cache(info, runner.tiers)
+        self.scheduler = Scheduler(self.cache, info, runner.max_logit_rows, max_itl_ms, self.guides)
         self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None
         self.voices = speaker.voices if speaker else None
+        self.encoded: list[EncodedItems] = [] if self.voices is None else [self.voices]
+        """Of every kind that there is."""
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
         self.n_steps = 0
         self.n_failures = 0
@@ -417,8 +401,8 @@ class Engine:
         begin = time.monotonic()
         self.guides.close()
         self.cache.store.close(max(0.0, timeout_s - (time.monotonic() - begin)))
-        if self.voices is not None:
-            self.voices.close(max(0.0, timeout_s - (time.monotonic() - begin)))
+        for items in self.encoded:
+            items.close(max(0.0, timeout_s - (time.monotonic() - begin)))
         if self.trace is not None:
             self.trace.close()
 

@@ -105,25 +105,6 @@ class Guide:
     Only the engine's thread reads it, but for what `is_busy` guards.
     """
 
-    __slots__ = (
-        "_drawn",
-        "_forced",
-        "_lexicon",
-        "_mask",
-        "_n_ids",
-        "_n_thought",
-        "_thinks",
-        "constraint",
-        "error",
-        "is_busy",
-        "is_late",
-        "is_satisfied",
-        "matcher",
-        "n_alone",
-        "sequence",
-        "words",
-    )
-
     def __init__(self, sequence: Sequence, constraint: Constraint, n_ids: int, lexicon: Lexicon | None = None) -> None:
         """lexicon: the request's, if it says what may be drawn anywhere."""
         self.sequence, self.constraint, self._n_ids = sequence, constraint, n_ids
@@ -284,9 +265,10 @@ class Guides:
         if constraint.grammar:
             self._give(guides, [])
 
-    def advance(self, guide: Guide, token: int) -> None:
-        """Has a guide take the token that its sequence drew. The next `give` starts to make its mask."""
-        if guide.advance(token):
+    def advance(self, sequence: Sequence, token: int) -> None:
+        """Has a sequence's guide take the token that it drew. The next `give` starts to make its mask."""
+        guide = sequence.guide
+        if isinstance(guide, Guide) and guide.advance(token):
             guide.is_busy = True
             if guide.n_alone:
                 self._drew_slow.append(([guide], [token]))
@@ -339,7 +321,8 @@ class Guides:
         """
         if not self.n_busy:
             return []
-        late = [g for s in decodes if (g := s.guide) is not None and not (g.is_ready or g.is_late or g.n_alone)]
+        guides = [s.guide for s in decodes if isinstance(s.guide, Guide)]
+        late = [guide for guide in guides if not (guide.is_ready or guide.is_late or guide.n_alone)]
         ended: list[Guide] = []
         longest = min(LONGEST_WAIT_S, step_s * len(late) / max(1, len(decodes)))
         deadline = time.monotonic() + longest

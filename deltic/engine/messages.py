@@ -336,7 +336,8 @@ class Stats(msgspec.Struct, array_like=True):
 class EngineInfo(msgspec.Struct, kw_only=True):
     """What the engine resolved at start; the server needs it to validate requests."""
 
-    model_name: str
+    model_name: str = ""
+    """The name that the server gives the model; "" of a runner that nobody serves."""
     vocab_size: int
     """Ids that can be drawn and given: without the padding rows of the embedding."""
     eos_token_ids: list[int]
@@ -370,6 +371,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Tokens of context at which a token's attention takes as long as all the rest of it."""
     kernels: str = ""
     """Whose kernels run: the CPU's instruction set they were compiled for, or Triton's version."""
+    precision: str = "bf16"
+    """The format of the weights as they run, a packed model's too: "bf16", or one of --quantize."""
     notices: list[str] = []
     n_prompt_ids: int = 0
     """Number of ids that a prompt may have, if it differs from vocab_size (speech: rows); 0: vocab_size."""

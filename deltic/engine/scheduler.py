@@ -48,7 +48,7 @@ from deltic.engine.cache.cache import Cache, pages_for
 from deltic.engine.cache.tree import DEVICE
 from deltic.engine.cost import Load, StepCost
 from deltic.engine.guides import Guides
-from deltic.engine.messages import AddText, FinishReason, Output, Request
+from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, Voice, mixed_seed
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
@@ -102,36 +102,23 @@ class Scheduler:
     def __init__(
         self,
         cache: Cache,
-        *,
-        max_num_seqs: int,
-        max_step_tokens: int,
-        max_model_len: int,
+        info: EngineInfo,
         max_logit_rows: int,
-        eos_token_ids: Iterable[int] = (),
         max_itl_ms: float | None = None,
-        n_lookahead: int = 0,
-        block_size: int = 1,
-        max_prefill_seqs: int = 0,
         guides: Guides | None = None,
     ) -> None:
-        """n_lookahead, block_size, max_prefill_seqs: as in EngineInfo. The cache has canonical_decode."""
+        """info: of the engine, and the same that the cache has."""
+        max_num_seqs = info.max_num_seqs
         if min(cache.slots.n, cache.places.n) < max_num_seqs:
             raise ValueError(f"{cache.slots.n} state slots are too few for max_num_seqs {max_num_seqs}")
         if max_logit_rows < max_num_seqs + PAGE_SIZE:
             raise ValueError(f"max_logit_rows {max_logit_rows} must be max_num_seqs + {PAGE_SIZE} or more")
-        if max_step_tokens % block_size or PAGE_SIZE % block_size:
-            raise ValueError(f"max_step_tokens {max_step_tokens} must be whole blocks of {block_size} tokens")
-        self.cache = cache
-        self.canonical_decode = cache.canonical_decode
-        self.n_lookahead = n_lookahead
-        self.block_size = block_size
-        self.max_prefill_seqs = max_prefill_seqs
-        self.guides = guides
-        self.max_num_seqs = max_num_seqs
-        self.max_step_tokens = max_step_tokens
-        self.max_model_len = max_model_len
+        if info.max_step_tokens % info.block_size or PAGE_SIZE % info.block_size:
+            raise ValueError(f"max_step_tokens {info.max_step_tokens} must be whole blocks of {info.block_size} tokens")
+        self.cache, self.info, self.guides = cache, info, guides
+        self.max_step_tokens = info.max_step_tokens
         self.max_logit_rows = max_logit_rows
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(info.eos_token_ids)
         self.cost = StepCost(max_itl_ms / 1000) if max_itl_ms is not None else None
         self.is_blocked = False
         """No open sequence can run until a text or a request comes, or one ends.
@@ -183,12 +170,12 @@ class Scheduler:
             raise RequestError(f"request id {request.id!r} is in use; give each request its own")
         if n_prompt == 0:
             raise RequestError("the prompt is empty; it needs at least one token")
-        if not 1 <= params.n <= self.max_num_seqs:
-            raise RequestError(f"n = {params.n}: this engine runs 1 to {self.max_num_seqs} sequences at once")
-        max_tokens = min(params.max_tokens, self.max_model_len - n_prompt)
+        if not 1 <= params.n <= self.info.max_num_seqs:
+            raise RequestError(f"n = {params.n}: this engine runs 1 to {self.info.max_num_seqs} sequences at once")
+        max_tokens = min(params.max_tokens, self.info.max_model_len - n_prompt)
         if max_tokens < min(params.max_tokens, 1):
             raise RequestError(
-                f"the prompt has {n_prompt} tokens, and max_model_len is {self.max_model_len} for prompt and answer"
+                f"the prompt has {n_prompt} tokens, and max_model_len is {self.info.max_model_len} for prompt and answer"
             )
         n_needed = pages_for(_n_most_computed(n_prompt, max_tokens))
         if n_needed > self.cache.pages.n:
@@ -377,7 +364,7 @@ class Scheduler:
             step.chunks.append(Chunk(sequence, sequence.n_computed, 1))
         if self._prefills or self._waiting:
             self._plan_prefills(step)
-            if not self.canonical_decode:
+            if not self.info.canonical_decode:
                 step.put_decodes_first()
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
@@ -400,7 +387,7 @@ class Scheduler:
             while sequence.slot is not None and not self.cache.grow(sequence, sequence.n_computed + 1):
                 running = chain(self._decodes, self._prefills)
                 self._preempt(max(running, key=lambda s: (s.lacks_text, _rank(s))))
-        for sequence in self._decodes if self.n_lookahead else []:
+        for sequence in self._decodes if self.info.n_lookahead else []:
             self._look_ahead(sequence, sequence.n_computed + 1)
 
     def _look_ahead(self, sequence: Sequence, n_tokens: int) -> None:
@@ -408,22 +395,22 @@ class Scheduler:
 
         It only takes free pages; no sequence makes way. The runner looks how far the pages go.
         """
-        if n_tokens + self.n_lookahead > len(sequence.pages) * PAGE_SIZE:
+        if n_tokens + self.info.n_lookahead > len(sequence.pages) * PAGE_SIZE:
             n_most = _n_most_computed(sequence.n_prompt, sequence.request.params.max_tokens)
-            self.cache.grow(sequence, min(n_tokens + self.n_lookahead, n_most))
+            self.cache.grow(sequence, min(n_tokens + self.info.n_lookahead, n_most))
 
     def _plan_prefills(self, step: Step) -> None:
         """Fills the step with prefill chunks, running and waiting sequences in the order of their rank."""
         n_decodes = len(step.chunks)
-        budget = self.max_step_tokens - (n_decodes if self.canonical_decode else 0)
+        budget = self.max_step_tokens - (n_decodes if self.info.canonical_decode else 0)
         budget = max(budget, PAGE_SIZE)  # decodes may slow a prefill, not stop it
         cost = self.cost
-        load = Load.of(step.chunks, self.block_size) if cost and (self._decodes or cost.is_shared) else None
+        load = Load.of(step.chunks, self.info.block_size) if cost and (self._decodes or cost.is_shared) else None
         n_rows = self.max_logit_rows - n_decodes
         candidates = (s for s in self._waiting[:] if not self._is_held(s))
         candidate = next(candidates, None)
         i = n_prefills = 0  # i: into self._prefills
-        while budget > 0 and (n_prefills < self.max_prefill_seqs or not self.max_prefill_seqs):
+        while budget > 0 and (n_prefills < self.info.max_prefill_seqs or not self.info.max_prefill_seqs):
             sequence = self._prefills[i] if i < len(self._prefills) else None
             if candidate and (not sequence or _rank(candidate) < _rank(sequence)):
                 # One that is held back lets others pass; one that does not fit does not.
@@ -449,12 +436,12 @@ class Scheduler:
             budget -= self._n_rows(chunk)
             n_prefills += not chunk.is_decode
             if load:
-                load.add(chunk, self.block_size)
+                load.add(chunk, self.info.block_size)
             if length == sequence.n_pending:
                 n_rows -= length if wants_logprobs else 1
                 del self._prefills[i]
                 self._draw_first(step, sequence)
-            elif not self.canonical_decode and chunk.start + length >= sequence.n_prompt:
+            elif not self.info.canonical_decode and chunk.start + length >= sequence.n_prompt:
                 del self._prefills[i]
                 self._decodes.append(sequence)  # what it has generated already follows one token a step
             else:
@@ -483,7 +470,7 @@ class Scheduler:
         """
         cache = self.cache
         group = [sequence, *sequence.siblings]
-        if self.n_running + len(group) > self.max_num_seqs:
+        if self.n_running + len(group) > self.info.max_num_seqs:
             return False
         running = chain(self._prefills, self._decodes)
         n_promised = sum(max(0, pages_for(len(s.tokens)) - len(s.pages)) for s in running)
@@ -502,7 +489,7 @@ class Scheduler:
         if not cache.admit(sequence, cache.usable(sequence, known, DEVICE), n_promised):
             return False
         cache.want_checkpoints(sequence, len(known) * PAGE_SIZE)
-        for other in self._waiting[: self.max_num_seqs]:  # those that may come to run beside it
+        for other in self._waiting[: self.info.max_num_seqs]:  # those that may come to run beside it
             if other is not sequence:
                 cache.want_junction(sequence, other)
         for member in group:
@@ -543,7 +530,7 @@ class Scheduler:
         elif n_rows < 1:
             return 0
         n_pending = sequence.n_pending
-        if not self.canonical_decode:  # the rest of the prompt, or a decode
+        if not self.info.canonical_decode:  # the rest of the prompt, or a decode
             n_pending = max(1, sequence.n_prompt - sequence.n_computed)
         length = n_pending if n_pending <= budget else budget - budget % PAGE_SIZE
         if not self.cache.grow(sequence, sequence.n_computed + length):
@@ -552,9 +539,9 @@ class Scheduler:
 
     def _n_rows(self, chunk: Chunk) -> int:
         """Rows that a chunk takes of the prefill budget."""
-        if chunk.is_decode and not self.canonical_decode:
+        if chunk.is_decode and not self.info.canonical_decode:
             return 0
-        return -(-chunk.length // self.block_size) * self.block_size
+        return -(-chunk.length // self.info.block_size) * self.info.block_size
 
     def _draw_first(self, step: Step, sequence: Sequence) -> None:
         """Plans the draws from the last chunk of a prompt, for its siblings too. All of them decode from now
@@ -577,7 +564,7 @@ class Scheduler:
             step.slot_copies.append((sequence.slot, sibling.slot))
             self._decodes.append(sibling)
             step.draws.append(Draw(chunk, sibling))
-        for draw in step.draws if self.n_lookahead else []:
+        for draw in step.draws if self.info.n_lookahead else []:
             if draw.chunk == chunk:
                 self._look_ahead(draw.sequence, n_tokens)
         sequence.siblings = []
@@ -646,7 +633,7 @@ class Scheduler:
                 elif len(tokens) - sequence.n_prompt >= params.max_tokens:
                     output.finish_reason = "length"
                 elif sequence.guide is not None and self.guides is not None:
-                    self.guides.advance(sequence.guide, token)
+                    self.guides.advance(sequence, token)
                     output.finish_reason = "stop" if sequence.guide.is_over else None
                 if output.finish_reason is not None:
                     break
@@ -673,7 +660,7 @@ class Scheduler:
         params, banned = sequence.request.params, set[int]()
         if sequence.n_generated < params.min_tokens:
             banned = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-        return sequence.guide is None or bool(sequence.guide.leaves_any(banned))
+        return sequence.guide is None or sequence.guide.leaves_any(banned)
 
     def _start_over(self, spoilt: list[Sequence]) -> None:
         """Has sequences whose logits were not finite computed once more, from nothing; then they go on."""
@@ -698,7 +685,7 @@ class Scheduler:
     def observe(self, step: Step, seconds: float) -> None:
         """Tells the cost model, if there is a target, what a step took."""
         if self.cost and not step.chunks[-1].is_decode:
-            self.cost.observe(Load.of(step.chunks, self.block_size), seconds)
+            self.cost.observe(Load.of(step.chunks, self.info.block_size), seconds)
 
     def check(self) -> None:
         """Raises IntegrityError unless sequences, prefix tree and free lists make up all pages and slots."""

@@ -6,7 +6,7 @@ Plain dataclasses of integers, without torch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +40,33 @@ class Voice(Protocol):
     @property
     def state(self) -> NDArray[np.float32] | None:
         """The vocoder's, behind the reference frames."""
+
+
+class Guide(Protocol):
+    """Says which ids a sequence may draw next (engine/guides.py)."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a token may be drawn now."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer ends here, without an end token."""
+
+    @property
+    def mask(self) -> NDArray[np.int32] | None:
+        """int32 [ceil(n_ids / 32)]: bit id % 32 of word id // 32 says whether id may be drawn; None: any."""
+
+    @property
+    def bans_end(self) -> bool:
+        """Whether end tokens are forbidden."""
+
+    @property
+    def next_is_free(self) -> bool:
+        """Whether the token after the next has no mask."""
+
+    def leaves_any(self, banned: Iterable[int]) -> bool:
+        """Whether any id other than these may be drawn."""
 
 
 def mixed_seed(seed: int, index: int) -> int:
@@ -104,8 +131,8 @@ class Sequence:
     """
     voice: Voice | None = None
     """The voice of the prompt's rows, kept as long as the sequence; None: it has none."""
-    guide: Any = None
-    """It says which ids the next token may be (guides.Guide); None: any."""
+    guide: Guide | None = None
+    """None: the next token may be any id."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -143,7 +170,7 @@ class Sequence:
     @property
     def can_draw(self) -> bool:
         """Whether its next token can be drawn: the mask is there, and the text that goes before it."""
-        return not self.lacks_text and (self.guide is None or bool(self.guide.is_ready))
+        return not self.lacks_text and (self.guide is None or self.guide.is_ready)
 
 
 @dataclass(slots=True)

@@ -184,9 +184,9 @@ class ServedModel:
         """
         engine = self.engine
         outputs, self._outputs = self._outputs, []
-        if engine.voices is not None:
-            for encoded in engine.voices.poll():
-                self.send(encoded)
+        for items in engine.encoded:
+            for answer in items.poll():
+                self.send(answer)
         is_busy = engine.has_work()
         if is_busy:
             outputs += engine.step()
@@ -204,8 +204,8 @@ class ServedModel:
             engine.check()  # walks the whole tree
             self._checked_s = time.monotonic()
         self._is_checked = True
-        if engine.voices is not None and engine.voices.is_waiting:
-            return 0.0 if engine.voices.has_work else MOVE_WAIT_S
+        if any(items.is_waiting for items in engine.encoded):
+            return 0.0 if any(items.has_work for items in engine.encoded) else MOVE_WAIT_S
         return MOVE_WAIT_S if engine.cache.store.n_moving else IDLE_POLL_S
 
 

@@ -118,6 +118,11 @@ def _memory(part: Any | Matrix) -> Any:
     return part.data if isinstance(part, Matrix) else part
 
 
+def transposed(part: Any) -> Any:
+    """The transpose of a table, in memory of its own."""
+    return np.ascontiguousarray(part.T) if isinstance(part, np.ndarray) else part.T.contiguous()
+
+
 class Store(Protocol):
     """Where weights live: what makes their memory, and puts values into it."""
 

@@ -10,10 +10,10 @@ from deltic.runtime.plan import Plan
 
 
 def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
-    """An EngineInfo without the model's name, the notices, whether there is a prefix cache, and the times of
-    the start.
+    """What follows from a plan. of_device: fields that follow from the device.
 
-    `build.build_runner` adds these. of_device: fields that follow from the device.
+    `build.build_runner` adds what only it knows: the model's name, notices, whether there is a prefix cache,
+    and the times of the start.
     """
     shape = plan.shape
     of_kind: dict[str, Any] = (
@@ -28,7 +28,6 @@ def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
         else {"eos_token_ids": list(shape.eos_token_ids), "even_context": even_context(shape)}
     )
     return EngineInfo(
-        model_name="",
         vocab_size=plan.n_real,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
@@ -38,6 +37,7 @@ def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
         page_bytes=plan.page_bytes,
         state_bytes=plan.state_bytes,
         device=device,
+        precision=plan.quantize or "bf16",
         **of_kind,
         **of_device,
     )

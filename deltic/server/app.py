@@ -2,13 +2,13 @@
 
 Bodies are parsed by the structs of each API (`api/protocol.py` and its like), not by the framework: what a
 token passes through is bytes and small structs only. The routes that generate are in `api/completions.py`,
-`api/responses.py`, `api/anthropic.py`, `api/ollama.py` and `speech/routes.py`.
+`api/responses.py`, `api/anthropic.py`, `api/ollama.py` and `speech/routes.py`; those about models in
+`api/models.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import functools
 import json
 import logging
@@ -30,10 +30,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from deltic import __version__
-from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.server.access import Access
 from deltic.server.api import anthropic, anthropic_protocol, ollama, ollama_protocol, protocol
 from deltic.server.api.completions import chat_completions, completions
+from deltic.server.api.models import detokenize, get_model, list_models, tokenize
 from deltic.server.api.responses import (
     cancel_response,
     count_input_tokens,
@@ -44,27 +44,16 @@ from deltic.server.api.responses import (
 )
 from deltic.server.api.responses_protocol import ResponsesRequest
 from deltic.server.batch import batches
-from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import BATCH, RATE_HEADERS, TICKET, Ticket
 from deltic.server.openapi import document
 from deltic.server.page import live, page
-from deltic.server.service import Kind, Server, Service, SpeechParts
+from deltic.server.service import Kind, Server, Service
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech import routes as speech
 from deltic.server.speech.audio import MEDIA_TYPES
 from deltic.server.speech.socket import PATH, converse
-from deltic.server.transport import (
-    BODY,
-    SERVER_SEND,
-    Encoded,
-    LargeResponse,
-    error_response,
-    forget_frames,
-    json_response,
-    own_path,
-    read_body,
-)
+from deltic.server.transport import BODY, SERVER_SEND, error_response, forget_frames, json_response, own_path, read_body
 from deltic.text import UnreadableText
 
 log = logging.getLogger("deltic.server")
@@ -383,96 +372,6 @@ def log_request(method: str, route: str, status: int, ticket: Ticket, request_id
     ids = {"request_id": request_id, "answer_id": answer_id}
     level = logging.DEBUG if ticket.is_batch else logging.INFO  # of a batch its end is told
     log.log(level, "%s %s %s", text, request_id, answer_id, extra={"fields": fields | more | ids})
-
-
-async def list_models(service: Service, request: Request) -> ASGIApp:
-    """GET /v1/models: those there are."""
-    cards = [model_card(one, name) for one in service.server.models.values() for name in one.names]
-    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
-    return json_response({"object": "list", "data": cards, "has_more": False} | ends)
-
-
-async def get_model(service: Service, request: Request) -> ASGIApp:
-    """GET /v1/models/{model:path}: one of them, by a name that it answers to."""
-    name = request.path_params["model"]
-    return json_response(model_card(service.server.find(name), name))
-
-
-def model_card(service: Service, name: str) -> dict[str, Any]:
-    """The entry of /v1/models for a model under one of its names; `root` is the first of them."""
-    info = service.client.info
-    limit = protocol.context_limit(info) if info else None
-    started_s = service.server.started_s
-    at = datetime.datetime.fromtimestamp(started_s, datetime.UTC)
-    return {
-        "id": name,
-        "root": service.model_name,
-        "object": "model",
-        "created": started_s,
-        "owned_by": "deltic",
-        "max_model_len": info.max_model_len if info else None,
-        # What other clients look for, under names of their own.
-        **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
-        **({"speech": speech_card(service.speech)} if service.speech else {}),
-        "type": "model",
-        "display_name": name,
-        "created_at": at.isoformat().replace("+00:00", "Z"),
-        "lifecycle": "active",
-    }
-
-
-def speech_card(parts: SpeechParts) -> dict[str, Any]:
-    shape = parts.prompts.shape
-    return {
-        "task_type": speech_protocol.TASKS[shape.variant],
-        "sample_rate": SAMPLE_RATE,
-        "voices": parts.voice_names(),
-        "languages": ["auto", *sorted(shape.languages)],
-        "takes_instructions": shape.takes_instructions,
-    }
-
-
-async def tokenize(service: Service, request: Request) -> ASGIApp:
-    """POST /tokenize: the ids of a text or a chat."""
-    body = await read_body(request, service.config.max_body_mb)
-
-    def work() -> dict[str, Any]:
-        asked = service.read(request, body, protocol.TokenizeRequest)
-        service.check_model(asked.model)
-        protocol.check_tokenize(asked)
-        if asked.prompt is not None:
-            parsed = asked.parse_special_tokens is not False
-            pieces = service.tokenizer.encode_pieces(asked.prompt, "parse" if parsed else "text")
-        else:
-            pieces = iter([render(service.template, asked)[0].ids])
-        count, tokens, strings = 0, Encoded(), Encoded()
-        for ids in filter(None, pieces):  # of a long text each would take a hundred bytes
-            count += len(ids)
-            tokens.append(msgspec.json.encode(ids)[1:-1])
-            if asked.return_token_strs:
-                texts = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
-                strings.append(msgspec.json.encode(texts)[1:-1])
-        info = service.client.info
-        told = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
-        return told | ({"token_strs": strings} if asked.return_token_strs else {})
-
-    return LargeResponse(await service.prepare(len(body), work, request))
-
-
-async def detokenize(service: Service, request: Request) -> ASGIApp:
-    """POST /detokenize: the text of ids."""
-    body = await read_body(request, service.config.max_body_mb)
-
-    def work() -> dict[str, Any]:
-        asked = service.read(request, body, protocol.DetokenizeRequest)
-        service.check_model(asked.model)
-        info = service.client.info
-        n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)
-        if asked.tokens and max(asked.tokens) >= n_ids:
-            raise bad_request("tokens", f"{max(asked.tokens)} is not a token id; they go from 0 to {n_ids - 1}")
-        return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
-
-    return LargeResponse(await service.prepare(len(body), work, request))
 
 
 async def metrics(service: Service, request: Request) -> ASGIApp:

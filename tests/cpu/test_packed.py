@@ -311,7 +311,7 @@ def test_pack_writes_a_model_that_answers(tmp_path: Path, loads: list[Path], cap
     assert "int4 matrices" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--quantize int8: .*small holds weights packed as int4; leave the flag out"):
         LLM(str(target), quantize="int8", **settings)
-    LLM(str(target), quantize="int4", **settings)
+    assert LLM(str(target), quantize="int4", **settings).info.precision == "int4"
     assert main(["pack", str(target), "--out", str(tmp_path / "again")]) == 2
     assert "holds packed weights; give the original checkpoint" in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu.attention_decode import FAN, SPLITS, AttentionScratch, Splits, attention_decode, attention_scratch
+from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.reference import layers
 
@@ -104,9 +105,10 @@ def run(
         scratch.weight.fill_(torch.nan)
     attention_decode(
         proj, heads, case.q_norm, case.k_norm, EPS,
-        row_slot=i32([3 if p >= 0 else -1 for p in places]), row_place=i32([max(p, 0) for p in places]),
-        row_position=i32([case.lengths[p] if p >= 0 else 0 for p in places]), page_table=case.table,
-        cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=out, levers=levers, splits=splits,
+        rows=Rows(
+            place=i32([max(p, 0) for p in places]), slot=i32([3 if p >= 0 else -1 for p in places]),
+            position=i32([case.lengths[p] if p >= 0 else 0 for p in places]),
+        ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=out, levers=levers, splits=splits,
     )  # fmt: skip
     assert not scratch.arrived.any(), "the counters are back at 0"
     return out, pages
@@ -256,8 +258,8 @@ def test_recorded_and_replayed(device: str) -> None:
     def step() -> None:
         for _ in range(4):
             attention_decode(
-                case.proj, case.heads, case.q_norm, case.k_norm, EPS, row_slot=slots, row_place=rows,
-                row_position=positions, page_table=case.table, cos=case.cos, sin=case.sin, pages=pages,
+                case.proj, case.heads, case.q_norm, case.k_norm, EPS, rows=Rows(rows, slots, positions),
+                page_table=case.table, cos=case.cos, sin=case.sin, pages=pages,
                 scratch=scratch, max_len=4096, out=out, levers=LEVERS,
             )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.geometry import AttentionHeads
-from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash, flash_tile, prepare
+from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash_tile
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers
 from deltic.reference import layers
@@ -60,8 +60,8 @@ class World:
     def step(
         self, parts: list[tuple[int, int, int]], spare: int = 0, tile: FlashTile | None = None, n_launches: int = 1
     ) -> list[Tensor]:
-        """Prefills parts (sequence, start, stop) in one call with `spare` unused blocks; their rows of out, in order. n_launches: of
-        the second kernel with `tile`, all of which must agree."""
+        """Prefills parts (sequence, start, stop) in one call with `spare` unused blocks; their rows of out, in order. n_launches: how
+        often, all of which must agree."""
         rows = [(i, p, min(stop - p, BLOCK)) for i, start, stop in parts for p in range(start, stop, BLOCK)]
         capacity = len(rows) + spare
 
@@ -85,25 +85,15 @@ class World:
             for _ in range(2)
         )
         table = self.page_table.clamp(min=0).to(self.device)
-        if tile is None:
+        outs = []
+        for _ in range(n_launches):
             attention_prefill(
                 proj, heads, self.q_norm, self.k_norm, EPS,
                 blocks=blocks, page_table=table, cos=self.cos, sin=self.sin, pages=self.pages, query=query, out=out,
-                levers=Levers(),
+                levers=Levers(), tile=tile,
             )  # fmt: skip
-        else:
-            prepare(
-                proj, heads, self.q_norm, self.k_norm, EPS,
-                blocks=blocks, cos=self.cos, sin=self.sin, pages=self.pages, query=query, levers=Levers(),
-            )  # fmt: skip
-            outs = []
-            for _ in range(n_launches):
-                flash(
-                    proj, heads,
-                    blocks=blocks, page_table=table, pages=self.pages, query=query, out=out, tile=tile,
-                )  # fmt: skip
-                outs.append(out.clone())
-            assert n_launches == 1 or all(torch.equal(one, out) for one in outs)
+            outs.append(out.clone())
+        assert n_launches == 1 or all(torch.equal(one, out) for one in outs)
         used = out[: BLOCK * len(rows)]
         assert used.isfinite().all(), "padding of a block in use must stay finite"
         assert out[BLOCK * len(rows) :].isnan().all(), "blocks not in use are left alone"

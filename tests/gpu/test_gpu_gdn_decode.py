@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import GdnHeads, GdnWeights
+from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.launch import Levers, launches
 from deltic.reference import layers
@@ -63,10 +64,10 @@ class Case:
         out = torch.full(
             (len(self.slots), self.heads.n_v * self.heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device
         )
+        slot, position = (torch.tensor(x, dtype=torch.int32, device=device) for x in (self.slots, self.positions))
         gdn_decode(
             self.proj, self.heads, self.weights, EPS,
-            row_slot=torch.tensor(self.slots, dtype=torch.int32, device=device),
-            row_position=torch.tensor(self.positions, dtype=torch.int32, device=device),
+            rows=Rows(slot, slot, position),
             columns=self.columns[:, LAYER], states=self.states[:, LAYER], out=out, levers=levers or Levers(),
         )  # fmt: skip
         return out

@@ -16,6 +16,7 @@ from torch import Tensor
 from deltic.ops.contract import KernelError
 from deltic.ops.gpu import linear as linear_module
 from deltic.ops.gpu import norm as norm_module
+from deltic.ops.gpu.blocks import PlaceState, Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import (
     Narrow,
@@ -83,16 +84,14 @@ def test_begin_decode(device: str) -> None:
     position = torch.tensor([70, 9, 9, 0, 12], **integers)
     slot = torch.tensor([2, 9, 9, 5, 1], **integers)
     done = torch.tensor([0, 0, 0, 0, 1], **integers)
-    row_place, row_slot, row_position = (torch.full((4,), -77, **integers) for _ in range(3))
+    rows = Rows(*(torch.full((4,), -77, **integers) for _ in range(3)))
     residual = poisoned(4, width, device=device)
     assert n_places == len(slot)
-    begin_decode(
-        rows_place, last_token, position, slot, done, in_rows(table), row_place=row_place, row_slot=row_slot,
-        row_position=row_position, residual=residual, levers=LEVERS,
-    )  # fmt: skip
-    assert row_place.tolist() == [3, 0, 0, 4]
-    assert row_slot.tolist() == [5, -1, 2, -1]
-    assert row_position.tolist() == [0, 0, 70, 12]
+    places = PlaceState(last_token, position, slot, done, page_table=slot)
+    begin_decode(rows_place, places, in_rows(table), rows=rows, residual=residual, levers=LEVERS)
+    assert rows.place.tolist() == [3, 0, 0, 4]
+    assert rows.slot.tolist() == [5, -1, 2, -1]
+    assert rows.position.tolist() == [0, 0, 70, 12]
     assert torch.equal(residual, table.float()[[39, 0, 7, 0]])
 
 
@@ -240,10 +239,8 @@ def test_a_format_without_a_kernel_is_refused(device: str, format: str) -> None:
     with pytest.raises(KernelError, match=f"embed: .*{refused}"):
         embed(ids, w, poisoned(few, 128, device=device))
     with pytest.raises(KernelError, match=f"embed: .*{refused}"):
-        begin_decode(
-            ids, ids, ids, ids, ids, w, row_place=ids, row_slot=ids, row_position=ids,
-            residual=poisoned(few, 128, device=device), levers=LEVERS,
-        )  # fmt: skip
+        rows, residual = Rows(ids, ids, ids), poisoned(few, 128, device=device)
+        begin_decode(ids, PlaceState(ids, ids, ids, ids, ids), w, rows=rows, residual=residual, levers=LEVERS)
 
 
 def test_product_is_a_linear(device: str) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import SamplingParams
+from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import PlaceParameters, SampleScratch, prompt_logprobs, sample, sample_decode, sample_scratch
+from deltic.ops.gpu.sample import Drawn, Draws, PlaceParameters, SampleScratch, prompt_logprobs, sample, sample_scratch
 from deltic.reference.sample import candidates, processed_logits, token_logprobs
 from deltic.reference.sample import sample as reference_sample
 
@@ -120,12 +121,9 @@ def draw(
         i32([-5] * d), torch.full((d,), torch.nan, device=device), torch.full((d, N_MOST), -5, dtype=torch.int32, device=device),
         torch.full((d, N_MOST), torch.nan, device=device),
     )  # fmt: skip
-    sample(
-        logits, n_real, draw_row=i32(rows), draw_place=i32(chosen),
-        draw_position=i32([sequences[c].position if c >= 0 else 0 for c in chosen]), places=places,
-        scratch=poisoned(d, logits.shape[1], device, tile, cap), out_token=out[0], out_logprob=out[1], top_ids=out[2],
-        top_logprobs=out[3], levers=LEVERS,
-    )  # fmt: skip
+    draws = Draws(i32(rows), i32(chosen), i32([sequences[c].position if c >= 0 else 0 for c in chosen]))
+    scratch = poisoned(d, logits.shape[1], device, tile, cap)
+    sample(logits, n_real, draws, places, scratch, Drawn(*out), levers=LEVERS)
     return out[0].tolist(), out, places
 
 
@@ -309,11 +307,9 @@ def test_rows_are_pure(device: str) -> None:
     i32 = {"dtype": torch.int32, "device": device}
     shuffled = torch.stack([logits[2], logits[0] * 0, logits[1], logits[0]])
     out_token = torch.full((4,), -5, **i32)
-    sample_decode(
-        shuffled, n_real, torch.tensor([2, 3, 1, 0], **i32), torch.tensor([7, -1, 8, 9], **i32),
-        torch.tensor([2, 2, 2, 2], **i32), places=places, scratch=poisoned(6, n_vocab, device, 64, 32), out_token=out_token,
-        out_logprob=out[1], top_ids=out[2], top_logprobs=out[3], levers=LEVERS,
-    )  # fmt: skip
+    lines = Rows(*(torch.tensor(x, **i32) for x in ([2, 3, 1, 0], [7, -1, 8, 9], [2, 2, 2, 2])))
+    scratch = poisoned(6, n_vocab, device, 64, 32)
+    sample(shuffled, n_real, lines, places, scratch, Drawn(out_token, *out[1:]), levers=LEVERS)
     assert out_token.tolist() == [tokens[2], -5, tokens[1], tokens[0]]
     assert places.position.tolist() == [3, 3, 3, -9]
 

@@ -10,6 +10,11 @@ import pytest
 from deltic.engine.cache.cache import Cache, IntegrityError, pages_for
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Sequence
+from tests.fakes import FakeRunner
+
+
+def cache_of(n_pages: int, n_slots: int, n_places: int | None = None) -> Cache:
+    return Cache(FakeRunner(n_pages=n_pages, n_slots=n_slots, max_num_seqs=n_places or n_slots).info)
 
 
 def sequence(n_tokens: int = 0) -> Sequence:
@@ -30,7 +35,7 @@ def test_pages_for(n_tokens: int, n_pages: int) -> None:
 
 
 def test_grow_takes_what_is_missing_or_nothing() -> None:
-    cache = Cache(5, 3, n_places=2)
+    cache = cache_of(5, 3, 2)
     a, b = admitted(cache), admitted(cache)
     assert not cache.admit(sequence(), [], 0)  # no place
     assert cache.grow(a, 65) and len(a.pages) == 2
@@ -46,7 +51,7 @@ def test_grow_takes_what_is_missing_or_nothing() -> None:
 
 
 def test_admission_takes_no_page_that_is_promised_and_nothing_when_it_fails() -> None:
-    cache = Cache(5, 3)
+    cache = cache_of(5, 3)
     assert not cache.admit(sequence(129), [], 3) and not cache.admit(sequence(6 * 64), [], 0)
     cache.check([])
     parent = sequence(129)
@@ -61,7 +66,7 @@ def test_admission_takes_no_page_that_is_promised_and_nothing_when_it_fails() ->
 
 
 def test_fork_shares_full_pages_and_copies_the_last() -> None:
-    cache = Cache(4, 3)
+    cache = cache_of(4, 3)
     parent, child, late = (admitted(cache) for _ in range(3))
     cache.grow(parent, 150)
     assert cache.fork(parent, child, 150) == [(parent.pages[2], child.pages[2])]
@@ -122,7 +127,7 @@ def run_ahead(cache: Cache, a: Sequence, b: Sequence) -> None:
     ],
 )
 def test_check_names_what_is_off(harm: Callable[[Cache, Sequence, Sequence], None], words: str) -> None:
-    cache = Cache(4, 3)
+    cache = cache_of(4, 3)
     a, b = admitted(cache), admitted(cache)
     cache.grow(a, 128)
     cache.check([a, b])
@@ -132,7 +137,7 @@ def test_check_names_what_is_off(harm: Callable[[Cache, Sequence, Sequence], Non
 
 
 def test_giving_back_twice_is_found() -> None:
-    cache = Cache(2, 1)
+    cache = cache_of(2, 1)
     pages = cache.pages.take(1)
     cache.pages.give_back(pages)
     with pytest.raises(IntegrityError, match="page 0 was given back"):

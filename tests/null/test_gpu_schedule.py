@@ -357,9 +357,9 @@ def test_siblings_and_prompt_logprobs_stay_on_the_grid(n_prompt: int) -> None:
 
 
 def test_steps_of_part_of_a_block_are_refused() -> None:
-    limits = {"max_num_seqs": 2, "max_model_len": 64, "max_logit_rows": 100}
+    info = FakeRunner(n_pages=4, max_num_seqs=2, max_model_len=64, max_step_tokens=100, gpu=True).info
     with pytest.raises(ValueError, match="whole blocks of 64"):
-        Scheduler(Cache(4, 2, canonical_decode=False), max_step_tokens=100, block_size=64, **limits)
+        Scheduler(Cache(info), info, 100)
 
 
 def test_a_decode_is_one_generated_token() -> None:

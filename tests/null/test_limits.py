@@ -25,7 +25,7 @@ from deltic.engine.scheduler import Scheduler
 from deltic.server.limits import Account, Accounts
 from deltic.server.metrics import MAX_KEYS, REST, Exposition, KeyNumbers
 from tests.fake_engine import FakeEngineClient, make_app, served
-from tests.fakes import EOS, FakeRunner, expected_tokens
+from tests.fakes import FakeRunner, expected_tokens
 from tests.null.test_scheduler import Bench
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -351,15 +351,7 @@ def served_order(
 ) -> list[str]:
     """The owners of requests (owner, n) in the order in which they got their place. priorities: of those that have another than 0."""
     runner = FakeRunner(max_num_seqs=n_places)
-    cache = Cache(runner.n_pages, runner.n_slots, n_places=n_places)
-    scheduler = Scheduler(
-        cache,
-        max_num_seqs=n_places,
-        max_step_tokens=runner.max_step_tokens,
-        max_model_len=runner.max_model_len,
-        max_logit_rows=n_places + 64,
-        eos_token_ids=[EOS],
-    )
+    scheduler = Scheduler(Cache(runner.info), runner.info, n_places + 64)
     for i, (owner, n) in enumerate(requests):
         params = SamplingParams(max_tokens=2, n=n, seed=1, ignore_eos=True)
         priority = (priorities or {}).get(i, 0)

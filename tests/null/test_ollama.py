@@ -257,6 +257,9 @@ def test_what_there_is() -> None:
             assert (await client.head("/")).status_code == 200, "programs look whether it is there"
 
     asyncio.run(go())
+    for precision in ("bf16", "int4-symmetric"):  # as the engine says: a packed model brings its own
+        shown = post(FakeEngineClient(precision=precision), "/api/show", {"model": "fake"}).json()
+        assert shown["details"]["quantization_level"] == precision.upper()
     assert get(FakeEngineClient(), "/api/version", api_key=("k",)).status_code == 200
     assert get(FakeEngineClient(), "/api/tags", api_key=("k",)).status_code == 401
 

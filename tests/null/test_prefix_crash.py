@@ -124,7 +124,7 @@ class Traffic:
         while len(self.asked) < n_last or self.engine.has_work():
             while len(self.asked) < n_last and (not self.engine.has_work() or rng.random() < 0.2):
                 self.ask(next(self.turns))
-            block_size = scheduler.block_size
+            block_size = scheduler.info.block_size
             scheduler.max_step_tokens = rng.choice([64, 100, 200, 512]) // block_size * block_size
             running = [*scheduler._decodes, *scheduler._prefills]
             if running and rng.random() < 0.05:

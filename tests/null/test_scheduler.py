@@ -24,26 +24,8 @@ class Bench:
 
     def __init__(self, runner: FakeRunner, max_itl_ms: float | None = None) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(
-            Cache(
-                runner.n_pages,
-                runner.n_slots,
-                n_places=runner.max_num_seqs,
-                tiers=runner.tiers,
-                enabled=runner.info.prefix_cache,
-                canonical_decode=runner.info.canonical_decode,
-                n_lookahead=runner.info.n_lookahead,
-            ),
-            max_num_seqs=runner.max_num_seqs,
-            max_step_tokens=runner.max_step_tokens,
-            max_model_len=runner.max_model_len,
-            max_logit_rows=runner.max_logit_rows,
-            eos_token_ids=[EOS],
-            max_itl_ms=max_itl_ms,
-            n_lookahead=runner.info.n_lookahead,
-            block_size=runner.info.block_size,
-            max_prefill_seqs=runner.info.max_prefill_seqs,
-        )
+        cache = Cache(runner.info, runner.tiers)
+        self.scheduler = Scheduler(cache, runner.info, runner.max_logit_rows, max_itl_ms)
         self.outputs: dict[tuple[str, int], list[Output]] = {}
         self.steps: list[list[tuple[str, int, int]]] = []
         """For each step its chunks: request id, start, length."""
@@ -370,11 +352,14 @@ def test_an_id_in_use_is_refused() -> None:
 
 
 def test_limits_without_progress_are_refused() -> None:
-    limits = {"max_num_seqs": 8, "max_step_tokens": 64, "max_model_len": 64}
+    def schedule(n_slots: int, max_logit_rows: int) -> None:
+        info = FakeRunner(n_pages=4, n_slots=n_slots, max_num_seqs=8, max_step_tokens=64, max_model_len=64).info
+        Scheduler(Cache(info), info, max_logit_rows)
+
     with pytest.raises(ValueError, match="slots"):
-        Scheduler(Cache(4, 7), max_logit_rows=100, **limits)
+        schedule(7, 100)
     with pytest.raises(ValueError, match="max_logit_rows"):
-        Scheduler(Cache(4, 8), max_logit_rows=71, **limits)
+        schedule(8, 71)
 
 
 def test_a_failed_step_frees_its_sequences_and_leaves_the_others() -> None:

@@ -33,7 +33,8 @@ from typing import Any
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.residency import Load, Residency
 from deltic.engine.cache.tiers import Tiers
-from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Geometry, Node, next_key, root_key, top
+from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Node, next_key, root_key, top
+from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -88,31 +89,14 @@ class Parked:
 class Cache:
     """Pages, slots and places of the sequences. Every change to what a sequence owns is made here."""
 
-    def __init__(
-        self,
-        n_pages: int,
-        n_slots: int,
-        *,
-        n_places: int | None = None,
-        geometry: Geometry | None = None,
-        tiers: Tiers | None = None,
-        enabled: bool = True,
-        canonical_decode: bool = True,
-        n_lookahead: int = 0,
-        has_state: bool = True,
-    ) -> None:
-        """n_places: sequences that may run at once. enabled: else nothing is kept for other requests, and
-        host memory is for preempted sequences alone. canonical_decode: whether what decode writes may be
-        found by others; n_lookahead: tokens that the device may have computed beyond a decode's n_computed;
-        has_state: else any page will do to start behind, and there are no checkpoints (all as in EngineInfo).
+    def __init__(self, info: EngineInfo, tiers: Tiers | None = None) -> None:
+        """Without info.prefix_cache nothing is kept for other requests, and host memory is for preempted
+        sequences alone. Without info.canonical_decode only what prefill wrote may be found by others.
         """
-        self.store = Residency(n_pages, n_slots, geometry or Geometry(), tiers, enabled)
+        self.store = Residency(info, tiers)
         self.pages, self.slots = self.store.pages, self.store.slots
-        self.places = Pool("place", n_slots if n_places is None else n_places)
-        self.enabled = enabled
-        self.canonical_decode = canonical_decode
-        self.n_lookahead = n_lookahead
-        self.has_state = has_state
+        self.places = Pool("place", info.max_num_seqs)
+        self.info = info
         self.stats = self.store.stats
         self._tree = self.store.tree
         self._parked: dict[Sequence, Parked] = {}
@@ -130,7 +114,7 @@ class Cache:
 
     def open(self, sequence: Sequence) -> None:
         """Ties a new sequence to the tree, unless its request or the server does without."""
-        if self.enabled and sequence.request.use_cache:
+        if self.info.prefix_cache and sequence.request.use_cache:
             sequence.prefix = Prefix([], self._root(sequence))
             self._extend_keys(sequence)
 
@@ -146,7 +130,7 @@ class Cache:
 
     def _n_canonical(self, sequence: Sequence) -> int:
         """Tokens of a sequence whose pages and states are the tree's to give and to take."""
-        return len(sequence.tokens) if self.canonical_decode else sequence.n_prompt
+        return len(sequence.tokens) if self.info.canonical_decode else sequence.n_prompt
 
     def look_up(self, sequence: Sequence) -> list[Node]:
         """The tree's nodes for the pages that a waiting sequence could share."""
@@ -172,7 +156,7 @@ class Cache:
                 return known[: parked.n_shared]
             self._forget_parked(sequence)  # what it continues is gone
         n_most = min(n_most, (self._n_canonical(sequence) - 1) // PAGE_SIZE)
-        while self.has_state and n_most and not _within(known[n_most - 1].state, tier):
+        while self.info.has_state and n_most and not _within(known[n_most - 1].state, tier):
             n_most -= 1
         return known[:n_most]
 
@@ -187,7 +171,7 @@ class Cache:
         prefix = sequence.prefix
         if prefix is None or not path or prefix.n_loads == MAX_LOADS:
             return False
-        prefix.load = self.store.load(path, with_state=self.has_state and sequence not in self._parked)
+        prefix.load = self.store.load(path, with_state=self.info.has_state and sequence not in self._parked)
         prefix.n_loads += prefix.load is not None
         return prefix.load is not None
 
@@ -219,7 +203,7 @@ class Cache:
         group = [sequence, *sequence.siblings]
         parked = self._parked.get(sequence)
         pages = [node.page[DEVICE] for node in path]
-        start = [path[-1].state[DEVICE]] if path and parked is None and self.has_state else []
+        start = [path[-1].state[DEVICE]] if path and parked is None and self.info.has_state else []
         self.pages.share(pages)
         self.slots.share(start)
         slots: list[int] | None = None
@@ -250,7 +234,7 @@ class Cache:
             self._unpark(sequence, parked)
         elif start:
             self._tree.touch(path[-1])
-        if path and not self.has_state:
+        if path and not self.info.has_state:
             self.store.device.renew(path[-1])
         return True
 
@@ -270,7 +254,7 @@ class Cache:
         branch, and the next one that comes this way shall not compute the stretch again.
         """
         prefix, n_tokens = sequence.prefix, self._n_canonical(sequence)
-        if prefix is None or not self.has_state:
+        if prefix is None or not self.info.has_state:
             return
         wanted: dict[int, str] = {}
         begin = 0
@@ -327,7 +311,7 @@ class Cache:
     def want_junction(self, sequence: Sequence, other: Sequence) -> None:
         """`other` waits, and begins as this one does, which prefills: it will start from where they part."""
         depth = self.n_common(other, sequence)
-        if depth > sequence.n_computed and self.has_state:
+        if depth > sequence.n_computed and self.info.has_state:
             prefix: Prefix = sequence.prefix
             prefix.wanted = dict(sorted(({depth: "junction"} | prefix.wanted).items()))
 
@@ -372,7 +356,7 @@ class Cache:
         prefix: Prefix | None = sequence.prefix
         if prefix is None or prefix.node.depth != sequence.n_computed or sequence.start_slot is not None:
             return
-        if not self.canonical_decode:
+        if not self.info.canonical_decode:
             return
         node, old = prefix.node, prefix.tail
         if node.state[DEVICE] is None and old is not None and self.store.is_only_passed(old):
@@ -462,7 +446,8 @@ class Cache:
         if slot is not None:
             node = prefix.node if prefix is not None else None
             here = node is not None and node.depth == sequence.n_computed > 0 and node.state[DEVICE] is None
-            keep_state &= self.has_state and (self.canonical_decode or sequence.n_computed < sequence.n_prompt)
+            is_prefilled = self.info.canonical_decode or sequence.n_computed < sequence.n_prompt
+            keep_state &= self.info.has_state and is_prefilled
             if node is not None and here and keep_state and self._tree.nodes.get(node.key) is node:
                 self._keep(node, slot, "tail")
             else:
@@ -491,11 +476,11 @@ class Cache:
         and the pages hold their KV. The copies to host memory wait for that, and take those pages too; what
         was drawn there is kept by the runner, which goes on from it when the sequence comes back with these
         bytes. If they were lost, chunks of it come that start before n_computed, and the runner drops what it
-        kept (loop.StepRunner).
+        kept (engine.StepRunner).
         """
         n_computed = sequence.n_computed
         is_worth_it = sequence.n_pending == 1
-        if not self.canonical_decode:  # what was decoded can be had again one token a step only
+        if not self.info.canonical_decode:  # what was decoded can be had again one token a step only
             is_worth_it |= n_computed >= sequence.n_prompt
         parked = self._park(sequence) if is_worth_it and n_computed else None
         self.release(sequence)
@@ -511,7 +496,7 @@ class Cache:
         assert sequence.slot is not None
         # Before the first chunk behind a checkpoint has run, the state is the checkpoint's.
         slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
-        own = sequence.pages[n_shared : pages_for(sequence.n_computed + self.n_lookahead)]
+        own = sequence.pages[n_shared : pages_for(sequence.n_computed + self.info.n_lookahead)]
         units = [self.store.park("page", page) for page in own]
         state = self.store.park("state", slot)
         node = prefix.node if prefix is not None else None

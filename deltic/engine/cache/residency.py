@@ -22,8 +22,8 @@ import msgspec
 
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.tiers import Move, Tiers
-from deltic.engine.cache.tree import DEVICE, DISK, HOST, TIER_NAMES, Geometry, Node, PrefixTree, Tier
-from deltic.engine.messages import CacheStats
+from deltic.engine.cache.tree import DEVICE, DISK, HOST, TIER_NAMES, Node, PrefixTree, Tier
+from deltic.engine.messages import CacheStats, EngineInfo
 from deltic.ops.geometry import PAGE_SIZE
 
 SAVE_BYTES = 32 << 20
@@ -56,15 +56,15 @@ class Load:
 class Residency:
     """The tree's pages and states in their tiers, and the pools that they share with the sequences."""
 
-    def __init__(self, n_pages: int, n_slots: int, geometry: Geometry, tiers: Tiers | None, keeps: bool) -> None:
-        """keeps: whether there is a prefix cache; if not, host memory is for preempted sequences alone."""
-        self.pages = Pool("page", n_pages)
-        self.slots = Pool("slot", n_slots)
+    def __init__(self, info: EngineInfo, tiers: Tiers | None) -> None:
+        self._info = info
+        self.pages = Pool("page", info.n_pages)
+        self.slots = Pool("slot", info.n_slots)
         self.units = Pool("unit", tiers.n_units if tiers else 0)
-        self.tree = PrefixTree(geometry)
+        self.tree = PrefixTree(info)
         self.stats = CacheStats()
         self.tiers = tiers
-        self.disk_bytes = tiers.disk_bytes if tiers and tiers.has_disk and keeps else 0
+        self.disk_bytes = tiers.disk_bytes if tiers and tiers.has_disk and info.prefix_cache else 0
         # On the device it must be the tree's alone; nowhere may it be taken away while it is moved.
         pages, slots = self.pages, self.slots
         self.device = Tier(
@@ -350,7 +350,7 @@ class Residency:
     def _save_next(self) -> None:
         """Starts to save the checkpoint that waits longest: pages from the first on, then the state."""
         assert self.tiers is not None
-        geometry, now_s = self.tree.geometry, time.monotonic()
+        info, now_s = self._info, time.monotonic()
         if now_s >= self._survey_at:
             self._survey_at = now_s + SURVEY_S
             self.tiers.survey()
@@ -358,13 +358,13 @@ class Residency:
             self._disk_most = math.inf
         while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
-            too_long = node.depth // PAGE_SIZE * geometry.page_bytes + geometry.state_bytes > self._disk_room
+            too_long = node.depth // PAGE_SIZE * info.page_bytes + info.state_bytes > self._disk_room
             if not node.has_state or node.state[DISK] is not None or too_long or _is_left_behind(node):
                 del self._to_save[node]
                 continue
             path = _path(node)
             source = [n for n in path if n.page[DISK] is None]
-            n_most = max(1, SAVE_BYTES // geometry.page_bytes)
+            n_most = max(1, SAVE_BYTES // info.page_bytes)
             moves = [_move("page", n, -1 if n.page[DEVICE] is None else n.page[DEVICE]) for n in source[:n_most]]
             nodes = source[:n_most]
             if len(source) <= n_most:
@@ -404,8 +404,7 @@ class Residency:
         self.tiers.resume()
 
     def _saved_bytes(self, move: Move) -> int:
-        geometry = self.tree.geometry
-        return geometry.page_bytes if move.kind == "page" else geometry.state_bytes
+        return self._info.page_bytes if move.kind == "page" else self._info.state_bytes
 
     def _make_room(self, n_bytes: int) -> bool:
         """Deletes the idle objects worth least on disk until n_bytes more fit. Returns False when they
@@ -450,13 +449,13 @@ class Residency:
         assert self.tiers is not None
         self.disk.drop_page(node)
         self.tiers.delete("page", node.key)
-        self._disk_used -= self.tree.geometry.page_bytes
+        self._disk_used -= self._info.page_bytes
 
     def _drop_saved_state(self, node: Node) -> None:
         assert self.tiers is not None
         self.tree.drop_state(self.disk, node)
         self.tiers.delete("state", node.key)
-        self._disk_used -= self.tree.geometry.state_bytes
+        self._disk_used -= self._info.state_bytes
 
     def _restore(self) -> None:
         """The tree of what a directory holds. What cannot be reached from a root is deleted."""
@@ -468,10 +467,10 @@ class Residency:
             known = tree.nodes.get(entry.key)
             if entry.kind == "page" and parent is not None and parent.depth + PAGE_SIZE == entry.depth and not known:
                 self.disk.put_page(tree.child(parent, entry.key), True)
-                self._disk_used += tree.geometry.page_bytes
+                self._disk_used += self._info.page_bytes
             elif entry.kind == "state" and known and known.state[DISK] is None:
                 oldest_first.append((entry.used_at, known))
-                self._disk_used += tree.geometry.state_bytes
+                self._disk_used += self._info.state_bytes
             else:
                 self.tiers.delete(entry.kind, entry.key)
         # Whose clock rises from one to the next, so that what was used last is the last to go.
@@ -554,7 +553,7 @@ class Residency:
 
     def summary(self) -> dict[str, Any]:
         """The contents of each tier, and the tree of checkpoints, as plain data."""
-        geometry = self.tree.geometry
+        page_bytes = self._info.page_bytes
         tiers = {
             name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}
             for name, tier in zip(TIER_NAMES, self._tiers, strict=True)
@@ -565,13 +564,13 @@ class Residency:
             "slots_total": self.slots.n,
             "slots_in_use": self.slots.n - self.slots.n_available,
         }
-        tiers["host"] |= {"bytes_total": self.units.n * geometry.page_bytes}
-        tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * geometry.page_bytes}
+        tiers["host"] |= {"bytes_total": self.units.n * page_bytes}
+        tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * page_bytes}
         tiers["disk"] |= {"bytes_total": self._disk_room if self.disk_bytes else 0, "bytes_used": self._disk_used}
         return {
             "page_tokens": PAGE_SIZE,
-            "page_bytes": geometry.page_bytes,
-            "checkpoint_bytes": geometry.state_bytes,
+            "page_bytes": page_bytes,
+            "checkpoint_bytes": self._info.state_bytes,
             "tiers": tiers,
             "counters": msgspec.structs.asdict(self.count()),
             "checkpoints": self.tree.describe(),

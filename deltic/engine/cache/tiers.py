@@ -105,7 +105,7 @@ class Move:
 
 
 class Copies(Protocol):
-    """Device memory that the host cannot address (device_copy.DeviceCopies).
+    """Device memory that the host cannot address (runtime.gpu.copies.DeviceCopies).
 
     The views that Tiers is given are those of a staging buffer then, one for each of its two threads.
     """
@@ -386,17 +386,8 @@ class Tiers:
         return f"{self._directory}/{name[:2]}/{name}.{parent.hex()}.{depth}.{kind}"
 
     def _header(self, move: Move, crc: int) -> bytes:
-        header = HEADER.pack(
-            _MAGIC,
-            VERSION,
-            _KINDS[move.kind],
-            self._model,
-            move.key,
-            move.parent,
-            move.depth,
-            self._n_bytes[move.kind],
-            crc,
-        )
+        what, size = (self._model, move.key, move.parent, move.depth), self._n_bytes[move.kind]
+        header = HEADER.pack(_MAGIC, VERSION, _KINDS[move.kind], *what, size, crc)
         return (header + HEADER_CRC.pack(zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
 
     def _read(self, move: Move, target: list[Bytes]) -> bool:

@@ -19,11 +19,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from deltic.engine.messages import Request
+from deltic.engine.messages import EngineInfo, Request
 from deltic.ops.geometry import PAGE_SIZE
 
 DEVICE, HOST, DISK = 0, 1, 2
@@ -37,20 +37,6 @@ Its conversation went on, and resumes from the lower one.
 
 MAX_DESCRIBED = 1000
 """Checkpoints in a description."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The costs of a page and a state, for priorities and for `GET /cache`."""
-
-    page_bytes: int = 1
-    state_bytes: int = 16
-    even_context: float = 32768.0
-    """Tokens of context at which a token's attention costs as much as all the rest of it."""
-
-    def prefill_cost(self, start: int, end: int) -> float:
-        """The cost of computing tokens start … end - 1, in tokens without context."""
-        return (end - start) * (1.0 + (start + end) / 2 / self.even_context)
 
 
 def root_key(request: Request) -> bytes:
@@ -69,6 +55,7 @@ def next_key(key: bytes, tokens: array[int]) -> bytes:
     return blake2b(key + tokens.tobytes(), digest_size=16).digest()
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A page boundary: `depth` tokens from the start, the last PAGE_SIZE of them in its page.
 
@@ -76,45 +63,26 @@ class Node:
     on the host, True on disk; None: not there. n_children[tier] counts children with a page in the tier.
     """
 
-    __slots__ = (
-        "above",
-        "below",
-        "busy",
-        "children",
-        "depth",
-        "key",
-        "kind",
-        "n_children",
-        "n_hits",
-        "n_parked",
-        "page",
-        "parent",
-        "priority",
-        "state",
-        "touched",
-    )
-
-    def __init__(self, key: bytes, parent: Node | None, depth: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.depth = depth
-        self.children: set[Node] = set()
-        self.page: list[Any] = [None, None, None]
-        self.state: list[Any] = [None, None, None]
-        self.n_children = [0, 0, 0]
-        self.above: Node | None = None
-        """The nearest checkpoint (or the root) on the way to the root, while this is one."""
-        self.below: set[Node] = set()
-        """The checkpoints whose `above` this is."""
-        self.kind = ""
-        """Why the checkpoint was taken."""
-        self.touched = 0.0
-        self.priority = 0.0
-        self.n_hits = 0
-        self.n_parked = 0
-        """Preempted sequences that come back to this page: it does not leave host memory before."""
-        self.busy = 0
-        """Moves under way that read or write its bytes: it stays where it is meanwhile."""
+    key: bytes
+    parent: Node | None
+    depth: int
+    children: set[Node] = field(default_factory=set)
+    page: list[Any] = field(default_factory=lambda: [None, None, None])
+    state: list[Any] = field(default_factory=lambda: [None, None, None])
+    n_children: list[int] = field(default_factory=lambda: [0, 0, 0])
+    above: Node | None = None
+    """The nearest checkpoint (or the root) on the way to the root, while this is one."""
+    below: set[Node] = field(default_factory=set)
+    """The checkpoints whose `above` this is."""
+    kind: str = ""
+    """Why the checkpoint was taken."""
+    touched: float = 0.0
+    priority: float = 0.0
+    n_hits: int = 0
+    n_parked: int = 0
+    """Preempted sequences that come back to this page: it does not leave host memory before."""
+    busy: int = 0
+    """Moves under way that read or write its bytes: it stays where it is meanwhile."""
 
     @property
     def has_page(self) -> bool:
@@ -213,8 +181,8 @@ class Tier:
 class PrefixTree:
     """The nodes, by key, and the priorities of the checkpoints among them."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
         self.nodes: dict[bytes, Node] = {}
         self.roots: dict[bytes, Node] = {}
         self.clock = 0.0
@@ -311,9 +279,12 @@ class PrefixTree:
         return above
 
     def _value(self, start: int, end: int) -> float:
-        geometry = self.geometry
-        n_bytes = geometry.state_bytes + (end - start) // PAGE_SIZE * geometry.page_bytes
-        return geometry.prefill_cost(start, end) / n_bytes * 1e6
+        """The cost of computing tokens start … end - 1, in tokens without context, for each megabyte of their
+        pages and the state behind them.
+        """
+        info = self._info
+        n_bytes = info.state_bytes + (end - start) // PAGE_SIZE * info.page_bytes
+        return (end - start) * (1.0 + (start + end) / 2 / info.even_context) / n_bytes * 1e6
 
     def _rate(self, node: Node) -> None:
         assert node.above is not None

@@ -25,7 +25,7 @@ from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import MoeScratch, moe
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate, AttentionHeads, GdnHeads, GdnWeights
+from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate
 from deltic.ops.matrix import Matrix, row_bytes
 
 
@@ -143,7 +143,7 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
     t, h = n_tokens, shape.hidden_size
     value, inner = shape.gdn_value_size, max(shape.intermediate_size, shape.shared_intermediate_size)
     q_size = shape.n_q_heads * shape.head_dim
-    heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
+    heads = shape.heads
     scratch = router = shared = None
     if shape.is_moe:
         k, m, e = shape.n_experts_per_tok, shape.moe_intermediate_size, shape.n_experts
@@ -203,13 +203,8 @@ class Qwen:
         self.shape = shape
         self.weights = weights
         self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)])
-        self.heads = AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
-        self.gdn_heads = GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
-        self.gdn_weights = {
-            i: GdnWeights(np.ascontiguousarray(layer.conv.T), layer.a_log, layer.dt_bias, layer.norm)
-            for i, layer in enumerate(weights.layers)
-            if isinstance(layer, GdnLayer)
-        }
+        self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
+        self.gdn_weights = weights.gdn()
         # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation.
         self.cos, self.sin = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
 

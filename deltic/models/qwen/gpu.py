@@ -25,10 +25,10 @@ from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
-from deltic.ops.geometry import Allocate, AttentionHeads, GdnHeads, GdnWeights
+from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
-from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.blocks import BLOCK, Blocks, PlaceState, PrefillInputs, Rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers
@@ -58,24 +58,10 @@ class GpuMemory:
 
 
 @dataclass(frozen=True)
-class PlaceState:
-    """int32, by place: the values that a decode reads of its sequence, and that the sampler advances."""
-
-    last_token: Tensor  # [P]
-    position: Tensor  # [P] of that token
-    slot: Tensor  # [P]
-    done: Tensor  # [P] not 0: the sequence has ended on the device; the host will see it one step later
-    page_table: Tensor  # [P, max_pages]
-
-
-@dataclass(frozen=True)
 class DecodeBuffers:
     """Activations of a decode of up to N rows; a recording for fewer rows uses the front of each."""
 
-    rows_place: Tensor  # int32 [N] the place of each row, or -1
-    row_place: Tensor  # int32 [N]
-    row_slot: Tensor  # int32 [N] -1: not in use
-    row_position: Tensor  # int32 [N]
+    rows: Rows
     residual: Tensor  # float32, flat
     normed: Tensor  # bfloat16, flat
     proj: Tensor  # float32, flat: partial sums of a projection
@@ -104,19 +90,10 @@ class PrefillBuffers:
     logits: Tensor  # float32 [G, V]
 
 
-@dataclass(frozen=True)
-class PrefillInputs:
-    """int32 views of the words that the host sends with a prefill of B blocks."""
-
-    token_ids: Tensor  # [64 B]
-    blocks: Blocks
-    logit_row: Tensor  # [G] rows whose logits are wanted
-
-
 def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int, allocate: Allocate) -> DecodeBuffers:
     """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens."""
-    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
-    h, heads = shape.hidden_size, _attention_heads(shape)
+    f32, bf16 = torch.float32, torch.bfloat16
+    h, heads = shape.hidden_size, shape.heads
     rows = shape.gdn_in_proj_rows, heads.row
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
@@ -133,10 +110,7 @@ def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int,
         )
         n_partials.append(shape.n_experts_per_tok + 1)
     return DecodeBuffers(
-        rows_place=allocate("rows place", (n_rows,), i32),
-        row_place=allocate("row place", (n_rows,), i32),
-        row_slot=allocate("row slot", (n_rows,), i32),
-        row_position=allocate("row position", (n_rows,), i32),
+        rows=Rows(*(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("place", "slot", "position"))),
         residual=allocate("residual", (n_rows * h,), f32),
         normed=allocate("normed", (n_rows * h,), bf16),
         proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
@@ -152,7 +126,7 @@ def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int,
 def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate: Allocate) -> PrefillBuffers:
     """Every buffer of a prefill of up to n_blocks blocks in n_segments segments."""
     f32, bf16 = torch.float32, torch.bfloat16
-    t, h, heads = n_blocks * BLOCK, shape.hidden_size, _attention_heads(shape)
+    t, h, heads = n_blocks * BLOCK, shape.hidden_size, shape.heads
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
     moe = None
@@ -176,19 +150,11 @@ def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate:
         inner=allocate("prefill inner", (t * max(1, inner),), bf16),
         y=allocate("prefill y", (t * h,), bf16),
         query=allocate("prefill queries", (t * q_size,), bf16),
-        gdn=gdn_scratch(_gdn_heads(shape), n_blocks, allocate),
+        gdn=gdn_scratch(shape.gdn_heads, n_blocks, allocate),
         moe=moe,
         final=allocate("final", (n_segments, h), bf16),
         logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
     )
-
-
-def _attention_heads(shape: ModelShape) -> AttentionHeads:
-    return AttentionHeads(shape.n_q_heads, shape.n_kv_heads, shape.head_dim)
-
-
-def _gdn_heads(shape: ModelShape) -> GdnHeads:
-    return GdnHeads(shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
 
 
 def front(flat: Tensor, *size: int) -> Tensor:
@@ -241,37 +207,26 @@ class QwenGpu:
     def __init__(self, shape: ModelShape, weights: Weights, max_len: int, levers: Levers) -> None:
         self.shape, self.weights, self.levers = shape, weights, levers
         self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers)
-        self.heads, self.gdn_heads = _attention_heads(shape), _gdn_heads(shape)
+        self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = weights.norm.device
-        self.gdn_weights = {
-            i: GdnWeights(layer.conv.t().contiguous(), layer.a_log, layer.dt_bias, layer.norm)
-            for i, layer in enumerate(weights.layers)
-            if isinstance(layer, GdnLayer)
-        }
+        self.gdn_weights = weights.gdn()
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
     # A decode.
 
-    def decode(self, n: int, places: PlaceState, b: DecodeBuffers, memory: GpuMemory, max_len: int) -> Tensor:
-        """One token each of n rows, none with more than max_len keys; gives the logits, float32 [n, V]."""
+    def decode(
+        self, rows_place: Tensor, places: PlaceState, b: DecodeBuffers, memory: GpuMemory, max_len: int
+    ) -> Tensor:
+        """One token each of n rows, none with more than max_len keys; gives the logits, float32 [n, V].
+
+        rows_place: int32 [n], the place of each row, or -1.
+        """
+        n = len(rows_place)
         shape, w, levers, linears = self.shape, self.weights, self.levers, self.linears
         eps, h = shape.rms_norm_eps, shape.hidden_size
-        slot, position = b.row_slot[:n], b.row_position[:n]
-        residual = front(b.residual, n, h)
-        begin_decode(
-            b.rows_place[:n],
-            places.last_token,
-            places.position,
-            places.slot,
-            places.done,
-            w.embed,
-            row_place=b.row_place[:n],
-            row_slot=slot,
-            row_position=position,
-            residual=residual,
-            levers=levers,
-        )
+        rows, residual = b.rows.front(n), front(b.residual, n, h)
+        begin_decode(rows_place, places, w.embed, rows=rows, residual=residual, levers=levers)
         partial: Tensor | None = None
         i_gdn = i_attn = 0
         normed = front(b.normed, n, h)
@@ -285,10 +240,9 @@ class QwenGpu:
                     self.gdn_heads,
                     self.gdn_weights[i],
                     eps,
+                    rows=rows,
                     columns=memory.columns[:, i_gdn],
                     states=memory.states[:, i_gdn],
-                    row_slot=slot,
-                    row_position=position,
                     out=mixed,
                     levers=levers,
                 )
@@ -303,28 +257,26 @@ class QwenGpu:
                     layer.q_norm,
                     layer.k_norm,
                     eps,
-                    row_place=b.row_place[:n],
+                    rows=rows,
                     page_table=places.page_table,
                     cos=self.cos,
                     sin=self.sin,
                     pages=memory.pages[:, i_attn],
                     scratch=b.attention,
                     max_len=max_len,
-                    row_slot=slot,
-                    row_position=position,
                     out=mixed,
                     levers=levers,
                 )
                 partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial)
                 i_attn += 1
             add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
-            partial = self._decode_feed_forward(i, normed, b, slot)
+            partial = self._decode_feed_forward(i, normed, b, rows)
         add_norm(residual, partial, w.norm, eps, normed, levers=levers)
         logits = front(b.logits, 1, n, shape.vocab_size)
         linears.project("lm_head", normed, logits)
         return logits[0]
 
-    def _decode_feed_forward(self, i: int, normed: Tensor, b: DecodeBuffers, slot: Tensor) -> Tensor:
+    def _decode_feed_forward(self, i: int, normed: Tensor, b: DecodeBuffers, rows: Rows) -> Tensor:
         """Partial sums of layer i's feed-forward of the normed rows, float32 [S, n, H], to be added up by the
         next norm."""
         shape, mlp, n = self.shape, self.weights.layers[i].mlp, len(normed)
@@ -337,14 +289,10 @@ class QwenGpu:
         partial = front(b.partial, shape.n_experts_per_tok + 1, n, shape.hidden_size)
         moe_decode(
             normed,
-            mlp.router,
-            mlp.gate_up,
-            mlp.down,
-            mlp.shared_gate_up,
-            mlp.shared_down,
+            mlp,
             shape.n_experts_per_tok,
             shape.norm_topk_prob,
-            row_slot=slot,
+            row_slot=rows.slot,
             scratch=b.moe,
             out=partial,
             levers=self.levers,
@@ -423,11 +371,7 @@ class QwenGpu:
             assert b.moe is not None
             moe_prefill(
                 normed,
-                mlp.router,
-                mlp.gate_up,
-                mlp.down,
-                mlp.shared_gate_up,
-                mlp.shared_down,
+                mlp,
                 shape.n_experts_per_tok,
                 shape.norm_topk_prob,
                 blocks=blocks,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, positive_float, positive_int, read_flag, read_json
-from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads
 
 LINEAR_ATTENTION = "linear_attention"
 FULL_ATTENTION = "full_attention"
@@ -161,6 +161,16 @@ class ModelShape:
     def gdn_key_size(self) -> int:
         """Kd: width of q, and of k, over all key heads of a DeltaNet layer."""
         return self.gdn_n_k_heads * self.gdn_k_dim
+
+    @property
+    def heads(self) -> AttentionHeads:
+        """Of an attention layer, as the operators know them."""
+        return AttentionHeads(self.n_q_heads, self.n_kv_heads, self.head_dim)
+
+    @property
+    def gdn_heads(self) -> GdnHeads:
+        """Of a DeltaNet layer, as the operators know them."""
+        return GdnHeads(self.gdn_n_k_heads, self.gdn_n_v_heads, self.gdn_k_dim, self.gdn_v_dim)
 
     @property
     def gdn_value_size(self) -> int:

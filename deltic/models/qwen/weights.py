@@ -32,9 +32,11 @@ from deltic.models.loading import (
     fill_dummy,
     read_headers,
     refuse_quantised,
+    transposed,
 )
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from deltic.ops.arrays import Array
+from deltic.ops.geometry import GdnWeights
 from deltic.ops.matrix import Matrix
 
 _WRAPPED_PREFIX = "model.language_model."
@@ -94,6 +96,11 @@ class Weights(Parts):
     norm: Any  # [H] f32, zero-centred
     lm_head: Matrix  # [V, H]
     layers: list[GdnLayer | AttnLayer]
+
+    def gdn(self) -> dict[int, GdnWeights]:
+        """Of each DeltaNet layer, by its number, what the operators read."""
+        layers = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, GdnLayer)]
+        return {i: GdnWeights(transposed(g.conv), g.a_log, g.dt_bias, g.norm) for i, g in layers}
 
     def replace(self, memory: dict[str, Array]) -> None:
         """As of every model's; a tied head stays tied."""

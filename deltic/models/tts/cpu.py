@@ -28,7 +28,7 @@ from deltic.ops.cpu.dense import rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, sample
 from deltic.ops.cpu.speech import add_bias, code_rows, gather, keep_rows, talker_rows
-from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate, AttentionHeads
+from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate
 
 PAD_ROW = 0
 """Row of `SpeechActivations.text_rows` with the projection of the pad text, which stays there.
@@ -165,7 +165,7 @@ def _allocate_decoder(
     """other_width: the widest input of `packed` outside the layers."""
     f32, bf16 = np.float32, bfloat16
     h, f = d.hidden_size, d.intermediate_size
-    heads = _heads(d)
+    heads = d.heads
     widest = max(h, f, d.q_rows, other_width)
     return DecoderActivations(
         residual=allocate(f"{name}residual", (t, h), f32),
@@ -178,16 +178,12 @@ def _allocate_decoder(
     )
 
 
-def _heads(d: DecoderShape) -> AttentionHeads:
-    return AttentionHeads(d.n_q_heads, d.n_kv_heads, d.head_dim, is_gated=False)
-
-
 class _Layers:
     """The layers of a decoder over its rows."""
 
     def __init__(self, name: str, shape: DecoderShape, weights: Decoder, linears: Linears, max_len: int) -> None:
         """name: of the decoder among the weights."""
-        self.name, self.shape, self.weights, self.heads = name, shape, weights, _heads(shape)
+        self.name, self.shape, self.weights, self.heads = name, shape, weights, shape.heads
         self.linears = linears
         self.cos, self.sin = rotary_tables(shape.inv_freq(), max_len)
 

@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.models.fields import UnsupportedModelError
-from deltic.models.qwen.gpu import Linears, PlaceState, front
+from deltic.models.qwen.gpu import Linears, front
 from deltic.models.rotary import rotary_tables
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechWeights
-from deltic.ops.geometry import N_CODES, Allocate, AttentionHeads
+from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
-from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.blocks import BLOCK, PlaceState, PrefillInputs
 from deltic.ops.gpu.frames import (
     MAX_CODES,
     FrameParameters,
@@ -114,10 +114,6 @@ def check_speech_gpu(shape: SpeechShape) -> None:
         raise UnsupportedModelError("code_predictor_config.vocab_size", shape.n_codebook, f"at most {MAX_CODES}")
 
 
-def heads_of(d: DecoderShape) -> AttentionHeads:
-    return AttentionHeads(d.n_q_heads, d.n_kv_heads, d.head_dim, is_gated=False)
-
-
 def _layer_buffers(name: str, d: DecoderShape, n: int, levers: Levers, allocate: Allocate) -> LayerBuffers:
     f32, bf16, h, f = torch.float32, torch.bfloat16, d.hidden_size, d.intermediate_size
     widest = max(d.qkv_rows * k_splits(d.qkv_rows, h, levers), 2 * f)
@@ -151,7 +147,7 @@ def frame_buffers(shape: SpeechShape, levers: Levers, n: int, max_len: int, allo
         code_pages=allocate("predictor pages", (n, p.n_layers, 2, p.n_kv_heads, N_CODES, p.head_dim), bf16),
         code_logits=allocate("code logits", (k_splits(c, p.hidden_size, levers) * n * c,), f32),
         numbers=allocate("numbers", (2 * n,), i32),
-        attention=attention_scratch(heads_of(t), n, max_len, allocate),
+        attention=attention_scratch(t.heads, n, max_len, allocate),
         logits=allocate("logits", (n * shape.n_drawn,), f32),
     )
 
@@ -232,7 +228,6 @@ class TtsGpu:
 
     def decode(
         self,
-        n: int,
         rows_place: Tensor,
         places: PlaceState,
         parameters: FrameParameters,
@@ -241,14 +236,13 @@ class TtsGpu:
         max_len: int,
     ) -> Tensor:
         """One frame each of n rows, none with more than max_len keys: codes into b.rows.codes; gives the
-        logits of the next code 0, float32 [n, n_drawn].
+        logits of the next code 0, float32 [n, n_drawn]. rows_place: int32 [n], the place of each row, or -1.
         """
-        w, levers, d = self.weights, self.levers, self.shape.talker
-        r = b.rows
-        rows = FrameRows(r.place[:n], r.slot[:n], r.position[:n], r.frame[:n], r.codes[:n], r.sums[:n])
+        w, levers, d, n = self.weights, self.levers, self.shape.talker, len(rows_place)
+        rows = b.rows.front(n)
         self._frames(n, rows, rows_place, places, parameters, b, memory)
         cos, sin = self.talker_angles
-        heads = heads_of(d)
+        heads = d.heads
 
         def attend(i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor) -> None:
             attention_decode(
@@ -257,9 +251,7 @@ class TtsGpu:
                 layer.q_norm,
                 layer.k_norm,
                 d.rms_norm_eps,
-                row_slot=rows.slot,
-                row_place=rows.place,
-                row_position=rows.position,
+                rows=rows,
                 page_table=places.page_table,
                 cos=cos,
                 sin=sin,
@@ -297,10 +289,7 @@ class TtsGpu:
         past = residual[:n] if w.projection is None else b.past[:n]
         begin_frames(
             rows_place,
-            places.last_token,
-            places.position,
-            places.slot,
-            places.done,
+            places,
             parameters,
             memory.past,
             w.codec_table,
@@ -314,7 +303,7 @@ class TtsGpu:
             parts = self.linears.partial("projection.weight", past, b.predictor.partial)
             project_rows(parts, w.projection.bias, residual[:n], levers=levers)
         cos, sin = self.predictor_angles
-        heads = heads_of(d)
+        heads = d.heads
         for step in range(1, N_CODES):
 
             def attend(
@@ -357,14 +346,7 @@ class TtsGpu:
             )
 
     def prefill(
-        self,
-        n_blocks: int,
-        ids: Tensor,
-        blocks: Blocks,
-        logit_row: Tensor,
-        page_table: Tensor,
-        b: PromptBuffers,
-        memory: SpeechMemory,
+        self, n_blocks: int, inputs: PrefillInputs, page_table: Tensor, b: PromptBuffers, memory: SpeechMemory
     ) -> Tensor:
         """Rows of prompts of n_blocks blocks; leaves the last output of each segment in its slot.
 
@@ -373,8 +355,8 @@ class TtsGpu:
         w, levers, linears, d = self.weights, self.levers, self.linears, self.shape.talker
         t, h, eps = n_blocks * BLOCK, d.hidden_size, d.rms_norm_eps
         residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, 1, t, h)
-        prompt_rows(ids, N_SIDE, SPEAKER, self.texts, w.codec_table, b.voice, residual)
-        heads, (cos, sin), added = heads_of(d), self.talker_angles, None
+        prompt_rows(inputs.token_ids, N_SIDE, SPEAKER, self.texts, w.codec_table, b.voice, residual)
+        heads, (cos, sin), added = d.heads, self.talker_angles, None
         for i, layer in enumerate(w.talker.layers):
             add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
             added = y
@@ -386,7 +368,7 @@ class TtsGpu:
                 layer.q_norm,
                 layer.k_norm,
                 eps,
-                blocks=blocks,
+                blocks=inputs.blocks,
                 page_table=page_table,
                 cos=cos,
                 sin=sin,
@@ -401,13 +383,13 @@ class TtsGpu:
             linears.project_many(f"talker.layers.{i}.mlp.gate_up", normed, up)
             silu_mul(up, inner, levers=levers)
             linears.project_many(f"talker.layers.{i}.mlp.down", inner, y[0])
-        n = logit_row.shape[0]
+        n = inputs.logit_row.shape[0]
         final, end, end_slot = b.final[:n], b.end[:n], b.end_slot[:n]
-        segment_ends(blocks, end, end_slot)
+        segment_ends(inputs.blocks, end, end_slot)
         add_norm(residual, y, w.talker.norm, eps, final, rows=end, levers=levers)
         keep_past(final, end_slot, memory.past, levers=levers)
         logits = front(b.logits.view(-1), 1, n, self.shape.n_drawn)
-        add_norm(residual, y, w.talker.norm, eps, final, rows=logit_row, levers=levers)
+        add_norm(residual, y, w.talker.norm, eps, final, rows=inputs.logit_row, levers=levers)
         self.linears.project("head", final, logits)
         return logits[0]
 

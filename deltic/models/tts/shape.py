@@ -27,7 +27,7 @@ from deltic.models.fields import (
 )
 from deltic.models.qwen.shape import BF16_BYTES
 from deltic.models.vocoder.shape import MAX_REF_FRAMES, VocoderShape, vocoder_shape
-from deltic.ops.geometry import N_CODES, PAGE_SIZE
+from deltic.ops.geometry import N_CODES, PAGE_SIZE, AttentionHeads
 
 ARCHITECTURE = "Qwen3TTSForConditionalGeneration"
 VARIANTS = ("base", "custom_voice", "voice_design")
@@ -81,6 +81,11 @@ class DecoderShape:
     def qkv_rows(self) -> int:
         """Rows of the one projection q | k | v."""
         return (self.n_q_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    @property
+    def heads(self) -> AttentionHeads:
+        """As the operators know them: without gates."""
+        return AttentionHeads(self.n_q_heads, self.n_kv_heads, self.head_dim, is_gated=False)
 
     @property
     def q_rows(self) -> int:

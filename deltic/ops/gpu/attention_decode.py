@@ -24,7 +24,6 @@ Massa, Sizov 2023, "Flash-Decoding for long-context inference"; the running maxi
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
-from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
+from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
+from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 
 FAN = 8
@@ -82,11 +82,7 @@ class AttentionScratch:
 
 
 def attention_scratch(
-    heads: AttentionHeads,
-    n_rows: int,
-    max_len: int,
-    allocate: Callable[[str, tuple[int, ...], torch.dtype], Tensor],
-    splits: Splits | None = None,
+    heads: AttentionHeads, n_rows: int, max_len: int, allocate: Allocate, splits: Splits | None = None
 ) -> AttentionScratch:
     """Room for n_rows rows of at most max_len keys. allocate(name, size, dtype) gives zeroed tensors."""
     records = (splits or SPLITS).capacity(max_len)
@@ -349,34 +345,19 @@ def _attention_decode_kernel(
 
 
 def attention_decode(
-    proj: Tensor,
-    heads: AttentionHeads,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    eps: float,
-    *,
-    row_slot: Tensor,
-    row_place: Tensor,
-    row_position: Tensor,
-    page_table: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    pages: Tensor,
-    scratch: AttentionScratch,
-    max_len: int,
-    out: Tensor,
-    levers: Levers,
+    proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor,
+    cos: Tensor, sin: Tensor, pages: Tensor, scratch: AttentionScratch, max_len: int, out: Tensor, levers: Levers,
     splits: Splits | None = None,
 ) -> None:
-    """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. row_position[r] of
-    the row's place.
+    """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. position of the
+    row's place.
 
     proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads, or without
-    gates (heads.is_gated). q_norm, k_norm: float32 [d], zero-centred. row_slot, row_place, row_position:
-    int32 [N]; a row with slot -1 is left alone. page_table: int32 [places, max_pages]; cos, sin: float32
-    [max_len, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d], this layer's part, any page stride; the
-    token's own k and v are written there. out: bfloat16 [N, nq d]. max_len: no row has more keys. Query head
-    j reads key head j // (nq/nk). splits: for measurements; the scratch must have been made with the same.
+    gates (heads.is_gated). q_norm, k_norm: float32 [d], zero-centred. A row with slot -1 is left alone.
+    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16
+    [n_pages, 2, nk, 64, d], this layer's part, any page stride; the token's own k and v are written there.
+    out: bfloat16 [N, nq d]. max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits:
+    for measurements; the scratch must have been made with the same.
 
     Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row
     sees another, and neither N nor max_len touches the bits. Left out: windows, sinks, quantised pages,
@@ -408,7 +389,7 @@ def attention_decode(
     registers = {"maxnreg": splits.maxnreg} if limited else {}
     launch(
         _attention_decode_kernel, (n_rows * heads.n_kv, capacity),
-        proj, q_norm, k_norm, cos, sin, row_slot, row_place, row_position, page_table, pages,
+        proj, q_norm, k_norm, cos, sin, rows.slot, rows.place, rows.position, page_table, pages,
         scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,

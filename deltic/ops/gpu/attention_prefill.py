@@ -184,87 +184,9 @@ def flash_tile(heads: AttentionHeads) -> FlashTile:
     return FlashTile(heads=pair, num_warps=4 * pair, num_stages=2)
 
 
-def _check(ok: bool, text: str) -> None:
-    if not ok:
-        raise ValueError(f"attention_prefill: {text}")
-
-
-def prepare(
-    proj: Tensor,
-    heads: AttentionHeads,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    eps: float,
-    *,
-    blocks: Blocks,
-    cos: Tensor,
-    sin: Tensor,
-    pages: Tensor,
-    query: Tensor,
-    levers: Levers,
-) -> None:
-    """Norms and rotates q and k; writes q to `query` and k and v to their pages.
-
-    Arguments as in `attention_prefill`. query is written as [blocks, nq, 64, d]: a tile of the flash kernel
-    is one run of memory. Rows of padding are zero there, and in v's part of the page; nothing else of padding
-    is written, and nothing at all of a block not in use.
-    """
-    n_blocks, half = blocks.n.shape[0], cos.shape[1]
-    launch(
-        _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
-        cos, sin, cos.stride(0), query, pages, pages.stride(0),
-        NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, HALF_P2=next_power_of_2(half), GATED=heads.is_gated, num_warps=PREPARE_WARPS, pdl=levers.pdl,
-    )
-
-
-def flash(
-    proj: Tensor,
-    heads: AttentionHeads,
-    *,
-    blocks: Blocks,
-    page_table: Tensor,
-    pages: Tensor,
-    query: Tensor,
-    out: Tensor,
-    tile: FlashTile,
-) -> None:
-    """out = bfloat16(softmax(q k^T d^-0.5) v * sigmoid(gate)), causal, after `prepare`.
-
-    Arguments as in `attention_prefill`.
-    """
-    n_blocks, d = blocks.n.shape[0], heads.dim
-    rows_page = pages.stride(0) // d
-    queries = TensorDescriptor(query, [query.numel() // d, d], [d, 1], [BLOCK * tile.heads, d])
-    rows = (pages.shape[0] - 1) * rows_page + 2 * heads.n_kv * BLOCK
-    tiles = TensorDescriptor(pages, [rows, d], [d, 1], [BLOCK, d])
-    n_outer = heads.n_kv if tile.kv_outer else 1
-    grid = (heads.n_q // tile.heads // n_outer, n_blocks, n_outer)
-    args = (
-        queries, tiles, proj, out, blocks.n, blocks.position, blocks.place, page_table, page_table.stride(0), rows_page,
-        d**-0.5 * LOG2_E.value,
-    )
-    meta: dict[str, Any] = {
-        "NQ": heads.n_q, "NK": heads.n_kv, "D": d, "HEADS": tile.heads, "GATED": heads.is_gated,
-        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-    }
-    launch(_flash_kernel, grid, *args, **meta)
-
-
 def attention_prefill(
-    proj: Tensor,
-    heads: AttentionHeads,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    eps: float,
-    *,
-    blocks: Blocks,
-    page_table: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    pages: Tensor,
-    query: Tensor,
-    out: Tensor,
-    levers: Levers,
+    proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, blocks: Blocks, page_table: Tensor,
+    cos: Tensor, sin: Tensor, pages: Tensor, query: Tensor, out: Tensor, levers: Levers, tile: FlashTile | None = None,
 ) -> None:
     """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes
     theirs. Two launches.
@@ -278,27 +200,39 @@ def attention_prefill(
     and sums are float32, q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's
     unused rows out is finite and means nothing; blocks not in use are left as they are. v's rows of padding
     in the block's own page become zero.
+    In between q lies in `query` as [blocks, nq, 64, d], so that a tile of the flash kernel is one run of
+    memory. tile: for measurements.
     Leaves out: sliding windows, biases, soft caps. Raises ValueError for shapes and types it does not serve.
     """
-    d, n_tokens = heads.dim, BLOCK * blocks.n.shape[0]
-    rotary = 2 * cos.shape[1]
-    _check(d >= 32 and d == next_power_of_2(d) and d <= 256, f"head_dim 32, 64, 128 or 256, found {d}")
-    _check(heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
-    _check(
-        rotary <= d and sin.shape == cos.shape and sin.stride() == cos.stride(),
-        f"at most {d} rotary dims, found {rotary}",
+    d, n_blocks, half = heads.dim, blocks.n.shape[0], cos.shape[1]
+    n_tokens = BLOCK * n_blocks
+
+    def expect(ok: bool, text: str) -> None:
+        if not ok:
+            raise ValueError(f"attention_prefill: {text}")
+
+    expect(d >= 32 and d == next_power_of_2(d) and d <= 256, f"head_dim 32, 64, 128 or 256, found {d}")
+    expect(heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
+    expect(2 * half <= d and sin.shape == cos.shape and sin.stride() == cos.stride(), f"at most {d} rotary dims, found {2 * half}")
+    expect(proj.shape == (n_tokens, heads.row) and proj.is_contiguous(), f"contiguous proj [{n_tokens}, {heads.row}]")
+    expect(out.shape == (n_tokens, heads.n_q * d) and out.is_contiguous(), f"contiguous out [{n_tokens}, nq d]")
+    expect(query.numel() == n_tokens * heads.n_q * d and query.is_contiguous(), "query of T nq d elements")
+    expect({proj.dtype, out.dtype, query.dtype, pages.dtype} == {torch.bfloat16}, "bfloat16 proj, query, pages and out")
+    expect(pages.shape[1:] == (2, heads.n_kv, BLOCK, d) and pages[0].is_contiguous(), "pages [n, 2, nk, 64, d]")
+    expect(pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // d < 2**31, "page stride in rows of int32")
+    sizes: dict[str, Any] = {"NQ": heads.n_q, "NK": heads.n_kv, "D": d, "GATED": heads.is_gated}
+    launch(
+        _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
+        cos, sin, cos.stride(0), query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), **sizes,
+        num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )
-    _check(proj.shape == (n_tokens, heads.row) and proj.is_contiguous(), f"contiguous proj [{n_tokens}, {heads.row}]")
-    _check(out.shape == (n_tokens, heads.n_q * d) and out.is_contiguous(), f"contiguous out [{n_tokens}, nq d]")
-    _check(query.numel() == n_tokens * heads.n_q * d and query.is_contiguous(), "query of T nq d elements")
-    _check({proj.dtype, out.dtype, query.dtype, pages.dtype} == {torch.bfloat16}, "bfloat16 proj, query, pages and out")
-    _check(pages.shape[1:] == (2, heads.n_kv, BLOCK, d) and pages[0].is_contiguous(), "pages [n, 2, nk, 64, d]")
-    _check(pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // d < 2**31, "page stride in rows of int32")
-    prepare(
-        proj, heads, q_norm, k_norm, eps,
-        blocks=blocks, cos=cos, sin=sin, pages=pages, query=query, levers=levers,
-    )
-    flash(
-        proj, heads,
-        blocks=blocks, page_table=page_table, pages=pages, query=query, out=out, tile=flash_tile(heads),
+    tile, rows_page = tile or flash_tile(heads), pages.stride(0) // d
+    queries = TensorDescriptor(query, [query.numel() // d, d], [d, 1], [BLOCK * tile.heads, d])
+    n_rows = (pages.shape[0] - 1) * rows_page + 2 * heads.n_kv * BLOCK
+    tiles = TensorDescriptor(pages, [n_rows, d], [d, 1], [BLOCK, d])
+    n_outer = heads.n_kv if tile.kv_outer else 1
+    launch(
+        _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, proj, out, blocks.n,
+        blocks.position, blocks.place, page_table, page_table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
+        HEADS=tile.heads, **sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )

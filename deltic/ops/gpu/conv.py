@@ -252,20 +252,10 @@ def _summed(
 
 
 # what differs between layers, or between chunks, is an argument: few kernels serve all
-@triton.jit(
-    do_not_specialize=[
-        "n",
-        "t",
-        "n_frames",
-        "dilation",
-        "from_index",
-        "to_index",
-        "to_rows",
-        "taps",
-        "phases",
-        "slices",
-    ]
-)
+_SIZES = ["n", "t", "n_frames", "dilation", "from_index", "to_index", "to_rows", "taps", "phases", "slices"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _conv_kernel(
     p_x, x_plane, p_w, w_plane, p_bias, p_residual, p_raw, p_pair, pair_plane, p_alpha, p_scale, p_parts, p_arrived,
     p_slot, p_head, head_stride, p_from, from_stride, from_plane, p_to, to_stride, to_plane, n, t, m, n_frames,

@@ -23,7 +23,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import N_CODES, AttentionHeads
 from deltic.ops.gpu.attention_decode import rotated, summed, turn
-from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.blocks import BLOCK, Blocks, PlaceState, Rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.norm import LANES, pieces
 from deltic.ops.gpu.sample_kernels import (
@@ -59,12 +59,9 @@ class FrameParameters:
 
 
 @dataclass(frozen=True)
-class FrameRows:
+class FrameRows(Rows):
     """The rows of a decode: int32 [N] unless said."""
 
-    place: Tensor
-    slot: Tensor  # -1: not in use
-    position: Tensor
     frame: Tensor  # position - n_prompt of its place
     codes: Tensor  # [N, 16]
     sums: Tensor  # float32 [N, h]: of the embeddings
@@ -270,8 +267,8 @@ def _prompt_kernel(
 
 
 def begin_frames(
-    rows_place: Tensor, last_token: Tensor, position: Tensor, slot: Tensor, done: Tensor, parameters: FrameParameters,
-    past: Tensor, table: Tensor, inner_table: Tensor, *, rows: FrameRows, into: Tensor, residual: Tensor, levers: Levers,
+    rows_place: Tensor, places: PlaceState, parameters: FrameParameters, past: Tensor, table: Tensor, inner_table: Tensor,
+    *, rows: FrameRows, into: Tensor, residual: Tensor, levers: Levers,
 ) -> None:
     """Starts a decode: row arrays and code 0 as `begin_decode` (norm.py) makes them, sums[r] = table[code 0],
     into[r] = past[slot of r], residual[N + r] = inner_table[code 0].
@@ -285,8 +282,9 @@ def begin_frames(
     check("frames", residual.shape == (2 * n, inner_width) and into.shape[1] == width, "residual [2 N, p], into [N, h]")
     check("frames", table.is_contiguous() and inner_table.is_contiguous() and past.is_contiguous(), "contiguous tables")
     launch(
-        _begin_kernel, (n,), rows_place, last_token, position, slot, done, parameters.n_prompt, rows.place, rows.slot, rows.position,
-        rows.frame, rows.codes, rows.sums, past, table, inner_table, into, residual, n_codes, width, inner_width, n,
+        _begin_kernel, (n,), rows_place, places.last_token, places.position, places.slot, places.done, parameters.n_prompt,
+        rows.place, rows.slot, rows.position, rows.frame, rows.codes, rows.sums, past, table, inner_table, into, residual,
+        n_codes, width, inner_width, n,
         GROUPS=N_CODES, LANES=LANES, PIECES=pieces(width), INNER_PIECES=pieces(inner_width), pdl=levers.pdl, num_warps=4,
     )
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
+from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 
 EARLY_ROWS = 16
@@ -232,23 +233,13 @@ def _gdn_decode_kernel(
 
 
 def gdn_decode(
-    proj: Tensor,
-    heads: GdnHeads,
-    weights: GdnWeights,
-    eps: float,
-    *,
-    row_slot: Tensor,
-    row_position: Tensor,
-    columns: Tensor,
-    states: Tensor,
-    out: Tensor,
-    levers: Levers,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, columns: Tensor, states: Tensor,
+    out: Tensor, levers: Levers,
 ) -> None:
     """One token of every row: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out bfloat16
     [N, Hv dv].
 
-    row_slot, row_position: int32 [N], the state slot (-1: the row is not in use, nothing of it is read or
-    written) and the number of tokens before this one; at position 0 the state and the window count as zeros,
+    Nothing is read or written of a row with slot -1; at position 0 the state and the window count as zeros,
     whatever the slot holds. No two rows in use share a slot. columns: bfloat16 [slots, 4, C], the ring of raw
     inputs, position p in row p % 4; states: float32 [slots, Hv, dv, dk]; both may be views of one layer, with
     any slot stride, and are advanced in place. weights.conv: float32 [4, C], tap 3 for the current token;
@@ -261,12 +252,12 @@ def gdn_decode(
     """
     n_splits, n_rows, _ = proj.shape
     dk, dv = heads.k_dim, heads.v_dim
-    _check(proj, heads, weights, row_slot, row_position, columns, states, out)
+    _check(proj, heads, weights, rows, columns, states, out)
     layout = _layout(heads)
     parts, tiles = next_power_of_2(dk) // layout.part, next_power_of_2(dv) // layout.rows
     launch(
         _gdn_decode_kernel, (heads.n_v, n_rows),
-        proj, n_rows, row_slot, row_position, columns, columns.stride(0), states, states.stride(0),
+        proj, n_rows, rows.slot, rows.position, columns, columns.stride(0), states, states.stride(0),
         weights.conv, weights.a_log, weights.dt_bias, weights.norm, out, eps,
         SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, SCALE=dk**-0.5,
         PARTS=parts, PART=layout.part, TILES=tiles, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS,
@@ -275,38 +266,28 @@ def gdn_decode(
 
 
 def _check(
-    proj: Tensor,
-    heads: GdnHeads,
-    weights: GdnWeights,
-    row_slot: Tensor,
-    row_position: Tensor,
-    columns: Tensor,
-    states: Tensor,
-    out: Tensor,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, rows: Rows, columns: Tensor, states: Tensor, out: Tensor
 ) -> None:
-    n_rows, n_channels = proj.shape[1], heads.channels
-    n_out = heads.n_v * heads.v_dim
+    n_rows, n_channels, n_out = proj.shape[1], heads.channels, heads.n_v * heads.v_dim
+
+    def expect(condition: bool, expected: str) -> None:
+        check("gdn_decode", condition, expected)
+
     floats = (proj, states, weights.conv, weights.a_log, weights.dt_bias, weights.norm)
-    check("gdn_decode", all(x.dtype == torch.float32 for x in floats), "float32 proj, states and weights")
-    check("gdn_decode", columns.dtype == out.dtype == torch.bfloat16, "bfloat16 columns, out")
-    check("gdn_decode", row_slot.dtype == row_position.dtype == torch.int32, "int32 slots and positions")
-    check("gdn_decode", row_slot.shape == row_position.shape == (n_rows,), f"slots and positions [{n_rows}]")
-    check("gdn_decode", proj.shape[2] == n_channels + n_out + 2 * heads.n_v, "six projections in a row")
-    check("gdn_decode", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
-    check("gdn_decode", columns.shape[1:] == (4, n_channels), f"columns [slots, 4, {n_channels}]")
-    check("gdn_decode", states.shape[1:] == (heads.n_v, heads.v_dim, heads.k_dim), "states [slots, Hv, dv, dk]")
-    check("gdn_decode", out.shape == (n_rows, n_out), f"out [{n_rows}, {n_out}]")
-    check("gdn_decode", states[0].is_contiguous() and columns[0].is_contiguous(), "contiguous slots")
-    check("gdn_decode", proj.is_contiguous() and out.is_contiguous(), "contiguous proj and out")
-    check(
-        "gdn_decode",
-        heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM,
-        f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}",
-    )
-    check("gdn_decode", heads.n_v % heads.n_k == 0, "value heads in equal groups")
+    expect(all(x.dtype == torch.float32 for x in floats), "float32 proj, states and weights")
+    expect(columns.dtype == out.dtype == torch.bfloat16, "bfloat16 columns, out")
+    expect(rows.slot.dtype == rows.position.dtype == torch.int32, "int32 slots and positions")
+    expect(rows.slot.shape == rows.position.shape == (n_rows,), f"slots and positions [{n_rows}]")
+    expect(proj.shape[2] == n_channels + n_out + 2 * heads.n_v, "six projections in a row")
+    expect(weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
+    expect(columns.shape[1:] == (4, n_channels), f"columns [slots, 4, {n_channels}]")
+    expect(states.shape[1:] == (heads.n_v, heads.v_dim, heads.k_dim), "states [slots, Hv, dv, dk]")
+    expect(out.shape == (n_rows, n_out), f"out [{n_rows}, {n_out}]")
+    expect(states[0].is_contiguous() and columns[0].is_contiguous(), "contiguous slots")
+    expect(proj.is_contiguous() and out.is_contiguous(), "contiguous proj and out")
+    is_served = heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM
+    expect(is_served, f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}")
+    expect(heads.n_v % heads.n_k == 0, "value heads in equal groups")
     # alignment decides the width of loads and with it the order of sums: one alignment, one order
-    check(
-        "gdn_decode",
-        all(x.data_ptr() % 16 == 0 for x in (proj, states, columns, weights.conv, weights.norm, out)),
-        "buffers at multiples of 16 bytes",
-    )
+    aligned = all(x.data_ptr() % 16 == 0 for x in (proj, states, columns, weights.conv, weights.norm, out))
+    expect(aligned, "buffers at multiples of 16 bytes")

@@ -27,7 +27,7 @@ behind the end of a block are finite, with beta = 0 and no decay: their rows of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deltic.ops.geometry import GdnHeads, GdnWeights
+from deltic.ops.geometry import Allocate, GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.gdn_prefill_kernels import gdn_keys, gdn_output, gdn_scan, gdn_solve
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
@@ -65,9 +65,7 @@ class GdnScratch:
     reach: Tensor  # [B, Hv, 64] float32: beta 2^G
 
 
-def gdn_scratch(
-    heads: GdnHeads, n_blocks: int, allocate: Callable[[str, tuple[int, ...], torch.dtype], Tensor]
-) -> GdnScratch:
+def gdn_scratch(heads: GdnHeads, n_blocks: int, allocate: Allocate) -> GdnScratch:
     """Workspaces for n_blocks blocks; allocate(name, shape, dtype) makes each of them, contiguous; nothing
     needs to be in them.
     """
@@ -86,18 +84,8 @@ def gdn_scratch(
 
 
 def gdn_prefill(
-    proj: Tensor,
-    heads: GdnHeads,
-    weights: GdnWeights,
-    eps: float,
-    *,
-    blocks: Blocks,
-    columns: Tensor,
-    states: Tensor,
-    scratch: GdnScratch,
-    out: Tensor,
-    levers: Levers,
-    chunk: int | None = None,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, blocks: Blocks, columns: Tensor, states: Tensor,
+    scratch: GdnScratch, out: Tensor, levers: Levers, chunk: int | None = None,
 ) -> None:
     """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from slot
     to slot.
@@ -243,37 +231,24 @@ def _scan_stages(rows: int, k_pad: int) -> int:
 
 
 def _check(
-    proj: Tensor,
-    heads: GdnHeads,
-    weights: GdnWeights,
-    blocks: Blocks,
-    columns: Tensor,
-    states: Tensor,
-    scratch: GdnScratch,
-    out: Tensor,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, blocks: Blocks, columns: Tensor, states: Tensor,
+    scratch: GdnScratch, out: Tensor,
 ) -> None:
-    n_blocks, n_channels, n_v = len(blocks.n), heads.channels, heads.n_v
-    v_size = n_v * heads.v_dim
-    k_dim, v_dim = heads.k_dim, heads.v_dim
-    conditions = {
-        "dk, dv % 16 == 0 and at most 128": k_dim % 16 == v_dim % 16 == 0 and max(k_dim, v_dim) <= 128,
-        "Hv % Hk == 0": n_v % heads.n_k == 0,
-        "proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv]": proj.dtype == torch.bfloat16
-        and proj.shape[0] == BLOCK * n_blocks
-        and proj.shape[1] >= n_channels + v_size + 2 * n_v
-        and proj.stride(1) == 1,
-        "out bfloat16 [64 B, Hv dv]": out.dtype == torch.bfloat16
-        and out.shape == (BLOCK * n_blocks, v_size)
-        and out.stride(1) == 1,
-        "conv float32 [4, C]": weights.conv.shape == (4, n_channels) and weights.conv.dtype == torch.float32,
-        "columns bfloat16 [slots, 4, C]": columns.dtype == torch.bfloat16
-        and columns.shape[1:] == (4, n_channels)
-        and columns[0].is_contiguous(),
-        "states float32 [slots, Hv, dv, dk]": states.dtype == torch.float32
-        and states.shape[1:] == (n_v, v_dim, k_dim)
-        and states[0].is_contiguous(),
-        "scratch for as many blocks": len(scratch.qk) >= n_blocks,
-    }
-    for text, holds in conditions.items():
+    n_rows, channels, n_v, k_dim, v_dim = BLOCK * len(blocks.n), heads.channels, heads.n_v, heads.k_dim, heads.v_dim
+    n_out, bf16 = n_v * v_dim, torch.bfloat16
+
+    def expect(holds: bool, text: str) -> None:
         if not holds:
             raise ValueError(f"gdn_prefill: {text}")
+
+    expect(k_dim % 16 == v_dim % 16 == 0 and max(k_dim, v_dim) <= 128, "dk, dv % 16 == 0 and at most 128")
+    expect(n_v % heads.n_k == 0, "Hv % Hk == 0")
+    is_wide = len(proj) == n_rows and proj.shape[1] >= channels + n_out + 2 * n_v
+    expect(proj.dtype == bf16 and is_wide and proj.stride(1) == 1, "proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv]")
+    expect(out.dtype == bf16 and out.shape == (n_rows, n_out) and out.stride(1) == 1, "out bfloat16 [64 B, Hv dv]")
+    expect(weights.conv.shape == (4, channels) and weights.conv.dtype == torch.float32, "conv float32 [4, C]")
+    is_ring = columns.shape[1:] == (4, channels) and columns[0].is_contiguous()
+    expect(columns.dtype == bf16 and is_ring, "columns bfloat16 [slots, 4, C]")
+    is_state = states.shape[1:] == (n_v, v_dim, k_dim) and states[0].is_contiguous()
+    expect(states.dtype == torch.float32 and is_state, "states float32 [slots, Hv, dv, dk]")
+    expect(len(scratch.qk) >= len(blocks.n), "scratch for as many blocks")

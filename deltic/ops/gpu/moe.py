@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
@@ -46,6 +47,16 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 MAX_SPLITS = 8
 FEW_ROWS = 16
 """Up to this many rows a step waits for memory's latency more than for its bandwidth."""
+
+
+class MoeWeights(Protocol):
+    """E experts of width M and a shared one of width Ms, in rows."""
+
+    router: Matrix  # [E + 1, H], the last row the shared expert's gate
+    gate_up: Matrix  # E of [2M, H], gate rows first
+    down: Matrix  # E of [H, M]
+    shared_gate_up: Matrix  # [2Ms, H]
+    shared_down: Matrix  # [H, Ms]
 
 
 @dataclass(frozen=True)
@@ -102,19 +113,17 @@ def largest_block(limit: int, *sizes: int) -> int:
     return block
 
 
-def check_moe(
-    x: Tensor, router: Matrix, gate_up: Matrix, down: Matrix, shared_gate_up: Matrix, shared_down: Matrix, k: int
-) -> tuple[int, int, int, int]:
+def check_moe(x: Tensor, w: MoeWeights, k: int) -> tuple[int, int, int, int]:
     """(H, E, M, Ms) of the weights. ValueError where shapes or dtypes do not belong together."""
-    hidden, n_experts, width, shared = x.shape[-1], router.n - 1, down.k, shared_down.k
-    sizes = [(len(w.data), w.n, w.k) for w in (gate_up, down)]
+    hidden, n_experts, width, shared = x.shape[-1], w.router.n - 1, w.down.k, w.shared_down.k
+    sizes = [(len(m.data), m.n, m.k) for m in (w.gate_up, w.down)]
     if sizes != [(n_experts, 2 * width, hidden), (n_experts, hidden, width)]:
         raise ValueError(f"moe: gate_up {sizes[0]}, down {sizes[1]}; {n_experts} experts, H {hidden}")
-    sizes = [(len(w.data), w.n, w.k) for w in (shared_gate_up, shared_down)]
+    sizes = [(len(m.data), m.n, m.k) for m in (w.shared_gate_up, w.shared_down)]
     if sizes != [(1, 2 * shared, hidden), (1, hidden, shared)]:
         raise ValueError(f"moe: shared expert {sizes[0]}, {sizes[1]}, H {hidden}")
-    if router.k != hidden or not 0 < k <= n_experts or n_experts > 65535:
-        raise ValueError(f"moe: router [{router.n}, {router.k}], {k} a token, H {hidden}")
+    if w.router.k != hidden or not 0 < k <= n_experts or n_experts > 65535:
+        raise ValueError(f"moe: router [{w.router.n}, {w.router.k}], {k} a token, H {hidden}")
     if hidden % 64 or width % 32 or shared % 32:
         raise ValueError(f"moe: H {hidden} must be a multiple of 64, widths {width} and {shared} of 32")
     if x.dtype != torch.bfloat16 or not x.is_contiguous():
@@ -529,33 +538,19 @@ def moe_tiles(n_rows: int) -> MoeTiles:
 
 
 def moe_decode(
-    x: Tensor,
-    router: Matrix,
-    gate_up: Matrix,
-    down: Matrix,
-    shared_gate_up: Matrix,
-    shared_down: Matrix,
-    n_per_token: int,
-    normalise: bool,
-    *,
-    row_slot: Tensor,
-    scratch: MoeScratch,
-    out: Tensor,
-    levers: Levers,
-    tiles: MoeTiles | None = None,
+    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, row_slot: Tensor, scratch: MoeScratch, out: Tensor,
+    levers: Levers, tiles: MoeTiles | None = None,
 ) -> None:
     """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order;
     out[k, r] = sigmoid(gate) Shared(x[r]).
 
-    x: bfloat16 [N, H]; weights in rows: router [E + 1, H], the last row the shared expert's gate; gate_up: E
-    of [2M, H], gate rows first; down: E of [H, M]; shared_gate_up [2Ms, H]; shared_down [H, Ms];
-    k = n_per_token; p: softmax of the first E logits in float32, ties to the lower expert, renormalised over
-    the k when `normalise`; row_slot: int32 [N], below 0: the row routes nowhere and out[:k] of it is not
-    written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
+    x: bfloat16 [N, H]; k = n_per_token; p: softmax of the first E logits in float32, ties to the lower
+    expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the row routes nowhere and
+    out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
     Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
     KernelError for a format without a kernel.
     """
-    hidden, n_experts, width, shared = check_moe(x, router, gate_up, down, shared_gate_up, shared_down, n_per_token)
+    hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
     n = x.shape[0]
     if out.dtype != torch.float32 or out.numel() != (n_per_token + 1) * n * hidden:
         raise ValueError(f"moe: out must be float32 [{n_per_token + 1}, {n}, {hidden}]")
@@ -568,7 +563,7 @@ def moe_decode(
     routing = dict(E=n_experts, E2=next_power_of_2(n_experts), STRIDE=logit_stride(n_experts), S=splits)
     block_n, block_k = min(128, max(16, next_power_of_2(n))), largest_block(t.router_k, hidden // splits)
     launch(
-        router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, rows_of("moe", router),
+        router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, rows_of("moe", w.router),
         s.logits, s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
         AHEAD=t.router_ahead, LINES=largest_block(32, hidden // splits // 64),
         EARLY=t.early, **routing, num_warps=4, num_stages=3, pdl=pdl,
@@ -586,7 +581,7 @@ def moe_decode(
     experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **routing)
     block_f = largest_block(t.block_f, width, shared)
     launch(
-        gate_up_kernel, (inner // block_f * n_work,), x, rows_of("moe", gate_up), rows_of("moe", shared_gate_up), s.logits,
+        gate_up_kernel, (inner // block_f * n_work,), x, rows_of("moe", w.gate_up), rows_of("moe", w.shared_gate_up), s.logits,
         s.counters, s.entries, s.lists, row_slot, s.act, n, BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), LINES=largest_block(32, hidden // 64),
         **experts, num_warps=4, num_stages=t.up_stages, pdl=pdl,
     )
@@ -594,7 +589,7 @@ def moe_decode(
     if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
         block_k = 128
     launch(
-        down_kernel, (hidden // block_m * n_work,), s.act, rows_of("moe", down), rows_of("moe", shared_down), s.logits,
+        down_kernel, (hidden // block_m * n_work,), s.act, rows_of("moe", w.down), rows_of("moe", w.shared_down), s.logits,
         s.weight, s.counters, s.entries, s.lists, row_slot, out, n, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
         AHEAD=t.down_ahead, EARLY=t.early, **experts,
         num_warps=4, num_stages=t.down_stages, pdl=pdl,

@@ -24,6 +24,7 @@ before it reads or ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -35,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
-from deltic.ops.gpu.moe import check_moe, dot, largest_block, logit_stride, route_rows, router_splits
+from deltic.ops.gpu.moe import MoeWeights, check_moe, dot, largest_block, logit_stride, route_rows, router_splits
 from deltic.ops.gpu.weight import rows_of
 from deltic.ops.matrix import Matrix
 
@@ -324,20 +325,8 @@ class MoePrefillTiles:
 
 
 def moe_prefill(
-    x: Tensor,
-    router: Matrix,
-    gate_up: Matrix,
-    down: Matrix,
-    shared_gate_up: Matrix,
-    shared_down: Matrix,
-    n_per_token: int,
-    normalise: bool,
-    *,
-    blocks: Blocks,
-    scratch: MoePrefillScratch,
-    out: Tensor,
-    levers: Levers,
-    tiles: MoePrefillTiles | None = None,
+    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
+    levers: Levers, tiles: MoePrefillTiles | None = None,
 ) -> None:
     """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the
     shared one last.
@@ -348,7 +337,7 @@ def moe_prefill(
     The experts' outputs are rounded to bfloat16 before they are weighted. ValueError where shapes do not
     belong together, KernelError for a format without a kernel.
     """
-    hidden, n_experts, width, shared = check_moe(x, router, gate_up, down, shared_gate_up, shared_down, n_per_token)
+    hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
     t, c, s = x.shape[0], tiles or MoePrefillTiles(), scratch
     n_blocks, lines = t // BLOCK, t * (n_per_token + 1)
     if t % BLOCK or blocks.n.shape[0] < n_blocks or out.numel() != t * hidden:
@@ -359,7 +348,7 @@ def moe_prefill(
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
     router_n = largest_block(c.router_n, t)
     launch(
-        prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", router), s.logits,
+        prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", w.router), s.logits,
         s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
         BLOCK_K=largest_block(c.router_k, hidden // splits), **experts, num_warps=4,
         num_stages=c.router_stages if hidden // splits <= 256 else 4, pdl=pdl,
@@ -372,54 +361,35 @@ def moe_prefill(
     launch(
         plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1, pdl=pdl,
     )
-    n_entries = _n_entries(t, n_experts, n_per_token)
-    call = _Call(x, blocks.n, s, c, n_entries * TILE, max(width, shared), n_per_token, n_experts, pdl)
-    call.gate_up(gate_up, width, n_entries, shared=False)
-    call.gate_up(shared_gate_up, shared, triton.cdiv(t, TILE), shared=True)
-    call.down(down, width, n_entries, shared=False)
-    call.down(shared_down, shared, triton.cdiv(t, TILE), shared=True)
+    n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
+    act_base = n_entries * TILE  # first row of act of the shared expert
+    products: dict[str, Any] = {"E": n_experts, "SLOTS": n_per_token, "pdl": pdl}
+
+    def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
+        block_f = largest_block(c.block_f, m)
+        launch(
+            prefill_gate_up_kernel, (n * (m // block_f),), x, rows_of("moe", matrix), s.counters, s.entries, s.lists, blocks.n,
+            s.act, t, act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_F=block_f,
+            BLOCK_K=largest_block(c.up_k, hidden), num_warps=c.up_warps, num_stages=c.up_stages, **products,
+        )
+
+    def down(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
+        block_n, block_k, rows = largest_block(c.block_n, hidden), largest_block(c.down_k, m), rows_of("moe", matrix)
+        n_act = act_base + n_tiles * TILE
+        acts, halves = (TensorDescriptor(s.act, [n_act, m], [inner, 1], [high, block_k]) for high in (TILE, 64))
+        weights = TensorDescriptor(rows, [rows.numel() // m, m], [m, 1], [block_n, block_k])
+        launch(
+            prefill_down_kernel, (n * (hidden // block_n),), acts, halves, weights, s.counters, s.entries, s.lists, blocks.n,
+            s.y, t, act_base, H=hidden, M=m, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=c.down_warps, num_stages=c.down_stages, **products,
+        )
+
+    up(w.gate_up, width, n_entries, False)
+    up(w.shared_gate_up, shared, n_tiles, True)
+    down(w.down, width, n_entries, False)
+    down(w.shared_down, shared, n_tiles, True)
     block_h = largest_block(c.combine_h, hidden)
     launch(
         combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token, BLOCK_H=block_h,
         num_warps=8 if block_h >= 2048 else 4, num_stages=1, pdl=pdl,
     )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What the launches of the products share."""
-
-    x: Tensor
-    n: Tensor
-    scratch: MoePrefillScratch
-    tiles: MoePrefillTiles
-    act_base: int  # first row of act of the shared expert
-    inner: int
-    n_per_token: int
-    n_experts: int
-    pdl: bool
-
-    def gate_up(self, w: Matrix, width: int, n_entries: int, *, shared: bool) -> None:
-        s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
-        block_f, block_k = largest_block(c.block_f, width), largest_block(c.up_k, hidden)
-        launch(
-            prefill_gate_up_kernel, (n_entries * (width // block_f),), self.x, rows_of("moe", w), s.counters, s.entries,
-            s.lists, self.n, s.act, t, self.act_base, H=hidden, M=width, INNER=self.inner, E=self.n_experts, SLOTS=self.n_per_token, SHARED=shared,
-            BLOCK_F=block_f, BLOCK_K=block_k, num_warps=c.up_warps, num_stages=c.up_stages, pdl=self.pdl,
-        )
-
-    def down(self, w: Matrix, width: int, n_entries: int, *, shared: bool) -> None:
-        s, c, (t, hidden) = self.scratch, self.tiles, self.x.shape
-        block_n, block_k = largest_block(c.block_n, hidden), largest_block(c.down_k, width)
-        n_act = self.act_base + triton.cdiv(t, TILE) * TILE
-
-        def acts(height: int) -> TensorDescriptor:
-            return TensorDescriptor(s.act, [n_act, width], [self.inner, 1], [height, block_k])
-
-        rows = rows_of("moe", w)
-        weights = TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [block_n, block_k])
-        launch(
-            prefill_down_kernel, (n_entries * (hidden // block_n),), acts(TILE), acts(64), weights, s.counters, s.entries,
-            s.lists, self.n, s.y, t, self.act_base, H=hidden, M=width, E=self.n_experts, SLOTS=self.n_per_token,
-            SHARED=shared, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=c.down_warps, num_stages=c.down_stages, pdl=self.pdl,
-        )

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
+from deltic.ops.gpu.blocks import PlaceState, Rows
 from deltic.ops.gpu.launch import Levers, launch
 from deltic.ops.gpu.weight import rows_of
 from deltic.ops.matrix import Matrix
@@ -134,36 +135,25 @@ def norm_warps(n: int, width: int) -> int:
 
 
 def begin_decode(
-    rows_place: Tensor,
-    last_token: Tensor,
-    position: Tensor,
-    slot: Tensor,
-    done: Tensor,
-    table: Matrix,
-    *,
-    row_place: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    residual: Tensor,
-    levers: Levers,
+    rows_place: Tensor, places: PlaceState, table: Matrix, *, rows: Rows, residual: Tensor, levers: Levers
 ) -> None:
-    """Starts a decode step: the row arrays from the place arrays, and the embedding of each row's token.
+    """Starts a decode step: the rows from their places, and the embedding of each row's token.
 
-    rows_place: int32 [N], the place of each row, -1 for a row not in use; last_token, position, slot, done:
-    int32 [P], by place; table: [V, H] in rows. Writes row_place, row_slot, row_position: int32 [N] and
-    residual: float32 [N, H].
+    rows_place: int32 [N], the place of each row, -1 for a row not in use; table: [V, H] in rows. Writes rows
+    and residual: float32 [N, H].
     A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and
     position and gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for
     a table in a format without a kernel.
     """
     n, width = residual.shape
-    ids = (rows_place, last_token, position, slot, done, row_place, row_slot, row_position)
+    state = (places.last_token, places.position, places.slot, places.done)
+    ids = (rows_place, *state, rows.place, rows.slot, rows.position)
     check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
     check("embed", rows_place.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
     check("embed", residual.dtype == torch.float32, "float32 residual")
     launch(
-        _begin_decode_kernel, (n,), rows_place, last_token, position, slot, done, rows_of("embed", table), row_place, row_slot,
-        row_position, residual, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
+        _begin_decode_kernel, (n,), rows_place, *state, rows_of("embed", table), rows.place, rows.slot, rows.position,
+        residual, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
     )
 
 
@@ -184,13 +174,7 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
 
 
 def add_norm(
-    residual: Tensor,
-    partials: Tensor | None,
-    w: Tensor,
-    eps: float,
-    out: Tensor,
-    *,
-    rows: Tensor | None = None,
+    residual: Tensor, partials: Tensor | None, w: Tensor, eps: float, out: Tensor, *, rows: Tensor | None = None,
     levers: Levers,
 ) -> None:
     """residual += partials[0], then partials[1], ...; out = bfloat16(residual / rms * (1 + w)).

@@ -21,7 +21,6 @@ or a cut within rounding of the border between two candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,8 @@ import torch
 from torch import Tensor
 
 from deltic.ops.contract import check
+from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.sample_kernels import collect, finish, finish_raw, scan, scan_raw
 
@@ -90,6 +91,25 @@ class PlaceParameters:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """What is to be drawn, int32 [D]."""
+
+    row: Tensor  # of the logits
+    place: Tensor  # -1: no draw, nothing is written
+    position: Tensor  # of the token to be drawn
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Where D draws leave their results; any of these may be longer."""
+
+    token: Tensor  # int32 [D]
+    logprob: Tensor  # float32 [D]
+    top_ids: Tensor  # int32 [D, K], likeliest first
+    top_logprobs: Tensor  # float32 [D, K]
+
+
+@dataclass(frozen=True)
 class SampleScratch:
     """Of up to D draws, with T tiles of a row; any contents will do."""
 
@@ -108,11 +128,7 @@ class SampleScratch:
 
 
 def sample_scratch(
-    n_draws: int,
-    n_vocab: int,
-    allocate: Callable[[str, tuple[int, ...], torch.dtype], Tensor],
-    tile: int = TILE,
-    cap: int = CAP,
+    n_draws: int, n_vocab: int, allocate: Allocate, tile: int = TILE, cap: int = CAP
 ) -> SampleScratch:
     """The workspace of n_draws draws; 8 bytes for each logit.
 
@@ -133,52 +149,31 @@ def sample_scratch(
 
 
 def sample(
-    logits: Tensor, n_real: int, *, draw_row: Tensor, draw_place: Tensor, draw_position: Tensor, places: PlaceParameters,
-    scratch: SampleScratch, out_token: Tensor, out_logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, levers: Levers,
+    logits: Tensor, n_real: int, draws: Draws | Rows, places: PlaceParameters, scratch: SampleScratch, out: Drawn, *,
+    levers: Levers,
 ) -> None:
     """Draws D tokens and moves their sequences on: last_token, position, done and history of their places.
 
-    logits: float32 [R, V], of which ids from n_real on are never drawn; draw_row, draw_place (-1: no draw,
-    nothing is written), draw_position (of the token to be drawn): int32 [D]. out_token: int32 [>= D]; -1
-    where a logit is not finite or no id may be drawn. Where n_logprobs >= 0: out_logprob float32 [>= D] under
-    the softmax of the raw logits, and the n_logprobs likeliest, likeliest first: top_ids int32, top_logprobs
-    float32 [>= D, K]. Oracle: reference/sample.py.
+    logits: float32 [R, V], of which ids from n_real on are never drawn. draws: of the rows of a decode, row r
+    draws for its place the token behind its position, rows with slot -1 draw nothing. out.token is -1 where a
+    logit is not finite or no id may be drawn. Where n_logprobs >= 0: out.logprob under the softmax of the raw
+    logits, and the n_logprobs likeliest. Oracle: reference/sample.py.
     """
-    _sample(
-        logits, n_real, draw_row, draw_place, draw_place, draw_position, False, places, scratch,
-        (out_token, out_logprob, top_ids, top_logprobs), levers,
-    )
-
-
-def sample_decode(
-    logits: Tensor, n_real: int, row_place: Tensor, row_slot: Tensor, row_position: Tensor, *, places: PlaceParameters,
-    scratch: SampleScratch, out_token: Tensor, out_logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, levers: Levers,
-) -> None:
-    """`sample` for the rows of a decode step (int32 [N]): row r draws for place row_place[r] the token behind
-    row_position[r]; rows with row_slot -1 draw nothing.
-    """
-    _sample(
-        logits, n_real, row_place, row_place, row_slot, row_position, True, places, scratch,
-        (out_token, out_logprob, top_ids, top_logprobs), levers,
-    )
-
-
-def _sample(
-    logits: Tensor, n_real: int, row: Tensor, place: Tensor, slot: Tensor, position: Tensor, decode: bool,
-    p: PlaceParameters, s: SampleScratch, out: tuple[Tensor, Tensor, Tensor, Tensor], levers: Levers,
-) -> None:
-    n_vocab, n_draws = logits.shape[1], place.shape[0]
+    p, s = places, scratch
+    row, slot = (draws.place, draws.slot) if isinstance(draws, Rows) else (draws.row, draws.place)
+    n_vocab, n_draws = logits.shape[1], draws.place.shape[0]
+    outs = (out.token, out.logprob, out.top_ids, out.top_logprobs)
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
     check("sample", logits.stride(1) == 1 and logits.stride(0) == n_vocab, "contiguous logits")
     check("sample", s.values.shape[0] >= n_draws and s.values.shape[1] == n_vocab, f"scratch for {n_draws} x {n_vocab}")
-    check("sample", all(x.shape[0] >= n_draws for x in out), f"outputs of {n_draws} draws")
+    check("sample", all(x.shape[0] >= n_draws for x in outs), f"outputs of {n_draws} draws")
     check("sample", p.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_tiles, n_ids, max_len = -(-n_vocab // s.tile), p.bias_ids.shape[1], p.history.shape[1]
-    draws = (logits, n_vocab, n_real, row, place, slot, position)
+    common = (logits, n_vocab, n_real, row, draws.place, slot, draws.position)
     ids = next_power_of_2(n_ids)
-    meta: dict[str, Any] = {"DECODE": decode, "TILE": s.tile, "pdl": levers.pdl}
+    meta: dict[str, Any] = {"DECODE": isinstance(draws, Rows), "TILE": s.tile, "pdl": levers.pdl}
     launch(
-        scan, (n_tiles, n_draws), *draws, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
+        scan, (n_tiles, n_draws), *common, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
         p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row, n_ids,
         p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed,
         s.special,
@@ -186,14 +181,14 @@ def _sample(
     )
     tiles = next_power_of_2(n_tiles)
     launch(
-        collect, (-(-n_tiles // COLLECT_EACH), n_draws), *draws, p.temperature, p.top_k, p.top_p, p.min_p, s.best, s.total,
+        collect, (-(-n_tiles // COLLECT_EACH), n_draws), *common, p.temperature, p.top_k, p.top_p, p.min_p, s.best, s.total,
         s.values, s.listed, s.n_listed, s.special, n_tiles, TILES=tiles, EACH=COLLECT_EACH, num_warps=SCAN_WARPS, **meta,
     )
     launch(
-        finish, (n_draws,), *draws, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop_ids, p.n_stop, n_ids, p.max_position,
+        finish, (n_draws,), *common, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop_ids, p.n_stop, n_ids, p.max_position,
         p.n_logprobs, p.history, max_len, p.last_token, p.position, p.done, s.best, s.total, s.raw_best, s.raw_total, s.bad,
         s.values, s.listed, s.n_listed, s.special, s.few, n_tiles,
-        *out, out[2].shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS, IDS=ids, num_warps=FINISH_WARPS, **meta,
+        *outs, out.top_ids.shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS, IDS=ids, num_warps=FINISH_WARPS, **meta,
     )
 
 

@@ -60,7 +60,7 @@ class DeviceStore:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = device
-        self._blocks: dict[int, Tensor] = {}
+        self._tiled: tuple[Array, Tensor] | None = None  # the last block, and where it lies on the device
 
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Tensor:
         return torch.empty(size, dtype=_dtype(dtype), device=self.device)
@@ -70,9 +70,9 @@ class DeviceStore:
 
     def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
         flat = _flat(part)
-        if id(block) not in self._blocks:
-            self._blocks[id(block)] = to_device(block, self.device)
-        values = self._blocks[id(block)]
+        if self._tiled is None or self._tiled[0] is not block:
+            self._tiled = block, to_device(block, self.device)
+        values = self._tiled[1]
         n = min(flat.numel(), len(values) - offset)
         flat[:n].copy_(values[offset : offset + n])
         for rest in torch.split(flat[n:], len(values)):

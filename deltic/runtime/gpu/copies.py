@@ -81,27 +81,22 @@ class DeviceCopies:
 
         It is there on return.
         """
-        staging = self._staging()
-        with self._stream_of(staging, mark):
-            at = 0
-            for part in self._parts[kind]:
-                n = part.shape[1]
-                staging.buffer[at : at + n].copy_(part[index], non_blocking=True)
-                at += n
-            staging.end()
+        self._copy(kind, index, mark, to_device=False)
 
     def store(self, kind: str, index: int, mark: torch.cuda.Event | None) -> None:
         """Copies the calling thread's buffer to a page or a state, after what is marked.
 
         It is there on return.
         """
+        self._copy(kind, index, mark, to_device=True)
+
+    def _copy(self, kind: str, index: int, mark: torch.cuda.Event | None, to_device: bool) -> None:
         staging = self._staging()
+        staged = staging.buffer[: self._n_bytes[kind]].split([part.shape[1] for part in self._parts[kind]])
         with self._stream_of(staging, mark):
-            at = 0
-            for part in self._parts[kind]:
-                n = part.shape[1]
-                part[index].copy_(staging.buffer[at : at + n], non_blocking=True)
-                at += n
+            for part, host in zip(self._parts[kind], staged, strict=True):
+                target, source = (part[index], host) if to_device else (host, part[index])
+                target.copy_(source, non_blocking=True)
             staging.end()
 
     def _views(self, kind: str) -> list[Bytes]:

@@ -244,7 +244,7 @@ class Places:
         masks: list[Words] = []
         for sequence in sequences:
             place, guide, row = sequence.place, sequence.guide, -1
-            assert place is not None
+            assert place is not None and guide is not None
             self._take(place, sequence)
             until = _bans_end_until(sequence)
             if self._banned_until[place] != until:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from deltic.engine.step import Chunk, Draw, Step
-from deltic.models.qwen.gpu import PrefillInputs
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.ops.gpu.blocks import Blocks
+from deltic.ops.gpu.blocks import Blocks, PrefillInputs
+from deltic.ops.gpu.sample import Draws
 from deltic.runtime.gpu.buffers import MAX_SEGMENTS
 from deltic.runtime.gpu.places import Places, Ring
 
@@ -31,38 +31,32 @@ class BlockBuffer:
 
     n_blocks: int
     n_segments: int
-    n_draws: int
     words: Tensor  # int32: all of the others
     offsets: dict[str, int]
     inputs: PrefillInputs
-    draw_row: Tensor  # int32 [n_draws] the row of logits
-    draw_place: Tensor  # int32 [n_draws] -1: no draw
-    draw_position: Tensor  # int32 [n_draws] of the token to be drawn
+    draws: Draws
 
     @classmethod
     def empty(cls, n_blocks: int, n_draws: int, device: torch.device) -> BlockBuffer:
         """One in which no block is in use and nothing is drawn."""
         n_segments = min(n_blocks, MAX_SEGMENTS)
-        sizes = {"token_ids": n_blocks * PAGE_SIZE}
-        sizes |= dict.fromkeys(("n", "position", "place", "page", "snapshot", "block_segment"), n_blocks)
-        sizes |= {
+        sizes = {
+            "token_ids": n_blocks * PAGE_SIZE,
+            **dict.fromkeys(("n", "position", "place", "page", "snapshot", "block_segment"), n_blocks),
             "segment_begin": n_segments + 1,
-            "start_slot": n_segments,
-            "slot": n_segments,
-            "logit_row": n_segments,
+            **dict.fromkeys(("start_slot", "slot", "logit_row"), n_segments),
+            **dict.fromkeys(("draw_row", "draw_place", "draw_position"), n_draws),
         }
-        sizes |= dict.fromkeys(("draw_row", "draw_place", "draw_position"), n_draws)
         offsets, at = {}, 0
         for name, size in sizes.items():
             offsets[name] = at
             at += -(-size // _ALIGNED) * _ALIGNED
         words = torch.zeros(at, dtype=torch.int32, device=device)
         views = {name: words[offsets[name] : offsets[name] + size] for name, size in sizes.items()}
-        views["draw_place"].fill_(-1)
+        draws = Draws(views["draw_row"], views["draw_place"].fill_(-1), views["draw_position"])
         blocks = Blocks(**{name: views[name] for name in Blocks.__dataclass_fields__})
         inputs = PrefillInputs(views["token_ids"], blocks, views["logit_row"])
-        draws = {name: views[name] for name in ("draw_row", "draw_place", "draw_position")}
-        return cls(n_blocks, n_segments, n_draws, words, offsets, inputs, **draws)
+        return cls(n_blocks, n_segments, words, offsets, inputs, draws)
 
 
 class PrefillBatch:
@@ -106,7 +100,7 @@ class PrefillBatch:
         chunks = sorted({draw.chunk for draw in draws})
         at["logit_row"][: buffer.n_segments] = 0
         at["logit_row"][: len(chunks)] = [ends[i] for i in chunks]
-        at["draw_place"][: buffer.n_draws] = -1
+        at["draw_place"][: len(buffer.draws.place)] = -1
         for d, draw in enumerate(draws):
             sequence = draw.sequence
             self._places.move_in(sequence)

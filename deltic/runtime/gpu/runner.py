@@ -31,12 +31,12 @@ from torch import Tensor
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress, Sequence, Step, StepResult
-from deltic.models.qwen.gpu import PrefillInputs
 from deltic.ops.geometry import PAGE_SIZE, Allocate
+from deltic.ops.gpu.blocks import PrefillInputs, Rows
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import sample
+from deltic.ops.gpu.sample import Draws, sample
 from deltic.runtime.gpu.ahead import Ahead, Pending
-from deltic.runtime.gpu.buffers import MAX_SEGMENTS, GpuSpeechWorkspace, GpuWorkspace
+from deltic.runtime.gpu.buffers import MAX_SEGMENTS, Workspace
 from deltic.runtime.gpu.copies import DeviceCopies
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.prefill import PrefillBatch
@@ -73,7 +73,7 @@ class GpuRunner(ABC):
         self,
         plan: Plan[Any],
         levers: Levers,
-        workspace: GpuWorkspace | GpuSpeechWorkspace,
+        workspace: Workspace,
         places: Places,
         pages: list[Tensor],
         states: list[Tensor],
@@ -156,15 +156,7 @@ class GpuRunner(ABC):
         batch = self._prefill_batch.of(n_blocks)
 
         def body() -> None:
-            logits = self._prefill_logits(n_blocks, batch.inputs)
-            sample(
-                logits,
-                self.places.n_real,
-                draw_row=batch.draw_row,
-                draw_place=batch.draw_place,
-                draw_position=batch.draw_position,
-                **self._draw_arguments("prefill"),
-            )
+            self._draw("prefill", self._prefill_logits(n_blocks, batch.inputs), batch.draws)
 
         return body
 
@@ -172,11 +164,10 @@ class GpuRunner(ABC):
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
         """Starts a prefill; gives the logits of the rows asked for, float32 [G, V]."""
 
-    def _draw_arguments(self, kind: str) -> dict[str, Any]:
-        """What all draws of a decode, or of a prefill, read and write."""
+    def _draw(self, kind: str, logits: Tensor, draws: Draws | Rows) -> None:
+        """Starts the draws of a decode, or of a prefill."""
         w = self.workspace
-        out = dict(zip(("out_token", "out_logprob", "top_ids", "top_logprobs"), w.out[kind], strict=True))
-        return {"places": w.parameters, "scratch": w.sample, **out, "levers": self.levers}
+        sample(logits, self.places.n_real, draws, w.parameters, w.sample, w.out[kind], levers=self.levers)
 
     def recordings(self) -> list[Recording]:
         """All of them: what serving will replay."""
@@ -275,7 +266,7 @@ class GpuRunner(ABC):
         turn, n = self._turn, len(sequences)
         self._turn = (turn + 1) % N_PENDING
         pending = Pending({s: i for i, s in enumerate(sequences)}, self._tokens[turn])
-        pending.tokens[:n].copy_(self.workspace.out[kind][0][:n], non_blocking=True)
+        pending.tokens[:n].copy_(self.workspace.out[kind].token[:n], non_blocking=True)
         self._send_more(pending, kind, turn)
         if self.is_gpu:
             pending.event = torch.cuda.Event()

@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.engine.step import Progress, Sequence, Step, StepResult, Voice
-from deltic.models.qwen.gpu import PrefillInputs
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.gpu import TtsGpu
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER
 from deltic.models.tts.weights import SpeechWeights
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
+from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import sample_decode
 from deltic.ops.gpu.weight import to_device
 from deltic.runtime.gpu.ahead import Pending
 from deltic.runtime.gpu.buffers import GpuSpeechWorkspace, gpu_speech_workspace
@@ -116,19 +115,15 @@ class GpuSpeechRunner(GpuRunner, Speaker):
 
     def _forward_body(self, n: int, max_len: int) -> Body:
         def body() -> None:
-            w, r = self.workspace, self.workspace.decode.rows
-            rows = w.rows_place[:n]
-            logits = self.model.decode(n, rows, w.places, w.frames, w.decode, self.memory, max_len)
-            drawn = r.place[:n], r.slot[:n], r.position[:n]
-            sample_decode(logits, self.shape.n_drawn, *drawn, **self._draw_arguments("decode"))
+            w = self.workspace
+            logits = self.model.decode(w.rows_place[:n], w.places, w.frames, w.decode, self.memory, max_len)
+            self._draw("decode", logits, w.decode.rows.front(n))
 
         return body
 
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
-        w, i = self.workspace, inputs
-        return self.model.prefill(
-            n_blocks, i.token_ids, i.blocks, i.logit_row, w.places.page_table, w.prefill, self.memory
-        )
+        w = self.workspace
+        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory)
 
     def recordings(self) -> list[Recording]:
         """All of them, the vocoder's, too: what serving will replay."""

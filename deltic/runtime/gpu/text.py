@@ -15,11 +15,12 @@ from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Progress, Sequence, Step, StepResult
-from deltic.models.qwen.gpu import RING, GpuMemory, PrefillInputs, QwenGpu
+from deltic.models.qwen.gpu import RING, GpuMemory, QwenGpu
 from deltic.models.qwen.weights import Weights
 from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import prompt_logprobs, sample, sample_decode
+from deltic.ops.gpu.sample import Draws, prompt_logprobs
 from deltic.runtime.gpu.ahead import Pending, Undrawn
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
 from deltic.runtime.gpu.places import Places
@@ -71,37 +72,19 @@ class GpuTextRunner(GpuRunner):
 
     def _forward_body(self, n: int, max_len: int) -> Body:
         w = self.workspace
-        return lambda: self.model.decode(n, w.places, w.decode, self.memory, max_len)
+        return lambda: self.model.decode(w.rows_place[:n], w.places, w.decode, self.memory, max_len)
 
     def _draw_jobs(self) -> list[Job]:
         jobs: list[Job] = []
         for n in reversed(self._row_sizes):
-            jobs.append((self._draws, n, self._draw_body(n)))
-            jobs.append((self._late_draws, n, self._late_draw_body(n)))
+            jobs += [(self._draws, n, self._draw_body(n)), (self._late_draws, n, self._late_draw_body(n))]
         return jobs
 
     def _draw_body(self, n: int) -> Body:
-        def body() -> None:
-            logits, b = self._undrawn.logits[:n], self.workspace.decode
-            rows = b.row_place[:n], b.row_slot[:n], b.row_position[:n]
-            sample_decode(logits, self.plan.n_real, *rows, **self._draw_arguments("decode"))
-
-        return body
+        return lambda: self._draw("decode", self._undrawn.logits[:n], self.workspace.decode.rows.front(n))
 
     def _late_draw_body(self, n: int) -> Body:
-        row, place, position = self._undrawn.draws[:, :n]
-
-        def body() -> None:
-            sample(
-                self._undrawn.logits,
-                self.plan.n_real,
-                draw_row=row,
-                draw_place=place,
-                draw_position=position,
-                **self._draw_arguments("decode"),
-            )
-
-        return body
+        return lambda: self._draw("decode", self._undrawn.logits, Draws(*self._undrawn.draws[:, :n]))
 
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
         w = self.workspace
@@ -174,8 +157,8 @@ class GpuTextRunner(GpuRunner):
 
     def _send_more(self, pending: Pending, kind: str, turn: int) -> None:
         if any(s.request.params.logprobs is not None for s in pending.rows):
-            n, pending.logprobs = len(pending.rows), self._logprobs[turn]
-            for target, source in zip(pending.logprobs, self.workspace.out[kind][1:], strict=True):
+            n, out, pending.logprobs = len(pending.rows), self.workspace.out[kind], self._logprobs[turn]
+            for target, source in zip(pending.logprobs, (out.logprob, out.top_ids, out.top_logprobs), strict=True):
                 target[:n].copy_(source[:n], non_blocking=True)
 
     def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:

@@ -277,7 +277,7 @@ def _context(service: Service) -> int:
 
 def _card(service: Service, name: str) -> dict[str, Any]:
     """name: one of the model's."""
-    name = name if ":" in name else f"{name}:latest"
+    name, info = name if ":" in name else f"{name}:latest", service.client.info
     return {
         "name": name,
         "model": name,
@@ -290,6 +290,6 @@ def _card(service: Service, name: str) -> dict[str, Any]:
             "family": FAMILY,
             "families": [FAMILY],
             "parameter_size": "",
-            "quantization_level": (service.client.config.quantize or "bf16").upper(),
+            "quantization_level": info.precision.upper() if info else "",
         },
     }

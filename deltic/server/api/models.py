@@ -1,0 +1,108 @@
+"""Which models there are, and what a tokenizer makes of a text: /v1/models, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from deltic.models.vocoder.shape import SAMPLE_RATE
+from deltic.server.api import protocol
+from deltic.server.chat.template import render
+from deltic.server.errors import bad_request
+from deltic.server.service import Service, SpeechParts
+from deltic.server.speech import protocol as speech_protocol
+from deltic.server.transport import Encoded, LargeResponse, json_response, read_body
+
+
+async def list_models(service: Service, request: Request) -> ASGIApp:
+    """GET /v1/models: those there are."""
+    cards = [model_card(one, name) for one in service.server.models.values() for name in one.names]
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
+    return json_response({"object": "list", "data": cards, "has_more": False} | ends)
+
+
+async def get_model(service: Service, request: Request) -> ASGIApp:
+    """GET /v1/models/{model:path}: one of them, by a name that it answers to."""
+    name = request.path_params["model"]
+    return json_response(model_card(service.server.find(name), name))
+
+
+def model_card(service: Service, name: str) -> dict[str, Any]:
+    """The entry of /v1/models for a model under one of its names; `root` is the first of them."""
+    info = service.client.info
+    limit = protocol.context_limit(info) if info else None
+    started_s = service.server.started_s
+    at = datetime.datetime.fromtimestamp(started_s, datetime.UTC)
+    return {
+        "id": name,
+        "root": service.model_name,
+        "object": "model",
+        "created": started_s,
+        "owned_by": "deltic",
+        "max_model_len": info.max_model_len if info else None,
+        # What other clients look for, under names of their own.
+        **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
+        **({"speech": speech_card(service.speech)} if service.speech else {}),
+        "type": "model",
+        "display_name": name,
+        "created_at": at.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+    }
+
+
+def speech_card(parts: SpeechParts) -> dict[str, Any]:
+    shape = parts.prompts.shape
+    return {
+        "task_type": speech_protocol.TASKS[shape.variant],
+        "sample_rate": SAMPLE_RATE,
+        "voices": parts.voice_names(),
+        "languages": ["auto", *sorted(shape.languages)],
+        "takes_instructions": shape.takes_instructions,
+    }
+
+
+async def tokenize(service: Service, request: Request) -> ASGIApp:
+    """POST /tokenize: the ids of a text or a chat."""
+    body = await read_body(request, service.config.max_body_mb)
+
+    def work() -> dict[str, Any]:
+        asked = service.read(request, body, protocol.TokenizeRequest)
+        service.check_model(asked.model)
+        protocol.check_tokenize(asked)
+        if asked.prompt is not None:
+            parsed = asked.parse_special_tokens is not False
+            pieces = service.tokenizer.encode_pieces(asked.prompt, "parse" if parsed else "text")
+        else:
+            pieces = iter([render(service.template, asked)[0].ids])
+        count, tokens, strings = 0, Encoded(), Encoded()
+        for ids in filter(None, pieces):  # of a long text each would take a hundred bytes
+            count += len(ids)
+            tokens.append(msgspec.json.encode(ids)[1:-1])
+            if asked.return_token_strs:
+                texts = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+                strings.append(msgspec.json.encode(texts)[1:-1])
+        info = service.client.info
+        told = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
+        return told | ({"token_strs": strings} if asked.return_token_strs else {})
+
+    return LargeResponse(await service.prepare(len(body), work, request))
+
+
+async def detokenize(service: Service, request: Request) -> ASGIApp:
+    """POST /detokenize: the text of ids."""
+    body = await read_body(request, service.config.max_body_mb)
+
+    def work() -> dict[str, Any]:
+        asked = service.read(request, body, protocol.DetokenizeRequest)
+        service.check_model(asked.model)
+        info = service.client.info
+        n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)
+        if asked.tokens and max(asked.tokens) >= n_ids:
+            raise bad_request("tokens", f"{max(asked.tokens)} is not a token id; they go from 0 to {n_ids - 1}")
+        return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
+
+    return LargeResponse(await service.prepare(len(body), work, request))
