@@ -1,6 +1,6 @@
 // sample and logprobs: from rows of logits to tokens, one row a task.
 //
-// Order of the transformations (reference/sample.py): bias, repetition, frequency and presence penalties, banned ids, mask,
+// Order of the transformations (tests/reference/sample.py): bias, repetition, frequency and presence penalties, banned ids, mask,
 // temperature, top-k, softmax, min-p, top-p, one draw. The draw uses Philox4x32-10 keyed by the seed and counted by the
 // position (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): it depends on logits, seed and position.
 #include <algorithm>

@@ -10,7 +10,7 @@ from deltic.ops.contract import KernelError
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.geometry import SPLIT_KEYS, AttentionHeads
-from deltic.reference import layers as oracle
+from tests.reference import layers as oracle
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 HEADS = AttentionHeads(n_q=4, n_kv=2, dim=128)

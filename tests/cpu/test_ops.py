@@ -1,4 +1,4 @@
-"""Every CPU operator, at every compiled instruction set this machine runs, against the oracle in deltic/reference.
+"""Every CPU operator, at every compiled instruction set this machine runs, against the oracle in tests/reference.
 
 Shapes are ugly, outputs and scratch are poisoned with NaN, and rows beyond the count must stay untouched.
 """
@@ -22,8 +22,8 @@ from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
 from deltic.ops.geometry import AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
-from deltic.reference import layers as oracle
-from deltic.reference import sample as sample_oracle
+from tests.reference import layers as oracle
+from tests.reference import sample as sample_oracle
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 SETS = usable_instruction_sets()

@@ -21,12 +21,12 @@ from deltic.engine.messages import EncodeVoice, VoiceEncoded
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.vocoder import encoder as voice_module
 from deltic.models.vocoder.encoder import AudioError, VoiceEncoder, mel_filters
-from deltic.reference.speech import Checkpoint, frame_rows
 from deltic.runtime import voices as voices_module
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.voices import PIECE_FRAMES, Voice, Voices, open_voices
 from tests.golden.make_speech import DIRECTORY, STRIDE, VOICES
+from tests.reference.speech import Checkpoint, frame_rows
 from tests.tiny_speech import FRAME_SAMPLES, tiny_audio, tiny_speech, write_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")

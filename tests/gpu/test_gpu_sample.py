@@ -17,8 +17,8 @@ from torch import Tensor
 from deltic.engine.messages import SamplingParams
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import PlaceParameters, SampleScratch, prompt_logprobs, sample, sample_decode, sample_scratch
-from deltic.reference.sample import candidates, processed_logits, token_logprobs
-from deltic.reference.sample import sample as reference_sample
+from tests.reference.sample import candidates, processed_logits, token_logprobs
+from tests.reference.sample import sample as reference_sample
 
 N_IDS, MAX_LEN, N_MOST = 8, 40, 6
 LEVERS = Levers()
