@@ -36,6 +36,7 @@ constexpr int VALUE_VECTORS = LANES == 16 ? 4 : 1;
 // proj f32 [T, row]: q [nq, d] | gate [nq, d], if gated | k [nk, d] | v [nk, d]
 struct Heads {
     int64_t n_q, n_k, dim, gated;
+    void read(Arguments& a) { a.read(n_q, n_k, dim, gated); }
     int64_t k_at() const { return (gated ? 2 : 1) * n_q * dim; }
     int64_t row() const { return k_at() + 2 * n_k * dim; }
     int64_t group() const { return n_q / n_k; }
@@ -123,12 +124,16 @@ struct Attention {
     Heads heads;
     const bf16* pages;  // this layer's part of page 0
     int64_t page_stride;
+    Counted n_seqs;
     const int32_t *seq_start, *seq_context, *place, *page_table;
     int64_t table_stride;  // page_table [places, stride]: the pages of the sequence in each place
     bf16* out;             // [T, nq, d]
     float* records;        // [n_records, d + 16]
     int64_t n_records;
 
+    void read(Arguments& a) {
+        a.read(q, proj, heads, pages, page_stride, n_seqs, seq_start, seq_context, place, page_table, table_stride, out, records, n_records);
+    }
     int64_t n_rows(const Block& b) const { return (b.t1 - b.t0) * heads.group(); }
     // Keys that row r of a block may see.
     int64_t limit(const Block& b, int64_t r) const {
@@ -334,24 +339,10 @@ struct Wave {
 
 // proj, n_q, n_k, d, gated, T (counted), positions i32 [T], token_place i32 [T], page_table i32 [places, stride], stride,
 // q_norm f32 [d], k_norm f32 [d], eps, cos f32 [max_len, rotary / 2], sin, rotary, q out bf16, pages bf16, page_stride
-KERNEL(deltic_attn_prepare) {
-    Arguments a{arguments};
-    auto proj = a.pointer<const float>();
-    Heads heads{a.integer(), a.integer(), a.integer(), a.integer()};
-    int64_t n_tokens = a.count();
-    auto positions = a.pointer<const int32_t>();
-    auto token_place = a.pointer<const int32_t>();
-    auto page_table = a.pointer<const int32_t>();
-    int64_t table_stride = a.integer();
-    auto q_norm = a.pointer<const float>();
-    auto k_norm = a.pointer<const float>();
-    float eps = a.number();
-    auto cos = a.pointer<const float>();
-    auto sin = a.pointer<const float>();
-    int64_t rotary = a.integer();
-    auto q_out = a.pointer<bf16>();
-    auto pages = a.pointer<bf16>();
-    int64_t page_stride = a.integer(), dim = heads.dim;
+KERNEL(deltic_attn_prepare, const float* proj, Heads heads, Counted n_tokens, const int32_t* positions, const int32_t* token_place,
+       const int32_t* page_table, int64_t table_stride, const float* q_norm, const float* k_norm, float eps, const float* cos,
+       const float* sin, int64_t rotary, bf16* q_out, bf16* pages, int64_t page_stride) {
+    const int64_t dim = heads.dim;
     parallel_for(n_tokens, [&](int64_t t, int) {
         int64_t position = positions[t];
         const float *x = proj + t * heads.row(), *c = cos + position * rotary / 2, *s = sin + position * rotary / 2;
@@ -370,26 +361,10 @@ KERNEL(deltic_attn_prepare) {
 
 // q bf16 [T, nq, d], proj, n_q, n_k, d, gated, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], place i32 [S],
 // page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records
-KERNEL(deltic_attention) {
-    Arguments a{arguments};
-    Attention x;
-    x.q = a.pointer<const bf16>();
-    x.proj = a.pointer<const float>();
-    x.heads = Heads{a.integer(), a.integer(), a.integer(), a.integer()};
-    x.pages = a.pointer<const bf16>();
-    x.page_stride = a.integer();
-    int64_t n_seqs = a.count();
-    x.seq_start = a.pointer<const int32_t>();
-    x.seq_context = a.pointer<const int32_t>();
-    x.place = a.pointer<const int32_t>();
-    x.page_table = a.pointer<const int32_t>();
-    x.table_stride = a.integer();
-    x.out = a.pointer<bf16>();
-    x.records = a.pointer<float>();
-    x.n_records = a.integer();
+KERNEL(deltic_attention, Attention x) {
     int64_t n_tokens_block = ROWS / x.heads.group();
     auto each_block = [&](auto use) {
-        for (int64_t s = 0; s < n_seqs; s++)
+        for (int64_t s = 0; s < x.n_seqs; s++)
             for (int64_t t = x.seq_start[s], end = x.seq_start[s + 1]; t < end; t += n_tokens_block) {
                 Block b{.s = s, .t0 = t, .t1 = t + n_tokens_block < end ? t + n_tokens_block : end};
                 b.n_splits = (x.limit(b, x.n_rows(b) - 1) + SPLIT - 1) / SPLIT;

@@ -30,24 +30,18 @@ constexpr int64_t FEW_WEIGHTS = 1 << 17;  // words that stay in the second-level
 // The frames of a pass: stream s has frames [start[s], start[s + 1]) and its state in slot[s].
 struct Batch {
     const int32_t *start, *slot;
-    int64_t n;
+    Counted n;
     float* states;  // [n_slots, state_size]; the first value of a state is its position in frames
     int64_t state_size;
+    void read(Arguments& a) { a.read(start, slot, n, states, state_size); }
     float* state(int64_t s) const { return states + slot[s] * state_size; }
 };
-
-Batch read_batch(Arguments& a) {
-    auto start = a.pointer<const int32_t>();
-    auto slot = a.pointer<const int32_t>();
-    int64_t n = a.count();
-    auto states = a.pointer<float>();
-    return {start, slot, n, states, a.integer()};
-}
 
 struct Rows {
     float* data;  // null: there are none; is_half: bfloat16
     int64_t ld, head;
     bool is_half;
+    void read(Arguments& a) { a.read(data, ld, head, is_half); }
     int64_t first(int64_t s, int64_t g) const { return (g + (s + 1) * head) * ld; }
     // Row g of all that the buffer holds, which belongs to stream s; those of its past are before its first one.
     float* row(int64_t s, int64_t g) const { return data + first(s, g); }
@@ -59,12 +53,6 @@ struct Rows {
         else store(row(s, g) + column, v);
     }
 };
-
-Rows read_rows(Arguments& a) {
-    auto data = a.pointer<float>();
-    int64_t ld = a.integer(), head = a.integer();
-    return {data, ld, head, (bool)a.integer()};
-}
 
 // Puts what the streams' rows follow in front of them, and keeps what the next rows will follow.
 void carry(const Batch& batch, const Rows& x, int64_t rate, int64_t channels, int64_t offset) {
@@ -144,6 +132,9 @@ struct Conv {
     const float *alpha, *inverse_beta;
     Rows snaked;
 
+    void read(Arguments& a) {
+        a.read(batch, x, rate, channels, taps, dilation, offset, w, n, bias, activation, scale, residual, out, phases, alpha, inverse_beta, snaked);
+    }
     int64_t words() const { return x.is_half ? channels / 2 : channels; }  // of a tap
     int64_t k() const { return taps * words(); }
     int64_t n_panels() const { return (n + PANEL - 1) / PANEL; }
@@ -184,14 +175,6 @@ struct Conv {
         }
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) memcpy(sums + m * PANEL, acc[m], sizeof acc[m]);
-    }
-
-    template <int MOST, class Call>
-    static void with_rows(int64_t n, const Call& f) {
-        if constexpr (MOST > 0) {
-            if (n == MOST) f(std::integral_constant<int, MOST>{});
-            else with_rows<MOST - 1>(n, f);
-        }
     }
 
     // A tile of n_rows rows and the strips of a panel; is_first: of its task, so the next weights are fetched.
@@ -284,13 +267,7 @@ struct Conv {
 
 // batch: start i32 [S + 1], slot i32 [S], S (counted), states f32 [n_slots, size], size.  rows: data f32 or bf16, ld, head, is_half
 // codes i32 [T, 16], tables f32 [16, size, D], size, D, out (rows of 2D, head 0): the entry of code 0, then the sum of the others'
-KERNEL(deltic_codec_embed) {
-    Arguments a{arguments};
-    Batch batch = read_batch(a);
-    auto codes = a.pointer<const int32_t>();
-    auto tables = a.pointer<const float>();
-    int64_t size = a.integer(), dim = a.integer();
-    Rows out = read_rows(a);
+KERNEL(deltic_codec_embed, Batch batch, const int32_t* codes, const float* tables, int64_t size, int64_t dim, Rows out) {
     parallel_for(batch.start[batch.n], [&](int64_t t, int) {
         auto entry = [&](int64_t i) { return tables + (i * size + codes[t * 16 + i]) * dim; };
         float* row = out.data + t * out.ld;
@@ -307,39 +284,10 @@ KERNEL(deltic_codec_embed) {
 // snaked may be bfloat16, and w is what x is.
 // batch, x (rows), rate, channels, taps, dilation, offset, w (packed), n, bias f32 [n], activation, scale f32 [n], residual (rows),
 // out (rows), phases, alpha f32 [n], 1 / beta f32 [n], snaked (rows). bias has 16 values where n is less.
-KERNEL(deltic_codec_conv) {
-    Arguments a{arguments};
-    Conv c;
-    c.batch = read_batch(a);
-    c.x = read_rows(a);
-    c.rate = a.integer();
-    c.channels = a.integer();
-    c.taps = a.integer();
-    c.dilation = a.integer();
-    c.offset = a.integer();
-    c.w = a.pointer<const uint32_t>();
-    c.n = a.integer();
-    c.bias = a.pointer<const float>();
-    c.activation = (Activation)a.integer();
-    c.scale = a.pointer<const float>();
-    c.residual = read_rows(a);
-    c.out = read_rows(a);
-    c.phases = a.integer();
-    c.alpha = a.pointer<const float>();
-    c.inverse_beta = a.pointer<const float>();
-    c.snaked = read_rows(a);
-    c.run();
-}
+KERNEL(deltic_codec_conv, Conv conv) { conv.run(); }
 
 // out = x * rsqrt(mean(x^2) + eps) * w. batch, x (rows), w f32 [width], out (rows), width, eps; heads 0
-KERNEL(deltic_codec_rms_norm) {
-    Arguments a{arguments};
-    Batch batch = read_batch(a);
-    Rows x = read_rows(a);
-    auto w = a.pointer<const float>();
-    Rows out = read_rows(a);
-    int64_t width = a.integer();
-    float eps = a.number();
+KERNEL(deltic_codec_rms_norm, Batch batch, Rows x, const float* w, Rows out, int64_t width, float eps) {
     parallel_for(batch.start[batch.n], [&](int64_t t, int) {
         const float* row = x.data + t * x.ld;
         v16 scale = splat(1.0f / sqrtf(sum_of_squares(row, width) / (float)width + eps));
@@ -349,17 +297,8 @@ KERNEL(deltic_codec_rms_norm) {
 
 // out = LayerNorm(bias + depthwise conv(x)). batch, x (rows), rate, width, taps, offset, w f32 [taps, width], bias f32 [width],
 // norm weight and bias f32 [width], eps, out (rows, head 0)
-KERNEL(deltic_codec_depthwise_norm) {
-    Arguments a{arguments};
-    Batch batch = read_batch(a);
-    Rows x = read_rows(a);
-    int64_t rate = a.integer(), width = a.integer(), taps = a.integer(), offset = a.integer();
-    auto w = a.pointer<const float>();
-    auto bias = a.pointer<const float>();
-    auto norm_weight = a.pointer<const float>();
-    auto norm_bias = a.pointer<const float>();
-    float eps = a.number();
-    Rows out = read_rows(a);
+KERNEL(deltic_codec_depthwise_norm, Batch batch, Rows x, int64_t rate, int64_t width, int64_t taps, int64_t offset, const float* w,
+       const float* bias, const float* norm_weight, const float* norm_bias, float eps, Rows out) {
     carry(batch, x, rate, width, offset);
     parallel_for(batch.start[batch.n] * rate, [&](int64_t g, int) {
         int64_t s = 0;
@@ -385,15 +324,8 @@ KERNEL(deltic_codec_depthwise_norm) {
 // Attention over the frame itself and window - 1 before it. batch, qkv (rows of 3 n_heads dim, rotated in place), n_heads, dim,
 // window, cos and sin f32 [positions, dim / 2], offset, out (rows of n_heads dim); heads 0.
 // State: [n_heads][window - 1][2][dim] rotated keys and values; those of position p in row p mod (window - 1).
-KERNEL(deltic_codec_attention) {
-    Arguments a{arguments};
-    Batch batch = read_batch(a);
-    Rows qkv = read_rows(a);
-    int64_t n_heads = a.integer(), dim = a.integer(), window = a.integer();
-    auto cos = a.pointer<const float>();
-    auto sin = a.pointer<const float>();
-    int64_t offset = a.integer();
-    Rows out = read_rows(a);
+KERNEL(deltic_codec_attention, Batch batch, Rows qkv, int64_t n_heads, int64_t dim, int64_t window, const float* cos,
+       const float* sin, int64_t offset, Rows out) {
     const int64_t all = n_heads * dim, half = dim / 2, ring = window - 1;
     const float scale = 1.0f / sqrtf((float)dim);
     parallel_for(batch.n * n_heads, [&](int64_t i_task, int) {

@@ -21,7 +21,8 @@ constexpr int64_t AHEAD = 8;      // rows of a state that are fetched in advance
 
 struct Gdn {
     const float* proj;  // [T, row]: q | k | v | z | b | a
-    int64_t row, n_seqs;
+    int64_t row;
+    Counted n_seqs;
     const int32_t *seq_start, *seq_context, *start_slot, *slot;
     const int32_t *snapshot_begin, *snapshot_n, *snapshot_slot;  // ragged over the sequences
     const float* conv_w;  // [4, C]
@@ -34,6 +35,10 @@ struct Gdn {
     int64_t n_k, n_v, dk, dv;
     bf16* out;  // [T, Hv dv]
 
+    void read(Arguments& a) {
+        a.read(proj, row, n_seqs, seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot, conv_w, conv_state,
+               conv_stride, state, state_stride, a_log, dt_bias, norm_w, eps, n_k, n_v, dk, dv, out);
+    }
     int64_t channels() const { return 2 * n_k * dk + n_v * dv; }
 
     // The 16 channels from c on of token t of sequence s, as bfloat16 values widened; t may lie up to 3 tokens before its chunk.
@@ -210,33 +215,7 @@ struct Gdn {
 
 // Arguments in the order of the fields of Gdn; n_seqs is counted. One task is one head of one sequence, from the projection
 // to the output.
-KERNEL(deltic_gdn) {
-    Arguments a{arguments};
-    Gdn g;
-    g.proj = a.pointer<const float>();
-    g.row = a.integer();
-    g.n_seqs = a.count();
-    g.seq_start = a.pointer<const int32_t>();
-    g.seq_context = a.pointer<const int32_t>();
-    g.start_slot = a.pointer<const int32_t>();
-    g.slot = a.pointer<const int32_t>();
-    g.snapshot_begin = a.pointer<const int32_t>();
-    g.snapshot_n = a.pointer<const int32_t>();
-    g.snapshot_slot = a.pointer<const int32_t>();
-    g.conv_w = a.pointer<const float>();
-    g.conv_state = a.pointer<bf16>();
-    g.conv_stride = a.integer();
-    g.state = a.pointer<float>();
-    g.state_stride = a.integer();
-    g.a_log = a.pointer<const float>();
-    g.dt_bias = a.pointer<const float>();
-    g.norm_w = a.pointer<const float>();
-    g.eps = a.number();
-    g.n_k = a.integer();
-    g.n_v = a.integer();
-    g.dk = a.integer();
-    g.dv = a.integer();
-    g.out = a.pointer<bf16>();
+KERNEL(deltic_gdn, Gdn g) {
     parallel_for(g.n_seqs * g.n_v, [&](int64_t i, int) { g.run(i / g.n_v, i % g.n_v); });
     parallel_for(g.n_seqs, [&](int64_t s, int) { g.keep_all_columns(s); });
 }

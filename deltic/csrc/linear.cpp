@@ -4,14 +4,7 @@
 #include "pool.h"
 
 // x bf16 [M, K], w (packed: data, format, N, K, group), out f32 [M, N], workspace u8 [M * row_bytes], M (counted), add (out is the residual)
-KERNEL(deltic_linear) {
-    Arguments a{arguments};
-    auto x = a.pointer<const bf16>();
-    Matrix w = read_matrix(a);
-    auto out = a.pointer<float>();
-    auto workspace = a.pointer<uint8_t>();
-    int64_t n_rows = a.count();
-    bool add = a.integer();
+KERNEL(deltic_linear, const bf16* x, Matrix w, float* out, uint8_t* workspace, Counted n_rows, bool add) {
     if (n_rows == 0) return;
     Rows rows = place_rows(workspace, n_rows, w);
     if (w.format == Format::BF16 && (n_rows == 1 || ROWS_AS_THEY_STAND)) {

@@ -4,11 +4,8 @@
 #include "pool.h"
 
 // Reads every byte once. data, n_bytes, out f32 [n_blocks of 1 MiB]
-KERNEL(deltic_read_memory) {
-    Arguments a{arguments};
-    auto data = a.pointer<const float>();
-    int64_t n_blocks = a.integer() >> 20;
-    auto out = a.pointer<float>();
+KERNEL(deltic_read_memory, const float* data, int64_t n_bytes, float* out) {
+    int64_t n_blocks = n_bytes >> 20;
     parallel_for(n_blocks, [&](int64_t block, int) {
         const float* x = data + block * (1 << 18);
         v16 sums[8] = {};
@@ -21,14 +18,10 @@ KERNEL(deltic_read_memory) {
 
 // Multiplies one full tile that stays in the first-level cache, n_repeats times on n_tasks tasks.
 // w (packed), x u8 (packed rows), n_tasks, n_repeats, out f32 [n_tasks, 32, N], out operations f32 [1]
-KERNEL(deltic_multiply_peak) {
-    Arguments a{arguments};
-    Matrix w = read_matrix(a);
+KERNEL(deltic_multiply_peak, Matrix w, uint8_t* rows, int64_t n_tasks, int64_t n_repeats, float* out, float* n_operations) {
     const int64_t n_rows = w.format == Format::BF16 && ROWS_AS_THEY_STAND ? 32 : TILE_ROWS;  // a full tile of the unit
-    Rows x = place_rows(a.pointer<uint8_t>(), n_rows, w);
-    int64_t n_tasks = a.integer(), n_repeats = a.integer();
-    auto out = a.pointer<float>();
-    *a.pointer<float>() = 2.0f * n_rows * w.n * w.k * n_tasks * n_repeats;
+    Rows x = place_rows(rows, n_rows, w);
+    *n_operations = 2.0f * n_rows * w.n * w.k * n_tasks * n_repeats;
     parallel_for(n_tasks, [&](int64_t task, int) {
         for (int64_t r = 0; r < n_repeats; r++)
             for (int64_t s = 0; s < w.n_strips(); s += TILE_STRIPS) multiply(x, n_rows, w, s, s + TILE_STRIPS, false, [&](int64_t m) { return out + (task * n_rows + m) * w.n; });

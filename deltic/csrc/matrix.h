@@ -13,8 +13,6 @@
 //   y = sum over groups of x_scale * (w_scale * (exact integer sum) + least * (sum of x)).
 // A symmetric int4 matrix is one whose least is -8 scale. The layout is the same for all instruction sets.
 #pragma once
-#include <type_traits>
-
 #include "kernel.h"
 #include "simd.h"
 
@@ -33,13 +31,9 @@ struct Matrix {
         if (format == Format::BF16) return k * STRIP * 2;
         return k * STRIP / (format == Format::INT8 ? 1 : 2) + n_groups() * STRIP * 4;
     }
+    void read(Arguments& a) { a.read(data, format, n, k, group); }
     Matrix expert(int64_t e) const { return {data + e * n_strips() * strip_bytes(), format, n, k, group}; }
 };
-
-static inline Matrix read_matrix(Arguments& a) {
-    auto data = a.pointer<const uint8_t>();
-    return {data, (Format)a.integer(), a.integer(), a.integer(), a.integer()};
-}
 
 // Strips of one task: few enough that every thread finds some, at most 4.
 static inline int64_t strips_per_task(int64_t n_strips, int n_threads) {
@@ -372,15 +366,6 @@ static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0
     tile<F, MR, NS, FETCH>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, ahead, sums);
     for (int m = 0; m < MR; m++)
         for (int s = 0; s < NS; s++) write_sums(sums[m][s], matrix.n, (s0 + s) * STRIP, add, out(m));
-}
-
-// f(integral_constant<MR>) for the MR in [1, MOST] that equals n.
-template <int MOST, class Call>
-static inline void with_rows(int64_t n, const Call& f) {
-    if constexpr (MOST > 0) {
-        if (n == MOST) f(std::integral_constant<int, MOST>{});
-        else with_rows<MOST - 1>(n, f);
-    }
 }
 
 // Strips [s0, s1) for all n_rows rows of x.

@@ -16,6 +16,7 @@ struct Routing {
     float* weight;    // [T, k]
     int32_t* order;   // [T * k] slots (token * k + slot) grouped by expert
     int32_t* begin;   // [E + 1]
+    void read(Arguments& a) { a.read(expert, weight, order, begin); }
 };
 
 void route(const float* logits, int64_t n_experts, int64_t k, bool norm, int32_t* expert, float* weight, float* scratch) {
@@ -61,25 +62,9 @@ void group(const Routing& r, int64_t n_slots, int64_t n_experts) {
 // gate_up (packed, E matrices [2M, H]), down (packed, E matrices [H, M]), shared f32 [T, H] (the shared expert's output),
 // scratch: expert i32 [T k], weight f32 [T k], order i32 [T k], begin i32 [E + 1], probabilities f32 [T, E + 16],
 // rows u8 [T k * most row_bytes], up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H]
-KERNEL(deltic_moe) {
-    Arguments a{arguments};
-    auto h = a.pointer<const bf16>();
-    auto logits = a.pointer<const float>();
-    auto residual = a.pointer<float>();
-    int64_t n_tokens = a.count(), n_experts = a.integer(), k = a.integer();
-    bool norm = a.integer();
-    Matrix gate_up = read_matrix(a), down = read_matrix(a);
-    auto shared = a.pointer<const float>();
-    Routing r;
-    r.expert = a.pointer<int32_t>();
-    r.weight = a.pointer<float>();
-    r.order = a.pointer<int32_t>();
-    r.begin = a.pointer<int32_t>();
-    auto probabilities = a.pointer<float>();
-    auto workspace = a.pointer<uint8_t>();
-    auto up = a.pointer<float>();
-    auto act = a.pointer<bf16>();
-    auto y = a.pointer<float>();
+KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted n_tokens, int64_t n_experts, int64_t k, bool norm,
+       Matrix gate_up, Matrix down, const float* shared, Routing r, float* probabilities, uint8_t* workspace, float* up, bf16* act,
+       float* y) {
     if (n_tokens == 0) return;
     const int64_t width = down.n, inner = down.k;
 

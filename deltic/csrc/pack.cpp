@@ -115,11 +115,7 @@ void quantise_int4(const Group& group, bool symmetric, uint8_t* out) {
 }  // namespace
 
 // values bf16 [N, K], w (packed: data, format, N, K, group), symmetric (of int4)
-KERNEL(deltic_pack) {
-    Arguments a{arguments};
-    auto values = a.pointer<const bf16>();
-    Matrix w = read_matrix(a);
-    bool symmetric = a.integer();
+KERNEL(deltic_pack, const bf16* values, Matrix w, bool symmetric) {
     parallel_for(w.n_strips(), [&](int64_t strip, int) {
         const bf16* rows = values + strip * STRIP * w.k;
         int64_t n_rows = w.n - strip * STRIP < STRIP ? w.n - strip * STRIP : STRIP;

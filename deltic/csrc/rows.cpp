@@ -4,25 +4,13 @@
 #include "pool.h"
 
 // table (packed [V, H]: data, format, V, H, group), token_ids i32 [T], out f32 [T, H], T (counted)
-KERNEL(deltic_embed) {
-    Arguments a{arguments};
-    Matrix table = read_matrix(a);
-    auto ids = a.pointer<const int32_t>();
-    auto out = a.pointer<float>();
-    int64_t n_tokens = a.count();
+KERNEL(deltic_embed, Matrix table, const int32_t* ids, float* out, Counted n_tokens) {
     parallel_for(n_tokens, [&](int64_t t, int) { unpack_row(table, ids[t], out + t * table.k); });
 }
 
 // Zero-centred RMSNorm: out = x * rsqrt(mean(x^2) + eps) * (1 + w), rounded once to bfloat16.
 // x f32 [T, H], w f32 [H], out bf16 [M, H], rows i32 [M] or null (row m of the output reads row rows[m] of x), M (counted), H, eps
-KERNEL(deltic_rms_norm) {
-    Arguments a{arguments};
-    auto x = a.pointer<const float>();
-    auto w = a.pointer<const float>();
-    auto out = a.pointer<bf16>();
-    auto rows = a.pointer<const int32_t>();
-    int64_t n_rows = a.count(), width = a.integer();
-    float eps = a.number();
+KERNEL(deltic_rms_norm, const float* x, const float* w, bf16* out, const int32_t* rows, Counted n_rows, int64_t width, float eps) {
     parallel_for(n_rows, [&](int64_t m, int) {
         const float* row = x + (rows ? rows[m] : m) * width;
         v16 scale = splat(1.0f / sqrtf(sum_of_squares(row, width) / (float)width + eps));
@@ -32,10 +20,6 @@ KERNEL(deltic_rms_norm) {
 }
 
 // out = SiLU(gate) * up. gate_up f32 [M, 2F] (gate first), out bf16 [M, F], M (counted), F
-KERNEL(deltic_silu_mul) {
-    Arguments a{arguments};
-    auto gate_up = a.pointer<const float>();
-    auto out = a.pointer<bf16>();
-    int64_t n_rows = a.count(), width = a.integer();
+KERNEL(deltic_silu_mul, const float* gate_up, bf16* out, Counted n_rows, int64_t width) {
     parallel_for(n_rows, [&](int64_t m, int) { silu_mul_row(gate_up + m * 2 * width, width, out + m * width); });
 }

@@ -1,6 +1,6 @@
 // sample and logprobs: from rows of logits to tokens, one row a task.
 //
-// Order of the transformations (reference/sample.py): bias, repetition, frequency and presence penalties, banned ids, mask,
+// Order of the transformations (tests/reference/sample.py): bias, repetition, frequency and presence penalties, banned ids, mask,
 // temperature, top-k, softmax, min-p, top-p, one draw. The draw uses Philox4x32-10 keyed by the seed and counted by the
 // position (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): it depends on logits, seed and position.
 #include <algorithm>
@@ -236,38 +236,13 @@ int32_t draw(const Row& r, float* values, int64_t n, float top, Candidate* c) {
 // bias_begin i32 [D + 1], bias_ids, bias, banned_begin i32 [D + 1], banned, masked i32 [D] (0: no mask), masks u32 [D, W], W;
 // scratch: values f32 [n, V], counts i32 [n, V] (zeros), candidates [n, V], n (a row for each thread or for each draw);
 // out token_ids i32 [D], -1 where a logit is not finite or no id may be drawn
-KERNEL(deltic_sample) {
-    Arguments a{arguments};
-    auto logits = a.pointer<const float>();
-    int64_t n_vocab = a.integer(), n_real = a.integer(), n_draws = a.count();
-    auto row = a.pointer<const int32_t>();
-    auto places = a.pointer<const int32_t>();
-    auto position = a.pointer<const int32_t>();
-    auto n_history = a.pointer<const int32_t>();
-    auto n_prompt = a.pointer<const int32_t>();
-    auto temperature = a.pointer<const float>();
-    auto top_k = a.pointer<const int32_t>();
-    auto top_p = a.pointer<const float>();
-    auto min_p = a.pointer<const float>();
-    auto repetition = a.pointer<const float>();
-    auto frequency = a.pointer<const float>();
-    auto presence = a.pointer<const float>();
-    auto seed = a.pointer<const uint64_t>();
-    auto histories = a.pointer<const int32_t>();
-    int64_t history_stride = a.integer();
-    auto bias_begin = a.pointer<const int32_t>();
-    auto bias_ids = a.pointer<const int32_t>();
-    auto bias = a.pointer<const float>();
-    auto banned_begin = a.pointer<const int32_t>();
-    auto banned = a.pointer<const int32_t>();
-    auto masked = a.pointer<const int32_t>();
-    auto masks = a.pointer<const uint32_t>();
-    int64_t n_words = a.integer();
-    auto values_all = a.pointer<float>();
-    auto counts_all = a.pointer<int32_t>();
-    auto candidates_all = a.pointer<Candidate>();
-    int64_t n_scratch = a.integer();
-    auto out = a.pointer<int32_t>();
+KERNEL(deltic_sample, const float* logits, int64_t n_vocab, int64_t n_real, Counted n_draws, const int32_t* row,
+       const int32_t* places, const int32_t* position, const int32_t* n_history, const int32_t* n_prompt, const float* temperature,
+       const int32_t* top_k, const float* top_p, const float* min_p, const float* repetition, const float* frequency,
+       const float* presence, const uint64_t* seed, const int32_t* histories, int64_t history_stride, const int32_t* bias_begin,
+       const int32_t* bias_ids, const float* bias, const int32_t* banned_begin, const int32_t* banned, const int32_t* masked,
+       const uint32_t* masks, int64_t n_words, float* values_all, int32_t* counts_all, Candidate* candidates_all, int64_t n_scratch,
+       int32_t* out) {
     parallel_for(n_draws, [&](int64_t d, int i_thread) {
         int64_t place = places[d];
         const int32_t* history = histories + place * history_stride;
@@ -303,17 +278,8 @@ KERNEL(deltic_sample) {
 // Log-softmax of raw logits at a target id, and the k likeliest ids (ties: lower id first).
 // logits, V, n_real, N (counted), row i32 [N], target i32 [N], n_top i32 [N] (-1: skip), stride (most alternatives),
 // out: logprob f32 [N], top_ids i32 [N, stride], top_logprobs f32 [N, stride]
-KERNEL(deltic_logprobs) {
-    Arguments a{arguments};
-    auto logits = a.pointer<const float>();
-    int64_t n_vocab = a.integer(), n_real = a.integer(), n = a.count();
-    auto row = a.pointer<const int32_t>();
-    auto target = a.pointer<const int32_t>();
-    auto n_top = a.pointer<const int32_t>();
-    int64_t stride = a.integer();
-    auto logprob = a.pointer<float>();
-    auto top_ids = a.pointer<int32_t>();
-    auto top_logprobs = a.pointer<float>();
+KERNEL(deltic_logprobs, const float* logits, int64_t n_vocab, int64_t n_real, Counted n, const int32_t* row, const int32_t* target,
+       const int32_t* n_top, int64_t stride, float* logprob, int32_t* top_ids, float* top_logprobs) {
     parallel_for(n, [&](int64_t i, int) {
         if (n_top[i] < 0 || target[i] < 0) return;
         const float* x = logits + row[i] * n_vocab;

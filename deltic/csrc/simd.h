@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -184,3 +185,12 @@ static inline void silu_mul_row(const float* gate_up, int64_t n, bf16* out) {
 // The scalar functions go through the vector ones, so that a value has the same bits wherever it is computed.
 static inline float exp1(float x) { return vexp(f32_part{} + x)[0]; }
 static inline float sigmoid1(float x) { return sigmoid(splat(x)).part[0][0]; }
+
+// f(integral_constant<N>) for the N in [1, MOST] that equals n.
+template <int MOST, class Call>
+static inline void with_rows(int64_t n, const Call& f) {
+    if constexpr (MOST > 0) {
+        if (n == MOST) f(std::integral_constant<int, MOST>{});
+        else with_rows<MOST - 1>(n, f);
+    }
+}

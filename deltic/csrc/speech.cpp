@@ -6,23 +6,13 @@
 #include "simd.h"
 
 // ids i32 [M], table bf16 [V, H], out bf16 [M, H], M (counted), H
-KERNEL(deltic_gather) {
-    Arguments a{arguments};
-    auto ids = a.pointer<const int32_t>();
-    auto table = a.pointer<const bf16>();
-    auto out = a.pointer<bf16>();
-    int64_t n_rows = a.count(), width = a.integer();
+KERNEL(deltic_gather, const int32_t* ids, const bf16* table, bf16* out, Counted n_rows, int64_t width) {
     parallel_for(n_rows, [&](int64_t m, int) { memcpy(out + m * width, table + ids[m] * width, width * 2); });
 }
 
 // out = in + bias; rounded to bfloat16 behind a SiLU, or in place.
 // x f32 [M, W], bias f32 [W], silu out bf16 [M, W] or null, M (counted), W
-KERNEL(deltic_bias) {
-    Arguments a{arguments};
-    auto x = a.pointer<float>();
-    auto bias = a.pointer<const float>();
-    auto out = a.pointer<bf16>();
-    int64_t n_rows = a.count(), width = a.integer();
+KERNEL(deltic_bias, float* x, const float* bias, bf16* out, Counted n_rows, int64_t width) {
     parallel_for(n_rows, [&](int64_t m, int) {
         for (int64_t i = m * width, j = 0; j < width; i += 16, j += 16) {
             v16 y = load(x + i) + load(bias + j);
@@ -36,16 +26,8 @@ KERNEL(deltic_bias) {
 // not finite) makes the sum NaN. With `past`, the first code: the predictor gets two rows, the slot's past in front; the sum begins.
 // codes i32 [M], table bf16 [V, H], slot i32 [M], past bf16 [slots, H] or null, rows f32 or bf16 out [M or 2 M, H] or null,
 // is_bf16, sum f32 [M, H], M (counted), H
-KERNEL(deltic_code_rows) {
-    Arguments a{arguments};
-    auto codes = a.pointer<const int32_t>();
-    auto table = a.pointer<const bf16>();
-    auto slot = a.pointer<const int32_t>();
-    auto past = a.pointer<const bf16>();
-    auto rows = a.pointer<float>();
-    bool is_bf16 = a.integer();
-    auto sum = a.pointer<float>();
-    int64_t n_frames = a.count(), width = a.integer();
+KERNEL(deltic_code_rows, const int32_t* codes, const bf16* table, const int32_t* slot, const bf16* past, float* rows, bool is_bf16,
+       float* sum, Counted n_frames, int64_t width) {
     auto put = [&](int64_t row, const bf16* x) {
         if (is_bf16) memcpy((bf16*)rows + row * width, x, width * 2);
         else
@@ -64,16 +46,9 @@ KERNEL(deltic_code_rows) {
 // The talker's rows: out[m] = side + text[text_row[m]], without text where that is -1. side[m]: an id of the table; -1, nothing; KEPT, what
 // out has already; or FIRST_VOICE - i, row i of voice.
 // side i32 [M], text_row i32 [M], table bf16 [V, H], voice f32 [n, H], text f32 [n, H], out f32 [M, H], M (counted), H
-KERNEL(deltic_talker_rows) {
+KERNEL(deltic_talker_rows, const int32_t* side, const int32_t* text_row, const bf16* table, const float* voice, const float* text,
+       float* out, Counted n_rows, int64_t width) {
     constexpr int32_t KEPT = -2, FIRST_VOICE = -3;  // and -1: nothing
-    Arguments a{arguments};
-    auto side = a.pointer<const int32_t>();
-    auto text_row = a.pointer<const int32_t>();
-    auto table = a.pointer<const bf16>();
-    auto voice = a.pointer<const float>();
-    auto text = a.pointer<const float>();
-    auto out = a.pointer<float>();
-    int64_t n_rows = a.count(), width = a.integer();
     parallel_for(n_rows, [&](int64_t m, int) {
         const float* t = text_row[m] < 0 ? nullptr : text + text_row[m] * width;
         const bf16* code = side[m] < 0 ? nullptr : table + side[m] * width;
@@ -86,11 +61,6 @@ KERNEL(deltic_talker_rows) {
 }
 
 // out[slot[m]] = x[m]. x bf16 [M, H], slot i32 [M], out bf16 [slots, H], M (counted), H
-KERNEL(deltic_keep_rows) {
-    Arguments a{arguments};
-    auto x = a.pointer<const bf16>();
-    auto slot = a.pointer<const int32_t>();
-    auto out = a.pointer<bf16>();
-    int64_t n_rows = a.count(), width = a.integer();
+KERNEL(deltic_keep_rows, const bf16* x, const int32_t* slot, bf16* out, Counted n_rows, int64_t width) {
     for (int64_t m = 0; m < n_rows; m++) memcpy(out + slot[m] * width, x + m * width, width * 2);
 }

@@ -10,7 +10,7 @@ from deltic.ops.contract import KernelError
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.geometry import SPLIT_KEYS, AttentionHeads
-from deltic.reference import layers as oracle
+from tests.reference import layers as oracle
 from tests.tensors import on_tensors
 
 attention, attn_prepare = map(on_tensors, (attention, attn_prepare))

@@ -23,12 +23,12 @@ from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.checkpoint import n_real_ids
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape, published_shape
-from deltic.reference.model import forward
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import TEXT, Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.plan import make_plan
 from tests.plain import plain
+from tests.reference.model import forward
 from tests.tensors import tensor_of
 from tests.tiny import N_EXPERTS, N_REAL_VOCAB, tiny_checkpoint
 

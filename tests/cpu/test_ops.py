@@ -22,8 +22,8 @@ from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
 from deltic.ops.geometry import AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import FORMATS, Matrix, row_bytes
-from deltic.reference import layers as oracle
-from deltic.reference import sample as sample_oracle
+from tests.reference import layers as oracle
+from tests.reference import sample as sample_oracle
 from tests.tensors import array_of, on_tensors, tensor_of
 
 attention, attn_prepare, embed, linear, rms_norm, silu_mul, gdn, moe, logprobs, sample = map(

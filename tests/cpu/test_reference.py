@@ -14,9 +14,9 @@ from torch import Tensor
 
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights
-from deltic.reference import layers, sample
-from deltic.reference.model import forward, generate_greedy
 from tests.plain import plain
+from tests.reference import layers, sample
+from tests.reference.model import forward, generate_greedy
 from tests.tiny import tiny_checkpoint, tiny_config
 
 needs_transformers = pytest.mark.skipif(

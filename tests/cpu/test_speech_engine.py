@@ -25,12 +25,12 @@ from deltic.models.loading import COUNTED, Declaration
 from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShape, codec_side, row_id
 from deltic.models.tts.weights import declare_speech, load_speech_weights
 from deltic.ops.arrays import Array
-from deltic.reference import speech as oracle
-from deltic.reference.vocoder import decode
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import SPEECH
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.plan import make_plan
+from tests.reference import speech as oracle
+from tests.reference.vocoder import decode
 from tests.tensors import array_of, tensor_of
 from tests.tiny_speech import tiny_speech
 

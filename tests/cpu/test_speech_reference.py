@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deltic.reference import speech
-from deltic.reference.vocoder import State, decode
 from tests.golden.make_speech import COLUMNS, DIRECTORY, STRIDE, VOCODER_STRIDE
+from tests.reference import speech
+from tests.reference.vocoder import State, decode
 from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")

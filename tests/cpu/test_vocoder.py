@@ -31,12 +31,12 @@ from deltic.ops.arrays import nothing
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.vocoder import Batch, ConvWeights, Rows, conv
-from deltic.reference import vocoder as oracle
-from deltic.reference.speech import Checkpoint
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.buffers import Arena
 from deltic.runtime.cpu.vocoder import VocoderStreams
 from tests.golden.make_speech import DIRECTORY, VOCODER_STRIDE
+from tests.reference import vocoder as oracle
+from tests.reference.speech import Checkpoint
 from tests.tensors import array_of, tensor_of
 from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 

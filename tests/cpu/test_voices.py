@@ -23,12 +23,12 @@ from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.vocoder import encoder as voice_module
 from deltic.models.vocoder.encoder import AudioError, Floats, VoiceEncoder, mel_filters
 from deltic.ops.arrays import Array
-from deltic.reference.speech import Checkpoint, frame_rows
 from deltic.runtime import voices as voices_module
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.voices import PIECE_FRAMES, Voice, Voices, open_voices
 from tests.golden.make_speech import DIRECTORY, STRIDE, VOICES
+from tests.reference.speech import Checkpoint, frame_rows
 from tests.tensors import tensor_of
 from tests.tiny_speech import FRAME_SAMPLES, tiny_audio, tiny_speech, write_speech
 

@@ -13,7 +13,7 @@ from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu.attention_decode import FAN, SPLITS, AttentionScratch, Splits, attention_decode, attention_scratch
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.launch import Levers
-from deltic.reference import layers
+from tests.reference import layers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 EPS = 1e-6

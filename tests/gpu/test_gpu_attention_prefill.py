@@ -15,7 +15,7 @@ from deltic.ops.geometry import AttentionHeads
 from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash_tile
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.launch import Levers
-from deltic.reference import layers
+from tests.reference import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of poison that a mask takes away
 

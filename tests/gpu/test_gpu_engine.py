@@ -25,8 +25,8 @@ from deltic.engine.engine import Engine
 from deltic.engine.guides import Guide, Guides
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 from deltic.engine.step import Sequence
-from deltic.reference.model import forward
 from tests.plain import plain
+from tests.reference.model import forward
 from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
 pytest.importorskip("triton")

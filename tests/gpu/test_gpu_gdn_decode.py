@@ -13,7 +13,7 @@ from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.launch import Levers, launches
-from deltic.reference import layers
+from tests.reference import layers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp"

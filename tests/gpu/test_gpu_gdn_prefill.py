@@ -14,7 +14,7 @@ from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.gdn_prefill import default_chunk, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers
-from deltic.reference import layers as oracle
+from tests.reference import layers as oracle
 
 TINY = [GdnHeads(1, 1, 16, 16), GdnHeads(2, 4, 32, 16), GdnHeads(1, 3, 16, 48)]
 REAL = [GdnHeads(16, 16, 128, 128), GdnHeads(16, 32, 128, 128), GdnHeads(16, 48, 128, 128)]

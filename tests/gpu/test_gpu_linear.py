@@ -33,8 +33,8 @@ from deltic.ops.gpu.linear import (
 )
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.matrix import FORMATS, Matrix
-from deltic.reference.layers import linear, rms_norm
 from tests.gpu.matrices import in_rows
+from tests.reference.layers import linear, rms_norm
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LEVERS = Levers()

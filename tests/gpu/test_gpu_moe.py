@@ -20,8 +20,8 @@ from deltic.ops.gpu.launch import Levers, launches
 from deltic.ops.gpu.moe import MoeScratch, MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, MoePrefillTiles, moe_prefill, moe_prefill_scratch
 from deltic.ops.matrix import FORMATS, Matrix
-from deltic.reference.layers import linear, route, swiglu
 from tests.gpu.matrices import in_rows
+from tests.reference.layers import linear, route, swiglu
 
 LEVERS = Levers()
 
@@ -308,7 +308,7 @@ def test_the_reference_sums_the_parts(device: str) -> None:
     """`parts` against the reference's own sum, so that the oracle of this file is the oracle."""
     from types import SimpleNamespace
 
-    from deltic.reference.model import feed_forward
+    from tests.reference.model import feed_forward
 
     layer = Layer(TINY, "cpu")
     x = layer.rows(4).float()

@@ -18,8 +18,8 @@ from deltic.engine.messages import SamplingParams
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Drawn, Draws, PlaceParameters, SampleScratch, prompt_logprobs, sample, sample_scratch
-from deltic.reference.sample import candidates, processed_logits, token_logprobs
-from deltic.reference.sample import sample as reference_sample
+from tests.reference.sample import candidates, processed_logits, token_logprobs
+from tests.reference.sample import sample as reference_sample
 
 N_IDS, MAX_LEN, N_MOST = 8, 40, 6
 LEVERS = Levers()

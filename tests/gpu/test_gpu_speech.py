@@ -31,7 +31,6 @@ from deltic.models.tts.weights import load_speech_weights
 from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.weight import DeviceStore
-from deltic.reference.sample import sample as oracle_sample
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.vocoder import Vocoded
 from deltic.runtime.gpu import device as gpu
@@ -42,6 +41,7 @@ from deltic.runtime.voices import Voice
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
 from tests.gpu.test_gpu_engine import without_syncs
 from tests.gpu.test_gpu_vocoder import exact_products  # noqa: F401
+from tests.reference.sample import sample as oracle_sample
 from tests.tiny_speech import N_CODES, tiny_speech
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -35,8 +35,8 @@ from deltic.models.vocoder.weights import FILE, load_vocoder, vocoder_tensors
 from deltic.ops.gpu import conv as conv_module
 from deltic.ops.gpu.conv import Snake, Tile
 from deltic.ops.gpu.launch import Levers
-from deltic.reference import vocoder as reference
-from deltic.reference.speech import Checkpoint
+from tests.reference import vocoder as reference
+from tests.reference.speech import Checkpoint
 
 HAS_GPU = torch.cuda.is_available()
 LEVERS = Levers()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.reference.layers import Precision, linear, rope, rounded
+from tests.reference.layers import Precision, linear, rope, rounded
 
 N_CONTROL = 1024
 """Ids of the talker's vocabulary behind its codes."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.reference.layers import (
+from tests.reference.layers import (
     Precision,
     attention,
     causal_conv,

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.reference.speech import Checkpoint, transformer
+from tests.reference.speech import Checkpoint, transformer
 
 State = dict[str, Any]
 FLOOR = 1e-5
