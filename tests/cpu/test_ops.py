@@ -1,4 +1,4 @@
-"""Every CPU operator, at every compiled instruction set this machine runs, against the oracle in deltic/reference.
+"""Every CPU operator, at every compiled instruction set this machine runs, against the oracle in tests/reference.
 
 Shapes are ugly, outputs and scratch are poisoned with NaN, and rows beyond the count must stay untouched.
 """

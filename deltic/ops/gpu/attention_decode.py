@@ -16,7 +16,7 @@ another's arithmetic: short rows want exactly that. The first tiles are asked fo
 before the kernel in front has ended (devices with PDL). Programs without work end at once, but cost what a
 start costs: max_len, which bounds their number, should not be far beyond the longest row.
 
-Spec: `rms_norm`, `rope` and `attention` of deltic/reference/layers.py. The split form is that of Dao, Haziza,
+Spec: `rms_norm`, `rope` and `attention` of tests/reference/layers.py. The split form is that of Dao, Haziza,
 Massa, Sizov 2023, "Flash-Decoding for long-context inference"; the running maximum is of Milakov, Gimelshein
 2018 (arXiv:1805.02867), algorithm 3.
 """

@@ -1,7 +1,7 @@
 """gdn_prefill: the gated DeltaNet mixer between its two projections, for blocks of 64 tokens, on matrix
 units.
 
-The chunked form of `deltic.reference.layers.chunk_gdn` (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464), a
+The chunked form of `tests.reference.layers.chunk_gdn` (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464), a
 chunk being a block, in four kernels:
 
 1. keys:   causal convolution, SiLU, l2-norm of q and k; one program for each block and head, and one for a

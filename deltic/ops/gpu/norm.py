@@ -6,7 +6,7 @@ of columns l, l + LANES, ... in order with fused multiply-adds, then a tree over
 level of the tree is a sum of two, so its bits depend neither on how the compiler spreads the lanes over
 threads nor on the number of warps.
 
-Spec: out = x rsqrt(mean(x^2) + eps) (1 + w), as `deltic.reference.layers.rms_norm`.
+Spec: out = x rsqrt(mean(x^2) + eps) (1 + w), as `tests.reference.layers.rms_norm`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
