@@ -135,8 +135,9 @@ class EngineHost:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # stdout is the server's, or holds the answers of a batch run
                 start_new_session=True,  # Ctrl-C is for the server, which drains
-                # The threads of torch's own pool must not spin on the cores that ours compute on.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                # The threads of torch's own pool must not spin on the cores that ours compute on. numpy's
+                # products have one thread: voices are encoded beside the steps, always to the same bits.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
         except zmq.ZMQError as error:
             self._hang_up()

@@ -165,11 +165,14 @@ async def test_a_supervisor_that_fails_ends_the_requests_and_the_process() -> No
 
 
 @in_loop
-async def test_the_pool_of_torch_is_told_not_to_spin() -> None:
-    code = "import os; raise SystemExit(5 if os.environ.get('OMP_WAIT_POLICY') == 'PASSIVE' else 6)"
+async def test_the_pool_of_torch_does_not_spin_and_numpy_has_one_thread() -> None:
+    expected = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+    code = f"import os; raise SystemExit(5 if {expected}.items() <= os.environ.items() else 6)"
     client = EngineClient(EngineConfig(), 1)
     host = EngineHost([client], program=(sys.executable, "-c", code))
-    await host.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENBLAS_NUM_THREADS", "2")
+        await host.start()
     with pytest.raises(EngineFailed, match="exit status 5"):
         await client.ready()
     await host.stop()

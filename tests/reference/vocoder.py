@@ -3,7 +3,7 @@
 Everything is causal, so a stream can be cut anywhere: `decode` takes the next frames and a state, {} at
 first, that keeps what the next ones need to see of these. A whole pass is one call. Tensors have the names of
 speech_tokenizer/model.safetensors.
-The encoders, which run once a voice, are in `models/vocoder/encoder.py`: their float32 torch code is as plain
+The encoders, which run once a voice, are in `models/vocoder/encoder.py`: their float32 code is as plain
 as it would be here.
 
 Source: the published package `qwen-tts` 0.1.1, which `tests/golden/make_speech.py` runs.

@@ -35,8 +35,7 @@ from deltic.models.mapped import MappedFiles
 from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, SAMPLE_RATE
 from deltic.ops.geometry import N_CODES
 
-MIN_SAMPLES = SAMPLE_RATE // 5
-MAX_SAMPLES = MAX_REF_FRAMES * FRAME_SAMPLES
+MIN_SAMPLES, MAX_SAMPLES = SAMPLE_RATE // 5, MAX_REF_FRAMES * FRAME_SAMPLES
 
 N_MELS, N_FFT, HOP, MAX_HZ = 128, 1024, 256, 12000.0
 RES2NET_GROUPS, RES2NET_DILATIONS = 8, (2, 3, 4)
@@ -45,12 +44,10 @@ USED_LEAST = 1e-5
 """Least use of a codebook's entry, by which its stored sum is divided."""
 
 BLOCK, CONTEXT = 128, 8
-"""Positions, 25 a second, for which the convolutions over samples run at once, and how many earlier ones they
-see, which must be more than 4.
-"""
+"""Positions, 25 a second, of a run of the convolutions, and how many earlier ones it sees: more than 4."""
 
 WINDOWS = 2048
-"""Windows of a convolution that are multiplied at once: as many as caches hold."""
+"""Windows of a convolution that are multiplied at once: copies that caches hold."""
 
 ERFC = (
     (2.15311535474403846e-8, 5.64188496988670089e-1, 8.88314979438837594, 6.61191906371416295e1, 2.98635138197400131e2,
@@ -215,9 +212,8 @@ class VoiceEncoder:
 
     @classmethod
     def open(cls, directory: Path) -> VoiceEncoder:
-        """Of a Base checkpoint.
-
-        Raises CheckpointError when a tensor is missing or has another size than the config says.
+        """Of a Base checkpoint. Raises CheckpointError when a tensor is missing, or has another size than the
+        config says.
         """
         shape = EncoderShape.from_directory(directory)
         headers = read_headers(directory) | read_headers(directory / "speech_tokenizer")
@@ -266,7 +262,7 @@ class VoiceEncoder:
         w, shape = self._tensors(CODES), self.shape
         x = _transformer(w, shape, _convolutions(w, shape, samples))
         x = np.pad(x, ((0, 0), (2, x.shape[1] % 2)), mode="edge")
-        return _quantised(w, _conv(x, w[f"{CODES}.downsample.conv.weight"], stride=2))
+        return _quantised(w, _conv(x, w[f"{CODES}.downsample.conv.weight"], 0.0, stride=2))
 
 
 def _check(samples: Floats) -> None:
@@ -278,14 +274,15 @@ def _check(samples: Floats) -> None:
         raise AudioError("the recording has samples that are not finite")
 
 
-def _conv(x: Floats, weight: Floats, stride: int = 1, dilation: int = 1) -> Floats:
-    """x [C, T] -> [C', T'], without padding and bias: weight [C', C, kernel] times the windows of x."""
+def _conv(x: Floats, weight: Floats, bias: Floats | float, stride: int = 1, dilation: int = 1) -> Floats:
+    """x [C, T] -> [C', T'], without padding: weight [C', C, kernel] times the windows of x; bias [C', 1]."""
     out, inner, kernel = weight.shape
     windows = sliding_window_view(x, (kernel - 1) * dilation + 1, 1)[:, ::stride, ::dilation].swapaxes(1, 2)
     y = np.empty((out, windows.shape[2]), np.float32)
     for i in range(0, y.shape[1], WINDOWS):
         some = windows[..., i : i + WINDOWS].reshape(inner * kernel, -1)
-        np.matmul(weight.reshape(out, -1), some, out=y[:, i : i + WINDOWS])
+        part = np.matmul(weight.reshape(out, -1), some, out=y[:, i : i + WINDOWS])
+        part += bias
     return y
 
 
@@ -329,10 +326,10 @@ def speaker_vector(w: Tensors, mel: Floats) -> Floats:
 
     def conv(name: str, x: Floats, dilation: int = 1) -> Floats:
         """The same length, reflected at both ends."""
-        weight, bias = w[f"{SPEAKER}.{name}.weight"], w[f"{SPEAKER}.{name}.bias"]
+        weight, bias = w[f"{SPEAKER}.{name}.weight"], w[f"{SPEAKER}.{name}.bias"][:, None]
         side = dilation * (weight.shape[2] - 1) // 2
         padded = np.pad(x, ((0, 0), (side, side)), mode="reflect")
-        return _conv(padded, weight, dilation=dilation) + bias[:, None]
+        return _conv(padded, weight, bias, dilation=dilation)
 
     def relu(x: Floats) -> Floats:
         return np.clip(x, 0, None)
@@ -366,14 +363,18 @@ def speaker_vector(w: Tensors, mel: Floats) -> Floats:
 
 
 def _elu(x: Floats) -> Floats:
-    return np.where(x > 0, x, np.expm1(np.minimum(x, 0)))
+    y: Floats = np.minimum(x, 0)
+    np.exp(y, out=y)  # not expm1, which numpy has in vectors with AVX-512 only
+    y -= 1
+    np.maximum(x, y, out=y)
+    return y
 
 
 def _causal(w: Tensors, name: str, x: Floats, stride: int = 1) -> Floats:
     """x [C, T] -> [C', ceil(T / stride)]: zeros before it, and behind it up to a whole stride."""
-    weight, bias = w[f"{CODES}.{name}.weight"], w[f"{CODES}.{name}.bias"]
+    weight, bias = w[f"{CODES}.{name}.weight"], w[f"{CODES}.{name}.bias"][:, None]
     padded = np.pad(x, ((0, 0), (weight.shape[2] - stride, -x.shape[1] % stride)))
-    return _conv(padded, weight, stride) + bias[:, None]
+    return _conv(padded, weight, bias, stride)
 
 
 def _convolutions(w: Tensors, shape: EncoderShape, samples: Floats) -> Floats:
@@ -397,9 +398,8 @@ def _convolutions(w: Tensors, shape: EncoderShape, samples: Floats) -> Floats:
 
 
 def _transformer(w: Tensors, shape: EncoderShape, x: Floats) -> Floats:
-    """x [hidden_size, T] -> the same, T up to 1024.
-
-    A layer's branches have a norm with a bias before them, and a scale behind; there is no norm at the end.
+    """x [hidden_size, T] -> the same, T up to 1024: norms with biases before each branch, a scale behind it,
+    no norm at the end.
     """
     x, n, d = np.ascontiguousarray(x.T), x.shape[1], shape.head_dim
     inv_freq = shape.rope_theta ** (-np.arange(0, d, 2) / d)
