@@ -417,8 +417,6 @@ class Detokenizer:
     Bytes that could still become a character are held back, at most three; each id costs O(1).
     """
 
-    __slots__ = ("_held", "_skipped", "_token_bytes", "_whole_texts")
-
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()

@@ -193,28 +193,36 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     print(
         f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
     )
-    path = runs_directory(arguments.out) / f"gpu-{str(shape_name).replace('/', '-')}-{now():%H%M%S}.json"
-    result = {
-        "bench": "gpu",
-        "date": now().isoformat(timespec="seconds"),
-        "shape": shape_name,
-        "device": engine.info.device,
-        "torch": torch.__version__,
-        "levers": dataclasses.asdict(parse_levers(config.lever)),
-        "machine": machine(),
-        "code": code(),
-        "prompt": arguments.prompt,
-        "output": arguments.output,
-        "rounds": arguments.rounds,
-        "roofs": dataclasses.asdict(roofs),
-        "weights_s": weights_s,
-        "record_s": record_s,
-        "rows": measured,
-        "prefill": prefill,
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(path)
+    _write(
+        "gpu",
+        shape_name,
+        engine.info.device,
+        arguments.out,
+        levers=dataclasses.asdict(parse_levers(config.lever)),
+        prompt=arguments.prompt,
+        output=arguments.output,
+        rounds=arguments.rounds,
+        roofs=dataclasses.asdict(roofs),
+        weights_s=weights_s,
+        record_s=record_s,
+        rows=measured,
+        prefill=prefill,
+    )
     return 0
+
+
+def _write(bench: str, shape: str, device: str, out: str | None, **found: Any) -> None:
+    """Writes a result's file under runs_directory(out), and prints its name."""
+    path = runs_directory(out) / f"{bench}-{shape.replace('/', '-')}-{now():%H%M%S}.json"
+    made: dict[str, Any] = {
+        "bench": bench,
+        "date": now().isoformat(timespec="seconds"),
+        "shape": shape,
+        "device": device,
+    }
+    made |= {"torch": torch.__version__, "machine": machine(), "code": code()}
+    path.write_text(json.dumps(made | found, indent=1) + "\n")
+    print(path)
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -293,19 +301,7 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
             found.append(row | {"launches": runner.n_launches(rows[0]), "same_tokens": exact, "exact": says})
             del engine, runner
     Console(width=170).print(table)
-    path = runs_directory(arguments.out) / f"ablate-{str(shape_name).replace('/', '-')}-{now():%H%M%S}.json"
-    result = {
-        "bench": "ablate",
-        "date": now().isoformat(timespec="seconds"),
-        "shape": shape_name,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "machine": machine(),
-        "code": code(),
-        "rows": found,
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(path)
+    _write("ablate", shape_name, torch.cuda.get_device_name(), arguments.out, rows=found)
     return 0
 
 

@@ -18,12 +18,19 @@ from rich.table import Table
 from deltic.bench.provenance import now, runs_directory
 
 
+def plot(path: Path, picture: Path) -> None:
+    """The `draw` of a sweep's result."""
+    from deltic.bench.plot import draw
+
+    draw([path], picture)
+
+
 def report(
     result: dict[str, Any],
     table: Table,
     out: str | None,
     draw: Callable[[Path, Path], None] | None,
-    raw: str,
+    raw: str = "samples",
     note: str | None = None,
 ) -> None:
     """result: has the bench's name, a label and rows; all of it goes into the file, under

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,9 +17,9 @@ from rich.table import Table
 from deltic.bench import load as loads
 from deltic.bench.load import Load, Prompts
 from deltic.bench.provenance import code, machine, now
-from deltic.bench.report import report
-from deltic.bench.sweep import Work, measure_all, points, run
-from deltic.commands.endpoint import Endpoint, model_name
+from deltic.bench.report import plot, report
+from deltic.bench.sweep import Work, measure_all, name_of, points, run
+from deltic.commands.endpoint import Endpoint, asked_model
 from deltic.config import ConfigError
 
 
@@ -39,7 +38,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     for row in rows:
         decode = row["decode_tok_s"]
         out.add_row(
-            f"N = {row['value']:g}" if row["mode"] == "closed" else f"{row['value']:g} req/s",
+            name_of(row["mode"], row["value"]),
             spread(row["ttft_ms"], 0),
             spread(row["itl_ms"], 1),
             spread(row["e2e_s"], 2),
@@ -53,9 +52,8 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Finds out what the server accepts, then measures every point. Raises EndpointError."""
-    name = getattr(arguments, "model", None) if arguments.url else None
     load = Load(
-        model=name or await model_name(endpoint),
+        model=await asked_model(arguments, endpoint),
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,
         shared_prefix_tokens=arguments.shared_prefix_tokens,
@@ -109,12 +107,6 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     result = head | result
     load = result["load"]
     title = f"{label}: {load['prompt_tokens']} prompt + {load['output_tokens']} output tokens, {load['kind']}"
-    draw = _draw if arguments.plot else None
-    report(result, table(result["rows"], title), arguments.out, draw, raw="samples", note=loads.ITL)
+    draw = plot if arguments.plot else None
+    report(result, table(result["rows"], title), arguments.out, draw, note=loads.ITL)
     return 1 if any(row["errors"] for row in result["rows"]) else 0
-
-
-def _draw(path: Path, picture: Path) -> None:
-    from deltic.bench.plot import draw
-
-    draw([path], picture)

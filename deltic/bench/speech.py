@@ -17,7 +17,6 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -28,9 +27,9 @@ from rich.table import Table
 from deltic.bench.gauges import QUIET_S, in_use, settled
 from deltic.bench.load import WORDS, percentile
 from deltic.bench.provenance import code, machine, now
-from deltic.bench.report import report
-from deltic.bench.sweep import Work, measure_all, numbers, points, run
-from deltic.commands.endpoint import Endpoint, EndpointError, Reply, error_message, model_name
+from deltic.bench.report import plot, report
+from deltic.bench.sweep import Work, measure_all, name_of, numbers, points, run
+from deltic.commands.endpoint import Endpoint, EndpointError, Reply, asked_model, error_message
 from deltic.commands.say import PATH, fields, refusal, with_voice
 from deltic.config import ConfigError
 
@@ -224,8 +223,9 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
                 (row["mean_audio_s"], "{:.2f}"),
             )
         ]
-        name = f"N = {row['value']:g}" if row["mode"] == "closed" else f"{row['value']:g} req/s"
-        out.add_row(name, *cells, *ones, f"{row['requests']} {row['errors']} {row['cancelled']}")
+        out.add_row(
+            name_of(row["mode"], row["value"]), *cells, *ones, f"{row['requests']} {row['errors']} {row['cancelled']}"
+        )
     return out
 
 
@@ -237,8 +237,8 @@ async def left_behind(endpoint: Endpoint) -> dict[str, float]:
 
 async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measures every point. Raises EndpointError when a first small request fails."""
-    name = getattr(arguments, "model", None) if arguments.url else None
-    body: dict[str, Any] = {"model": name or await model_name(endpoint, speaks=True), "response_format": "pcm"}
+    model = await asked_model(arguments, endpoint, speaks=True)
+    body: dict[str, Any] = {"model": model, "response_format": "pcm"}
     if not arguments.whole:
         body["stream_format"] = "audio"
     body = await with_voice(endpoint, body | fields(arguments, ("stream", "stream_format")))
@@ -287,13 +287,8 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     said = f"texts of {load['words']} words, {'whole' if arguments.whole else 'streamed'}"
     title = ", ".join([f"{label}: {said}", *(str(load[name]) for name in ("voice", "language") if name in load)])
     rows = table(result["rows"], title)
-    report(head | {"title": title} | result, rows, arguments.out, _draw if arguments.plot else None, "samples", NOTE)
+    draw = plot if arguments.plot else None
+    report(head | {"title": title} | result, rows, arguments.out, draw, note=NOTE)
     if result["in_use"]:
         print(f"not given back after {QUIET_S:.0f} s: {result['in_use']}")
     return 1 if result["in_use"] or any(row["errors"] for row in result["rows"]) else 0
-
-
-def _draw(path: Path, picture: Path) -> None:
-    from deltic.bench.plot import draw
-
-    draw([path], picture)

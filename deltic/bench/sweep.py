@@ -19,12 +19,17 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed
+from deltic.commands.endpoint import Endpoint, EndpointError, ServerFailed, own_server, reached
 from deltic.config import ConfigError
 
 Sample = TypeVar("Sample")
 Body = dict[str, Any]
 Send = Callable[[Body, float], Awaitable[Sample]]
+
+
+def name_of(mode: str, value: float) -> str:
+    """What a point is called: see Point."""
+    return f"N = {value:g}" if mode == "closed" else f"{value:g} req/s"
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,6 @@ class Point:
     value: float
     n_requests: int | None
     duration_s: float | None
-
-    @property
-    def name(self) -> str:
-        return f"N = {self.value:g}" if self.mode == "closed" else f"{self.value:g} req/s"
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ async def measure_point(work: Work[Sample], point: Point, warmup: int, progress:
     n_streams = int(point.value) if point.mode == "closed" else 1
     warm = (work.warm_body() for _ in range(warmup * n_streams))
     await closed_loop(work.send, warm, n_streams, lambda sample: None)
-    bar = progress.add_task(point.name, total=point.n_requests)
+    bar = progress.add_task(name_of(point.mode, point.value), total=point.n_requests)
     samples: list[Sample] = []
 
     def done(sample: Sample) -> None:
@@ -168,18 +169,12 @@ async def _measure(
     console: Console,
     sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[dict[str, Any]]],
 ) -> dict[str, Any]:
-    if arguments.url:
-        return await sweep(Endpoint(arguments.url, arguments.api_key), arguments, console)
     serve = [*server_arguments, *shlex.split(arguments.serve_args)]
-    server = LocalServer(serve)
-    try:
-        with console.status("starting the server") as status:
-            begin = time.perf_counter()
-            endpoint = await server.wait_ready(lambda stage, done: status.update(f"server: {stage} {done:.0%}"))
-            ready_s = round(time.perf_counter() - begin, 2)
-        return await sweep(endpoint, arguments, console) | {"ready_s": ready_s, "serve": serve}
-    finally:
-        server.stop()
+    with own_server(arguments, serve) as server:
+        begin = time.perf_counter()
+        endpoint = await reached(arguments, server)
+        told = {} if server is None else {"ready_s": round(time.perf_counter() - begin, 2), "serve": serve}
+        return await sweep(endpoint, arguments, console) | told
 
 
 def run(

@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deltic.commands.endpoint import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
+from deltic.commands.endpoint import (
+    DONE,
+    Endpoint,
+    EndpointError,
+    ServerFailed,
+    asked_model,
+    error_message,
+    own_server,
+    reached,
+)
 from deltic.logs import counted
 
 HELP = """\
@@ -258,37 +267,21 @@ def talk(conversation: Conversation, runner: asyncio.Runner) -> None:
 
 def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     """The command: talks to the server at --url, or to one it starts."""
-    server = None
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
     sampling = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    with asyncio.Runner() as runner:
-        try:
-            if arguments.url:
-                endpoint = Endpoint(arguments.url, arguments.api_key)
-            else:
-                server = LocalServer(server_arguments)
-                endpoint = runner.run(_ready(server))
-            name = getattr(arguments, "model", None) if arguments.url else None
+    try:
+        with asyncio.Runner() as runner, own_server(arguments, server_arguments) as server:
+            endpoint = runner.run(reached(arguments, server))
             conversation = Conversation(
                 endpoint,
-                name or runner.run(model_name(endpoint)),
+                runner.run(asked_model(arguments, endpoint)),
                 system=arguments.system,
                 think=arguments.think,
                 sampling={key: value for key, value in sampling.items() if value is not None},
             )
             talk(conversation, runner)
-        except (EndpointError, ServerFailed) as error:
-            print(f"deltic: {error}", file=sys.stderr)
-            return 1
-        finally:
-            if server is not None:
-                server.stop()
+    except (EndpointError, ServerFailed) as error:
+        print(f"deltic: {error}", file=sys.stderr)
+        return 1
     return 0
-
-
-async def _ready(server: LocalServer) -> Endpoint:
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting the server") as status:
-        return await server.wait_ready(lambda stage, done: status.update(f"{stage} {done:.0%}"))

@@ -10,6 +10,7 @@ Used by `deltic chat`, `run`, `say` and `bench`, and the soak; an `Endpoint` kno
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import collections
 import contextlib
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -418,6 +419,33 @@ class LocalServer:
                 self.process.wait()
         self.log.close()
         return self.process.returncode
+
+
+@contextlib.contextmanager
+def own_server(arguments: argparse.Namespace, server_arguments: list[str]) -> Iterator[LocalServer | None]:
+    """A server that is started, and stopped in the end; None where --url names one."""
+    server = None if arguments.url else LocalServer(server_arguments)
+    try:
+        yield server
+    finally:
+        if server is not None:
+            server.stop()
+
+
+async def reached(arguments: argparse.Namespace, server: LocalServer | None) -> Endpoint:
+    """The server at --url; or `server`, once it is ready, which a terminal shows. Raises ServerFailed."""
+    if server is None:
+        return Endpoint(arguments.url, arguments.api_key)
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting the server") as status:
+        return await server.wait_ready(lambda stage, done: status.update(f"{stage} {done:.0%}"))
+
+
+async def asked_model(arguments: argparse.Namespace, endpoint: Endpoint, *, speaks: bool = False) -> str:
+    """The model that was named for the server at --url, else that of `model_name`. Raises EndpointError."""
+    given = getattr(arguments, "model", None) if arguments.url else None
+    return given or await model_name(endpoint, speaks=speaks)
 
 
 def loading(body: dict[str, Any]) -> tuple[str, float]:

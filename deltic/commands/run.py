@@ -26,7 +26,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from deltic.batch_lines import N_TRIES, ForeignFile, Job, parse, read_results, wait_s
-from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
+from deltic.commands.endpoint import (
+    Endpoint,
+    EndpointError,
+    ServerFailed,
+    asked_model,
+    error_message,
+    own_server,
+    reached,
+)
 from deltic.logs import counted
 
 MAX_UNAVAILABLE = 60
@@ -214,16 +222,10 @@ async def _run(arguments: argparse.Namespace, server_arguments: list[str], sourc
     if all(False for _ in jobs(source, done)):
         return tally
     source.seek(0)
-    server = None if arguments.url else LocalServer(server_arguments)
-    try:
-        if server is None:
-            endpoint = Endpoint(arguments.url, arguments.api_key)
-        else:
-            with console.status("starting the server") as status:
-                endpoint = await server.wait_ready(lambda stage, part: status.update(f"{stage} {part:.0%}"))
-        given = getattr(arguments, "model", None)
-        model = given if given and arguments.url else await model_name(endpoint)
-        ask = functools.partial(send, endpoint, model, renamed=given is not None)
+    with own_server(arguments, server_arguments) as server:
+        endpoint = await reached(arguments, server)
+        model = await asked_model(arguments, endpoint)
+        ask = functools.partial(send, endpoint, model, renamed=getattr(arguments, "model", None) is not None)
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -235,9 +237,6 @@ async def _run(arguments: argparse.Namespace, server_arguments: list[str], sourc
             progress.add_task("", total=n_lines, completed=len(done), note="")
             await work(ask, jobs(source, done), out, arguments.in_flight, progress, tally)
             return tally
-    finally:
-        if server is not None:
-            server.stop()
 
 
 def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:

@@ -20,11 +20,12 @@ from typing import Any, BinaryIO
 from deltic.commands.endpoint import (
     Endpoint,
     EndpointError,
-    LocalServer,
     Reply,
     ServerFailed,
+    asked_model,
     error_message,
-    model_name,
+    own_server,
+    reached,
 )
 from deltic.config import ConfigError
 
@@ -162,21 +163,10 @@ async def speak(endpoint: Endpoint, body: dict[str, Any], sink: Sink) -> str:
 
 
 async def _say(arguments: argparse.Namespace, server_arguments: list[str], body: dict[str, Any], sink: Sink) -> str:
-    server = None if arguments.url else LocalServer(server_arguments)
-    try:
-        if server is None:
-            endpoint = Endpoint(arguments.url, arguments.api_key)
-        else:
-            from rich.console import Console
-
-            with Console(stderr=True).status("starting the server") as status:
-                endpoint = await server.wait_ready(lambda stage, done: status.update(f"{stage} {done:.0%}"))
-        name = getattr(arguments, "model", None) if arguments.url else None
-        body = {"model": name or await model_name(endpoint, speaks=True)} | body
+    with own_server(arguments, server_arguments) as server:
+        endpoint = await reached(arguments, server)
+        body = {"model": await asked_model(arguments, endpoint, speaks=True)} | body
         return await speak(endpoint, await with_voice(endpoint, body), sink)
-    finally:
-        if server is not None:
-            server.stop()
 
 
 def _format(arguments: argparse.Namespace) -> str:

@@ -106,8 +106,6 @@ class Stream:
     They are kept until `flush`, so that after a stall the outputs of several steps are delivered at once.
     """
 
-    __slots__ = ("_deliver", "_is_open", "n_open", "outputs", "request_id", "submitted_s")
-
     def __init__(self, request: Request, deliver: Deliver) -> None:
         self.request_id = request.id
         self.n_open = request.params.n

@@ -433,7 +433,9 @@ def _document(root_path: str) -> bytes:
 
 FILES = "/v1/files"
 
-OLLAMA_GIVES = ("application/json", ollama.LINES)
+SPEECH = functools.partial(Route, kind="speech")
+OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True, gives=("application/json", ollama.LINES))
+AUDIO = tuple(MEDIA_TYPES.values())
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
@@ -446,34 +448,11 @@ ROUTES = (
     Route("DELETE", "/v1/responses/{response_id}", delete_response),
     Route("POST", "/v1/responses/{response_id}/cancel", cancel_response),
     Route("GET", "/v1/responses/{response_id}/input_items", list_input_items),
-    Route(
-        "POST",
-        "/v1/audio/speech",
-        speech.speak,
-        speech_protocol.SpeechRequest,
-        kind="speech",
-        generates=True,
-        gives=tuple(MEDIA_TYPES.values()),
-    ),
-    Route(
-        "POST",
-        "/v1/audio/speech/batch",
-        speech.speak_batch,
-        speech_protocol.BatchRequest,
-        kind="speech",
-        generates=True,
-    ),
-    Route("GET", "/v1/audio/voices", speech.list_voices, kind="speech", takes_model=True),
-    Route(
-        "POST",
-        "/v1/audio/voices",
-        speech.add_voice,
-        speech_protocol.VoiceForm,
-        kind="speech",
-        form=True,
-        generates=True,
-    ),
-    Route("DELETE", "/v1/audio/voices/{name}", speech.delete_voice, kind="speech", takes_model=True),
+    SPEECH("POST", "/v1/audio/speech", speech.speak, speech_protocol.SpeechRequest, generates=True, gives=AUDIO),
+    SPEECH("POST", "/v1/audio/speech/batch", speech.speak_batch, speech_protocol.BatchRequest, generates=True),
+    SPEECH("GET", "/v1/audio/voices", speech.list_voices, takes_model=True),
+    SPEECH("POST", "/v1/audio/voices", speech.add_voice, speech_protocol.VoiceForm, form=True, generates=True),
+    SPEECH("DELETE", "/v1/audio/voices/{name}", speech.delete_voice, takes_model=True),
     Route("POST", FILES, batches.upload, batches.FileForm, form=True),
     Route("GET", FILES, batches.list_files),
     Route("GET", "/v1/files/{file_id}", batches.get_file),
@@ -483,18 +462,8 @@ ROUTES = (
     Route("GET", "/v1/batches", batches.list_batches),
     Route("GET", "/v1/batches/{batch_id}", batches.get_batch),
     Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
-    Route(
-        "POST", "/api/chat", ollama.chat, ollama_protocol.ChatRequest, generates=True, any_type=True, gives=OLLAMA_GIVES
-    ),
-    Route(
-        "POST",
-        "/api/generate",
-        ollama.generate,
-        ollama_protocol.GenerateRequest,
-        generates=True,
-        any_type=True,
-        gives=OLLAMA_GIVES,
-    ),
+    OLLAMA("/api/chat", ollama.chat, ollama_protocol.ChatRequest),
+    OLLAMA("/api/generate", ollama.generate, ollama_protocol.GenerateRequest),
     Route("GET", "/api/tags", ollama.tags),
     Route("GET", "/api/ps", ollama.running),
     Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True),

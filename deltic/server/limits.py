@@ -117,19 +117,6 @@ class Ticket:
     Made by the Envelope, under TICKET in the request's scope.
     """
 
-    __slots__ = (
-        "_deadline_s",
-        "_is_open",
-        "account",
-        "body",
-        "first_s",
-        "is_batch",
-        "model",
-        "queue_timeout_s",
-        "started_s",
-        "usage",
-    )
-
     def __init__(self, config: ServerConfig | None = None, *, is_batch: bool = False) -> None:
         """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all
         others, and is ended with its batch's window only: others may take its place from it again and again.

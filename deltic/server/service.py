@@ -37,7 +37,7 @@ from deltic.server.limits import TICKET, Accounts
 from deltic.server.metrics import Exposition, Metrics
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.voices import VoiceStore
-from deltic.server.transport import unless_disconnected
+from deltic.server.transport import read_body, unless_disconnected
 from deltic.text import Tokenizer
 
 log = logging.getLogger("deltic.server")
@@ -74,6 +74,7 @@ Kind = Literal["text", "speech"]
 STATES = ("stopping", "stopped", "failed", "restarting", "starting", "ready")
 """Of a model, the worst first."""
 
+B = TypeVar("B")
 T = TypeVar("T")
 
 
@@ -275,6 +276,14 @@ class Service:
         if self.config.strict_fields == "on":
             return protocol.parse(body, kind)
         return protocol.parse(body, kind, partial(self.server.note_unknown, request.scope["deltic.route"]))
+
+    async def take(self, request: Request, kind: type[B], work: Callable[[B], T]) -> T:
+        """`work` on the request's body as `kind`, without holding up others for long: see `prepare`.
+
+        Raises ApiError, as `read` and `read_body` do.
+        """
+        body = await read_body(request, self.config.max_body_mb)
+        return await self.prepare(len(body), lambda: work(self.read(request, body, kind)), request)
 
     @property
     def default_length(self) -> int | None:

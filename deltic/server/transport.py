@@ -149,8 +149,6 @@ class EventStream:
     are sent together later.
     """
 
-    __slots__ = ("_is_cut", "_n_unsent", "_send", "_sending", "_server_send", "_started", "_transport", "_unsent")
-
     max_unsent_bytes = MAX_UNSENT_BYTES
     """Unsent bytes at which the stream of a client that does not read ends."""
 

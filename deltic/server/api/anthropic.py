@@ -27,7 +27,7 @@ from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET
 from deltic.server.service import Service
-from deltic.server.transport import json_response, read_body, unless_disconnected
+from deltic.server.transport import json_response, unless_disconnected
 
 PING_S = 10.0
 """A stream that has said nothing for as long says `ping`: a long prompt, or a thought that is not shown."""
@@ -38,13 +38,9 @@ _encode = msgspec.json.Encoder().encode
 async def messages(service: Service, request: Request) -> ASGIApp:
     """POST /v1/messages: an answer to messages, in Anthropic's form."""
     info = service.admit()
-    body = await read_body(request, service.config.max_body_mb)
-
-    def prepare() -> tuple[MessagesRequest, Prepared]:
-        asked = service.read(request, body, MessagesRequest)
-        return asked, _prepare(service, asked, info)
-
-    asked, prepared = await service.prepare(len(body), prepare, request)
+    asked, prepared = await service.take(
+        request, MessagesRequest, lambda asked: (asked, _prepare(service, asked, info))
+    )
     message_id = request.scope["deltic.answer_id"] = f"msg_{secrets.token_hex(16)}"
     generation = chat_generation(service, prepared, message_id, request.scope[TICKET])
     said = MessageAnswer(
@@ -62,17 +58,16 @@ async def messages(service: Service, request: Request) -> ASGIApp:
 
 async def count_tokens(service: Service, request: Request) -> ASGIApp:
     """POST /v1/messages/count_tokens: how many tokens a prompt has."""
-    body = await read_body(request, service.config.max_body_mb)
 
-    def work() -> int:
-        chat = _chat(service, service.read(request, body, CountTokensRequest))
+    def work(asked: CountTokensRequest) -> int:
+        chat = _chat(service, asked)
         service.check_model(chat.model)
         try:
             return len(render(service.template, chat)[0].ids)
         except ApiError as error:
             raise _renamed(error) from None
 
-    return json_response({"input_tokens": await service.prepare(len(body), work, request)})
+    return json_response({"input_tokens": await service.take(request, CountTokensRequest, work)})
 
 
 def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
@@ -217,8 +212,6 @@ class MessageAnswer(Items):
 
 class MessageStream(PieceStream):
     """The events of an answer."""
-
-    __slots__ = ("_quiet", "_request_id", "_timer")
 
     def __init__(self, generation: Generation, said: MessageAnswer, request_id: str) -> None:
         usage = generation.usage

@@ -28,7 +28,7 @@ from deltic.server.chat.template import Prompt, render
 from deltic.server.errors import ApiError, bad_request, renamed
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
-from deltic.server.transport import EventStream, LargeResponse, read_body, unless_disconnected
+from deltic.server.transport import EventStream, LargeResponse, unless_disconnected
 from deltic.text import Tokenizer
 
 MAX_HELD = 1000
@@ -84,17 +84,12 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
     ticket: the HTTP request's, `request.scope[TICKET]`."""
     chat, prompt, params = prepared.chat, prepared.prompt, prepared.params
     choices = [
-        answer.Choice(
+        _choice(
+            service,
+            chat,
             index,
-            service.tokenizer,
-            stops=protocol.stop_strings(chat),
-            stop_token_ids=params.stop_token_ids,
-            skip_special_tokens=chat.skip_special_tokens is not False,
             parser=OutputParser(thinking=prompt.thinking, tools=prepared.tools, fixed=prepared.is_fixed),
             logprobs=params.logprobs is not None,
-            includes_stop=bool(chat.include_stop_str_in_output),
-            gives_ids=bool(chat.return_token_ids),
-            gives_text=chat.detokenize is not False,
             hides_thought=chat.include_reasoning is False,
         )
         for index in range(params.n)
@@ -103,13 +98,25 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
     return Generation(service.client, service.metrics, [sent], choices, ticket)
 
 
+def _choice(service: Service, asked: protocol.Sampling, index: int, **more: Any) -> answer.Choice:
+    """more: what only chats, or only completions, say of a Choice."""
+    return answer.Choice(
+        index,
+        service.tokenizer,
+        stops=protocol.stop_strings(asked),
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        skip_special_tokens=asked.skip_special_tokens is not False,
+        includes_stop=bool(asked.include_stop_str_in_output),
+        gives_ids=bool(asked.return_token_ids),
+        gives_text=asked.detokenize is not False,
+        **more,
+    )
+
+
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/chat/completions: an answer to a chat."""
     info = service.admit()
-    body = await read_body(request, service.config.max_body_mb)
-    prepared = await service.prepare(
-        len(body), lambda: _prepare(service, service.read(request, body, protocol.ChatRequest), info), request
-    )
+    prepared = await service.take(request, protocol.ChatRequest, lambda chat: _prepare(service, chat, info))
     chat = prepared.chat
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
     answer_id = request.scope["deltic.answer_id"] = chat.rid or _named("chatcmpl-", chat) or request_id
@@ -210,16 +217,16 @@ class Echo:
 async def completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/completions: how texts go on."""
     info = service.admit()
-    body = await read_body(request, service.config.max_body_mb)
 
-    def prepare() -> tuple[protocol.CompletionRequest, list[engine.Request], Echo | None]:
-        asked = service.read(request, body, protocol.CompletionRequest)
+    def prepare(
+        asked: protocol.CompletionRequest,
+    ) -> tuple[protocol.CompletionRequest, list[engine.Request], Echo | None]:
         check(service, asked)
         prompts = protocol.prompts(asked, info)
         requests = requests_of(service, asked, prompts, info)
         return asked, requests, Echo(asked, prompts, requests, service.tokenizer) if asked.echo else None
 
-    asked, requests, echo = await service.prepare(len(body), prepare, request)
+    asked, requests, echo = await service.take(request, protocol.CompletionRequest, prepare)
     n = requests[0].params.n
     tokenizer = service.tokenizer
     generation = completion_generation(service, asked, requests, echo, request.scope[TICKET])
@@ -251,16 +258,11 @@ def completion_generation(
     """As chat_generation, of a completion's prompts. requests: those of `requests_of`."""
     n = requests[0].params.n
     choices = [
-        answer.Choice(
+        _choice(
+            service,
+            asked,
             index,
-            service.tokenizer,
-            stops=protocol.stop_strings(asked),
-            stop_token_ids=tuple(asked.stop_token_ids or ()),
-            skip_special_tokens=asked.skip_special_tokens is not False,
             logprobs=asked.logprobs is not None,
-            includes_stop=bool(asked.include_stop_str_in_output),
-            gives_ids=bool(asked.return_token_ids),
-            gives_text=asked.detokenize is not False,
             silent=asked.max_tokens == 0,
             offset=len(echo.texts[index // n]) if echo else 0,
         )
@@ -305,8 +307,6 @@ def requests_of(
 class PieceStream(EventStream):
     """Writes a generation's pieces as they come."""
 
-    __slots__ = ("_add", "_begin", "_end", "_generation")
-
     def __init__(
         self,
         generation: Generation,
@@ -338,8 +338,6 @@ class PieceStream(EventStream):
 class AnswerStream(PieceStream):
     """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
 
-    __slots__ = ("_n_tokens", "_said")
-
     def __init__(
         self, generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer, first: bytes = b""
     ) -> None:
@@ -366,8 +364,6 @@ class EchoStream(AnswerStream):
     """The chunks of a completion behind those of its prompts, which are made a few at a time: others go on
     meanwhile.
     """
-
-    __slots__ = ("_completion", "_echo", "_held", "_n", "_waiting", "_writing")
 
     def __init__(self, generation: Generation, said: answer.CompletionAnswer, echo: Echo, n: int) -> None:
         """n: choices of each prompt."""

@@ -39,7 +39,7 @@ from deltic.server.chat.parser import CallDelta
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
-from deltic.server.transport import LargeResponse, json_pieces, json_response, read_body, unless_disconnected
+from deltic.server.transport import LargeResponse, json_pieces, json_response, unless_disconnected
 
 LINES = "application/x-ndjson"
 
@@ -64,17 +64,15 @@ async def generate(service: Service, request: Request) -> ASGIApp:
 
 async def _answer(service: Service, request: Request, kind: type[wire.Asked]) -> ASGIApp:
     info = service.admit()
-    body = await read_body(request, service.config.max_body_mb)
     ticket: Ticket = request.scope[TICKET]
     request_id = request.scope["deltic.answer_id"] = f"ollama-{secrets.token_hex(16)}"
 
-    def prepare() -> tuple[wire.Asked, Generation | None]:
-        asked = service.read(request, body, kind)
+    def prepare(asked: wire.Asked) -> tuple[wire.Asked, Generation | None]:
         wire.check(asked)
         service.check_model(asked.model)
         return asked, None if wire.is_empty(asked) else _generation(service, asked, info, request_id, ticket)
 
-    asked, generation = await service.prepare(len(body), prepare, request)
+    asked, generation = await service.take(request, kind, prepare)
     scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer)
     said = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
     if generation is None:
@@ -200,8 +198,6 @@ def _time(seconds: float | None = None) -> str:
 class LinesStream(PieceStream):
     """The lines of an answer."""
 
-    __slots__ = ()
-
     def __init__(self, generation: Generation, said: LinesAnswer) -> None:
         super().__init__(generation, said.lines, end=lambda: said.end(generation.usage()))
 
@@ -238,9 +234,9 @@ _NEVER_S = 10_000_000_000.0
 
 async def show(service: Service, request: Request) -> ASGIApp:
     """POST /api/show: what a model is and can do."""
-    body = await read_body(request, service.config.max_body_mb)
-    asked = await service.prepare(len(body), lambda: service.read(request, body, wire.ShowRequest), request)
-    service = service.server.find(asked.model or asked.name)
+    service = await service.take(
+        request, wire.ShowRequest, lambda asked: service.server.find(asked.model or asked.name)
+    )
     template = service.template
     abilities = {
         "completion": service.kind == "text",

@@ -565,8 +565,6 @@ def _plain_usage(usage: answer.Usage) -> dict[str, Any]:
 class ResponseStream(PieceStream):
     """The events of a response. They begin with the first piece, so that until then an error has a status."""
 
-    __slots__ = ("_ended", "_said")
-
     def __init__(self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]) -> None:
         super().__init__(generation, said.add, said.begin)
         self._said = said

@@ -26,7 +26,7 @@ from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import SHUTTING_DOWN, Service
-from deltic.server.transport import LargeResponse, json_response, read_body
+from deltic.server.transport import LargeResponse, json_response
 
 MAX_FILE_BYTES = 200_000_000
 MAX_FIELD_BYTES = 4096
@@ -285,8 +285,7 @@ async def create_batch(service: Service, request: Request) -> ASGIApp:
     runner, owner = _runner(service, request), _owner(request)
     if service.server.draining:
         raise unavailable(SHUTTING_DOWN)
-    body = await read_body(request, service.config.max_body_mb)
-    asked = await service.prepare(len(body), lambda: service.read(request, body, BatchRequest), request)
+    asked = await service.take(request, BatchRequest, lambda asked: asked)
     if not WINDOW.fullmatch(asked.completion_window):
         raise bad_request("completion_window", f"must be {WINDOW_SAID}")
     if asked.endpoint not in PATHS:

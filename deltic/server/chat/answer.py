@@ -84,25 +84,6 @@ class Choice:
     `parser`).
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_gives_ids",
-        "_held_scores",
-        "_hides_thought",
-        "_includes_stop",
-        "_n_characters",
-        "_n_shown",
-        "_parser",
-        "_silent",
-        "_stop_token_ids",
-        "_stops",
-        "finish_reason",
-        "index",
-        "last_s",
-        "n_reasoning_tokens",
-        "n_tokens",
-    )
-
     def __init__(
         self,
         index: int,

@@ -27,27 +27,6 @@ RETRY_LATER = {"retry-after": "2"}
 class Generation:
     """Requests of the engine that make one answer. `choices[p * n + i]` is sequence i of prompt p."""
 
-    __slots__ = (
-        "_choices",
-        "_client",
-        "_consume",
-        "_ended",
-        "_first_s",
-        "_is_late",
-        "_last_s",
-        "_metrics",
-        "_n",
-        "_n_cached",
-        "_n_open",
-        "_queued_s",
-        "_requests",
-        "_started_s",
-        "_submitted",
-        "_ticket",
-        "_unfinished",
-        "prompt_logprobs",
-    )
-
     def __init__(
         self, client: EngineClient, metrics: Metrics, requests: list[Request], choices: list[Choice], ticket: Ticket
     ) -> None:

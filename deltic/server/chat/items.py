@@ -19,8 +19,6 @@ Kind = Literal["thought", "text", "call"]
 class Item:
     """One piece of an answer: thought, text or call."""
 
-    __slots__ = ("call", "kind", "parts")
-
     def __init__(self, kind: Kind, call: CallDelta | None = None) -> None:
         """call: the first piece of a call, which has its id and name."""
         self.kind = kind

@@ -173,7 +173,9 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def finish(self) -> None:
         """Once all filters are there."""
         self.filters = {name: _metered(self.meter, name, made) for name, made in self.filters.items()}
-        self.tests |= {name: self._metered_test(self.tests[name]) for name in READING_TESTS}
+        for name, test in self.tests.items():
+            if test.__module__ == "_operator" or name in READING_TESTS:
+                self.tests[name] = self._metered_test(test)
         self.filters["*turns"] = lambda values, n: Turns(self.meter, values, n)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -250,27 +252,8 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return meter.made(super().call(__context, __obj, *args, **kwargs))
 
 
-READING_TESTS = (
-    "eq",
-    "==",
-    "equalto",
-    "ne",
-    "!=",
-    "lt",
-    "<",
-    "lessthan",
-    "le",
-    "<=",
-    "gt",
-    ">",
-    "greaterthan",
-    "ge",
-    ">=",
-    "in",
-    "lower",
-    "upper",
-)
-"""Those of Jinja's tests that go through what they are asked about."""
+READING_TESTS = frozenset(("in", "lower", "upper"))
+"""Those of Jinja's tests that go through what they are asked about, beside Python's comparisons."""
 
 TEXTS = frozenset(("tojson", "string", "pprint", "urlencode", "xmlattr", "urlize", "escape", "e", "forceescape"))
 """Filters that make a text of anything."""

@@ -101,8 +101,6 @@ class _AudioPiece(Piece):
 class _Spoken(Choice):
     """One utterance's way out: its audio, how late it came, and how long it is."""
 
-    __slots__ = ("first_s", "late_s", "n_bytes")
-
     def __init__(self) -> None:
         self.index = self.n_tokens = self.n_reasoning_tokens = 0
         self.finish_reason = self.last_s = None
@@ -368,15 +366,13 @@ async def _in_time(ticket: Ticket, work: Coroutine[Any, Any, T]) -> T:
 async def speak(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/speech: a text, spoken."""
     info = service.admit(speech=True)
-    body = await read_body(request, service.config.max_body_mb)
 
-    def work() -> tuple[SpeechRequest, str | None, Plan]:
-        asked = service.read(request, body, SpeechRequest)
+    def work(asked: SpeechRequest) -> tuple[str | None, Plan]:
         form = _stream_form(asked)
         streamed = form is not None and asked.speed in (None, 1.0) and asked.response_format != "flac"
-        return asked, form, plan(service, asked, asked.input, info, streamed=streamed)
+        return form, plan(service, asked, asked.input, info, streamed=streamed)
 
-    _, form, planned = await service.prepare(len(body), work, request)
+    form, planned = await service.take(request, SpeechRequest, work)
     ticket: Ticket = request.scope[TICKET]
     spoken = await unless_disconnected(request.receive, utterance(service, planned, info, ticket))
     request.scope["deltic.answer_id"] = spoken.sent.id
@@ -406,25 +402,32 @@ class Cut(Exception):
     """A raw stream cannot say that it failed, so it must not look whole."""
 
 
-class RawAudio(EventStream):
-    """Audio as it is made, and nothing else."""
+class AudioStream(EventStream):
+    """Audio as it is made."""
 
-    __slots__ = ("_spoken",)
     max_unsent_bytes = MAX_UNSENT_AUDIO_BYTES
 
     def __init__(self, spoken: Utterance) -> None:
         super().__init__()
         self._spoken = spoken
 
+    async def run(self) -> None:
+        await self._spoken.stream(self.write_audio)
+        if self.is_unwritten:
+            self.write(b"")  # the response begins all the same
+
+    def write_audio(self, audio: bytes) -> None:
+        """A piece of it."""
+        self.write(audio)
+
+
+class RawAudio(AudioStream):
+    """Audio as it is made, and nothing else."""
+
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         kind = MEDIA_TYPES[self._spoken.plan.manner.form].encode()
         return [(b"content-type", kind), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-
-    async def run(self) -> None:
-        await self._spoken.stream(self.write)
-        if self.is_unwritten:
-            self.write(b"")  # the response begins all the same
 
     def last(self, error: ApiError | None) -> bytes:
         if error is not None:
@@ -440,26 +443,12 @@ class RawAudio(EventStream):
             return
 
 
-class EventAudio(EventStream):
+class EventAudio(AudioStream):
     """Audio as it is made, in events that are named as OpenAI does."""
 
-    __slots__ = ("_spoken",)
-    max_unsent_bytes = MAX_UNSENT_AUDIO_BYTES
-
-    def __init__(self, spoken: Utterance) -> None:
-        super().__init__()
-        self._spoken = spoken
-
-    async def run(self) -> None:
+    def write_audio(self, audio: bytes) -> None:
         form = self._spoken.plan.manner.form
-
-        def take(audio: bytes) -> None:
-            data = base64.b64encode(audio).decode()
-            self.write(event("speech.audio.delta", audio=data, response_format=form))
-
-        await self._spoken.stream(take)
-        if self.is_unwritten:
-            self.write(b"")
+        self.write(event("speech.audio.delta", audio=base64.b64encode(audio).decode(), response_format=form))
 
     def last(self, error: ApiError | None) -> bytes:
         if error is None:
@@ -476,10 +465,8 @@ def event(kind: str, **fields: Any) -> bytes:
 async def speak_batch(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/speech/batch: several texts, each answered by its audio or its error."""
     info = service.admit(speech=True)
-    body = await read_body(request, service.config.max_body_mb)
 
-    def work() -> list[Plan | ApiError]:
-        asked = service.read(request, body, BatchRequest)
+    def work(asked: BatchRequest) -> list[Plan | ApiError]:
         service.check_model(asked.model)
         return [attempt(speech_protocol.with_defaults(item, asked)) for item in asked.items]
 
@@ -489,7 +476,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
         except ApiError as error:
             return error
 
-    planned = await service.prepare(len(body), work, request)
+    planned = await service.take(request, BatchRequest, work)
     ticket: Ticket = request.scope[TICKET]
     total = Usage(0, 0, 0, 0, {})
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import hashlib
 import http.client
 import logging
@@ -20,7 +19,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -48,9 +46,8 @@ FETCH_S = 15.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A voice that was uploaded. It is never changed."""
+class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a voice that was uploaded."""
 
     name: str
     key: str
@@ -60,30 +57,28 @@ class Stored:
     created: int
     """Seconds of the epoch."""
     kind: Literal["audio", "embedding"]
-    """Of `data`: samples, float32 mono at 24 kHz, or a speaker's vector, float32."""
-    data: bytes | None
-    """None: in its file."""
+    """Of its data: samples, float32 mono at 24 kHz, or a speaker's vector, float32."""
     owner: str = ""
     """Name of the key that it came with."""
+
+
+class Stored(Uploaded, frozen=True, kw_only=True):
+    """A voice that was uploaded. It is never changed."""
+
+    data: bytes | None
+    """None: in its file."""
 
     def card(self) -> dict[str, Any]:
         told = {"name": self.name, "consent": self.consent, "created_at": self.created}
         return told | {"ref_text": self.ref_text or None, "kind": self.kind}
 
 
-class _Head(msgspec.Struct):
+class _Head(Uploaded, frozen=True, kw_only=True):
     """The first line of a stored voice's file, in JSON; the data follow."""
 
-    name: str
-    key: str
-    consent: str
-    ref_text: str
-    created: int
-    kind: Literal["audio", "embedding"]
     n_bytes: int
     digest: str
     """SHA-256 of the data."""
-    owner: str = ""
 
 
 MAX_HEAD = 65_536
@@ -158,7 +153,16 @@ class VoiceStore:
             else:
                 data = await self._decode(audio, "audio_sample")
             key = key_of(data, kind, bool(ref_text))
-            voice = Stored(name, key, consent, ref_text, int(time.time()), kind, data, owner)
+            voice = Stored(
+                name=name,
+                key=key,
+                consent=consent,
+                ref_text=ref_text,
+                created=int(time.time()),
+                kind=kind,
+                data=data,
+                owner=owner,
+            )
             await self._encode(voice, data)
             try:
                 self._check_name(name)  # another upload may have been quicker
@@ -181,7 +185,7 @@ class VoiceStore:
             if self._stored.get(place) is not voice:  # it was deleted meanwhile
                 self._path(voice).unlink(missing_ok=True)
             else:
-                self._stored[place] = dataclasses.replace(voice, data=None)
+                self._stored[place] = msgspec.structs.replace(voice, data=None)
         return voice
 
     async def _in_turn(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -399,17 +403,7 @@ def _write(path: Path, voice: Stored) -> None:
     """Whole or not at all."""
     data = voice.data
     assert data is not None
-    head = _Head(
-        voice.name,
-        voice.key,
-        voice.consent,
-        voice.ref_text,
-        voice.created,
-        voice.kind,
-        len(data),
-        hashlib.sha256(data).hexdigest(),
-        voice.owner,
-    )
+    head = _Head(**_known(voice), n_bytes=len(data), digest=hashlib.sha256(data).hexdigest())
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         file.write(msgspec.json.encode(head) + b"\n")
@@ -417,6 +411,11 @@ def _write(path: Path, voice: Stored) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def _known(voice: Uploaded) -> dict[str, Any]:
+    """The fields of Uploaded."""
+    return {field: getattr(voice, field) for field in Uploaded.__struct_fields__}
 
 
 def _read(path: Path, with_data: bool = True) -> Stored:
@@ -431,4 +430,4 @@ def _read(path: Path, with_data: bool = True) -> Stored:
         data = file.read() if with_data else None
     if data is not None and hashlib.sha256(data).hexdigest() != head.digest:
         raise ValueError("the file is damaged")
-    return Stored(head.name, head.key, head.consent, head.ref_text, head.created, head.kind, data, head.owner)
+    return Stored(**_known(head), data=data)
