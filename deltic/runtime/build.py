@@ -90,8 +90,11 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     Raises ValueError subclasses: a bad checkpoint, a plan that does not fit, no such device.
     """
     lap, spent = stopwatch()
+    unused = []
     if device is None:
         device = gpu_device(config) if is_for_gpu(config) else Cpu()
+        if config.device is None and config.may_use_gpu and cuda_driver() is not None and not _has_packages():
+            unused = ["there is an NVIDIA GPU, and torch or Triton is missing: pip install 'deltic[gpu]' to use it"]
     progress("plan", 0.0)
     free = device.free_bytes()
     config, directory, plan = plan_model(config, device, free)
@@ -99,6 +102,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     compiling = device.begin_compiling(plan)  # beside reading the weights
     load = partial(_load, config, directory, plan, device.store(plan), progress)
     weights, notices = device.weights(config, directory, plan, load, progress)
+    notices = unused + notices
     vocoder = None
     if plan.speaks:
         shape = plan.shape.vocoder

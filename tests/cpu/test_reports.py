@@ -93,6 +93,13 @@ def test_with_a_gpu_it_is_the_gpu_but_for_what_only_a_cpu_has(monkeypatch: pytes
         assert not is_for_gpu(EngineConfig(**settings))
 
 
+def test_a_gpu_that_is_not_used_for_want_of_packages_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cuda_driver", object)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    runner = build_runner(EngineConfig(), lambda stage, done: None)
+    assert runner.info.device == "cpu" and any("deltic[gpu]" in notice for notice in runner.info.notices)
+
+
 def test_doctor_without_a_gpu(without_gpu: None) -> None:
     report = words(doctor.report())
     assert "there is no NVIDIA driver here; models run on the CPU" in report and "Promises on the GPU" not in report
