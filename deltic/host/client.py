@@ -455,10 +455,7 @@ class EngineClient:
     def _count(self, stats: Stats) -> None:
         """Takes the gauges as they are, and the counters on top of those of the processes that died."""
         if self.n_restarts:
-            _add(stats, self._counted, COUNTERS)
-            _add(stats.cache, self._counted.cache, CACHE_COUNTERS)
-            if stats.speech is not None and self._counted.speech is not None:
-                _add(stats.speech, self._counted.speech, SPEECH_COUNTERS)
+            _add_all(stats, self._counted)
         last, self.stats = self.stats, stats
         if stats.n_steps > last.n_steps:
             n_prompt = stats.n_prompt_tokens - last.n_prompt_tokens
@@ -469,11 +466,8 @@ class EngineClient:
         """Nothing runs any more; the counters keep what they have."""
         last, self._counted, self.stats = self.stats, Stats(), Stats()
         for kept in (self._counted, self.stats):
-            _add(kept, last, COUNTERS)
-            _add(kept.cache, last.cache, CACHE_COUNTERS)
-            if last.speech is not None:
-                kept.speech = SpeechStats()
-                _add(kept.speech, last.speech, SPEECH_COUNTERS)
+            kept.speech = SpeechStats() if last.speech is not None else None
+            _add_all(kept, last)
 
     def _retry_after_s(self, n_waiting: int) -> int:
         """Seconds until a waiting request gets its turn, if requests go on taking as long as the last ones
@@ -481,6 +475,14 @@ class EngineClient:
         """
         assert self.info
         return min(60, max(1, math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)))
+
+
+def _add_all(stats: Stats, earlier: Stats) -> None:
+    """Adds `earlier`'s counters to those of `stats`, of their parts, too."""
+    _add(stats, earlier, COUNTERS)
+    _add(stats.cache, earlier.cache, CACHE_COUNTERS)
+    if stats.speech is not None and earlier.speech is not None:
+        _add(stats.speech, earlier.speech, SPEECH_COUNTERS)
 
 
 def _add(stats: Counted, earlier: Counted, counters: tuple[str, ...]) -> None:

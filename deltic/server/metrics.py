@@ -190,10 +190,10 @@ class Metrics:
         self._stats = stats
         self._n_restarts = n_restarts
         self._is_ready = is_ready
-        self.ttft_s = Histogram("deltic_time_to_first_token_seconds", "From the request to its first token.")
-        self.prefill_s = Histogram("deltic_prefill_time_seconds", "From the place in the engine to the first token.")
-        self.decode_s = Histogram("deltic_decode_time_seconds", "From the first token of an answer to its last.")
         self.queued_s = Histogram("deltic_queue_time_seconds", "From the request to its place in the engine.")
+        self.prefill_s = Histogram("deltic_prefill_time_seconds", "From the place in the engine to the first token.")
+        self.ttft_s = Histogram("deltic_time_to_first_token_seconds", "From the request to its first token.")
+        self.decode_s = Histogram("deltic_decode_time_seconds", "From the first token of an answer to its last.")
         self.itl_s = Histogram("deltic_inter_token_latency_seconds", "Between two tokens of a sequence.")
         self.e2e_s = Histogram("deltic_request_duration_seconds", "From the request to its last token.")
         self.n_prompt = Histogram("deltic_prompt_length_tokens", "Tokens of a prompt.", TOKENS)
@@ -232,17 +232,7 @@ class Metrics:
         about = self._about()
         yield labelled(GAUGE, "deltic_build_info", "What runs here.", " ".join(about), {tuple(about.values()): 1})
         yield labelled(COUNTER, "deltic_sequences_finished", "Sequences that ended.", "finish_reason", self.finished)
-        for histogram in (
-            self.queued_s,
-            self.prefill_s,
-            self.ttft_s,
-            self.decode_s,
-            self.itl_s,
-            self.e2e_s,
-            self.n_prompt,
-            self.n_generated,
-        ):
-            yield histogram.family()
+        yield from (value.family() for value in vars(self).values() if isinstance(value, Histogram))
         if self._has_speech:
             yield from self.speech.families(stats.speech or SpeechStats())
 

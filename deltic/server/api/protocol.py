@@ -202,24 +202,29 @@ class ReasoningSwitch(Struct, forbid_unknown_fields=True):
     summary: Any = None
 
 
-class ChatRequest(Sampling):
+class Conversing(Sampling, kw_only=True):
+    """The fields that chats and responses share."""
+
+    top_logprobs: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    thinking_budget: Count | None = None
+    """Tokens of the thought, if the prompt opens one."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Conversing):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Count | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    enable_thinking: bool | None = None
-    preserve_thinking: bool | None = None
     reasoning_effort: Effort | None = None
-    thinking_budget: Count | None = None
-    """Tokens of the thought, if the prompt opens one."""
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    parallel_tool_calls: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool | None = None
     """False: the thought is not shown."""

@@ -112,7 +112,7 @@ Includable = Literal[
 ]
 
 
-class ResponsesRequest(protocol.Sampling, kw_only=True):
+class ResponsesRequest(protocol.Conversing, kw_only=True):
     """POST /v1/responses."""
 
     input: str | list[Raw] | None = None
@@ -120,23 +120,14 @@ class ResponsesRequest(protocol.Sampling, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: protocol.Positive | None = None
-    top_logprobs: protocol.Count | None = None
     include: list[Includable] | None = None
     """What hosted tools and images would give is accepted: there is none of it here."""
     reasoning: Reasoning | None = None
     text: Text | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     truncation: Literal["disabled", "auto"] | None = None
     """auto: what is too long loses its oldest turns."""
     background: Literal[False] | None = None
-    store: bool | None = None
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
-    enable_thinking: bool | None = None
-    preserve_thinking: bool | None = None
-    thinking_budget: protocol.Count | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     # Carry no promise about the answer.
     max_tool_calls: protocol.Count | None = None
     """Of hosted tools."""

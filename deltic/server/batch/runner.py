@@ -49,6 +49,9 @@ BROKEN = "an error inside the server; its log has more"
 OURS = re.compile(r"batch_[0-9a-f]{24}")
 """Names of batches; files in their directory with other names are somebody else's."""
 
+STEPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+"""The statuses whose times are told."""
+
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -130,27 +133,19 @@ class Batch(Struct, kw_only=True):
 
     def plain(self) -> dict[str, Any]:
         """As OpenAI's API has it."""
-        return {
-            "id": self.id,
+        told: dict[str, Any] = msgspec.to_builtins(self)
+        for own in ("owner", "output_s", "final", "times"):
+            del told[own]
+        counts = {name: told.pop(name) for name in ("total", "completed", "failed")}
+        if self.status in UNFINISHED:
+            told["output_file_id"] = told["error_file_id"] = None
+        return told | {
             "object": "batch",
-            "endpoint": self.endpoint,
-            "model": self.model,
             "errors": {"object": "list", "data": self.errors} if self.errors else None,
-            "input_file_id": self.input_file_id,
-            "completion_window": self.completion_window,
-            "status": self.status,
-            "output_file_id": self.output_file_id if self.status not in UNFINISHED else None,
-            "error_file_id": self.error_file_id if self.status not in UNFINISHED else None,
-            "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            **dict.fromkeys(
-                f"{status}_at"
-                for status in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-            ),
+            **dict.fromkeys(f"{status}_at" for status in STEPS),
             **self.times,
-            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "request_counts": counts,
             "usage": self.usage.plain(),
-            "metadata": self.metadata,
         }
 
 

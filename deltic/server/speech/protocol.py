@@ -157,11 +157,6 @@ class Manner:
     """Of spk_id, lower case."""
     language_id: int | None
     instructions: str
-    ref_audio: str | None
-    ref_text: str
-    """Of `ref_audio`; "": its speaker's vector is all that is used."""
-    only_vector: bool
-    embedding: list[float] | None
     streams_text: bool
     """The prompt's form: one token of text with each frame, instead of the whole text before the first."""
 
@@ -204,10 +199,6 @@ def manner(fields: SpeechFields, shape: SpeechShape, stored: str | None, *, stre
         speaker=speaker,
         language_id=_language(fields, shape, speaker),
         instructions=instructions,
-        ref_audio=fields.ref_audio,
-        ref_text=(fields.ref_text or "").strip(),
-        only_vector=bool(fields.x_vector_only_mode),
-        embedding=fields.speaker_embedding,
         streams_text=not whole,
     )
 

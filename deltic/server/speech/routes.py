@@ -82,9 +82,9 @@ def plan(
     manner = speech_protocol.manner(
         fields, shape, stored.name if stored else None, streamed=streamed, model=service.model_name
     )
-    reference = stored.ref_text if stored else manner.ref_text
-    if manner.only_vector:
-        reference = ""
+    reference = stored.ref_text if stored else (fields.ref_text or "").strip()
+    if fields.x_vector_only_mode:
+        reference = ""  # its speaker's vector is all that is used
     words = speech.prompts.words(text, manner.instructions, reference, protocol.context_limit(info))
     return Plan(fields, manner, words, stored, streamed, text if isinstance(text, OpenText) else None)
 
@@ -342,13 +342,13 @@ def _too_long(limit: int) -> ApiError:
 
 
 async def _voice(speech: SpeechParts, plan: Plan) -> engine.VoiceEncoded | None:
-    manner = plan.manner
+    fields = plan.fields
     if plan.stored is not None:
         return await speech.voices.ready(plan.stored)
-    if manner.ref_audio is not None:
-        return await speech.voices.ready_inline(manner.ref_audio, bool(plan.words.reference))
-    if manner.embedding is not None:
-        return await speech.voices.ready_vector(manner.embedding)
+    if fields.ref_audio is not None:
+        return await speech.voices.ready_inline(fields.ref_audio, bool(plan.words.reference))
+    if fields.speaker_embedding is not None:
+        return await speech.voices.ready_vector(fields.speaker_embedding)
     return None
 
 
