@@ -69,7 +69,7 @@ def test_rows_of_the_published_package(number: int) -> None:
     asked = msgspec.convert({key: value for key, value in fields.items() if value is not None}, SpeechRequest)
     how = manner(asked, shape, None, streamed=False, model="m")
     prompter = Prompter(shape, Tokenizer.load(path))
-    words = prompter.words(asked.input, how.instructions, how.ref_text, 1000)
+    words = prompter.words(asked.input, how.instructions, asked.ref_text or "", 1000)
     assert words.body == case["input_ids"][3:-5]
     assert words.instructions == (case["instruct_ids"] or [])
     assert words.reference == (case["ref_ids"] or [])[3:-2]
