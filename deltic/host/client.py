@@ -46,7 +46,7 @@ from deltic.engine.messages import (
     StepOutputs,
     VoiceEncoded,
 )
-from deltic.host.process import ModelLaunch
+from deltic.host.launch import ModelLaunch
 from deltic.logs import counted
 from deltic.models.checkpoint import model_name
 

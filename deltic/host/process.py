@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from deltic import logs
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import ConfigError
 from deltic.engine.engine import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
 from deltic.engine.messages import (
     Abort,
@@ -46,6 +46,7 @@ from deltic.engine.messages import (
 )
 from deltic.engine.scheduler import RequestError
 from deltic.engine.trace import Trace
+from deltic.host.launch import Launch, ModelLaunch
 from deltic.machine import cuda_driver, memory_bound
 from deltic.models.checkpoint import tokenizer_directory
 
@@ -65,29 +66,6 @@ IDLE_POLL_S = 1.0
 """How long an idle process waits before it looks whether its parent still lives."""
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class ModelLaunch(msgspec.Struct, frozen=True):
-    """One model of a Launch."""
-
-    name: str
-    """For messages."""
-    config: EngineConfig
-    commands: str
-    """Endpoint that the process binds; the client connects to it once the process is ready."""
-    events: str
-    """Endpoint that the client has bound."""
-
-
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The host's message to the process it starts, as JSON in its last argument."""
-
-    models: list[ModelLaunch]
-    """At least one."""
-    parent_pid: int
-    started_at: float
-    """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
-    log_format: str = "text"
 
 
 class ServedModel:

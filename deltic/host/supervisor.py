@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from deltic.host.client import EngineClient
-from deltic.host.process import Launch
+from deltic.host.launch import Launch
 from deltic.host.socket_directory import SocketDirectory
 from deltic.machine import n_oom_kills
 

@@ -34,6 +34,8 @@ DEFAULT_POOL_BYTES = 2 << 30
 """Pages and slots take this much, and the host tier comes on top, when no --memory-gb is given and it is
 free.
 """
+POOL_SHARE, LEAST_POOL_BYTES = 6, 64 << 20
+"""But no more than this many times the weights, so that a toy stays small, and no less than this."""
 SHORT_MODEL_LEN = 4096
 
 
@@ -67,7 +69,8 @@ def _modest(plan: TextPlan, config: EngineConfig) -> TextPlan:
     # Modest unless told otherwise: what running takes, and something for the cache where that is more than
     # the default.
     running = plan.slots_bytes + plan.sequence_bytes
-    pools = max(DEFAULT_POOL_BYTES, running + running // 2 if config.prefix_cache else running)
+    default_pools = min(DEFAULT_POOL_BYTES, max(LEAST_POOL_BYTES, POOL_SHARE * plan.weight_bytes))
+    pools = max(default_pools, running + running // 2 if config.prefix_cache else running)
     modest = plan.weight_bytes + plan.workspace_bytes + plan.host_bytes + pools
     if modest + default > plan.budget_bytes:
         default = 0

@@ -1,0 +1,30 @@
+"""What the host tells the process that it starts: both sides know it, and neither loads the other."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deltic.config import EngineConfig
+
+
+class ModelLaunch(msgspec.Struct, frozen=True):
+    """One model of a Launch."""
+
+    name: str
+    """For messages."""
+    config: EngineConfig
+    commands: str
+    """Endpoint that the process binds; the client connects to it once the process is ready."""
+    events: str
+    """Endpoint that the client has bound."""
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The host's message to the process it starts, as JSON in its last argument."""
+
+    models: list[ModelLaunch]
+    """At least one."""
+    parent_pid: int
+    started_at: float
+    """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
+    log_format: str = "text"
