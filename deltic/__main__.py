@@ -167,6 +167,19 @@ BENCHES = {
 }
 
 
+FIRST_STEPS = f"""\
+Deltic {__version__} serves Qwen's hybrid models and Qwen3-TTS on this machine. What to do next:
+
+  deltic serve                                     a small built-in model, with a page to chat on
+  deltic serve Qwen/Qwen3.5-4B --quantize int8     a real one: a name on the hub, or a directory
+  deltic chat                                      a conversation in this terminal
+  deltic plan MODEL                                what fits in memory, and the speed to expect
+  deltic doctor                                    what this machine can run
+
+`deltic --help` lists every command, `deltic COMMAND --help` its flags."""
+"""What `deltic` alone prints."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line; the command chosen is in `command`, its own parser in `used`."""
     top = argparse.ArgumentParser("deltic", description="A serving engine for the Qwen gated-DeltaNet hybrids.")
@@ -225,6 +238,8 @@ def finished(run: Callable[[], Result]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status, 2 for wrong arguments."""
     words = sys.argv[1:] if argv is None else argv
+    if not words:
+        return finished(lambda: FIRST_STEPS)
     # argparse would take no more than the MODEL of `--and=MODEL` as what stands behind it.
     words = [part for word in words for part in (("--and", word[6:]) if word.startswith("--and=") else (word,))]
     arguments = parsed(words)

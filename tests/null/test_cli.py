@@ -47,6 +47,14 @@ def test_every_command_has_help(name, capsys):
     assert "usage: deltic " + name in capsys.readouterr().out
 
 
+def test_the_program_alone_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 10 and max(map(len, lines)) <= 100
+    named = {line.split()[1] for line in lines if line.startswith("  deltic ")}
+    assert named <= COMMANDS.keys()
+
+
 @pytest.mark.parametrize("command", [*COMMANDS.values(), *BENCHES.values()], ids=NAMES)
 def test_every_command_is_where_the_table_says(command):
     """By the source: some modules import torch."""
