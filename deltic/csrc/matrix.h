@@ -61,9 +61,12 @@ struct v16i {
 };
 
 // acc + x.w over one pair of bfloat16: x holds the pair, lane i of w the pair of output i.
-static inline v16 dot2(v16 acc, w16 w, uint32_t x) {
+static inline v16 dot2(v16 acc, w16 w, const uint32_t& x) {
 #if defined(__AVX512BF16__)
-    acc.part[0] = (f32_part)_mm512_dpbf16_ps((__m512)acc.part[0], (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)w.part[0]);
+    // Left to itself, Clang broadcasts it as a float (vbroadcastss): 16 rows take a third longer (Zen 4).
+    __m512i pair;
+    asm("vpbroadcastd %1, %0" : "=v"(pair) : "m"(x));
+    acc.part[0] = (f32_part)_mm512_dpbf16_ps((__m512)acc.part[0], (__m512bh)pair, (__m512bh)w.part[0]);
     return acc;
 #else
     f32_part x0 = (f32_part)(u32_part{} + (x << 16)), x1 = (f32_part)(u32_part{} + (x & 0xffff0000u));
