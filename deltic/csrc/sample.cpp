@@ -317,10 +317,12 @@ KERNEL(deltic_logprobs) {
     parallel_for(n, [&](int64_t i, int) {
         if (n_top[i] < 0 || target[i] < 0) return;
         const float* x = logits + row[i] * n_vocab;
-        float high = -INFINITY;
-        for (int64_t j = 0; j < n_real; j++) high = x[j] > high ? x[j] : high;
-        v16 sums = {};
+        v16 most = splat(-INFINITY), sums = {};
         int64_t j = 0;
+        for (; j + 16 <= n_real; j += 16) most = vmax(load(x + j), most);
+        float high = max(most);
+        for (; j < n_real; j++) high = x[j] > high ? x[j] : high;
+        j = 0;
         for (; j + 16 <= n_real; j += 16) sums = sums + vexp(load(x + j) - splat(high));
         float total = sum(sums);
         for (; j < n_real; j++) total += exp1(x[j] - high);
