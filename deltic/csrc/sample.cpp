@@ -180,11 +180,15 @@ int32_t draw_from_all(const float* weights, int64_t n, double u) {
 void select_top(const float* values, int64_t n, int64_t k, Candidate* c) {
     for (int64_t i = 0; i < k; i++) c[i] = {values[i], (int32_t)i};
     std::make_heap(c, c + k, likelier);  // the least likely of those kept is in front
-    for (int64_t i = k; i < n; i++) {
-        if (values[i] <= c[0].value) continue;  // of equal values the lower id stays
-        std::pop_heap(c, c + k, likelier);
-        c[k - 1] = {values[i], (int32_t)i};
-        std::push_heap(c, c + k, likelier);
+    for (int64_t begin = k, end; begin < n; begin = end) {
+        end = std::min(begin + 64, n);
+        if (highest(values + begin, end - begin) <= c[0].value) continue;
+        for (int64_t i = begin; i < end; i++) {
+            if (values[i] <= c[0].value) continue;  // of equal values the lower id stays
+            std::pop_heap(c, c + k, likelier);
+            c[k - 1] = {values[i], (int32_t)i};
+            std::push_heap(c, c + k, likelier);
+        }
     }
     std::sort(c, c + k, lower_id);
 }
