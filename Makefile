@@ -5,6 +5,8 @@ EXTRA ?=
 # Of EXTRA=gpu and of the tests. Any from 2.11 to 2.13 works: make serve EXTRA=gpu TORCH="torch==2.11.0"
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+# What `make wheel` builds for, on any machine: x86_64 or aarch64.
+ARCH ?= $(shell uname -m)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 ARGS ?=
@@ -25,7 +27,7 @@ $(VENV)/.modules: $(VENV)/.python always
 
 $(INSTALLED): $(VENV)/.python $(VENV)/.modules pyproject.toml $(KERNELS)
 	$(if $(findstring gpu,$(EXTRA)),$(BIN)/python -m pip install --quiet '$(TORCH)')
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA)]'
+	$(BIN)/python -m pip install --quiet --editable '.$(EXTRA:%=[%])'
 	touch $@
 
 $(VENV)/.test-installed: $(INSTALLED)
@@ -78,11 +80,18 @@ oracle:
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-# A wheel must carry what an install runs on: the kernels, the built-in model and the page.
-wheel: $(INSTALLED)
-	rm -rf dist && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-	$(BIN)/python -m zipfile --list dist/*.whl > dist/list
-	grep -q ops/lib/cpu_baseline.so dist/list && grep -q demo/model.safetensors dist/list && grep -q server/page.html dist/list
+# A package for any Linux with glibc 2.28, in dist: every instruction set, by the pinned compiler. tests/wheel.py looks inside.
+wheel: $(VENV)/.wheel-tools
+	rm -rf build/dist dist/deltic-*_$(ARCH).whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist --config-settings=build-dir=build/$(ARCH) \
+	  --config-settings=cmake.define.CMAKE_SYSTEM_NAME=Linux --config-settings=cmake.define.CMAKE_SYSTEM_PROCESSOR=$(ARCH) .
+	$(BIN)/python -m wheel tags --remove --platform-tag manylinux_2_28_$(ARCH) build/dist/*.whl
+	mkdir -p dist && mv build/dist/*.whl dist
+	$(BIN)/python -m tests.wheel dist/deltic-*_$(ARCH).whl
+
+$(VENV)/.wheel-tools: $(VENV)/.python
+	$(BIN)/python -m pip install --quiet wheel auditwheel
+	touch $@
 
 clean:
 	rm -rf $(VENV) build deltic/ops/lib dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,7 +24,7 @@ constexpr int MR = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;  // rows of a tile, an
 constexpr int NS = LANES == 16 ? 2 : 1;
 constexpr int64_t TILES = 16;       // of a task
 constexpr int64_t PART = 1024;      // most words of K in one pass
-constexpr int64_t MAX_WINDOW = 256, MAX_DIM = 256;
+constexpr int64_t MAX_WINDOW = 256;
 constexpr int64_t FEW_WEIGHTS = 1 << 17;  // words that stay in the second-level cache, whatever else goes by
 
 // The frames of a pass: stream s has frames [start[s], start[s + 1]) and its state in slot[s].

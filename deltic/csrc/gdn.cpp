@@ -150,7 +150,7 @@ struct Gdn {
     // the same, and to `kept`, if any. Not cloned for its one caller: knowing that `head` is thread-local, the compiler would
     // look up its address in the innermost loops.
     __attribute__((noinline, noclone)) void recur_all(int64_t n, const float* start, float* S, float* kept, Head& head) const {
-        constexpr int DECODE = LANES == 16 ? 8 : 2, PREFILL = LANES == 16 ? 4 : 2;
+        constexpr int DECODE = LANES == 16 ? 8 : 2, PREFILL = LANES == 16 ? 4 : SSE ? 1 : 2;
         if (n == 1) {  // the state is read once from memory: whole rows, one after another
             if (start != S) memcpy(S, start, dk * dv * 4);
             int64_t c = 0;

@@ -180,11 +180,15 @@ int32_t draw_from_all(const float* weights, int64_t n, double u) {
 void select_top(const float* values, int64_t n, int64_t k, Candidate* c) {
     for (int64_t i = 0; i < k; i++) c[i] = {values[i], (int32_t)i};
     std::make_heap(c, c + k, likelier);  // the least likely of those kept is in front
-    for (int64_t i = k; i < n; i++) {
-        if (values[i] <= c[0].value) continue;  // of equal values the lower id stays
-        std::pop_heap(c, c + k, likelier);
-        c[k - 1] = {values[i], (int32_t)i};
-        std::push_heap(c, c + k, likelier);
+    for (int64_t begin = k, end; begin < n; begin = end) {
+        end = std::min(begin + 64, n);
+        if (highest(values + begin, end - begin) <= c[0].value) continue;
+        for (int64_t i = begin; i < end; i++) {
+            if (values[i] <= c[0].value) continue;  // of equal values the lower id stays
+            std::pop_heap(c, c + k, likelier);
+            c[k - 1] = {values[i], (int32_t)i};
+            std::push_heap(c, c + k, likelier);
+        }
     }
     std::sort(c, c + k, lower_id);
 }
@@ -283,10 +287,12 @@ KERNEL(deltic_logprobs, const float* logits, int64_t n_vocab, int64_t n_real, Co
     parallel_for(n, [&](int64_t i, int) {
         if (n_top[i] < 0 || target[i] < 0) return;
         const float* x = logits + row[i] * n_vocab;
-        float high = -INFINITY;
-        for (int64_t j = 0; j < n_real; j++) high = x[j] > high ? x[j] : high;
-        v16 sums = {};
+        v16 most = splat(-INFINITY), sums = {};
         int64_t j = 0;
+        for (; j + 16 <= n_real; j += 16) most = vmax(load(x + j), most);
+        float high = max(most);
+        for (; j < n_real; j++) high = x[j] > high ? x[j] : high;
+        j = 0;
         for (; j + 16 <= n_real; j += 16) sums = sums + vexp(load(x + j) - splat(high));
         float total = sum(sums);
         for (; j < n_real; j++) total += exp1(x[j] - high);

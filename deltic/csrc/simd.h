@@ -22,6 +22,11 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 constexpr int PARTS = 16 / LANES;
+#if defined(__x86_64__)
+constexpr bool SSE = LANES == 4;  // half as many registers as NEON
+#else
+constexpr bool SSE = false;
+#endif
 
 typedef float f32_part __attribute__((vector_size(LANES * 4)));
 typedef int32_t i32_part __attribute__((vector_size(LANES * 4)));

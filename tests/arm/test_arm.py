@@ -1,4 +1,4 @@
-"""The kernels on ARM64: compiled by a cross compiler, run by an emulator, compared with those of this machine.
+"""The kernels on ARM64: compiled by the pinned compiler, run by an emulator, compared with those of this machine.
 
 What is run is the recorded step of tiny checkpoints, token ids to drawn tokens (recording.py), by a program of its own
 (replay.cpp): prompts of 70, 71 and 9 tokens, decodes alone and together.
@@ -10,11 +10,13 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -32,9 +34,9 @@ from tests.arm.recording import Recording
 from tests.tiny import VOCAB_SIZE, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "arm"
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-SYSTEM = "/usr/aarch64-linux-gnu"  # libc and libstdc++ for the emulated program
+BUILD = ROOT / "build" / "arm64"
+EMULATOR = "qemu-aarch64-static"
+SYSTEM = Path("/usr/aarch64-linux-gnu")  # libc for the emulated program
 LIBRARIES = ("baseline", "neon_dotprod", "neon_i8mm")
 MODELS = list(product(("dense", "moe", "next"), (None, "int8", "int4")))
 
@@ -53,14 +55,12 @@ def missing() -> str | None:
     """Why nothing can be run here."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return "compares with the x86-64 kernels of this machine"
-    for tool, package in ((COMPILER, "g++-aarch64-linux-gnu"), (EMULATOR, "qemu-user-static"), ("cmake", "cmake")):
-        if shutil.which(tool) is None:
-            return f"no {tool} (apt install {package})"
-    return None if shutil.which(native_compiler()) else f"no {native_compiler()}"
-
-
-def native_compiler() -> str:
-    return os.environ.get("CXX", "c++")
+    if shutil.which(EMULATOR) is None:
+        return f"no {EMULATOR} (apt install qemu-user-static)"
+    if not SYSTEM.exists():
+        return f"no {SYSTEM} (apt install libc6-arm64-cross)"
+    missing = [name for name in ("ziglang", "cmake", "ninja") if find_spec(name) is None]
+    return f"no {', '.join(missing)} (pip install '.[test]')" if missing else None
 
 
 needs_emulator = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -68,22 +68,41 @@ every_model = pytest.mark.parametrize(("kind", "quantize"), MODELS)
 
 
 def command(*words: str | Path) -> None:
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True)
+    environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(BUILD / "zig")}
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, f"{' '.join(map(str, words))}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 
 @cache
 def build() -> None:
-    """The three libraries for ARM64, and replay.cpp for it and for this machine, in build/arm."""
+    """The three libraries for ARM64, and replay.cpp for it and for this machine, in build/arm64."""
+    import cmake
+    import ninja
+
     BUILD.mkdir(parents=True, exist_ok=True)
+    cmake_program = Path(cmake.CMAKE_BIN_DIR) / "cmake"
     command(
-        "cmake", "-S", ROOT, "-B", BUILD, "-DSKBUILD_STATE=standard", f"-DCMAKE_CXX_COMPILER={COMPILER}",
+        cmake_program, "-G", "Ninja", "-S", ROOT, "-B", BUILD, "-DSKBUILD_STATE=standard",
+        f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}",
         "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
     )  # fmt: skip
-    command("cmake", "--build", BUILD, "-j", "2")
+    command(cmake_program, "--build", BUILD)
     source = ROOT / "tests/arm/replay.cpp"
-    command(COMPILER, "-std=c++20", "-O2", source, "-o", BUILD / "replay", "-ldl")
-    command(native_compiler(), "-std=c++20", "-O2", source, "-o", BUILD / "replay_native", "-ldl")
+    for processor, program in (("aarch64", "replay"), ("x86_64", "replay_native")):
+        target = f"{processor}-linux-gnu.2.28"
+        command(
+            sys.executable,
+            "-m",
+            "ziglang",
+            "c++",
+            "-target",
+            target,
+            "-std=c++20",
+            "-O3",
+            source,
+            "-o",
+            BUILD / program,
+        )
 
 
 def steps() -> list[Step]:

@@ -91,8 +91,8 @@ def instruction_set() -> str:
     for name in usable_instruction_sets():
         return name
     raise KernelError(
-        f"no compiled kernels for {platform.machine()} in {_LIBRARIES}; install again with a C++20 compiler at hand "
-        "(pip install --force-reinstall --no-deps .)"
+        f"no compiled kernels for {platform.machine()} in {_LIBRARIES}; install again (pip install --force-reinstall "
+        "--no-deps .)"
     )
 
 
