@@ -25,7 +25,7 @@ $(VENV)/.modules: $(VENV)/.python always
 
 $(INSTALLED): $(VENV)/.python $(VENV)/.modules pyproject.toml $(KERNELS)
 	$(if $(findstring gpu,$(EXTRA)),$(BIN)/python -m pip install --quiet '$(TORCH)')
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA)]'
+	$(BIN)/python -m pip install --quiet --editable '.$(EXTRA:%=[%])'
 	touch $@
 
 $(VENV)/.test-installed: $(INSTALLED)
