@@ -168,24 +168,15 @@ class Host:
         self.put(part, flat)
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Nowhere: weights without memory, of which sizes are asked."""
-
-    layout: Layout
+class Counted(Host):
+    """Nowhere: weights without memory, of which sizes are asked. To put values there is a ValueError."""
 
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Array:
         return nothing(size, dtype)
 
-    def put(self, part: Any | Matrix, rows: Array) -> None:
-        raise TypeError("there is no memory to put it into")
-
-    def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
-        raise TypeError("there is no memory to fill")
-
 
 HOST = Host()
-COUNTED, COUNTED_ROWS = Counted("strips"), Counted("rows")
+COUNTED, COUNTED_ROWS = Counted(), Counted(layout="rows")
 
 
 @dataclass(frozen=True)

@@ -85,5 +85,4 @@ class MappedFiles:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{header.file}: cannot be read ({error}); download it again") from error
         self._n_read += n_bytes
-        tensor: Array = flat.view(DTYPES[header.dtype]).reshape(header.shape)
-        return tensor
+        return np.asarray(flat.view(DTYPES[header.dtype]).reshape(header.shape))

@@ -47,8 +47,6 @@ def to_device(array: Array, device: torch.device | str) -> Tensor:
 
 
 def _dtype(dtype: DTypeLike) -> torch.dtype:
-    if np.dtype(dtype) == bfloat16:
-        return torch.bfloat16
     found: torch.dtype = getattr(torch, np.dtype(dtype).name)
     return found
 

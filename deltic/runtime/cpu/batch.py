@@ -24,8 +24,7 @@ class Batch:
         self, n_tokens: int, n_places: int, n_pages_per_seq: int, n_logit_rows: int, allocate: Allocate
     ) -> None:
         def buffer(name: str, *size: int) -> Array:
-            array: Array = allocate(name, size, np.int32)
-            return array
+            return np.asarray(allocate(name, size, np.int32))
 
         counts, n_snapshots = buffer("counts", 3), n_tokens // PAGE_SIZE
         self.inputs = ForwardInputs(

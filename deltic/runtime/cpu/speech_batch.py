@@ -28,8 +28,7 @@ class SpeechBatch:
         self, shape: SpeechShape, n_rows: int, n_places: int, n_pages_per_seq: int, n_threads: int, allocate: Allocate
     ) -> None:
         def buffer(name: str, *size: int) -> Array:
-            array: Array = allocate(name, size, np.int32)
-            return array
+            return np.asarray(allocate(name, size, np.int32))
 
         self.shape = shape
         counts = buffer("counts", 5)
