@@ -480,7 +480,10 @@ def test_a_body_behind_its_answer_is_not_read_for_ever() -> None:
             with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=20) as client:
                 head = f"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: {n_bytes}\r\n\r\n"
                 client.sendall(head.encode())
-                assert client.recv(65_536).startswith(b"HTTP/1.1 404")
+                answer = client.recv(65_536)
+                while not answer.endswith(b"}}"):  # its body may come by itself
+                    answer += client.recv(65_536)
+                assert answer.startswith(b"HTTP/1.1 404")
                 try:
                     for _ in range(n_bytes // 100_000):
                         client.sendall(bytes(100_000))
