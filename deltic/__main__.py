@@ -1,4 +1,4 @@
-"""The command line: `deltic serve | chat | run | say | pack | plan | warmup | doctor | bench WHAT | version`.
+"""The command line: `deltic serve | chat | run | say | pack | plan | warmup | doctor | bench WHAT | ...`.
 
 A command's module is imported when it runs, so `deltic --help` answers at once. Its flags are in
 commands/flags.py or bench/flags.py.
@@ -138,7 +138,15 @@ COMMANDS = {
         lambda arguments: (settings.engine(arguments),),
     ),
     "doctor": Command(
-        "print the machine, the kernels that it runs and which promises hold here", flags.none, "commands.doctor:report"
+        "print what this machine is good for: which models fit, in which format, how fast",
+        flags.none,
+        "commands.doctor:report",
+    ),
+    "completion": Command(
+        "print a script that completes this command line in a shell",
+        flags.completion,
+        "commands.completion:script",
+        lambda arguments: (arguments.shell, parser()),
     ),
     "version": Command("print the version", flags.none, "commands.version:version"),
 }
@@ -174,7 +182,7 @@ Deltic {__version__} serves Qwen's hybrid models and Qwen3-TTS on this machine. 
   deltic serve Qwen/Qwen3.5-4B --quantize int8     a real one: a name on the hub, or a directory
   deltic chat                                      a conversation in this terminal
   deltic plan MODEL                                what fits in memory, and the speed to expect
-  deltic doctor                                    what this machine can run
+  deltic doctor                                    which models this machine can run, and how fast
 
 `deltic --help` lists every command, `deltic COMMAND --help` its flags."""
 """What `deltic` alone prints."""

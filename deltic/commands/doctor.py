@@ -1,4 +1,8 @@
-"""`deltic doctor`: the machine, the kernels that it runs, and which promises hold here."""
+"""`deltic doctor`: what this machine is good for, in one screen.
+
+The machine and its two roofs, which published models fit in which format, the tokens a second to expect, and
+the command to type next.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +10,53 @@ import importlib.util
 import platform
 import re
 import sys
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from deltic import __version__
+from deltic.commands.plan import decode_bytes
+from deltic.config import ConfigError, EngineConfig
 from deltic.machine import cpu_model, cuda_driver, free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.models.fields import CheckpointError
+from deltic.models.loading import COUNTED, COUNTED_ROWS
+from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import INSTRUCTION_SETS, cpu_flags, instruction_set
 from deltic.roofs import multiply_peak, read_bandwidth
+from deltic.runtime.build import gpu_device, plan_model, sees_gpu
+from deltic.runtime.cpu.device import Cpu
 
-PROMISES = (
-    ("P1 batch", "holds", "a sequence's logits have the same bits alone and in any batch"),
-    ("P2 chunking", "holds", "any cut of the prompt gives the same bits, not only cuts at multiples of 64"),
-    ("P3 cache", "holds", "behind a cached prefix, from whatever tier, a prompt has the bits of a cold one"),
-    (
-        "P4 life",
-        "holds",
-        "a sequence that was preempted, or that finds its cache after a restart, goes on with the same bits",
-    ),
-    ("P5 speculation", "not yet", "there is no speculative decoding"),
-    ("P6 sampling", "holds", "a token depends on its logits, the seed and the position only"),
-)
-"""Clause, state on the CPU, meaning."""
+if TYPE_CHECKING:
+    from deltic.runtime.gpu.device import Gpu
 
-ASSERTED = (
-    "tests/cpu/test_purity.py and test_prefix_bits.py assert those that hold, bit for bit: all on the library of the "
-    "instruction set above, P1 and P2 on every library that this CPU can run, for bfloat16, int8 and int4 weights. Bits are "
-    "equal within a library, not between libraries."
-)
-"""On what the tests show it."""
+MODELS = {
+    "Qwen/Qwen3.5-0.8B": "qwen3.5-0.8b",
+    "Qwen/Qwen3.5-2B": "qwen3.5-2b",
+    "Qwen/Qwen3.5-4B": "qwen3.5-4b",
+    "Qwen/Qwen3.5-9B": "qwen3.5-9b",
+    "Qwen/Qwen3.6-27B": "qwen3.6-27b",
+    "Qwen/Qwen3.6-35B-A3B": "qwen3.6-35b-a3b",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next-80b-a3b",
+    "Qwen/Qwen3.5-122B-A10B": "qwen3.5-122b-a10b",
+    "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice": "qwen3-tts-0.6b",
+    "Qwen/Qwen3-TTS-12Hz-1.7B-CustomVoice": "qwen3-tts-1.7b",
+}
+"""Names on the hub, and their sizes (--dummy): texts first, the larger the later, then speech."""
 
-GPU_PROMISES = (
-    ("P1 batch", "holds", "a sequence's logits have the same bits alone and in any batch"),
-    ("P2 chunking", "holds", "a prompt is cut at multiples of 64 only; whichever of them, the bits are the same"),
-    (
-        "P3 cache",
-        "holds",
-        "as on the CPU; what was decoded is not shared, the next turn's prompt is computed by prefill",
-    ),
-    ("P4 life", "holds", "as on the CPU; lost tokens of an answer come back one decode each, in the same bits"),
-    ("P5 speculation", "not yet", "there is no speculative decoding"),
-    ("P6 sampling", "holds", "a token depends on its logits, the seed and the position only"),
-)
-"""Clause, state on a GPU, meaning."""
+REACHED = {"cpu": 0.79, "cuda": 0.47}
+"""The least part of the memory's roof that one sequence reached in the kept runs of docs/performance.md."""
 
-GPU_ASSERTED = (
-    "tests/gpu asserts those that hold, bit for bit, on the GPU it runs on. Prefill and decode differ in bits there, so a token "
-    "of a prompt always goes through the one and a generated one through the other. Bits of a CPU and of a GPU differ."
-)
+CONTEXT = 1024
+"""Tokens behind which a speed is told."""
 
-GPU_OPERATORS = (
-    (
-        "linear, decode",
-        "Triton, K split by the weight's shape; the vendor's library for many rows where K is not split",
-    ),
-    ("linear, prefill", "the vendor's library from one full wave of tiles on, else Triton; the same bits"),
-    ("gdn", "Triton: one read and one write of the state (decode), chunks of 64 tokens (prefill)"),
-    ("attention", "Triton: splits by a row's own length (decode), tiles of 64 keys in order (prefill)"),
-    ("moe", "Triton: streams of the experts' weights (decode), products of gathered rows (prefill)"),
-    ("norms, sample", "Triton"),
-)
-"""Kernel families; which one runs follows from shapes alone."""
+FLUENT = 8.0
+"""Tokens a second that are read with ease: the largest model of such a speed is proposed."""
 
 HOPPER = (9, 0)
 
@@ -77,78 +64,112 @@ SLOWER = 0.9
 """A rate below this part of another's is said to be slower: two measurements of a moment differ by less."""
 
 
+@dataclass(frozen=True)
+class Column:
+    """A format on a device."""
+
+    format: str
+    """bfloat16, or a value of --quantize."""
+    device: Cpu | Gpu
+    bandwidth: float
+    """Bytes a second that the device reads."""
+
+    @property
+    def quantize(self) -> str | None:
+        return None if self.format == "bfloat16" else self.format
+
+    def config(self, size: str) -> EngineConfig:
+        return EngineConfig(dummy=size, quantize=self.quantize, device=self.device.name)
+
+    def fits(self, size: str) -> bool:
+        try:
+            plan_model(self.config(size), self.device, self.device.free_bytes())
+        except (ConfigError, CheckpointError):
+            return False
+        return True
+
+    def roof(self, size: str) -> float:
+        """Tokens a second of one sequence of a text model, if the memory's speed were all."""
+        store = COUNTED if self.device.name == "cpu" else COUNTED_ROWS
+        return self.bandwidth / decode_bytes(PUBLISHED[size], self.quantize, 1, CONTEXT, store)
+
+    def n_bytes(self, size: str) -> int:
+        """Of the weights."""
+        if size in PUBLISHED_SPEECH:
+            speech, kind = PUBLISHED_SPEECH[size], self.device.speech
+            return kind.weight_bytes(speech, self.quantize) + kind.vocoder_bytes(speech)
+        return self.device.text.weight_bytes(PUBLISHED[size], self.quantize)
+
+
 def report() -> str:
-    """The whole report as text. Takes about a second: it measures the CPU's two roofs."""
+    """The whole report as text. Takes about two seconds: it measures the roofs."""
     out = StringIO()
-    console = Console(file=out, width=110)
+    console = Console(file=out, width=110, highlight=False)
     console.print(f"deltic {__version__} · Python {sys.version.split()[0]} · {platform.platform()}")
-    _cpu(console)
-    _gpu(console)
+    columns = _cpu(console) + _gpu(console)
+    has_audio = all(importlib.util.find_spec(name) for name in ("soundfile", "soxr"))
+    console.print("Speech  " + ("ready" if has_audio else "audio files need more: pip install 'deltic\\[speech]'"))
+    if columns:
+        _models(console, columns)
     return out.getvalue()
 
 
-def _cpu(console: Console) -> None:
+def _cpu(console: Console) -> list[Column]:
+    """Prints what the CPU is; its formats."""
     n_cpus = n_usable_cpus()
-    console.print(f"{cpu_model()} · {n_cpus} usable CPUs · {free_memory_bytes() / 1e9:.1f} GB free{memory_bound()}")
+    console.print(
+        f"CPU     {cpu_model()} · {n_cpus} usable CPUs · {free_memory_bytes() / 1e9:.1f} GB free{memory_bound()}"
+    )
     try:
         name = instruction_set()
     except KernelError as error:
-        console.print(f"\n[bold red]{error}[/]")
-        return
-    better = [set_name for set_name, needed in INSTRUCTION_SETS if needed <= cpu_flags()]
+        console.print(f"        [bold red]{error}[/]")
+        return []
+    better = next(set_name for set_name, needed in INSTRUCTION_SETS if needed <= cpu_flags())
+    bandwidth = read_bandwidth(n_cpus)
     peaks = {name: multiply_peak(n_cpus, name) / 1e9 for name in ("bf16", "int8", "int4")}
     console.print(
-        f"read bandwidth {read_bandwidth(n_cpus) / 1e9:.1f} GB/s · multiply: bfloat16 {peaks['bf16']:.0f}, "
-        f"int8 {peaks['int8']:.0f}, int4 {peaks['int4']:.0f} Gop/s"
+        f"        kernels: {name}{'' if better == name else f' (this CPU can run {better}: install again)'} · reads "
+        f"{bandwidth / 1e9:.1f} GB/s · multiplies bfloat16 {peaks['bf16']:.0f}, int8 {peaks['int8']:.0f}, "
+        f"int4 {peaks['int4']:.0f} Gop/s"
     )
     slower = [name for name in ("int8", "int4") if peaks[name] < SLOWER * peaks["bf16"]]
     if slower:
-        console.print(
-            f"[bold]Prompts are computed more slowly with --quantize {' or '.join(slower)} than in bfloat16 here: less memory, and faster "
-            "decodes of few sequences, are what it brings.[/]"
-        )
-    console.print(
-        f"instruction set: {name}" + ("" if better[0] == name else f" (the CPU could run {better[0]}: install again)")
-    )
-    _promises(console, "on the CPU", PROMISES, ASSERTED)
+        console.print(f"        [bold]prompts are computed more slowly in {' and '.join(slower)} than in bfloat16[/]")
+    return [Column(format, Cpu(), bandwidth) for format in ("bfloat16", "int8", "int4")]
 
 
-def _gpu(console: Console) -> None:
+def _gpu(console: Console) -> list[Column]:
+    """Prints what the GPU is; its formats."""
     if cuda_driver() is None:
-        console.print("\nGPU: there is no NVIDIA driver here; models run on the CPU")
-        return
+        console.print("GPU     no NVIDIA driver: models run on the CPU")
+        return []
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("triton") is None:
-        console.print(
-            "\n[bold red]GPU: there is a driver, but torch or Triton is not installed: pip install 'deltic\\[gpu]', or give --device cpu[/]"
-        )
-        return
+        console.print("GPU     [bold red]a driver, but no torch or Triton: pip install 'deltic\\[gpu]'[/]")
+        return []
     import torch
     import triton
 
-    if not torch.cuda.is_available():
-        console.print(f"\nGPU: torch {torch.__version__} sees none; models run on the CPU")
-        return
+    if not sees_gpu():
+        console.print(f"GPU     torch {torch.__version__} sees none: models run on the CPU")
+        return []
 
     from deltic.ops.gpu.launch import pdl_works
+    from deltic.ops.gpu.roofs import GpuRoofs
 
     chip, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
-    capability = (chip.major, chip.minor)
+    roofs = GpuRoofs.measured()
     console.print(
-        f"\n{chip.name} · {free / 1e9:.1f} of {total / 1e9:.1f} GB free · {chip.multi_processor_count} multiprocessors · "
-        f"compute capability {chip.major}.{chip.minor}\n"
-        f"torch {torch.__version__} · Triton {triton.__version__} · driver {_driver() or 'unknown'} · programmatic dependent "
-        f"launch: {'yes' if pdl_works() else 'no'}"
+        f"GPU     {chip.name} · {free / 1e9:.1f} of {total / 1e9:.1f} GB free · compute capability {chip.major}.{chip.minor}"
+        f" · driver {_driver() or 'unknown'}\n"
+        f"        torch {torch.__version__} · Triton {triton.__version__} · reads {roofs.read / 1e9:.0f} GB/s · multiplies "
+        f"bfloat16 {roofs.multiply / 1e12:.0f} Top/s · dependent launch: {'yes' if pdl_works() else 'no'}"
     )
-    if capability != HOPPER:
+    if (chip.major, chip.minor) != HOPPER:
         console.print(
-            "[bold]The GPU backend was measured and tested on compute capability 9.0 only. That tile shapes leave bits alone is "
-            "a fact about that chip: run tests/gpu here before you rely on a promise.[/]"
+            "        [bold]tested on compute capability 9.0 only: run tests/gpu before you rely on exact bits[/]"
         )
-    table = Table("operator", "implementation", title="Operators on the GPU", title_justify="left")
-    for operator in GPU_OPERATORS:
-        table.add_row(*operator)
-    console.print(table)
-    _promises(console, "on the GPU", GPU_PROMISES, GPU_ASSERTED)
+    return [Column("bfloat16", gpu_device(EngineConfig(device="cuda")), roofs.read)]
 
 
 def _driver() -> str:
@@ -158,9 +179,41 @@ def _driver() -> str:
     return found[0] if found else ""
 
 
-def _promises(console: Console, where: str, promises: tuple[tuple[str, str, str], ...], note: str) -> None:
-    table = Table("promise", "here", "meaning", title=f"Promises {where}", title_justify="left")
-    for promise in promises:
-        table.add_row(*promise)
+def _models(console: Console, columns: list[Column]) -> None:
+    """Prints which models fit, how fast they are, and the command for the best of them."""
+    table = Table("weights in GB, tokens a second", box=None, pad_edge=False, header_style="")
+    for column in columns:
+        table.add_column(f"{'CPU' if column.device.name == 'cpu' else 'GPU'}, {column.format}")
+    fluent: list[tuple[bool, int, int]] = []
+    names = list(MODELS)
+    for model, size in MODELS.items():
+        row = [model]
+        for place, column in enumerate(columns):
+            said = "too large"
+            if column.fits(size):
+                said = "fits"
+            if said == "fits" and size in PUBLISHED:
+                roof = column.roof(size)
+                least = roof * REACHED[column.device.name]
+                said = f"{_short(least)} to {_short(roof)}"
+                if least >= FLUENT:  # of one size, the format that comes first is the most exact
+                    fluent.append((column.device.name == "cuda", names.index(model), -place))
+            row.append(f"{column.n_bytes(size) / 1e9:5.1f}  {said}")
+        table.add_row(*row)
+    console.print()
     console.print(table)
-    console.print(note)
+    console.print(
+        f"\nOne sequence behind {CONTEXT} tokens. The memory's speed allows the second; kept runs reached the first."
+    )
+    command, why = "deltic serve", "a small built-in model; no published one is fluent here"
+    if fluent:
+        _, nth, place = max(fluent)
+        quantize = columns[-place].quantize
+        command += f" {names[nth]}" + (f" --quantize {quantize}" if quantize else "")
+        why = "the largest that is fluent here"
+    console.print(f"Next:   [bold]{command}[/]   ({why})", soft_wrap=True)
+    console.print("Equal requests get equal bits, in any company, cut, cached or interrupted: docs/design/purity.md.")
+
+
+def _short(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 9.95 else f"{rate:.1f}"

@@ -141,3 +141,10 @@ def warmup(sub: argparse.ArgumentParser) -> None:
     """Of `deltic warmup`."""
     add_model(sub)
     add_engine(sub)
+
+
+def completion(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic completion`."""
+    sub.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), help='put eval "$(deltic completion bash)" into ~/.bashrc'
+    )

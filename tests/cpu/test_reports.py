@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from deltic.commands import plan as fit
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.fields import CheckpointError
 from deltic.models.packed import PACKED
+from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.runtime import build
 from deltic.runtime.build import build_runner, is_for_gpu
 
@@ -100,18 +103,50 @@ def test_a_gpu_that_is_not_used_for_want_of_packages_is_said(monkeypatch: pytest
     assert runner.info.device == "cpu" and any("deltic[gpu]" in notice for notice in runner.info.notices)
 
 
-def test_doctor_without_a_gpu(without_gpu: None) -> None:
-    report = words(doctor.report())
-    assert "there is no NVIDIA driver here; models run on the CPU" in report and "Promises on the GPU" not in report
-    for clause, state, _ in doctor.PROMISES:
-        assert f"{clause} {state}" in report
+def test_doctor_fits_a_screen(without_gpu: None) -> None:
+    lines = doctor.report().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 110
+    assert "no NVIDIA driver: models run on the CPU" in words("\n".join(lines))
+    assert [line.split()[0] for line in lines if line.startswith("Qwen/")] == list(doctor.MODELS)
+    (header,) = (line for line in lines if line.startswith("weights in GB"))
+    assert re.findall(r"CPU, \w+", header) == ["CPU, bfloat16", "CPU, int8", "CPU, int4"]
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "bandwidth", "command"),
+    [
+        (24.0, 30e9, "deltic serve Qwen/Qwen3.5-4B --quantize int4"),
+        (8.0, 30e9, "deltic serve Qwen/Qwen3.5-4B --quantize int4 (the largest"),
+        (3.0, 30e9, "deltic serve Qwen/Qwen3.5-2B --quantize int8"),
+        (900.0, 400e9, "deltic serve Qwen/Qwen3.5-122B-A10B"),
+        (1.0, 1e9, "deltic serve (a small"),
+    ],
+)
+def test_doctor_proposes_what_fits_and_is_fluent(
+    free_gb: float, bandwidth: float, command: str, without_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "read_bandwidth", lambda n_threads: bandwidth)
+    monkeypatch.setattr(doctor.Cpu, "free_bytes", lambda self: int(free_gb * 1e9))
+    assert f"Next: {command}" in words(doctor.report())
+
+
+def test_doctor_expects_what_kept_runs_reached() -> None:
+    """The least share of the roof, of one sequence, in the tables of docs/performance.md."""
+    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    cpu = re.findall(r"^\| decode, N = 1, .*?\), (\d+) %", text, re.MULTILINE)
+    gpu = re.findall(r"^\| of the roof \| (\d+) %", text, re.MULTILINE)
+    assert {"cpu": min(map(int, cpu)) / 100, "cuda": min(map(int, gpu)) / 100} == doctor.REACHED
+
+
+def test_doctor_names_published_sizes() -> None:
+    assert set(doctor.MODELS.values()) <= PUBLISHED.keys() | PUBLISHED_SPEECH.keys()
 
 
 @pytest.mark.parametrize(
     ("int8", "int4", "said"),
     [
-        (441, 359, "more slowly with --quantize int8 or int4 than in bfloat16"),
-        (2400, 359, "more slowly with --quantize int4 than in"),
+        (441, 359, "more slowly in int8 and int4 than in bfloat16"),
+        (2400, 359, "more slowly in int4 than in"),
         (1190, 1150, None),
     ],
 )
@@ -129,21 +164,21 @@ def test_doctor_says_where_quantised_prompts_are_slower(
 def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from deltic.ops.gpu import launch
+    from deltic.ops.gpu.roofs import GpuRoofs
+    from deltic.runtime.gpu.device import Gpu
 
-    chip = SimpleNamespace(name="NVIDIA X100", major=major, minor=0, multi_processor_count=132)
+    chip = SimpleNamespace(name="NVIDIA X100", major=major, minor=0)
     monkeypatch.setattr(doctor, "cuda_driver", object)
+    monkeypatch.setattr(build, "cuda_driver", object)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (130 * 10**9, 141 * 10**9))
     monkeypatch.setattr(launch, "pdl_works", lambda: major >= 9)
+    monkeypatch.setattr(GpuRoofs, "measured", lambda: GpuRoofs(4e12, 8e14))
+    monkeypatch.setattr(Gpu, "free_bytes", lambda self: 130 * 10**9)
     report = words(doctor.report())
-    assert "NVIDIA X100 · 130.0 of 141.0 GB free · 132 multiprocessors" in report
-    assert f"programmatic dependent launch: {'yes' if major >= 9 else 'no'}" in report
-    assert "Operators on the GPU" in report and "Promises on the GPU" in report
-    assert ("was measured and tested on compute capability 9.0 only" in report) == (major != 9)
-
-
-def test_every_promise_has_a_state_on_both() -> None:
-    assert [row[0] for row in doctor.PROMISES] == [row[0] for row in doctor.GPU_PROMISES]
-    for _, state, _ in (*doctor.PROMISES, *doctor.GPU_PROMISES):
-        assert state in ("holds", "not yet")
+    assert f"NVIDIA X100 · 130.0 of 141.0 GB free · compute capability {major}.0" in report
+    assert f"dependent launch: {'yes' if major >= 9 else 'no'}" in report
+    assert "GPU, bfloat16" in report and "CPU, int4" in report
+    assert "Next: deltic serve Qwen/Qwen3.6-35B-A3B (" in report, "the GPU goes first"
+    assert ("tested on compute capability 9.0 only" in report) == (major != 9)

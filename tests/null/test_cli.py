@@ -6,6 +6,8 @@ import ast
 import asyncio
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from tests.fake_openai import FakeOpenAI
 
 NAMES = [*COMMANDS, *(f"bench {name}" for name in BENCHES)]
 """What stands behind `deltic`."""
-NEEDS = {"run": "run in out", "pack": "pack --out x", "say": "say hello"}
+NEEDS = {"run": "run in out", "pack": "pack --out x", "say": "say hello", "completion": "completion bash"}
 """Commands with what they need at least."""
 
 
@@ -61,6 +63,40 @@ def test_every_command_is_where_the_table_says(command):
     module, _, name = command.function.partition(":")
     source = (Path(deltic.__file__).parent / (module.replace(".", "/") + ".py")).read_text()
     assert name in {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("se", {"serve"}),
+        ("bench q", {"quality"}),
+        ("serve --quantize ", {"int8", "int4", "int4-symmetric"}),
+        ("serve --max-model", {"--max-model-len"}),
+        ("serve a-dir", {"a-directory"}),
+        ("run in", {"in.jsonl"}),
+    ],
+)
+def test_a_shell_completes_commands_flags_values_and_files(words: str, offered: set[str], tmp_path: Path) -> None:
+    (tmp_path / "a-directory").mkdir()
+    (tmp_path / "in.jsonl").touch()
+    script = subprocess.run([sys.executable, "-m", "deltic", "completion", "bash"], capture_output=True, check=True)
+    typed = shlex.join(["deltic", *words.split(" ")])
+    ask = f"COMP_WORDS=({typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_deltic; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(
+        ["bash", "-c", f"{script.stdout.decode()}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, timeout=30
+    )
+    assert set(done.stdout.split()) == offered, done.stderr
+
+
+@pytest.mark.parametrize(("shell", "check"), [("zsh", "zsh -n"), ("fish", "fish --no-execute")])
+def test_other_shells_read_their_scripts(
+    shell: str, check: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    (script := tmp_path / "script").write_text(capsys.readouterr().out)
+    assert "--max-model-len" in script.read_text()
+    if shutil.which(shell):
+        assert subprocess.run([*check.split(), str(script)], capture_output=True, timeout=30).stderr == b""
 
 
 def test_version(capsys):

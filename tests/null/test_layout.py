@@ -20,10 +20,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 175
+MAX_SOURCE_FILES = 176
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 34_000
+MAX_PACKAGE_LINES = 34_250
+"""34,000 for what there was; 250 for first contact: models that fit a machine, completion, downloads file by file that resume."""
 MAX_PROSE_COLUMNS = 110
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import jiter
 import msgspec
-import pydantic_core
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 """Names that a tool may have."""
@@ -41,11 +41,11 @@ def given_arguments(text: str) -> dict[str, Any] | None:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         try:
-            value = pydantic_core.from_json(text)
+            value = jiter.from_json(text.encode())
         except ValueError as error:
             if not str(error).startswith("EOF"):
                 return None
-            value = pydantic_core.from_json(text, allow_partial="trailing-strings")
+            value = jiter.from_json(text.encode(), partial_mode="trailing-strings")
     return value if isinstance(value, dict) else None
 
 

@@ -1,0 +1,29 @@
+"""`deltic completion SHELL`: a script that completes deltic's command line, from its own parsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import shtab
+
+FILES = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "MODEL": shtab.DIRECTORY}
+"""What is completed where an argument is called so; a MODEL may be a directory."""
+
+
+def script(shell: str, parser: argparse.ArgumentParser) -> str:
+    """For `eval` by the shell: bash, zsh or fish."""
+    for action in _actions(parser):
+        name = action.metavar if isinstance(action.metavar, str) else ""
+        if complete := FILES.get(name, shtab.FILE if name.endswith(".jsonl") else None):
+            action.complete = complete  # type: ignore[attr-defined]
+    text: str = shtab.complete(parser, shell)
+    return text
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _actions(child)
