@@ -13,7 +13,7 @@ ARGS ?=
 
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 
-.PHONY: always install serve test test-cpu test-others bench soak soak-speech oracle lint wheel clean
+.PHONY: always install serve test test-cpu test-others test-package bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -92,6 +92,10 @@ wheel: $(VENV)/.wheel-tools
 $(VENV)/.wheel-tools: $(VENV)/.python
 	$(BIN)/python -m pip install --quiet wheel auditwheel
 	touch $@
+
+# The package as its users have it, in an environment without torch and with no compiler on the PATH (tests/installed.py).
+test-package: $(VENV)/.test-installed wheel
+	$(BIN)/python -m tests.installed dist/deltic-*_$(ARCH).whl
 
 clean:
 	rm -rf $(VENV) build deltic/ops/lib dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

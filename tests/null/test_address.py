@@ -18,6 +18,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+import deltic
 from deltic.config import ConfigError, ServerConfig, resolve
 from deltic.server.address import listen, listening, tls, url_of
 from deltic.server.app import create_app
@@ -174,7 +175,7 @@ def test_a_prefix_is_a_path_of_its_own(prefixed: str) -> None:
 
 
 def test_the_page_asks_below_its_own_address() -> None:
-    page = (Path(__file__).parents[2] / "deltic/server/page.html").read_text()
+    page = (Path(deltic.__file__).parent / "server/page.html").read_text()
     for call in ('fetch("', 'call("', "fetch('", "call('", "call(`", "fetch(`"):
         assert f"{call}/" not in page
 

@@ -25,8 +25,6 @@ from deltic.config import (
 from deltic.machine import MAX_THREADS, free_memory, n_oom_kills, n_usable_cpus
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
 
-CSRC = Path(__file__).parents[2] / "deltic" / "csrc"
-
 
 def test_flags_over_variables_over_defaults() -> None:
     environ = {"DELTIC_THREADS": "3", "DELTIC_SEED": "4"}
@@ -103,7 +101,6 @@ def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting() -> None:
 
 
 def test_no_more_threads_than_the_pool_has_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"constexpr int MAX_THREADS = {MAX_THREADS};" in (CSRC / "pool.cpp").read_text()
     monkeypatch.setattr("deltic.machine.CPUS", tuple(range(1000)))
     assert n_usable_cpus() <= MAX_THREADS
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import deltic
+from deltic.machine import MAX_THREADS
 from tests import wheel
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,10 @@ def test_every_instruction_set_is_compiled_and_carried() -> None:
     compiled = set(re.findall(r"^ *kernels\((\w+)", CMAKE, re.MULTILINE))
     chosen = set(re.findall(r'^    \("(\w+)", ', (ROOT / "deltic/ops/cpu/program.py").read_text(), re.MULTILINE))
     assert compiled == chosen == wheel.X86 | wheel.ARM
+
+
+def test_the_pool_has_a_place_for_every_thread() -> None:
+    assert f"constexpr int MAX_THREADS = {MAX_THREADS};" in (ROOT / "deltic/csrc/pool.cpp").read_text()
 
 
 def test_the_glibc_is_the_same_everywhere() -> None:
