@@ -23,7 +23,7 @@ SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 MAX_SOURCE_FILES = 175
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 34_000
+MAX_PACKAGE_LINES = 34_125
 MAX_PROSE_COLUMNS = 110
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 
