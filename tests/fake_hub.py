@@ -25,10 +25,18 @@ class FakeHub:
     rate: float = 0.0
     """Bytes a second of each file; 0: as fast as it goes."""
     n_breaks: int = 0
-    """How many files are cut off in the middle."""
+    """How many answers with a big file are cut off in the middle."""
+    n_empty: int = 0
+    """How many answers with a big file end before the first byte of it, after those that are cut off."""
+    wrong: set[str] = field(default_factory=set)
+    """Files that come with other bytes than the hub says."""
     gated: bool = False
     down: bool = False
     asked: list[str] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes sent of each file."""
+    sending: list[str] = field(default_factory=list)
+    """Who is being answered."""
 
     def at(self, commit: str) -> dict[str, bytes]:
         return self.files | (self.old if commit == COMMITS["old"] else {})
@@ -44,6 +52,13 @@ class _Answer(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        self.hub.sending.append(self.path)
+        try:
+            self._get()
+        finally:
+            self.hub.sending.remove(self.path)
+
+    def _get(self) -> None:
         hub, path = self.hub, self.path.partition("?")[0]
         hub.asked.append(f"{self.command} {path}")
         if hub.down:
@@ -68,22 +83,23 @@ class _Answer(BaseHTTPRequestHandler):
             return
         files = self.hub.at(commit)
         if rest and rest[0] == "tree":
-            told: Any = [
-                {"type": "file", "path": name, "size": len(data), "oid": _etag(data)} for name, data in files.items()
-            ]
+            told: Any = [{"type": "file", "path": name, **_told(name, data)} for name, data in files.items()]
         else:
-            told = {"id": "owner/model", "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+            siblings = [{"rfilename": name} | _sibling(name, data) for name, data in files.items()]
+            told = {"id": "owner/model", "sha": commit, "siblings": siblings}
         self._say(200, json.dumps(told).encode(), {"Content-Type": "application/json"})
 
     def _file(self, commit: str, name: str) -> None:
         data = self.hub.at(COMMITS.get(commit, commit))[name]
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        more = {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": COMMITS.get(commit, commit)}
+        more = {"ETag": f'"{blob_name(name, data)}"', "X-Repo-Commit": COMMITS.get(commit, commit)}
         if start:
             more["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        self._say(206 if start else 200, data[start:], more)
+        if name in self.hub.wrong:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        self._say(206 if start else 200, data[start:], more, name)
 
-    def _say(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _say(self, status: int, body: bytes, headers: dict[str, str], file: str = "") -> None:
         hub = self.hub
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(body))} | headers).items():
@@ -91,14 +107,14 @@ class _Answer(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        is_file = "/resolve/" in self.path
-        if is_file and hub.n_breaks and len(body) > 100:
-            hub.n_breaks -= 1
-            self.wfile.write(body[: len(body) // 2])
+        if file and len(body) > 100 and (hub.n_breaks or hub.n_empty):
+            body = body[: len(body) // 2] if hub.n_breaks else b""
+            if hub.n_breaks:
+                hub.n_breaks -= 1
+            else:
+                hub.n_empty -= 1
             self.close_connection = True
-            self.connection.close()
-            return
-        piece = max(1, int(hub.rate / 20)) if hub.rate and is_file else len(body)
+        piece = max(1, int(hub.rate / 20)) if hub.rate and file else len(body)
         for i in range(0, len(body), piece or 1):
             try:
                 self.wfile.write(body[i : i + piece])
@@ -106,12 +122,41 @@ class _Answer(BaseHTTPRequestHandler):
             except OSError:
                 self.close_connection = True
                 return
+            if file:
+                hub.sent[file] = hub.sent.get(file, 0) + len(body[i : i + piece])
             if piece < len(body):
                 time.sleep(0.05)
 
 
-def _etag(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+def is_lfs(name: str) -> bool:
+    """Whether the hub stores it beside git, as it does with what is big."""
+    return name.endswith((".safetensors", "tokenizer.json"))
+
+
+def blob_name(name: str, data: bytes) -> str:
+    """The name of a file in the cache: its hash."""
+    return hashlib.sha256(data).hexdigest() if is_lfs(name) else _git(data)
+
+
+def _git(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _told(name: str, data: bytes) -> dict[str, Any]:
+    """What the hub's tree says of a file: `oid` is git's hash of the file, or of the pointer to it."""
+    if not is_lfs(name):
+        return {"size": len(data), "oid": _git(data)}
+    lfs = {"oid": blob_name(name, data), "size": len(data), "pointerSize": 130}
+    return {"size": len(data), "oid": _git(lfs["oid"].encode()), "lfs": lfs}
+
+
+def _sibling(name: str, data: bytes) -> dict[str, Any]:
+    """What the hub's model says of a file, in other words."""
+    told = _told(name, data)
+    told["blobId"] = told.pop("oid")
+    if "lfs" in told:
+        told["lfs"]["sha256"] = told["lfs"].pop("oid")
+    return told
 
 
 @contextmanager

@@ -25,6 +25,11 @@ class UnsupportedModelError(ValueError):
         self.supported = supported
 
 
+def mending(path: Path) -> str:
+    """What mends a damaged file. In the hub's cache a name is a link, and the file behind it in the way."""
+    return f"delete {path.resolve()} and start again" if path.is_symlink() else "download it again"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError if it is absent, broken or not an object."""
     try:
@@ -32,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); is this a checkpoint?") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: broken JSON ({error}); download it again") from error
+        raise CheckpointError(f"{path}: broken JSON ({error}); {mending(path)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

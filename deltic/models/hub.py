@@ -10,13 +10,18 @@ input does.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import os
+import queue
 import re
+import shutil
 import sys
 import threading
 import time
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,8 +30,25 @@ from deltic.models.fields import CheckpointError
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
+_HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
 LOOK_S = 0.5
-"""How often it is looked what has come."""
+"""How often it is told what has come."""
+
+TELLING_S = 10.0
+"""How long the hub may take to tell its files, as the library has it."""
+
+N_AT_ONCE = 8
+"""Files that come at the same time, as the library has it."""
+
+N_BREAKS = 20
+"""How often a file may be cut off in a download."""
+
+MAX_HTTP_BYTES = 50_000_000_000
+"""The biggest file that the hub gives over plain HTTP."""
+
+CHUNK_BYTES = 1 << 18
+"""What of a file is written or read at once; what a break may cost."""
 
 TELL_AFTER_S = 1.0
 """What is in the cache takes less, and needs no word."""
@@ -44,11 +66,22 @@ class Download(msgspec.Struct, frozen=True):
     """Where the cache is; None: where HF_HOME says."""
 
 
+class Part(msgspec.Struct):
+    """One file that was not in the cache."""
+
+    name: str
+    total_bytes: int
+    done_bytes: int = 0
+    checked_bytes: int = 0
+    stage: Literal["waiting", "downloading", "checking", "done"] = "waiting"
+
+
 class Progress(msgspec.Struct, tag="progress"):
-    """How much has come."""
+    """How much has come, and the files under way."""
 
     done_bytes: int
     total_bytes: int
+    files: list[Part] = []
 
 
 class Outcome(msgspec.Struct, tag="outcome"):
@@ -69,18 +102,23 @@ def is_hub_name(name: str) -> bool:
     return not Path(name).expanduser().exists() and bool(_HUB_NAME.fullmatch(name)) and not name.startswith(".")
 
 
-def download(wanted: Download) -> Path:
-    """The directory of the files, which are downloaded if they are not there. Raises CheckpointError."""
+def download(wanted: Download, parts: list[Part] | None = None) -> Path:
+    """The directory of the files, which are downloaded if they are not there; `parts` gets those, and is kept
+    up to date. Raises CheckpointError.
+    """
     import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
     from huggingface_hub import errors
 
     name, given = wanted.name, wanted.revision
     try:
+        _fill(wanted, [] if parts is None else parts)
         return Path(
             huggingface_hub.snapshot_download(
                 name, revision=given, cache_dir=wanted.directory, allow_patterns=list(wanted.files)
             )
         )
+    except CheckpointError:
+        raise
     except errors.GatedRepoError as error:
         raise CheckpointError(f"{name}: gated on the hub; accept its terms there and set HF_TOKEN") from error
     except errors.RevisionNotFoundError as error:
@@ -97,56 +135,168 @@ def download(wanted: Download) -> Path:
     except Exception as error:  # the hub's own, the system's, and those of whichever HTTP library it has
         said = " ".join(str(error).split()) or type(error).__name__
         raise DownloadFailed(
-            f"{name}: the download failed ({said}); start again: files that have come whole are kept"
+            f"{name}: the download failed ({said}); start again: it goes on from what has come"
         ) from error
 
 
-class _Watch:
-    """Bytes that come into the cache, and how many there will be."""
+def _fill(wanted: Download, parts: list[Part]) -> None:
+    """Downloads the blobs that the cache has not. The library then finds them, and makes a snapshot of them.
 
-    def __init__(self, wanted: Download) -> None:
-        """Of the time before the download."""
-        from huggingface_hub.constants import HF_HUB_CACHE
+    The library's own download begins a file again after each end of the process, and looks at no hash. Where
+    the hub tells nothing (it cannot be reached, or wants a token) all is left to the library, which says what
+    is wrong or finds everything in the cache. Raises DownloadFailed, OSError, and what the library does.
+    """
+    from huggingface_hub import HfApi, constants
 
-        self._wanted = wanted
-        folder = "models--" + wanted.name.replace("/", "--")
-        self._blobs = Path(wanted.directory or HF_HUB_CACHE, folder, "blobs")
-        self._before = set(self._sizes())
+    try:
+        told = HfApi().model_info(wanted.name, revision=wanted.revision, files_metadata=True, timeout=TELLING_S)
+    except Exception:
+        return
+    commit = told.sha or ""
+    folder = Path(wanted.directory or constants.HF_HUB_CACHE, "models--" + wanted.name.replace("/", "--"))
+    missing: dict[str, Part] = {}
+    for file in told.siblings or ():
+        name, blob = file.rfilename, (file.lfs.sha256 if file.lfs else file.blob_id) or ""
+        is_safe = _HASH.fullmatch(blob) and _HASH.fullmatch(commit) and not {"..", "/"} & {*Path(name).parts}
+        if file.size is None or not is_safe or not any(fnmatch(name, each) for each in wanted.files):
+            continue
+        places = (folder / "snapshots" / commit / name, folder / "blobs" / blob)
+        for place in places:
+            if place.is_file() and place.stat().st_size != file.size:
+                place.unlink()  # cut short by a full disk or a loss of power
+        if not any(place.is_file() for place in places):
+            missing[blob] = Part(name, file.size)
+    if missing:
+        (folder / "blobs").mkdir(parents=True, exist_ok=True)
+        _fetch_all(wanted.name, commit, folder, missing, parts)
 
-    def n_missing_bytes(self) -> int:
-        """Asks the hub. Raises what its library does."""
-        from huggingface_hub import HfApi
-        from huggingface_hub.hf_api import RepoFile
 
-        wanted = self._wanted
-        listed = HfApi().list_repo_tree(wanted.name, recursive=True, revision=wanted.revision)
-        files = [entry for entry in listed if isinstance(entry, RepoFile)]
-        wanted_files = [file for file in files if any(fnmatch(file.path, each) for each in wanted.files)]
-        blobs = {file.lfs.sha256 if file.lfs else file.blob_id: file.size for file in wanted_files}
-        return sum(size for blob, size in blobs.items() if blob not in self._before)
-
-    def n_come_bytes(self) -> int:
-        return sum(size for blob, size in self._sizes().items() if blob not in self._before)
-
-    def _sizes(self) -> dict[str, int]:
-        sizes = {}
+def _fetch_all(name: str, commit: str, folder: Path, missing: dict[str, Part], parts: list[Part]) -> None:
+    """Downloads files, by their blobs, some at a time. Raises the first error."""
+    for blob, part in missing.items():
         with contextlib.suppress(OSError):
-            for entry in os.scandir(self._blobs):
-                with contextlib.suppress(OSError):  # renamed meanwhile
-                    stat = entry.stat()
-                    # Some files are made at full size, empty.
-                    sizes[entry.name] = min(stat.st_size, stat.st_blocks * 512)
-        return sizes
+            part.done_bytes = _half(folder, blob).stat().st_size
+    parts += missing.values()
+    n_bytes = sum(max(0, part.total_bytes - part.done_bytes) for part in missing.values())
+    if n_bytes > (n_free := shutil.disk_usage(folder).free):
+        raise DownloadFailed(
+            f"{name}: {n_bytes / 1e9:.2f} GB are to come, but the disk of {folder} has {n_free / 1e9:.2f} GB free; "
+            "make room, or give --download-dir another one"
+        )
+    slots, ended = threading.Semaphore(N_AT_ONCE), queue.SimpleQueue[Exception | None]()
+
+    def work(blob: str, part: Part) -> None:
+        with slots:
+            try:
+                _fetch(part, name, commit, folder, blob)
+                ended.put(None)
+            except Exception as error:
+                ended.put(error)
+
+    for blob, part in missing.items():  # in no pool, whose threads would outlive a Ctrl-C
+        threading.Thread(target=work, args=(blob, part), daemon=True).start()
+    for _ in missing:
+        if (error := ended.get()) is not None:
+            raise error
 
 
-def _tell(watch: _Watch) -> None:
+def _half(folder: Path, blob: str) -> Path:
+    """The file that becomes the blob, named as by the versions of the library that go on with one."""
+    return folder / "blobs" / f"{blob}.incomplete"
+
+
+def _fetch(part: Part, name: str, commit: str, folder: Path, blob: str) -> None:
+    """Downloads a file from where it stopped, and checks it, if no other process does.
+
+    Raises DownloadFailed if its hash is not the one that the hub says, and what the library does.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    half, whole = _half(folder, blob), folder / "blobs" / blob
+    is_huge = part.total_bytes > MAX_HTTP_BYTES
+    part.stage = "downloading"
+    lock = folder.parent / ".locks" / folder.name / f"{blob}.lock"  # the library's
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        for left in whole.parent.glob(f"{blob}.*.incomplete") if is_huge else ():
+            left.unlink()  # of the library, which cannot go on with it
+        while not whole.exists() and not is_huge:
+            n_old = _get(part, name, commit, half)
+            if _is_right(part, half, blob):
+                half.rename(whole)
+                break
+            half.unlink()
+            if not n_old:  # else what was there was wrong, not what has come
+                raise DownloadFailed(
+                    f"{name}: {part.name} has another hash than the hub says, and was deleted; start again; if that does not "
+                    "help, the hub or a proxy on the way changes it"
+                )
+            part.stage = "downloading"
+    if is_huge:  # hf_xet alone brings such a file, and checks it
+        hf_hub_download(name, part.name, revision=commit, cache_dir=folder.parent)
+    part.done_bytes, part.stage = part.total_bytes, "done"
+
+
+class _Counted(io.BufferedWriter):
+    """The end of a file, which tells how long the file is."""
+
+    part: Part
+
+    def write(self, data: Any, /) -> int:
+        n_bytes = super().write(data)
+        self.part.done_bytes = self.tell()
+        return n_bytes
+
+
+def _get(part: Part, name: str, commit: str, half: Path) -> int:
+    """Downloads what is missing of a file, through breaks for as long as something comes between them.
+
+    Returns how many bytes were there before. Raises what the library does, OSError.
+    """
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
+    url, headers = hf_hub_url(name, part.name, revision=commit), build_hf_headers()
+    headers["Accept-Encoding"] = "identity"  # a range of what is stored
+    rest: dict[str, Any] = {"headers": headers, "expected_size": part.total_bytes, "displayed_filename": part.name}
+    with _Counted(io.FileIO(half, "a")) as file:
+        n_old = file.tell() if file.tell() <= part.total_bytes else file.truncate(0)
+        file.part, part.done_bytes = part, n_old
+        for n_left in reversed(range(N_BREAKS)):
+            n_before = part.done_bytes
+            try:
+                http_get(url, file, resume_size=n_before, **rest)
+                break
+            except Exception:
+                if not n_left or part.done_bytes <= n_before:
+                    raise
+                time.sleep(1)
+        file.flush()
+        os.fsync(file.fileno())  # else a loss of power leaves a file of the right size, empty
+    return n_old
+
+
+def _is_right(part: Part, file: Path, blob: str) -> bool:
+    """Whether the file is the blob of this name: the SHA-256 of a big file, git's of a small one."""
+    part.stage, part.checked_bytes = "checking", 0
+    is_big = len(blob) == 64
+    digest = hashlib.sha256() if is_big else hashlib.sha1(b"blob %d\0" % part.total_bytes, usedforsecurity=False)
+    with file.open("rb", buffering=0) as opened:
+        while data := opened.read(CHUNK_BYTES):
+            digest.update(data)
+            part.checked_bytes += len(data)
+    return digest.hexdigest() == blob
+
+
+def _tell(parts: list[Part]) -> None:
     """Writes how much has come, while the download goes on."""
     time.sleep(TELL_AFTER_S)
-    total = 0
-    with contextlib.suppress(Exception):  # then without: what is wrong with the hub the download will say
-        total = watch.n_missing_bytes()
     while True:
-        _say(Progress(watch.n_come_bytes(), total))
+        done, total = sum(part.done_bytes for part in parts), sum(part.total_bytes for part in parts)
+        _say(Progress(done, total, [part for part in parts if part.stage in ("downloading", "checking")]))
         time.sleep(LOOK_S)
 
 
@@ -156,28 +306,19 @@ def _say(line: Progress | Outcome) -> None:
         sys.stdout.flush()
 
 
-_OWN_PART = re.compile(r"\.[0-9a-f]{8}\.incomplete$")
-"""A part that nobody can go on with: its name is one process's."""
-
-
 def _end_with_parent() -> None:
     """Ends the process when whoever started it closes its input, or is gone."""
     sys.stdin.buffer.read()
-    with contextlib.suppress(OSError):
-        for link in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = os.readlink(link)
-                if _OWN_PART.search(target):
-                    os.unlink(target)
     os._exit(1)
 
 
 def main() -> None:
     wanted = msgspec.json.decode(sys.argv[1], type=Download)
+    parts: list[Part] = []
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    threading.Thread(target=_tell, args=(_Watch(wanted),), daemon=True).start()
+    threading.Thread(target=_tell, args=(parts,), daemon=True).start()
     try:
-        outcome = Outcome(directory=str(download(wanted)))
+        outcome = Outcome(directory=str(download(wanted, parts)))
     except CheckpointError as error:
         outcome = Outcome(error=str(error), may_pass=isinstance(error, DownloadFailed))
     _say(outcome)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from deltic.models.fields import CheckpointError
+from deltic.models.fields import CheckpointError, mending
 from deltic.ops.arrays import Array, bfloat16
 
 DTYPES = {
@@ -41,17 +41,18 @@ class Header:
     end: int
 
 
-def read_header(file: Path, advice: str = "download it again") -> tuple[dict[str, Header], dict[str, str]]:
+def read_header(file: Path, advice: str = "") -> tuple[dict[str, Header], dict[str, str]]:
     """The tensors of a file by name, and its metadata.
 
-    Raises CheckpointError, which ends in the advice, for a file that is absent, damaged or cut short.
+    Raises CheckpointError, which ends in the advice (else what mends a download), for a file that is absent,
+    damaged or cut short.
     """
     try:
         with safe_open(str(file), framework="np"), file.open("rb") as opened:  # opening it checks it
             size = int.from_bytes(opened.read(8), "little")
             fields = json.loads(opened.read(size))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: damaged or unreadable ({error}); {advice}") from error
+        raise CheckpointError(f"{file}: damaged or unreadable ({error}); {advice or mending(file)}") from error
     metadata = fields.pop("__metadata__", None) or {}
     headers = {}
     for name, tensor in fields.items():
@@ -83,6 +84,6 @@ class MappedFiles:
                     self._mapped[header.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             flat = np.frombuffer(self._mapped[header.file], np.uint8, n_bytes, header.begin)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{header.file}: cannot be read ({error}); download it again") from error
+            raise CheckpointError(f"{header.file}: cannot be read ({error}); {mending(header.file)}") from error
         self._n_read += n_bytes
         return np.asarray(flat.view(DTYPES[header.dtype]).reshape(header.shape))

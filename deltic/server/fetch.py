@@ -21,10 +21,12 @@ import msgspec
 from deltic.config import EngineConfig, ServerConfig
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
 from deltic.models.fields import CheckpointError
-from deltic.models.hub import Download, DownloadFailed, Outcome, Progress, is_hub_name
+from deltic.models.hub import Download, DownloadFailed, Outcome, Part, Progress, is_hub_name
 
 if TYPE_CHECKING:
     import ssl
+
+    from rich.progress import TaskID
 
     from deltic.server.meanwhile import Meanwhile
 
@@ -36,7 +38,10 @@ LINE_EVERY_S = 5.0
 """Between the lines of the log, where there is no terminal."""
 
 ENDING_S = 2.0
-"""How long a download that was told to end may take to clear away what nobody can go on with."""
+"""How long a download that was told to end may take to do so."""
+
+MAX_NAMED = 3
+"""Files in a line of the log."""
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -112,7 +117,7 @@ async def _fetch(wanted: Download, stop: asyncio.Event, tell: Tell) -> Path | No
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for the server
-        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        env={"HF_HUB_VERBOSITY": "error", **os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         limit=MAX_LINE_BYTES,
     )
     assert process.stdin and process.stdout
@@ -158,28 +163,57 @@ async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
 
 @contextlib.contextmanager
 def _shown(name: str) -> Iterator[Show]:
-    """Takes progress, for a bar in a terminal, else a line every few seconds."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bars
-
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
-            bar = bars.add_task(f"downloading {name}", total=None)
-            yield lambda told: bars.update(bar, completed=told.done_bytes, total=told.total_bytes or None)
+    """Takes progress, for bars in a terminal, else a line every few seconds."""
+    if not sys.stderr.isatty():
+        yield _lines(name)
         return
-    last_s, last_bytes = time.monotonic() - LINE_EVERY_S, 0
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
+        shown: dict[tuple[str, int], TaskID] = {}
+
+        def draw(told: Progress) -> None:
+            rows = {(f"downloading {name}", told.total_bytes): told.done_bytes}
+            for file in told.files:
+                text, done = _at(file)
+                rows[f"  {text}", file.total_bytes] = done
+            for gone in shown.keys() - rows.keys():
+                bars.remove_task(shown.pop(gone))
+            for (text, total), done in rows.items():
+                if (text, total) not in shown:  # with what has come before, which is none of the speed
+                    shown[text, total] = bars.add_task(text, total=total or None, completed=done)
+                bars.update(shown[text, total], completed=done)
+
+        yield draw
+
+
+def _at(file: Part) -> tuple[str, int]:
+    """What is done with a file, in few words, and how many bytes have come of that."""
+    return (f"checking {file.name}", file.checked_bytes) if file.stage == "checking" else (file.name, file.done_bytes)
+
+
+def _lines(name: str) -> Show:
+    """Writes a line of the log every few seconds."""
+    last_s, last_bytes = float("-inf"), -1
 
     def log_line(told: Progress) -> None:
         nonlocal last_s, last_bytes
         now_s = time.monotonic()
         if now_s - last_s < LINE_EVERY_S:
             return
-        rate = (told.done_bytes - last_bytes) / (now_s - last_s)
         unit, one = ("GB", 1e9) if told.total_bytes >= 1e9 else ("MB", 1e6)
         of = f" of {told.total_bytes / one:.2f}" if told.total_bytes else ""
-        log.info("downloading %s: %.2f%s %s, %.1f MB/s", name, told.done_bytes / one, of, unit, rate / 1e6)
-        last_s, last_bytes = now_s, told.done_bytes
+        said = f"{told.done_bytes / one:.2f}{of} {unit}"
+        if last_bytes >= 0:
+            said += f", {(told.done_bytes - last_bytes) / (now_s - last_s) / 1e6:.1f} MB/s"
+        at = [(*_at(file), max(1, file.total_bytes)) for file in told.files]
+        files = [f"{text} {done / total:.0%}" for text, done, total in at]
+        if len(files) > MAX_NAMED:
+            files[MAX_NAMED:] = [f"{len(files) - MAX_NAMED} more"]
+        log.info("downloading %s: %s", name, "; ".join([said, *files]))
+        last_s, last_bytes = now_s, told.done_bytes if told.total_bytes else -1
 
-    yield log_line
+    return log_line

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
 import logging
+import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import msgspec
@@ -22,15 +27,18 @@ from starlette.types import Receive, Scope, Send
 
 from deltic.commands.endpoint import LocalServer, ServerFailed
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
+from deltic.models import hub
 from deltic.models.checkpoint import DEMO, model_name, n_real_ids, resolve_model, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
+from deltic.models.hub import CHUNK_BYTES, DownloadFailed
+from deltic.models.mapped import read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.server import fetch
 from deltic.server.fetch import fetched
 from deltic.server.serve import Served, _service
 from deltic.server.service import Server
 from tests.fake_engine import FakeEngineClient, served
-from tests.fake_hub import COMMITS, hub_with
+from tests.fake_hub import COMMITS, blob_name, hub_with
 from tests.fake_speech import FakeSpeechClient
 from tests.null.test_serve import server_of, wait_for
 
@@ -82,7 +90,8 @@ def test_a_model_is_downloaded_once_and_found_again(
         assert found == dataclasses.replace(config, model=str(directory), revision=None)
         assert model_name(found) == "owner/model", "not the commit"
         said = [record.message for record in caplog.records]
-        assert said and all(" of 0.41 MB, " in line for line in said)
+        assert said and all(" of 0.41 MB" in line for line in said)
+        assert any(", 0." in line and "MB/s; model.safetensors " in line for line in said), "speed and file"
         hub.asked.clear()
         assert go(config) == found
         assert not any("resolve" in line for line in hub.asked), "no file is asked for again"
@@ -99,17 +108,21 @@ def test_a_model_is_downloaded_once_and_found_again(
         ({}, "nowhere", "owner/model: has no revision 'nowhere' on the hub"),
         ({"gated": True}, None, "owner/model: gated on the hub; accept its terms"),
         ({"down": True}, None, "the hub cannot be reached"),
-        ({"n_breaks": 100}, None, "owner/model: the download failed .*; start again"),
+        ({"n_empty": 100}, None, "owner/model: the download failed .*; start again: it goes on from what has come"),
+        ({"wrong": {"model.safetensors"}}, None, r"owner/model: model\.safetensors has another hash .*; start again"),
+        ({"wrong": {"config.json"}}, None, r"owner/model: config\.json has another hash .*; start again"),
     ],
-    ids=["revision", "gated", "down", "broken"],
+    ids=["revision", "gated", "down", "broken", "wrong", "wrong in git"],
 )
 def test_a_download_that_fails_says_why(
-    settings: dict[str, int], revision: str | None, complaint: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], revision: str | None, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub_with(SMALL, **settings) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         with pytest.raises(CheckpointError, match=complaint):
             go(EngineConfig(model="owner/model", revision=revision))
+        for name in hub.wrong:
+            assert not list(tmp_path.rglob(f"{blob_name(name, SMALL[name])}*[!k]")), "no file but the lock"
 
 
 def test_there_is_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,20 +132,207 @@ def test_there_is_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
             go(EngineConfig(model="owner/other"))
 
 
-def test_a_download_ends_at_once_and_leaves_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hub_with(SMALL, rate=4_000) as hub:
+BIG = "model.safetensors"
+BLOB = blob_name(BIG, SMALL[BIG])
+
+
+def cache_with(tmp_path: Path, half: bytes | None = None) -> EngineConfig:
+    """A cache which has so much of the big file."""
+    blobs = tmp_path / "models--owner--model" / "blobs"
+    blobs.mkdir(parents=True)
+    if half is not None:
+        (blobs / f"{BLOB}.incomplete").write_bytes(half)
+    return EngineConfig(model="owner/model", download_dir=tmp_path)
+
+
+def big_of(found: EngineConfig | None) -> bytes:
+    assert found is not None
+    return (Path(found.model) / BIG).read_bytes()
+
+
+def test_a_download_ends_at_once_and_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = SMALL | {BIG: bytes(range(256)) * 12_000}
+    config = EngineConfig(model="owner/model", download_dir=tmp_path)
+    with hub_with(files, rate=1_000_000) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        cache = tmp_path / "cache"
         told_s = 0.0
 
-        def big_one_comes() -> bool:
+        def size() -> int:
+            return sum(file.stat().st_size for file in tmp_path.rglob("*.incomplete"))
+
+        def half_has_come() -> bool:
             nonlocal told_s
             told_s = time.monotonic()
-            return any(cache.rglob("*.incomplete"))
+            return size() > 1_000_000
 
-        assert go(EngineConfig(model="owner/model", download_dir=cache), big_one_comes) is None
+        assert go(config, half_has_come) is None
         assert time.monotonic() - told_s < fetch.ENDING_S
-        assert not list(cache.rglob("*.incomplete"))
+        n_come = size()
+        wait_for(lambda: not hub.sending)
+        hub.sent.clear()
+        hub.rate = 0
+        assert big_of(go(config)) == files[BIG]
+        assert n_come > 1_000_000 and hub.sent[BIG] == len(files[BIG]) - n_come
+        assert not list(tmp_path.rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize(
+    ("half", "n_sent"),
+    [
+        (SMALL[BIG][:300_000], 100_000),
+        (SMALL[BIG], 0),
+        (b"another", 400_000 - 7 + 400_000),
+        (SMALL[BIG] + b"more", 400_000),
+    ],
+    ids=["half", "whole", "wrong", "too much"],
+)
+def test_what_a_killed_process_has_left_is_gone_on_with(
+    half: bytes, n_sent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_with(SMALL) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert big_of(go(cache_with(tmp_path, half))) == SMALL[BIG]
+        assert hub.sent.get(BIG, 0) == n_sent
+
+
+def test_a_download_goes_on_through_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"config.json": b"{}", BIG: bytes(range(256)) * 12_000}
+    with hub_with(files, n_breaks=2) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert big_of(go(EngineConfig(model="owner/model", download_dir=tmp_path))) == files[BIG]
+        assert hub.n_breaks == 0 and hub.sent[BIG] <= len(files[BIG]) + 2 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("name", [BIG, "config.json"])
+def test_a_file_of_the_cache_that_was_cut_short_comes_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_with(SMALL) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        config = EngineConfig(model="owner/model", download_dir=tmp_path)
+        found = go(config)
+        assert found is not None
+        file = (Path(found.model) / name).resolve()
+        file.write_bytes(SMALL[name][:-1])
+        hub.sent.clear()
+        assert go(config) == found
+        assert file.read_bytes() == SMALL[name] and hub.sent == {name: len(SMALL[name])}
+
+
+def test_a_file_that_was_wrong_comes_again_and_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model="owner/model", download_dir=tmp_path)
+    with hub_with(SMALL, wrong={BIG}, rate=400_000) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with pytest.raises(DownloadFailed, match="another hash"):
+            go(config)
+        hub.wrong.clear()
+        hub.sent.clear()
+        assert big_of(go(config)) == SMALL[BIG]
+        assert hub.sent == {BIG: len(SMALL[BIG])}
+
+
+def test_two_processes_download_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model="owner/model", download_dir=tmp_path)
+
+    async def twice() -> list[EngineConfig | None]:
+        stop = asyncio.Event()
+        return await asyncio.gather(fetched(config, stop), fetched(config, stop))
+
+    with hub_with(SMALL, rate=400_000) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        first, second = asyncio.run(twice())
+        assert first == second and big_of(first) == SMALL[BIG]
+        assert hub.sent[BIG] == len(SMALL[BIG])
+
+
+def test_the_cache_is_the_one_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has downloaded is found here; that it finds ours is seen by a start without the hub."""
+    with hub_with(SMALL) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        code = f"import huggingface_hub as h; h.snapshot_download('owner/model', cache_dir={str(tmp_path)!r})"
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        hub.sent.clear()
+        assert big_of(go(EngineConfig(model="owner/model", download_dir=tmp_path))) == SMALL[BIG]
+        assert not hub.sent
+
+
+def test_a_disk_that_is_too_small_is_an_error_before_a_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=2_500_000_000))
+    missing = {"a" * 64: hub.Part("a.safetensors", 3_000_000_000), "b" * 64: hub.Part("b.safetensors", 10**9)}
+    with pytest.raises(DownloadFailed, match=r"owner/model: 4\.00 GB are to come, .* has 2\.50 GB free; make room"):
+        hub._fetch_all("owner/model", COMMITS["main"], tmp_path, missing, [])
+
+
+def test_only_a_hash_is_a_name_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(name: str, blob: str) -> SimpleNamespace:
+        return SimpleNamespace(rfilename=name, size=1, lfs=None, blob_id=blob)
+
+    files = [told("a.json", "../../up"), told("../../../b.json", "b" * 40), told("/c.json", "c" * 40)]
+    files += [told("d/e.json", "d" * 40), told("f.bin", "f" * 40), told("g.json", "d" * 40)]
+    model = SimpleNamespace(sha=COMMITS["main"], siblings=files)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: model)
+    fetched = []
+    monkeypatch.setattr(hub, "_fetch_all", lambda *given: fetched.append(given[3]))
+    hub._fill(hub.Download("owner/model", ("*.json",), None, str(tmp_path)), [])
+    assert [*fetched[0]] == ["d" * 40]
+
+
+def test_the_library_brings_a_file_that_is_too_big_for_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bring(*_: str, cache_dir: Path, **__: str) -> None:
+        assert not left.exists() and cache_dir == tmp_path
+        (blobs / BLOB).touch()
+
+    blobs = tmp_path / "models--owner--model" / "blobs"
+    blobs.mkdir(parents=True)
+    left = blobs / f"{BLOB}.0123abcd.incomplete"
+    left.touch()
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", bring)
+    part = hub.Part(BIG, 60 * 10**9)
+    hub._fetch(part, "owner/model", COMMITS["main"], blobs.parent, BLOB)
+    assert (part.done_bytes, part.stage) == (part.total_bytes, "done")
+
+
+def test_a_terminal_shows_a_bar_for_each_file_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    one = hub.Part("one.safetensors", 4_000_000, 1_000_000, stage="downloading")
+    two = hub.Part("two.safetensors", 4_000_000, 4_000_000, 3_000_000, "checking")
+    with fetch._shown("owner/model") as show:
+        show(fetch.Progress(0, 0))
+        show(fetch.Progress(5_000_000, 8_000_000, [one, two]))
+        time.sleep(0.3)
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", sys.stderr.getvalue())  # type: ignore[attr-defined]
+    assert re.search(r"downloading owner/model .* 5\.0/8\.0 MB", said)
+    assert re.search(r"\n  one\.safetensors .* 1\.0/4\.0 MB", said)
+    assert re.search(r"\n  checking two\.safetensors .* 3\.0/4\.0 MB", said)
+
+
+def test_a_line_of_the_log_names_a_few_files(caplog: pytest.LogCaptureFixture) -> None:
+    show = fetch._lines("owner/model")
+    files = [hub.Part(f"{i}.safetensors", 100, 10 * i, stage="downloading") for i in range(5)]
+    with caplog.at_level(logging.INFO, "deltic.server"):
+        show(fetch.Progress(2_000_000_000, 4_000_000_000, files))
+        show(fetch.Progress(3_000_000_000, 4_000_000_000, files))
+    assert [record.message for record in caplog.records] == [
+        "downloading owner/model: 2.00 of 4.00 GB; 0.safetensors 0%; 1.safetensors 10%; 2.safetensors 20%; 2 more"
+    ]
+
+
+def test_a_damaged_file_of_the_cache_is_named_by_its_place(tmp_path: Path) -> None:
+    blob, link = tmp_path / "blob", tmp_path / BIG
+    blob.write_bytes((2).to_bytes(8, "little") + b"{")
+    link.symlink_to(blob)
+    with pytest.raises(CheckpointError, match=f"{link}: damaged .*; delete {blob} and start again"):
+        read_header(link)
+    with pytest.raises(CheckpointError, match=f"{blob}: damaged .*; download it again"):
+        read_header(blob)
 
 
 def test_what_is_here_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +424,13 @@ def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_lines_of_a_download_are_json() -> None:
-    assert json.loads(fetch.msgspec.json.encode(fetch.Progress(1, 2))) == {
+    said = fetch.Progress(1, 2, [hub.Part("a", 2, 1, stage="downloading")])
+    file = {"name": "a", "total_bytes": 2, "done_bytes": 1, "checked_bytes": 0, "stage": "downloading"}
+    assert json.loads(msgspec.json.encode(said)) == {
         "type": "progress",
         "done_bytes": 1,
         "total_bytes": 2,
+        "files": [file],
     }
 
 
