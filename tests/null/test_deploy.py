@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ DEPLOY = ROOT / "deploy"
 UNIT = (DEPLOY / "deltic.service").read_text()
 IMAGE = (DEPLOY / "Containerfile").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["deltic"]
+COMPOSE_GPU: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["deltic"]
 
 
 def seconds(text: str) -> float:
@@ -37,9 +40,10 @@ def of_unit(name: str) -> str:
 
 
 def test_the_commands_are_ours() -> None:
-    lines = [of_unit("ExecStart").removeprefix("/opt/deltic/bin/deltic "), shlex.join(COMPOSE["command"])]
-    lines += re.findall(r"^#.* deltic (serve .*)$", IMAGE, re.MULTILINE)
-    assert len(lines) == 3
+    lines = [of_unit("ExecStart").removeprefix("/opt/deltic/bin/deltic ")]
+    lines += [shlex.join(COMPOSE["command"]), shlex.join(COMPOSE_GPU["command"])]
+    lines += re.findall(r"^#.* deltic(?::gpu)? (serve .*)$", IMAGE, re.MULTILINE)
+    assert len(lines) == 5
     for line in lines:
         assert parser().parse_args(shlex.split(line)).used.prog == "deltic serve"
     assert json.loads(re.findall(r"^CMD (.*)$", IMAGE, re.MULTILINE)[0]) == ["serve"]
@@ -71,11 +75,44 @@ def test_the_image_is_made_of_what_is_there() -> None:
         line[1:] for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines() if line.startswith("!")
     }
     assert kept == names
-    assert set(re.findall(r'EXTRAS="([a-z,]+)"', IMAGE)) <= {"speech", "speech,gpu"}
-    assert {"speech", "gpu"} <= project["optional-dependencies"].keys()
+    extras = re.findall(r"\.whl\)\[(\w+)\]", IMAGE)
+    assert extras == ["speech", "gpu"] and set(extras) <= project["optional-dependencies"].keys()
     assert COMPOSE["build"] == {"context": "..", "dockerfile": "deploy/Containerfile"}
-    user = IMAGE.rindex("\nUSER 10001")
-    assert IMAGE.rindex("\nRUN") < user < IMAGE.rindex("\nENTRYPOINT")
+    assert COMPOSE_GPU["build"] == {"target": "gpu"}
+
+
+def stages() -> dict[str, list[str]]:
+    """The lines of each stage of the image by its name, behind those of the stage that it begins with."""
+    found: dict[str, list[str]] = {}
+    for stage in re.split(r"^FROM ", IMAGE, flags=re.MULTILINE)[1:]:
+        head, *lines = stage.splitlines()
+        origin, name = head.split(" AS ")
+        found[name] = found.get(origin, []) + lines
+    return found
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_an_image_runs_as_nobody_and_has_no_tools_of_the_build(name: str) -> None:
+    assert list(stages())[-1] == "cpu", "what is built without --target"
+    lines = stages()[name]
+    words = [line.split()[0] for line in lines if line[:1].isalpha()]
+    assert [line for line in lines if line.startswith("USER")][-1] == "USER 10001:10001"
+    assert {"HEALTHCHECK", "STOPSIGNAL", "VOLUME", "ENTRYPOINT"} <= set(words)
+    copied = [line for line in lines if line.startswith("COPY")]
+    assert copied == [f"COPY --from={name}-install /opt/deltic /opt/deltic"]
+    assert not any("pip" in line for line in lines if line.startswith("RUN"))
+
+
+def test_the_unit_is_one() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd here")
+    # It also looks for the program, which is not installed.
+    text = UNIT.replace("/opt/deltic/bin/deltic", sys.executable)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "deltic.service").write_text(text)
+        command = ["systemd-analyze", "verify", "--man=no", f"{folder}/deltic.service"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "deltic.service" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(("state", "is_well"), [("ready", True), ("starting", False)])
