@@ -1,4 +1,4 @@
-"""From nothing to the first streamed token, as a user of the package: `python -m bench.install dist/deltic-*.whl`.
+"""From nothing to the first streamed token, for a user of the package.
 
 Each round makes an empty environment, installs the package with what it needs, starts `deltic serve` and asks
 for a streamed answer. pip's cache of packages is warm: a first round, which does not count, fills it. Where
@@ -11,6 +11,7 @@ import argparse
 import http.client
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -143,7 +144,7 @@ def once(how: str, wheel: Path, directory: Path, n_starts: int = 1) -> dict[str,
 def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser("python -m bench.install", description=__doc__)
-    parser.add_argument("wheel", type=Path, help="the package, as make wheel writes it")
+    parser.add_argument("wheel", nargs="?", type=Path, help="the package (default: what make wheel wrote into dist)")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="of each installer (default: 7)")
     parser.add_argument("--starts", type=int, default=7, metavar="N", help="of the last environment (default: 7)")
     parser.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
@@ -153,6 +154,10 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     arguments = parsed(given)
+    built = sorted(Path("dist").glob(f"deltic-*_{platform.machine()}.whl"))
+    if not (wheel := arguments.wheel or (built[-1] if built else None)):
+        print("bench.install: there is no package in dist; make wheel writes one", file=sys.stderr)
+        return 2
     installers = [how for how in INSTALLERS if how != "uv" or shutil.which("uv")]
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory, Progress(console=Console(stderr=True), transient=True) as progress:
@@ -160,7 +165,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for i in range(arguments.rounds + 1):
             for how in installers:
                 n_starts = 1 + arguments.starts if i == arguments.rounds else 1
-                found = once(how, arguments.wheel.resolve(), Path(directory), n_starts)
+                found = once(how, wheel.resolve(), Path(directory), n_starts)
                 rounds += [found] if i else []
                 progress.advance(task)
     table = Table("installer", "install, s", "to the first token, s", "then ready, s", "MB on disk", "MB in memory")

@@ -174,7 +174,7 @@ def start(runs: Runs, on_gpu: bool = False) -> str:
     found = runs.newest("start-*.json", gpu=on_gpu)
     if not found:
         return missing(again)
-    stages = {"ready": "ready over HTTP, s", "import": "of it importing torch", "weights": "weights"}
+    stages = {"ready": "ready over HTTP, s", "import": "of it the engine's imports", "weights": "weights"}
     stages |= {"compile": "compiling", "record": "recording"} if on_gpu else {"memory": "memory and warm-up"}
     rows = []
     for run in found:
@@ -183,6 +183,27 @@ def start(runs: Runs, on_gpu: bool = False) -> str:
         rows.append([str(run.data.get("label", "")), str(len(starts)), *cells])
     header = ["model", "starts", *stages.values()]
     return "\n\n".join((grid(header, rows), source(found, again)))
+
+
+def install(runs: Runs) -> str:
+    """From nothing to the first streamed token, and what an installed package takes."""
+    again = "python -m bench.install"
+    found = runs.newest("install-*.json")
+    if not found:
+        return missing(again)
+    rows = [row for run in found for row in run.data["rounds"]]
+    cells = []
+    for how in dict.fromkeys(row["how"] for row in rows):
+        of = [row for row in rows if row["how"] == how]
+        later = [one for row in of for one in row["starts"][1:]]
+        seconds = (ranged(row[name] for row in of) for name in ("install_s", "total_s"))
+        starts = (ranged(one[name] for one in later) for name in ("ready_s", "memory_mb"))
+        size = f"{shown(median(row['size_mb'] for row in of))}"
+        if pip := of[-1].get("pip_mb"):
+            size += f", of it pip {shown(pip)}"
+        cells.append([f"`{how}`", *seconds, *starts, size])
+    header = ["installed by", "installed, s", "first token, s", "later starts: ready, s", "memory, MB", "on disk, MB"]
+    return "\n\n".join((grid(header, cells), source(found, again)))
 
 
 def constrained(runs: Runs) -> str:
@@ -643,6 +664,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "host": host,
     "speech": speech,
     "start": start,
+    "install": install,
     "soak": soak,
     "stalls": stalls,
 }
