@@ -209,7 +209,12 @@ def _add(under: Any, commands: dict[str, Command]) -> None:
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The command line; ends the process with status 2 and the subcommand's usage where it is wrong."""
-    arguments, left = parser().parse_known_args(words)
+    top, known = parser(), {*COMMANDS, "bench"}
+    if words and words[0] not in known and not words[0].startswith("-"):
+        top.error(
+            f"there is no command {words[0]!r}; {nearest(words[0], known) or 'deltic alone says what to do next'}"
+        )
+    arguments, left = top.parse_known_args(words)
     if left:
         known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", arguments.used.format_help()))
         hint = nearest(left[0].partition("=")[0], known)

@@ -119,7 +119,9 @@ class Tokenizer:
             raise TokenizerError(
                 f"{directory / 'tokenizer.json'} cannot be read ({error}); get the tokenizer's files anew"
             ) from error
-        raise TokenizerError(f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one")
+        raise TokenizerError(
+            f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one, as deltic serve Qwen/Qwen3.5-0.8B downloads it"
+        )
 
     def encode(self, text: str, specials: Specials = "text") -> list[int]:
         """Token ids of `text` (str without lone surrogates, except TRUSTED).

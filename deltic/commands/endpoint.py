@@ -238,7 +238,9 @@ class Endpoint:
         try:
             _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
         except OSError as error:
-            raise EndpointError(f"{self.url}: cannot connect ({error.strerror or error})") from None
+            raise EndpointError(
+                f"{self.url}: cannot connect ({error.strerror or error}); deltic serve starts a server"
+            ) from None
         return connection, True
 
     async def open(self, method: str, path: str, body: Any = None, headers: str = "") -> Reply:

@@ -92,7 +92,9 @@ def resolve_model(
             raise CheckpointError(f"{name}: --revision is of a name on the hub, and this is a path here; leave it out")
         return _no_gguf(name, path)
     if not is_hub_name(name):
-        raise CheckpointError(f"{name}: no such directory, and not a hub name of the form owner/model")
+        raise CheckpointError(
+            f"{name}: no such directory, and not a hub name of the form owner/model; deltic doctor names some"
+        )
     directory = str(download_dir.expanduser()) if download_dir else None
     return _no_gguf(name, download(Download(name, files, revision, directory)))
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from deltic import logs
-from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status
+from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineFailed
 from deltic.host.supervisor import PROGRAM, EngineHost
@@ -301,6 +301,10 @@ async def _until_stopped(
     """
     url = url_of(listener, server.config)
     log.info("listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, " and ".join(server.models))
+    if BUILT_IN in server.models:
+        log.info(
+            "no MODEL was given: this is a small one that comes with Deltic; deltic doctor says which others fit here"
+        )
     services = list(server.models.values())
     first = asyncio.create_task(signals.first.wait())
     ready = asyncio.gather(*(service.client.ready() for service in services))

@@ -321,7 +321,9 @@ class Service:
     def speaking(self) -> SpeechParts:
         """Raises ApiError (404) for a model that writes text."""
         if self.speech is None:
-            raise self._other_kind("writes text and does not speak")
+            raise self._other_kind(
+                "writes text and does not speak; serve one that does, as Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice"
+            )
         return self.speech
 
     def _other_kind(self, what: str) -> ApiError:

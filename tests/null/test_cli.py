@@ -99,6 +99,18 @@ def test_other_shells_read_their_scripts(
         assert subprocess.run([*check.split(), str(script)], capture_output=True, timeout=30).stderr == b""
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"), [("serv", "did you mean serve?"), ("dctor", "did you mean doctor?"), ("xyz", "deltic alone says")]
+)
+def test_a_command_that_there_is_not_is_told_what_is_near(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([word])
+    assert left.value.code == 2
+    assert f"there is no command '{word}'; {hint}" in capsys.readouterr().err
+
+
 def test_version(capsys):
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"deltic {__version__}\n"
