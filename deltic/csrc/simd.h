@@ -89,7 +89,7 @@ static inline f32_part everywhere(float x) { return x - f32_part{}; }  // minus 
 // rows take a third longer and a convolution with one channel a quarter (Zen 4).
 static inline u32_part everywhere(const uint32_t& x) {
     u32_part all = x + u32_part{};
-#if defined(__AVX2__)
+#if defined(__clang__) && defined(__AVX2__)  // GCC, given it, takes twice as long for many rows
     asm("vpbroadcastd %1, %0" : "=v"(all) : "m"(x));
 #endif
     return all;
