@@ -103,19 +103,6 @@ inline v16 gelu(v16 x) {
     return each_part([&](int i) { return select(z.part[i] > f32_part{}, above.part[i], below.part[i]); });
 }
 
-inline f32_part fold(f32_part acc, f32_part x, f32_part w) { return fma(x, w, acc); }
-// Two products of bfloat16.
-inline f32_part fold(f32_part acc, u32_part x, u32_part w) {
-#if defined(__AVX512BF16__)
-    return (f32_part)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w);
-#else
-    f32_part odd = fma((f32_part)(x & 0xffff0000u), (f32_part)(w & 0xffff0000u), acc);
-    return fma((f32_part)(x << 16), (f32_part)(w << 16), odd);
-#endif
-}
-inline f32_part everywhere(float x) { return x - f32_part{}; }  // minus 0: a broadcast and nothing else
-inline u32_part everywhere(uint32_t x) { return x + u32_part{}; }
-
 enum Activation : int64_t { NONE = 0, GELU = 1, SWIGLU = 2, CLAMP = 3 };
 
 struct Conv {
@@ -182,9 +169,10 @@ struct Conv {
     void multiply_tile(const void* rows, const void* weights, int64_t n_rows, int64_t n_strips, bool is_first, int64_t k0, int64_t k1, float* sums) const {
         auto x = (const Word*)rows;
         auto w = (const Word*)weights;
+        // With AVX2 the loop does it all: beside the others, Clang runs out of registers there (2.1 times the time of one strip).
         with_rows<MR>(n_rows, [&](auto mr) {
-            if (n_strips == NS && is_first) multiply<Word, mr(), NS, true>(x, w, k0, k1, sums);
-            else if (n_strips == NS) multiply<Word, mr(), NS, false>(x, w, k0, k1, sums);
+            if (LANES != 8 && n_strips == NS && is_first) multiply<Word, mr(), NS, true>(x, w, k0, k1, sums);
+            else if (LANES != 8 && n_strips == NS) multiply<Word, mr(), NS, false>(x, w, k0, k1, sums);
             else
                 for (int64_t s = 0; s < n_strips; s++) multiply<Word, mr(), 1, false>(x, w + s * 16, k0, k1, sums + s * 16);
         });

@@ -56,18 +56,8 @@ struct v16i {
 
 // acc + x.w over one pair of bfloat16: x holds the pair, lane i of w the pair of output i.
 static inline v16 dot2(v16 acc, w16 w, const uint32_t& x) {
-#if defined(__AVX512BF16__)
-    __m512i pair;  // Clang, left to itself, broadcasts it as a float (vbroadcastss): 16 rows take a third longer (Zen 4)
-    asm("vpbroadcastd %1, %0" : "=v"(pair) : "m"(x));
-    acc.part[0] = (f32_part)_mm512_dpbf16_ps((__m512)acc.part[0], (__m512bh)pair, (__m512bh)w.part[0]);
-    return acc;
-#else
-    f32_part x0 = (f32_part)(u32_part{} + (x << 16)), x1 = (f32_part)(u32_part{} + (x & 0xffff0000u));
-    return each_part([&](int i) {
-        f32_part odd = fma((f32_part)(w.part[i] & 0xffff0000u), x1, acc.part[i]);
-        return fma((f32_part)(w.part[i] << 16), x0, odd);
-    });
-#endif
+    const u32_part pair = everywhere(x);
+    return each_part([&](int i) { return fold(acc.part[i], pair, w.part[i]); });
 }
 
 // AVX2 without a dot product of bytes.
@@ -329,16 +319,21 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
                 }
             }
         }
-#pragma GCC unroll 4
-        for (int s = 0; s < NS; s++) {  // unrolled, as above: Clang keeps sums that are indexed by a variable in memory
+        // Clang, left to itself, carries it over the groups in registers that it does not have.
+        if constexpr (MR > 1) asm("" : "+m"(out));
+        v16 scale[NS], least[NS];
+        for (int s = 0; s < NS; s++) {
             w16 scales = load_words(w + s * strip);
-            v16 scale = each_part([&](int i) { return (f32_part)(INT8 ? scales.part[i] : scales.part[i] << 16); });
-            v16 least = each_part([&](int i) { return (f32_part)(scales.part[i] & 0xffff0000u); });
+            scale[s] = each_part([&](int i) { return (f32_part)(INT8 ? scales.part[i] : scales.part[i] << 16); });
+            least[s] = each_part([&](int i) { return (f32_part)(scales.part[i] & 0xffff0000u); });
+        }
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; m++) {
-                v16 value = to_float(acc[m][s]) * scale;
-                if constexpr (!INT8) value = fma(splat((float)x.sum[g * MR + m]), least, value);
-                out[m][s] = fma(splat(x.scale[g * MR + m]), value, out[m][s]);
+        for (int m = 0; m < MR; m++) {  // unrolled, as above: Clang keeps sums that are indexed by a variable in memory
+            const v16 x_sum = splat((float)x.sum[g * MR + m]), x_scale = splat(x.scale[g * MR + m]);
+            for (int s = 0; s < NS; s++) {
+                v16 value = to_float(acc[m][s]) * scale[s];
+                if constexpr (!INT8) value = fma(x_sum, least[s], value);
+                out[m][s] = fma(x_scale, value, out[m][s]);
             }
         }
         w += 64;

@@ -84,6 +84,28 @@ static inline v16 fma(v16 a, v16 b, v16 c) {
     return each_part([&](int i) { return fma(a.part[i], b.part[i], c.part[i]); });
 }
 
+static inline f32_part everywhere(float x) { return x - f32_part{}; }  // minus 0: a broadcast and nothing else
+// A word in every lane. Clang, left to itself, broadcasts it as a float, or the halves of it out of integer registers: of bfloat16, 16
+// rows take a third longer and a convolution with one channel a quarter (Zen 4).
+static inline u32_part everywhere(const uint32_t& x) {
+    u32_part all = x + u32_part{};
+#if defined(__clang__) && defined(__AVX2__)  // GCC, given it, takes twice as long for many rows
+    asm("vpbroadcastd %1, %0" : "=v"(all) : "m"(x));
+#endif
+    return all;
+}
+// acc + x w; of words with a pair of bfloat16 each, its second product first. All overloads stand here: one in a namespace would hide
+// these, and words become floats in silence.
+static inline f32_part fold(f32_part acc, f32_part x, f32_part w) { return fma(x, w, acc); }
+static inline f32_part fold(f32_part acc, u32_part x, u32_part w) {
+#if defined(__AVX512BF16__)
+    return (f32_part)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w);
+#else
+    f32_part odd = fma((f32_part)(x & 0xffff0000u), (f32_part)(w & 0xffff0000u), acc);
+    return fma((f32_part)(x << 16), (f32_part)(w << 16), odd);
+#endif
+}
+
 static inline float widen(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
     float f;
