@@ -104,7 +104,7 @@ class Column:
 def report() -> str:
     """The whole report as text. Takes about two seconds: it measures the roofs."""
     out = StringIO()
-    console = Console(file=out, width=110, highlight=False)
+    console = Console(file=out, width=124, highlight=False)
     console.print(f"deltic {__version__} · Python {sys.version.split()[0]} · {platform.platform()}")
     columns = _cpu(console) + _gpu(console)
     has_audio = all(importlib.util.find_spec(name) for name in ("soundfile", "soxr"))
@@ -163,7 +163,7 @@ def _gpu(console: Console) -> list[Column]:
         f"GPU     {chip.name} · {free / 1e9:.1f} of {total / 1e9:.1f} GB free · compute capability {chip.major}.{chip.minor}"
         f" · driver {_driver() or 'unknown'}\n"
         f"        torch {torch.__version__} · Triton {triton.__version__} · reads {roofs.read / 1e9:.0f} GB/s · multiplies "
-        f"bfloat16 {roofs.multiply / 1e12:.0f} Top/s · dependent launch: {'yes' if pdl_works() else 'no'}"
+        f"bfloat16 {roofs.multiply / 1e12:.0f} Top/s · PDL: {'yes' if pdl_works() else 'no'}"
     )
     if (chip.major, chip.minor) != HOPPER:
         console.print(

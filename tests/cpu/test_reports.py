@@ -178,7 +178,7 @@ def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gpu, "free_bytes", lambda self: 130 * 10**9)
     report = words(doctor.report())
     assert f"NVIDIA X100 · 130.0 of 141.0 GB free · compute capability {major}.0" in report
-    assert f"dependent launch: {'yes' if major >= 9 else 'no'}" in report
+    assert f"PDL: {'yes' if major >= 9 else 'no'}" in report
     assert "GPU, bfloat16" in report and "CPU, int4" in report
     assert "Next: deltic serve Qwen/Qwen3.6-35B-A3B (" in report, "the GPU goes first"
     assert ("tested on compute capability 9.0 only" in report) == (major != 9)
