@@ -2,12 +2,13 @@
 
 Each round makes an empty environment, installs the package with what it needs, starts `deltic serve` and asks
 for a streamed answer. pip's cache of packages is warm: a first round, which does not count, fills it. Where
-uv is installed it takes turns with pip. Then one environment is started again and again, and measured.
+uv is installed it takes turns with pip. The last environment of each is started again and again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import http.client
 import json
 import os
@@ -64,15 +65,13 @@ def install(how: str, env: Path, wheel: Path) -> float:
 
 
 @contextmanager
-def server(env: Path, environment: dict[str, str] | None = None) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def server(env: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A port and the process of a `deltic serve` that has just been started; it is ended behind the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(env / "bin" / "deltic"), "serve", "--port", str(port)]
-    process = subprocess.Popen(
-        command, env=environment or user_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command, env=user_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield port, process
     finally:
@@ -110,13 +109,15 @@ def memory_mb(process: subprocess.Popen[bytes]) -> float:
     """Of a process and its children: the proportional set size, so that what they share counts once."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     told = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in (process.pid, *children)]
-    return sum(int(line.split()[1]) for text in told for line in text.splitlines() if line.startswith("Pss:")) / 1024
+    return (
+        sum(int(line.split()[1]) for text in told for line in text.splitlines() if line.startswith("Pss:")) * 1024 / 1e6
+    )
 
 
 def size_mb(directory: Path) -> float:
     """On the disk; a file with several names counts once."""
     stats = {(stat.st_dev, stat.st_ino): stat.st_blocks for p in directory.rglob("*") if (stat := p.lstat())}
-    return sum(stats.values()) * 512 / 2**20
+    return sum(stats.values()) * 512 / 1e6
 
 
 def start(env: Path) -> dict[str, float]:
@@ -186,6 +187,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "date": now().isoformat(timespec="seconds"),
         "machine": machine(),
         "code": code(),
+        "package": {"sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(), "built": wheel.stat().st_mtime},
         "rounds": rounds,
     }
     path = runs_directory(arguments.out) / f"install-{now():%H%M%S}.json"

@@ -125,11 +125,11 @@ def _cpu(console: Console) -> list[Column]:
     except KernelError as error:
         console.print(f"        [bold red]{error}[/]")
         return []
-    better = next(set_name for set_name, needed in INSTRUCTION_SETS if needed <= cpu_flags())
+    best = next(set_name for set_name, needed in INSTRUCTION_SETS if needed <= cpu_flags())
     bandwidth = read_bandwidth(n_cpus)
     peaks = {name: multiply_peak(n_cpus, name) / 1e9 for name in ("bf16", "int8", "int4")}
     console.print(
-        f"        kernels: {name}{'' if better == name else f' (this CPU can run {better}: install again)'} · reads "
+        f"        kernels: {name}{'' if best == name else f' (this CPU can run {best}: install again)'} · reads "
         f"{bandwidth / 1e9:.1f} GB/s · multiplies bfloat16 {peaks['bf16']:.0f}, int8 {peaks['int8']:.0f}, "
         f"int4 {peaks['int4']:.0f} Gop/s"
     )
@@ -158,7 +158,12 @@ def _gpu(console: Console) -> list[Column]:
     from deltic.ops.gpu.roofs import GpuRoofs
 
     chip, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
-    roofs = GpuRoofs.measured()
+    try:
+        roofs = GpuRoofs.measured()
+    except RuntimeError:  # torch's out of memory
+        console.print(f"GPU     {chip.name}: the roofs were not measured, too little of its memory is free")
+        return []
+    torch.cuda.empty_cache()  # what is free is asked next
     console.print(
         f"GPU     {chip.name} · {free / 1e9:.1f} of {total / 1e9:.1f} GB free · compute capability {chip.major}.{chip.minor}"
         f" · driver {_driver() or 'unknown'}\n"
@@ -208,9 +213,11 @@ def _models(console: Console, columns: list[Column]) -> None:
     command, why = "deltic serve", "a small built-in model; no published one is fluent here"
     if fluent:
         _, nth, place = max(fluent)
-        quantize = columns[-place].quantize
-        command += f" {names[nth]}" + (f" --quantize {quantize}" if quantize else "")
-        why = "the largest that is fluent here"
+        column = columns[-place]
+        command += f" {names[nth]}" + (f" --quantize {column.quantize}" if column.quantize else "")
+        if column.device.name == "cpu" and column.quantize is None and columns[-1].device.name != "cpu":
+            command += " --device cpu"
+        why = f"the largest that is fluent on the {'CPU' if column.device.name == 'cpu' else 'GPU'}"
     console.print(f"Next:   [bold]{command}[/]   ({why})", soft_wrap=True)
     console.print("Equal requests get equal bits, in any company, cut, cached or interrupted: docs/design/purity.md.")
 

@@ -27,7 +27,8 @@ class UnsupportedModelError(ValueError):
 
 def mending(path: Path) -> str:
     """What mends a damaged file. In the hub's cache a name is a link, and the file behind it in the way."""
-    return f"delete {path.resolve()} and start again" if path.is_symlink() else "download it again"
+    is_cached = path.is_symlink() and path.resolve().parent.name == "blobs"
+    return f"delete {path.resolve()} and start again" if is_cached else "download it again"
 
 
 def read_json(path: Path) -> dict[str, Any]:

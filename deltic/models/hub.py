@@ -42,7 +42,7 @@ N_AT_ONCE = 8
 """Files that come at the same time, as the library has it."""
 
 N_BREAKS = 20
-"""How often a file may be cut off in a download."""
+"""How often a file is asked for where the library, which goes on through most breaks, has given up."""
 
 MAX_HTTP_BYTES = 50_000_000_000
 """The biggest file that the hub gives over plain HTTP."""
@@ -142,7 +142,7 @@ def download(wanted: Download, parts: list[Part] | None = None) -> Path:
 def _fill(wanted: Download, parts: list[Part]) -> None:
     """Downloads the blobs that the cache has not. The library then finds them, and makes a snapshot of them.
 
-    The library's own download begins a file again after each end of the process, and looks at no hash. Where
+    Newer versions of the library begin a file again after each end of the process, and look at no hash. Where
     the hub tells nothing (it cannot be reached, or wants a token) all is left to the library, which says what
     is wrong or finds everything in the cache. Raises DownloadFailed, OSError, and what the library does.
     """
@@ -163,7 +163,7 @@ def _fill(wanted: Download, parts: list[Part]) -> None:
         places = (folder / "snapshots" / commit / name, folder / "blobs" / blob)
         for place in places:
             if place.is_file() and place.stat().st_size != file.size:
-                place.unlink()  # cut short by a full disk or a loss of power
+                place.unlink(missing_ok=True)  # cut short by a full disk or a loss of power
         if not any(place.is_file() for place in places):
             missing[blob] = Part(name, file.size)
     if missing:
@@ -181,16 +181,19 @@ def _fetch_all(name: str, commit: str, folder: Path, missing: dict[str, Part], p
     if n_bytes > (n_free := shutil.disk_usage(folder).free):
         raise DownloadFailed(
             f"{name}: {n_bytes / 1e9:.2f} GB are to come, but the disk of {folder} has {n_free / 1e9:.2f} GB free; "
-            "make room, or give --download-dir another one"
+            "make room, or choose another disk with --download-dir"
         )
     slots, ended = threading.Semaphore(N_AT_ONCE), queue.SimpleQueue[Exception | None]()
+    failed = threading.Event()
 
     def work(blob: str, part: Part) -> None:
         with slots:
             try:
-                _fetch(part, name, commit, folder, blob)
+                if not failed.is_set():
+                    _fetch(part, name, commit, folder, blob)
                 ended.put(None)
             except Exception as error:
+                failed.set()
                 ended.put(error)
 
     for blob, part in missing.items():  # in no pool, whose threads would outlive a Ctrl-C
@@ -263,7 +266,7 @@ def _get(part: Part, name: str, commit: str, half: Path) -> int:
     headers["Accept-Encoding"] = "identity"  # a range of what is stored
     rest: dict[str, Any] = {"headers": headers, "expected_size": part.total_bytes, "displayed_filename": part.name}
     with _Counted(io.FileIO(half, "a")) as file:
-        n_old = file.tell() if file.tell() <= part.total_bytes else file.truncate(0)
+        n_old = file.tell() if file.tell() <= part.total_bytes else file.seek(file.truncate(0))
         file.part, part.done_bytes = part, n_old
         for n_left in reversed(range(N_BREAKS)):
             n_before = part.done_bytes

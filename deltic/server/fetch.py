@@ -208,7 +208,7 @@ def _lines(name: str) -> Show:
         of = f" of {told.total_bytes / one:.2f}" if told.total_bytes else ""
         said = f"{told.done_bytes / one:.2f}{of} {unit}"
         if last_bytes >= 0:
-            said += f", {(told.done_bytes - last_bytes) / (now_s - last_s) / 1e6:.1f} MB/s"
+            said += f", {max(0, told.done_bytes - last_bytes) / (now_s - last_s) / 1e6:.1f} MB/s"
         at = [(*_at(file), max(1, file.total_bytes)) for file in told.files]
         files = [f"{text} {done / total:.0%}" for text, done, total in at]
         if len(files) > MAX_NAMED:

@@ -87,6 +87,8 @@ def serve(
             raise ConfigError(f"two models are called {name!r}; give --served-model-name to one of them")
     logs.set_up(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if any(engine.model == BUILT_IN and engine.dummy is None for engine, _ in models):
+        log.info("no MODEL was given: serving the small one that comes with Deltic; deltic doctor proposes others")
     secured = tls(config)
     raise_descriptors()
     use_one_heap()
@@ -301,10 +303,6 @@ async def _until_stopped(
     """
     url = url_of(listener, server.config)
     log.info("listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, " and ".join(server.models))
-    if BUILT_IN in server.models:
-        log.info(
-            "no MODEL was given: this is a small one that comes with Deltic; deltic doctor says which others fit here"
-        )
     services = list(server.models.values())
     first = asyncio.create_task(signals.first.wait())
     ready = asyncio.gather(*(service.client.ready() for service in services))

@@ -180,5 +180,12 @@ def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"NVIDIA X100 · 130.0 of 141.0 GB free · compute capability {major}.0" in report
     assert f"PDL: {'yes' if major >= 9 else 'no'}" in report
     assert "GPU, bfloat16" in report and "CPU, int4" in report
-    assert "Next: deltic serve Qwen/Qwen3.6-35B-A3B (" in report, "the GPU goes first"
+    assert "Next: deltic serve Qwen/Qwen3.6-35B-A3B (the largest that is fluent on the GPU)" in report
     assert ("tested on compute capability 9.0 only" in report) == (major != 9)
+
+    def too_little() -> GpuRoofs:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(GpuRoofs, "measured", too_little)
+    report = words(doctor.report())
+    assert "NVIDIA X100: the roofs were not measured" in report and "CPU, int4" in report
