@@ -66,7 +66,10 @@ def install(how: str, env: Path, wheel: Path) -> float:
 
 @contextmanager
 def server(env: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A port and the process of a `deltic serve` that has just been started; it is ended behind the block."""
+    """A port and the process of a `deltic serve` that has just been started; it is ended behind the block.
+
+    Not a LocalServer: the program is another environment's, and nothing but it may take part of its time.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -120,7 +120,8 @@ class Tokenizer:
                 f"{directory / 'tokenizer.json'} cannot be read ({error}); get the tokenizer's files anew"
             ) from error
         raise TokenizerError(
-            f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one, as deltic serve Qwen/Qwen3.5-0.8B downloads it"
+            f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one, as "
+            "deltic serve Qwen/Qwen3.5-0.8B downloads it"
         )
 
     def encode(self, text: str, specials: Specials = "text") -> list[int]:

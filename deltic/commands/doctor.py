@@ -191,18 +191,17 @@ def _models(console: Console, columns: list[Column]) -> None:
         table.add_column(f"{'CPU' if column.device.name == 'cpu' else 'GPU'}, {column.format}")
     fluent: list[tuple[bool, int, int]] = []
     names = list(MODELS)
-    for model, size in MODELS.items():
+    for nth, (model, size) in enumerate(MODELS.items()):
         row = [model]
         for place, column in enumerate(columns):
-            said = "too large"
-            if column.fits(size):
-                said = "fits"
-            if said == "fits" and size in PUBLISHED:
+            fits = column.fits(size)
+            said = "fits" if fits else "too large"
+            if fits and size in PUBLISHED:
                 roof = column.roof(size)
                 least = roof * REACHED[column.device.name]
                 said = f"{_short(least)} to {_short(roof)}"
                 if least >= FLUENT:  # of one size, the format that comes first is the most exact
-                    fluent.append((column.device.name == "cuda", names.index(model), -place))
+                    fluent.append((column.device.name == "cuda", nth, -place))
             row.append(f"{column.n_bytes(size) / 1e9:5.1f}  {said}")
         table.add_row(*row)
     console.print()
