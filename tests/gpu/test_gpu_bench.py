@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import tables
+from bench.kept import Runs
 from deltic.bench import gpu
 from deltic.config import EngineConfig
 from deltic.models.qwen.shape import published_shape
@@ -51,6 +52,6 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     assert len(found["rows"][0]["round_ms"]) == len(found["prefill"]["8192"]["round_ms"]) == 3
     found["code"]["modified"] = False  # where this test runs the tree may have changes
     file.write_text(json.dumps(found))
-    made = tables.gpu(tables.Runs(tmp_path))
+    made = tables.gpu(Runs(tmp_path))
     assert "| qwen3.5-27b | 16.0 (13.0 .. 19.0) |" in made and "608 (605 .. 611) |" in made
     assert "128 prompt and 256 generated tokens each" in made

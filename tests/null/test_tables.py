@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from bench import figures, peers, tables
-from bench.tables import DOCUMENTS, ROOT, Runs, filled
+from bench.kept import Runs
+from bench.tables import DOCUMENTS, ROOT, filled
 from deltic.__main__ import parser
 
 MEASURED = re.compile(r"\d[\d.,]*\s?(ms|µs|us|s|[GT]B/s|[GT]?FLOP/s|tok/s|tokens/s|%|times|x|TFLOP/s)(?![\w/])")

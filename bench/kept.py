@@ -1,0 +1,113 @@
+"""The runs that are kept, which of them count, and how a table writes their figures.
+
+A run counts when its tree is not known to have had uncommitted changes; where it was a copy without history,
+the table says that no commit was recorded. Of each kind the newest counts, with those that were taken at the
+same commit in the same directory as further rounds of it. A cell is a median with the least and the most of
+its rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+GPU = "h200"
+"""In the names of directories whose runs are of a GPU."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A result file that is kept."""
+
+    path: Path
+    data: Row
+
+    @property
+    def made_by(self) -> Row:
+        """Version, commit and whether the tree had changes; of a load generator its own."""
+        found: Row = self.data.get("code") or self.data.get("client") or {}
+        return found
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        return str(self.path.parent), self.made_by.get("commit")
+
+
+class Runs:
+    """All result files below a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @cached_property
+    def clean(self) -> list[Run]:
+        """Those of trees without changes that say when they were made, oldest first."""
+        files = sorted(self.directory.glob("*/*.json"))
+        found = [Run(path, json.loads(path.read_text())) for path in files]
+        kept = [r for r in found if r.data.get("date") and not r.made_by.get("modified") and not r.data.get("failed")]
+        return sorted(kept, key=lambda run: str(run.data["date"]))
+
+    def newest(self, name: str, gpu: bool = False) -> list[Run]:
+        """The newest whose file is called so (a pattern), and the others of its directory and commit; oldest
+        first.
+        """
+        found = [run for run in self.clean if run.path.match(name) and (GPU in run.path.parent.name) == gpu]
+        return [run for run in found if run.key == found[-1].key]
+
+
+def shown(value: float) -> str:
+    """Three figures."""
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3}f}"
+
+
+def ranged(values: Iterable[float], middle: float | None = None) -> str:
+    """Median, or the middle that is given, with least and most."""
+    found = sorted(values)
+    told = shown(median(found) if middle is None else middle)
+    return f"{told} ({shown(found[0])} .. {shown(found[-1])})" if len(found) > 1 else told
+
+
+def spread(found: Row) -> str:
+    """The same of a row with median, min and max."""
+    return ranged((found["min"], found["max"]), found["median"])
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+
+
+def machine(data: Row) -> str:
+    """What it ran on, in words."""
+    found = data["machine"]
+    cpu = found["cpu"] + (f" (family/model {found['cpu_id']})" if found.get("cpu_id") else "")
+    return (f"{data['device']}, " if "device" in data else "") + f"{found['cores']} cores of an {cpu}"
+
+
+def source(runs: Sequence[Run], *commands: str) -> str:
+    """Where the figures above come from: directory, date, commit, machine, and what takes them again."""
+    parts = []
+    for directory, commit in dict.fromkeys(run.key for run in runs):
+        of = [run for run in runs if run.key == (directory, commit)]
+        made = f"commit {commit}" if commit else "commit not recorded"
+        where = dict.fromkeys(machine(run.data) for run in of if "machine" in run.data)
+        parts.append(f"[{Path(directory).name}](RUNS/{Path(directory).name}), {made}, {' and '.join(where)}")
+    again = " and ".join(f"`{command}`" for command in commands)
+    return f"{'Run' if len(runs) == 1 else 'Runs'}: {'; '.join(parts)}; by {again}."
+
+
+def missing(*commands: str) -> str:
+    return f"No run of a clean tree is kept; {' and '.join(f'`{command}`' for command in commands)} takes one."
