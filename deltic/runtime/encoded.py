@@ -101,6 +101,7 @@ class Encoded(ABC, Generic[C, T, A]):
         self._directory, self._ask_model, self._model = directory, model, ""
         self._items: OrderedDict[str, T] = OrderedDict()  # least recently used first
         self._asked: dict[str, deque[C | None]] = {}  # by key; the first is worked on; None: a drop
+        self._leaving: dict[str, threading.Event] = {}  # dropped keys, until their files are gone for good
         self._unfinished: deque[_Unfinished[C, T]] = deque()
         self._answers: list[A] = []
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -166,7 +167,7 @@ class Encoded(ABC, Generic[C, T, A]):
         item = self._items.get(key)
         if item is not None:
             self._items.move_to_end(key)
-        elif self._directory is not None and self._model and _KEY.fullmatch(key):
+        elif self._directory is not None and self._model and _KEY.fullmatch(key) and not self._is_leaving(key):
             found = self._read(key)
             if found is not None and not isinstance(found, str):
                 self._keep(key, item := found)
@@ -271,7 +272,19 @@ class Encoded(ABC, Generic[C, T, A]):
         self._items.pop(key, None)
         if self._directory is not None and _KEY.fullmatch(key):
             self._remove(key)
-            self._put(lambda: self._remove(key))  # behind what may be writing it
+            self._leaving = {name: gone for name, gone in self._leaving.items() if not gone.is_set()}
+            self._leaving[key] = gone = threading.Event()
+
+            def remove() -> None:
+                self._remove(key)
+                gone.set()
+
+            self._put(remove)  # behind what may be writing it
+
+    def _is_leaving(self, key: str) -> bool:
+        """Whether a file that there is, or will be for a moment, was dropped."""
+        gone = self._leaving.get(key)
+        return gone is not None and not gone.is_set()
 
     # In the other thread, and from `get`, `drop` and `poll` where these touch files.
 

@@ -299,6 +299,30 @@ def test_a_voice_that_is_dropped_while_it_is_made_leaves_nothing(open_store: Any
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_a_dropped_voice_is_not_read_again_before_its_file_is_gone(
+    open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go_on = open_store(tmp_path), threading.Event()
+    store.voices.encode(
+        EncodeVoice(key="a", samples=tiny_audio(9000).numpy().tobytes(), needs_codes=True, is_kept=True)
+    )
+    remove = store.voices._remove
+
+    def late(key: str) -> None:  # the other thread has written the file, and has not removed it yet
+        if threading.current_thread() is not threading.main_thread():
+            go_on.wait(60)
+        remove(key)
+
+    monkeypatch.setattr(store.voices, "_remove", late)
+    store.voices.drop("a")
+    store.wait()
+    while not list(tmp_path.rglob("*.safetensors")):
+        time.sleep(0.001)
+    assert store.voices.get("a") is None
+    go_on.set()
+    assert store.encode("a").error and not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_what_is_asked_for_behind_a_drop_stays(open_store: Any, tmp_path: Path) -> None:
     store, samples = open_store(tmp_path), tiny_audio(9000).numpy().tobytes()
     command = EncodeVoice(key="a", samples=samples, needs_codes=True, is_kept=True)
