@@ -1,0 +1,38 @@
+"""A tensor of a checkpoint, however its files hold it: plain values, or quantised rows with their scales.
+
+What reads a kind of files (models/tensors.py: safetensors; models/gguf.py) gives these by the names of the bfloat16
+checkpoint, such as `model.layers.3.mlp.down_proj.weight`, so that the model's `weights.py` knows one set of names.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from deltic.ops.arrays import Array
+from deltic.ops.formats import Quantised, WeightFormat
+
+
+class StoredTensor(Protocol):
+    """One tensor. Nothing is read of it before `read`."""
+
+    @property
+    def where(self) -> str:
+        """For messages: the file, and the name that the tensor has in it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its weights: as the bfloat16 checkpoint's tensor, whatever is packed."""
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """None: plain values."""
+
+    @property
+    def dtype(self) -> str:
+        """Of plain values as safetensors names it ("BF16", "F16", "F32"); of quantised ones the format's name."""
+
+    def read(self, begin: int, end: int) -> Array | Quantised:
+        """Rows [begin, end) of all [rows, K] (the last dimension is K, those before it are rows; of one dimension: one
+        row). Plain values keep their dtype. Raises CheckpointError for a file that cannot be read, and for scales that are
+        not finite.
+        """

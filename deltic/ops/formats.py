@@ -1,0 +1,207 @@
+"""The formats of a matrix's weights, and rows in such a format as a file holds them.
+
+A weight is `scale * code + least` in float32: a code of few bits, and a scale (and least value) that a group of
+weights along K shares. Every format that is published is one choice of codes and one of scales:
+
+    codes    uint2 .. uint6   unsigned; without a least value half their range is subtracted: code - 2^(bits - 1)
+             int8             signed
+             iq4, e2m1        an index of 4 bits into a table of signed integers (of e2m1: twice its values)
+             e4m3             an 8-bit float
+             bf16             the weight itself, no scale
+    scales   float32, float16, bfloat16: the scale itself; with ".least": and the least value;
+             with ".zero": and the code that stands for 0 (uint8, of int8 codes int8 as its bits)
+             k                scale = outer * an int8; k.least: and least = -outer' * a uint8, scale's a uint8, too;
+                              outer is float16, one for 256 weights
+             e8m0             2^(byte - 128): half of what the byte says, since e2m1 counts in halves
+             e4m3             an 8-bit float * outer / outer', float32, of the row, halved likewise
+
+In float32 each scale, least value and weight above is rounded at most once, as the published packages do, so that
+`values` equals their dequantisation to the bit (tests/null/test_formats.py says which and how).
+
+Sources: ggml's quantised blocks (llama.cpp, ggml-common.h), the OCP Microscaling specification (MXFP4), the
+compressed-tensors, AutoAWQ, GPTQ and ModelOpt checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+from deltic.ops.arrays import Array, bfloat16
+
+Codes = Literal["bf16", "int8", "uint4", "uint5", "uint6", "uint2", "uint3", "iq4", "e2m1", "e4m3"]
+Scales = Literal[
+    "none", "float32", "bfloat16.least", "float16", "float16.least", "float16.zero", "bfloat16", "bfloat16.zero",
+    "k", "k.least", "e8m0", "e4m3",
+]  # fmt: skip
+
+CODES: tuple[Codes, ...] = ("bf16", "int8", "uint4", "uint5", "uint6", "uint2", "uint3", "iq4", "e2m1", "e4m3")
+SCALES: tuple[Scales, ...] = (
+    "none", "float32", "bfloat16.least", "float16", "float16.least", "float16.zero", "bfloat16", "bfloat16.zero",
+    "k", "k.least", "e8m0", "e4m3",
+)  # fmt: skip
+"""In the order of the numbers that csrc/matrix.h gives them."""
+
+TABLES = {
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+}
+"""What an index stands for. iq4: ggml's kvalues_iq4nl; e2m1: twice the values of the OCP FP4 format."""
+
+OUTER = 256
+"""Weights along K that share an outer scale of k."""
+
+_BITS = {"bf16": 16, "int8": 8, "e4m3": 8, "iq4": 4, "e2m1": 4} | {f"uint{n}": n for n in range(2, 7)}
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Codes, scales, and how many weights along K share a scale (group; 0: the whole row does)."""
+
+    name: str
+    codes: Codes
+    scales: Scales
+    group: int
+
+    @cached_property
+    def bits(self) -> int:
+        """Of a code."""
+        return _BITS[self.codes]
+
+    @property
+    def has_least(self) -> bool:
+        """Whether weights are a multiple of the scale above something else than 0."""
+        return self.scales.endswith((".least", ".zero"))
+
+    @property
+    def zero(self) -> int:
+        """What is subtracted from codes."""
+        return 0 if self.has_least or not self.codes.startswith("uint") else 1 << (self.bits - 1)
+
+    @property
+    def dtypes(self) -> tuple[DTypeLike, DTypeLike | None, DTypeLike | None]:
+        """Of the scales, the least values or zeros, and the outer scales."""
+        kind, _, with_ = self.scales.partition(".")
+        if kind == "k":
+            return (np.uint8, np.uint8, np.float16) if with_ else (np.int8, None, np.float16)
+        if kind in ("e8m0", "e4m3"):
+            return np.uint8, None, np.float32 if kind == "e4m3" else None
+        number = bfloat16 if kind == "bfloat16" else np.dtype(kind)
+        return number, {"": None, "least": number, "zero": np.uint8}[with_], None
+
+    def n_groups(self, k: int) -> int:
+        return -(-k // self.group) if self.group else 1
+
+    def sizes(self, k: int) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Of one row's scales, least values and outer scales."""
+        _, least, outer = self.dtypes
+        groups = (self.n_groups(k),)
+        by_k = {"k": (-(-k // OUTER), 1), "k.least": (-(-k // OUTER), 2), "e4m3": (2,)}
+        return groups, None if least is None else groups, None if outer is None else by_k[self.scales]
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """n rows of k weights as a file holds them, one code a byte.
+
+    codes: uint8 [n, k] (int8 and e4m3: their bits); scale [n, groups], least or None, of the same size; outer: k: float16
+    [n, k / 256, 1 or 2] (of scale and of least), e4m3: float32 [n, 2] (multiplied with, then divided by). dtypes: those of
+    the format.
+    """
+
+    format: WeightFormat
+    codes: Array
+    scale: Array
+    least: Array | None = None
+    outer: Array | None = None
+
+    def take(self, rows: Array | slice) -> Quantised:
+        """These rows, in this order."""
+        least, outer = (None if part is None else part[rows] for part in (self.least, self.outer))
+        return replace(self, codes=self.codes[rows], scale=self.scale[rows], least=least, outer=outer)
+
+    def scales(self) -> tuple[Array, Array | None]:
+        """float32 [n, groups]: the scale and, where the format has one, the least value of each group."""
+        f32, (n, k), f = np.float32, self.codes.shape, self.format
+        if f.scales == "e8m0":
+            # 2^(byte - 128) by its bits; 2^-127 and 2^-128 have no exponent of their own
+            e = self.scale.astype(np.int32)
+            bits = np.where(e < 2, 0x00200000 << e, np.maximum(e - 1, 0) << 23)
+            return bits.astype(np.int32).view(f32), None
+        if f.scales == "e4m3":
+            assert self.outer is not None
+            scale = self.scale.view(_E4M3).astype(f32) * self.outer[:, :1] / self.outer[:, 1:]
+            return scale * f32(0.5), None
+        scale = self.scale.astype(f32)
+        least = None if self.least is None else self.least.astype(f32)
+        if f.scales.startswith("k"):
+            assert self.outer is not None
+            outer = np.repeat(self.outer.astype(f32), OUTER // f.group, axis=1)[:, : scale.shape[1]]
+            scale = outer[..., 0] * scale
+            return scale, None if least is None else -(outer[..., 1] * least)
+        if f.scales.endswith(".zero"):
+            assert self.least is not None
+            zero = self.least.view(np.int8) if f.codes == "int8" else self.least
+            least = -(scale * zero.astype(f32))
+        return scale, least
+
+    def values(self) -> Array:
+        """float32 [n, k]: what the rows stand for."""
+        n, k = self.codes.shape
+        f, f32 = self.format, np.float32
+        if f.codes == "int8":
+            codes = self.codes.view(np.int8).astype(f32)
+        elif f.codes == "e4m3":
+            codes = self.codes.view(_E4M3).astype(f32)
+        elif f.codes in TABLES:
+            codes = np.array(TABLES[f.codes], f32)[self.codes]
+        else:
+            codes = self.codes.astype(f32) - f32(f.zero)
+        scale, least = (
+            None if part is None else np.repeat(part, f.group or k, axis=1)[:, :k] for part in self.scales()
+        )
+        product: Array = scale * codes
+        return product if least is None else product + least
+
+
+def _formats() -> dict[str, WeightFormat]:
+    named: list[tuple[str, Codes, Scales, int]] = [
+        ("bf16", "bf16", "none", 32),
+        # What --quantize makes of bfloat16.
+        ("int8", "int8", "float32", 128),
+        ("int4", "uint4", "bfloat16.least", 64),
+        ("fp8", "e4m3", "float32", 128),
+        # ggml's, by its names.
+        ("Q8_0", "int8", "float16", 32),
+        ("Q4_0", "uint4", "float16", 32),
+        ("Q4_1", "uint4", "float16.least", 32),
+        ("Q5_0", "uint5", "float16", 32),
+        ("Q5_1", "uint5", "float16.least", 32),
+        ("Q2_K", "uint2", "k.least", 16),
+        ("Q3_K", "uint3", "k", 16),
+        ("Q4_K", "uint4", "k.least", 32),
+        ("Q5_K", "uint5", "k.least", 32),
+        ("Q6_K", "uint6", "k", 16),
+        ("IQ4_NL", "iq4", "float16", 32),
+        ("IQ4_XS", "iq4", "k", 32),
+        ("MXFP4", "e2m1", "e8m0", 32),
+        ("NVFP4", "e2m1", "e4m3", 16),
+        # e4m3 with one scale a row (or a tensor: the same for every row).
+        ("fp8-row", "e4m3", "float32", 0),
+    ]
+    # Groups of integers, of compressed-tensors, AWQ and GPTQ: int4-g128, or int4-g128-bfloat16.zero, ...
+    for bits, codes in ((4, "uint4"), (8, "int8")):
+        for group in (32, 64, 128):
+            for scales in ("float16", "bfloat16", "float16.zero", "bfloat16.zero"):
+                named.append((f"int{bits}-g{group}-{scales}", codes, scales, group))  # type: ignore[arg-type]
+    return {name: WeightFormat(name, codes, scales, group) for name, codes, scales, group in named}
+
+
+WEIGHT_FORMATS = _formats()
+"""By name."""
