@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from deltic.machine import n_usable_cpus
 from deltic.ops.arrays import bfloat16, zeros
 from deltic.ops.cpu.dense import linear
 from deltic.ops.cpu.program import Program, instruction_set, usable_instruction_sets
-from deltic.ops.matrix import FORMATS, Matrix, row_bytes
+from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.matrix import Matrix, row_bytes
 from deltic.roofs import read_bandwidth
 
 SHAPES = ((6144, 1024), (1024, 3584))
@@ -39,10 +41,10 @@ def main() -> None:
     for name in arguments.formats.split(","):
         for n, k in SHAPES:
             values = draw((n, k), np.float32) * np.float32(k**-0.5)
-            one = Matrix.empty(n, k, FORMATS[name]).pack(values.astype(bfloat16), arguments.threads)
+            one = Matrix.empty(n, k, WEIGHT_FORMATS[name]).pack(values.astype(bfloat16), arguments.threads)
             cold = zeros((COLD_BYTES // one.n_bytes, 1, one.n_bytes), np.uint8)
-            cold[:] = one.data
-            copies = [Matrix(n, k, one.format, data) for data in cold]
+            cold[:] = one.whole.data
+            copies = [replace(one, pieces=(replace(one.whole, data=data),)) for data in cold]
             for rows in map(int, arguments.rows.split(",")):
                 used = copies if rows < 64 else copies[:6]
                 x, out = draw((rows, k), np.float32).astype(bfloat16), zeros((rows, n), np.float32)

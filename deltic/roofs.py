@@ -8,7 +8,8 @@ import numpy as np
 
 from deltic.ops.arrays import zeros
 from deltic.ops.cpu.program import Program
-from deltic.ops.matrix import FORMATS, Matrix, row_bytes
+from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.matrix import Matrix, row_bytes
 
 
 def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:
@@ -27,12 +28,12 @@ def multiply_peak(n_threads: int, format: str = "bf16") -> float:
     cache: bfloat16, or int8 for a quantised format.
     """
     n_tasks, n_repeats, k = 4 * n_threads, 4000, 256
-    w = Matrix.empty(32, k, FORMATS[format])
+    w = Matrix.empty(32, k, WEIGHT_FORMATS[format])
     n_rows = 32  # the most a tile has
     rows, out = zeros((n_rows * row_bytes(k),), np.uint8), zeros((n_tasks, n_rows, 32), np.float32)
     n_operations = np.empty(1, np.float32)
     program = Program(n_threads)
-    program.call("deltic_multiply_peak", *w.arguments, rows, n_tasks, n_repeats, out, n_operations)
+    program.call("deltic_multiply_peak", *w.whole.arguments, rows, n_tasks, n_repeats, out, n_operations)
     seconds = _best_s(program)
     return float(n_operations[0]) / seconds
 

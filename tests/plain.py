@@ -16,12 +16,12 @@ from tests.tensors import tensor_of
 
 def rows(matrix: Matrix) -> Tensor:
     """[n, k], or [E, n, k] of experts; bfloat16 where that is what is stored."""
-    if matrix.format.layout == "rows":
+    if matrix.pieces[0].layout == "rows":
         from deltic.ops.gpu.weight import rows_of
 
         return rows_of("oracle", matrix).cpu()
     values = tensor_of(matrix.unpack())
-    if matrix.format.precision == "bf16":
+    if {piece.format.name for piece in matrix.pieces} == {"bf16"}:
         values = values.to(torch.bfloat16)
     return values[0] if len(values) == 1 else values
 

@@ -179,7 +179,7 @@ def answer(runner: Runner, prompt: list[int]) -> list[int]:
 def sizes(weights: Weights) -> dict[str, float]:
     """Bytes in memory, and bits a parameter: scales, the parts that stay wider and padding included."""
     parts = [part for _, part in weights.named_parts()]
-    n = sum(p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.size for p in parts)
+    n = sum(p.n_matrices * p.n * p.k if isinstance(p, Matrix) else p.size for p in parts)
     return {"bytes": weights.n_bytes, "bits_per_weight": weights.n_bytes * 8 / n}
 
 

@@ -56,8 +56,7 @@ static inline void tile(const uint8_t* x, int64_t stride, const uint8_t* w, int6
 }
 
 // Strips [s0, s1) for all n_rows rows of x.
-template <class Out>
-static inline void multiply(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, bool add, const Out& out) {
+static inline void multiply(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, const Out& out) {
     const int64_t stride = matrix.k * 2, strip = matrix.strip_bytes();
     alignas(64) float sums[2][2][256];
     int64_t configured = 0;
@@ -73,7 +72,7 @@ static inline void multiply(const Rows& x, int64_t n_rows, const Matrix& matrix,
             else if (two) tile<false, true>(rows, stride, w, strip, matrix.k, sums);
             else tile<false, false>(rows, stride, w, strip, matrix.k, sums);
             for (int64_t m = 0; m < n; m++)
-                for (int64_t i = 0; i < (two ? 2 : 1); i++) write_sums(load(sums[m / 16][i] + m % 16 * 16), matrix.n, (s + i) * STRIP, add, out(m0 + m));
+                for (int64_t i = 0; i < (two ? 2 : 1); i++) write_sums(load(sums[m / 16][i] + m % 16 * 16), matrix.n, (s + i) * STRIP, out.add, out.row(m0 + m));
         }
     _tile_release();
 }

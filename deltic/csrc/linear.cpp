@@ -3,22 +3,24 @@
 #include "multiply.h"
 #include "pool.h"
 
-// x bf16 [M, K], w (packed: data, format, N, K, group), out f32 [M, N], workspace u8 [M * row_bytes], M (counted), add (out is the residual)
-KERNEL(deltic_linear, const bf16* x, Matrix w, float* out, uint8_t* workspace, Counted n_rows, bool add) {
+// x bf16 [M, K], w (packed: data, format, N, K, group), out f32 [M, stride], its columns from the first of w's rows on, stride,
+// workspace u8 [M * row_bytes], M (counted), add (out is the residual), packed (the workspace holds x as w's product reads it)
+KERNEL(deltic_linear, const bf16* x, Matrix w, float* out, int64_t stride, uint8_t* workspace, Counted n_rows, bool add, bool packed) {
     if (n_rows == 0) return;
     Rows rows = place_rows(workspace, n_rows, w);
-    if (w.format == Format::BF16 && (n_rows == 1 || ROWS_AS_THEY_STAND)) {
+    if (is_float(w.codes()) && (n_rows == 1 || rows_as_they_stand(w))) {
         rows.words = (const uint32_t*)x;
-    } else {
+    } else if (!packed) {
         int64_t step = tile_rows(n_rows), n_tiles = (n_rows + step - 1) / step;
         parallel_for(n_tiles, [&](int64_t i, int) {
             int64_t m0 = i * step;
             pack_tile(rows, m0, n_rows - m0 < step ? n_rows - m0 : step, w, [&](int64_t m) { return x + m * w.k; });
         });
     }
+    const Out to{out, stride, nullptr, add};
     int64_t n_strips = w.n_strips(), share = strips_per_task(n_strips, pool_size());
     parallel_for((n_strips + share - 1) / share, [&](int64_t i, int) {
         int64_t s1 = (i + 1) * share < n_strips ? (i + 1) * share : n_strips;
-        multiply(rows, n_rows, w, i * share, s1, add, [&](int64_t m) { return out + m * w.n; });
+        multiply(rows, n_rows, w, i * share, s1, to);
     });
 }

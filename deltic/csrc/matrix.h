@@ -1,39 +1,10 @@
-// Packed matrices, and the one multiplication of the package: y = x W^T for any number of rows x.
+// The one multiplication of the package: y = x W^T for any number of rows x, W in any format of format.h.
 //
-// W [N, K] is stored in strips of 16 rows, K running slowest: each 64-byte vector holds, for 16 outputs, the next elements of
-// K that one dot-product instruction takes (2 of bfloat16, 4 of int8, 8 of int4). One output is one lane that walks K in order,
-// so its bits do not depend on how many rows, strips or threads share the work, and memory is read as one long stream.
-//
-//   BF16  per pair of k: [16][2] bfloat16
-//   INT8  per group of k: [group / 4][16][4] unsigned q, then [16] float32 scale:           w = scale (q - 128)
-//   INT4  per group of k: [group / 8][16][4] two q a byte, low half first by 4 k, then [16] bfloat16 pairs (scale, least):
-//                                                                                           w = scale q + least
-//
-// Rows x of a quantised product are int8 with one scale per row and group (the matrix's groups), so that
+// Rows x of a product with integers are int8 with one scale per row and group (the matrix's groups), so that
 //   y = sum over groups of x_scale * (w_scale * (exact integer sum) + least * (sum of x)).
-// A symmetric int4 matrix is one whose least is -8 scale. The layout is the same for all instruction sets.
+// With floats they are bfloat16: exact products, summed in float32, of e4m3 by group.
 #pragma once
-#include "kernel.h"
-#include "simd.h"
-
-enum class Format : int64_t { BF16 = 0, INT8 = 1, INT4 = 2 };
-
-constexpr int64_t STRIP = 16;  // rows of a strip: the lanes of a v16
-
-struct Matrix {
-    const uint8_t* data;  // [n_strips, strip_bytes]
-    Format format;
-    int64_t n, k, group;  // group: elements of K that share a scale, the last group may be shorter; all multiples of 32
-
-    int64_t n_strips() const { return (n + STRIP - 1) / STRIP; }
-    int64_t n_groups() const { return (k + group - 1) / group; }
-    int64_t strip_bytes() const {
-        if (format == Format::BF16) return k * STRIP * 2;
-        return k * STRIP / (format == Format::INT8 ? 1 : 2) + n_groups() * STRIP * 4;
-    }
-    void read(Arguments& a) { a.read(data, format, n, k, group); }
-    Matrix expert(int64_t e) const { return {data + e * n_strips() * strip_bytes(), format, n, k, group}; }
-};
+#include "format.h"
 
 // Strips of one task: few enough that every thread finds some, at most 4.
 static inline int64_t strips_per_task(int64_t n_strips, int n_threads) {
@@ -41,15 +12,6 @@ static inline int64_t strips_per_task(int64_t n_strips, int n_threads) {
     return share < 1 ? 1 : share > 4 ? 4 : share;
 }
 
-// 64 bytes of a strip: 16 lanes of 32 bits.
-struct w16 {
-    u32_part part[PARTS];
-};
-static inline w16 load_words(const uint8_t* p) {
-    w16 w;  // a register at a time, as `load`
-    for (int i = 0; i < PARTS; i++) memcpy(&w.part[i], p + i * sizeof w.part[i], sizeof w.part[i]);
-    return w;
-}
 struct v16i {
     i32_part part[PARTS];
 };
@@ -65,8 +27,8 @@ static inline v16 dot2(v16 acc, w16 w, const uint32_t& x) {
 #define DELTIC_PAIRS_OF_BYTES
 #endif
 
-// What dot4 takes the bytes of w for. The q + 128 of INT8 are made the signed q again where sdot, or a product of pairs, is all
-// there is; the q of INT4 are the same number either way.
+// What dot4 takes the bytes of w for. The codes + 128 of INT8, and of the tables, are made signed again where sdot, or a product of
+// pairs, is all there is; codes of fewer bits are the same number either way.
 #if (defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)) || defined(DELTIC_PAIRS_OF_BYTES)
 constexpr bool SIGNED_WEIGHTS = true;
 #else
@@ -101,11 +63,11 @@ static inline v16i dot4(v16i acc, w16 w, uint32_t x) {
     return acc;
 }
 
-// dot4 of the low and of the high halves of the bytes of q.
+// dot4 of two words of codes of at most 6 bits.
 static inline v16i dot8(v16i acc, w16 q, w16 high, uint32_t x_low, uint32_t x_high) {
 #if defined(DELTIC_PAIRS_OF_BYTES)
     __m256i low_bytes = _mm256_set1_epi32((int)x_low), high_bytes = _mm256_set1_epi32((int)x_high);
-    for (int i = 0; i < PARTS; i++) {  // four products of 15 * 127 fit into 16 bits
+    for (int i = 0; i < PARTS; i++) {  // four products of 63 * 127 fit into 16 bits
         __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)q.part[i], low_bytes), _mm256_maddubs_epi16((__m256i)high.part[i], high_bytes));
         acc.part[i] = (i32_part)_mm256_add_epi32((__m256i)acc.part[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
@@ -124,53 +86,27 @@ static inline v16i splat_int(int32_t x) {
     return v;
 }
 
-// What row n stands for.
-static inline void unpack_row(const Matrix& w, int64_t n, float* out) {
-    const uint8_t* at = w.data + n / STRIP * w.strip_bytes();
-    const int64_t lane = n % STRIP;
-    if (w.format == Format::BF16) {
-        for (int64_t i = 0; i < w.k; i++) {
-            bf16 x;
-            memcpy(&x, at + i / 2 * 64 + lane * 4 + i % 2 * 2, 2);
-            out[i] = widen(x);
-        }
-        return;
-    }
-    for (int64_t k0 = 0; k0 < w.k; k0 += w.group) {
-        const int64_t n_k = w.k - k0 < w.group ? w.k - k0 : w.group;
-        const uint8_t* scales = at + n_k * STRIP / (w.format == Format::INT8 ? 1 : 2) + lane * 4;
-        if (w.format == Format::INT8) {
-            float scale;
-            memcpy(&scale, scales, 4);
-            for (int64_t i = 0; i < n_k; i++) out[k0 + i] = scale * (float)(at[i / 4 * 64 + lane * 4 + i % 4] - 128);
-        } else {
-            bf16 pair[2];
-            memcpy(pair, scales, 4);
-            for (int64_t i = 0; i < n_k; i++)
-                out[k0 + i] = widen(pair[0]) * (float)(at[i / 8 * 64 + lane * 4 + i % 4] >> i % 8 / 4 * 4 & 15) + widen(pair[1]);
-        }
-        at = scales - lane * 4 + STRIP * 4;
-    }
-}
-
 // Rows x as the tiles read them. A tile of `rows` rows holds word j of all its rows side by side: [k / 2 or k / 4][rows];
 // its scales and sums are [n_groups][rows]. Tiles follow one another, so the tile that begins at row m begins at m times the
 // size of a row.
 struct Rows {
     const uint32_t* words;
-    const float* scale;   // null for BF16
+    const float* scale;   // null for floats
     const int32_t* sum;   // of the signed bytes of a group
 };
 
+// Whether a product reads bfloat16 rows one after another, as amx.h does.
+static inline bool rows_as_they_stand(const Matrix& matrix) {
 #if defined(__AMX_BF16__)
-constexpr bool ROWS_AS_THEY_STAND = true;  // amx.h reads bfloat16 rows one after another
+    return matrix.codes() == Codes::BF16;
 #else
-constexpr bool ROWS_AS_THEY_STAND = false;
+    return false;
 #endif
+}
 
 // Where the rows of a product with `matrix` go in a workspace of n_rows * row_bytes(matrix) bytes.
 static inline int64_t row_bytes(const Matrix& matrix) {
-    return matrix.format == Format::BF16 ? matrix.k * 2 : matrix.k + matrix.n_groups() * 8;
+    return is_float(matrix.codes()) ? matrix.k * 2 : matrix.k + matrix.n_groups() * 8;
 }
 static inline Rows place_rows(uint8_t* workspace, int64_t n_rows, const Matrix& matrix) {
     float* scale = (float*)(workspace + n_rows * matrix.k);
@@ -179,10 +115,6 @@ static inline Rows place_rows(uint8_t* workspace, int64_t n_rows, const Matrix& 
 
 // Row m of a tile of `rows` rows, as words.
 static inline void pack_row_bf16(const bf16* x, int64_t k, int64_t m, int64_t rows, uint32_t* words) {
-    if (ROWS_AS_THEY_STAND) {
-        memcpy(words + m * k / 2, x, k * 2);
-        return;
-    }
     for (int64_t j = 0; j < k / 2; j++) memcpy(words + j * rows + m, x + 2 * j, 4);
 }
 
@@ -222,7 +154,7 @@ static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_
 
 // The rows from m0 on, where a tile begins.
 static inline Rows rows_from(const Rows& x, int64_t m0, const Matrix& matrix) {
-    if (matrix.format == Format::BF16) return {x.words + m0 * matrix.k / 2, nullptr, nullptr};
+    if (is_float(matrix.codes())) return {x.words + m0 * matrix.k / 2, nullptr, nullptr};
     const int64_t groups = m0 * matrix.n_groups();
     return {x.words + m0 * matrix.k / 4, x.scale + groups, x.sum + groups};
 }
@@ -233,7 +165,8 @@ static inline void pack_tile(const Rows& x, int64_t m0, int64_t rows, const Matr
     const Rows at = rows_from(x, m0, matrix);
     auto words = (uint32_t*)at.words;
     for (int64_t m = 0; m < rows; m++) {
-        if (matrix.format == Format::BF16) pack_row_bf16(row(m0 + m), matrix.k, m, rows, words);
+        if (rows_as_they_stand(matrix)) memcpy(words + m * matrix.k / 2, row(m0 + m), matrix.k * 2);
+        else if (is_float(matrix.codes())) pack_row_bf16(row(m0 + m), matrix.k, m, rows, words);
         else pack_row_int8(row(m0 + m), matrix.k, matrix.group, m, rows, words, (float*)at.scale, (int32_t*)at.sum);
     }
 }
@@ -246,8 +179,8 @@ constexpr int64_t FAR = 32768, NEAR = 4096;  // bytes between what is multiplied
 // Of how many vectors of a strip one is fetched ahead, for few rows. Of quantised weights the processor guesses the rest, and more
 // would only take the few places that a core has for what is under way: one to eight rows are up to twice as fast for it (Zen 4). With
 // AVX2 it is the other way round: one row of int8 or int4 is 1.6 times as fast with all of them (Zen 3).
-template <Format F, int MR>
-constexpr int EVERY = F == Format::BF16 || MR > 8 || LANES == 8 ? 1 : 4;
+template <Codes C, int MR>
+constexpr int EVERY = C == Codes::BF16 || MR > 8 || LANES == 8 ? 1 : 4;
 
 static inline int64_t tile_rows(int64_t n_rows) { return n_rows <= 2 * MOST_ROWS ? MOST_ROWS : TILE_ROWS; }
 
@@ -271,80 +204,224 @@ static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matr
         for (int s = 0; s < NS; s++) out[m][s] = acc[m][s];
 }
 
-// The sums of a group are exact integers in registers; `out` lives in the first-level cache and is touched once a group.
-template <Format F, int MR, int NS, int FETCH>
-static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
-    constexpr bool INT8 = F == Format::INT8;
+// Two bfloat16 a word from the e4m3 codes in their low bytes: exact.
+static inline u32_part widen_e4m3(u32_part codes) {
+    typedef uint16_t halves __attribute__((vector_size(LANES * 4)));
+    const halves c = (halves)codes, size = c << 4 & 0x07f0, sign = c << 8 & 0x8000, none = (halves)(size < 0x0080);
+    // Below 2^-6, m * 2^-9: as if its exponent were one higher, less that one's 1, is no bfloat16 operation; a table of 8 is.
+    const halves low = size >> 4, is4 = (halves)(low >= 4), is2 = (halves)(low >= 2), is1 = (halves)(low >= 1);
+    const halves small = (is4 & (0x3c00 + (low - 4) * 0x20)) | (~is4 & is2 & (0x3b80 + (low - 2) * 0x40)) | (~is2 & is1 & 0x3b00);
+    return (u32_part)((none & small) | (~none & (size + 0x3c00)) | sign);
+}
+
+// The words of elements 0 and 1, and of 2 and 3, of a vector of e4m3 codes.
+static inline void load_e4m3_pairs(const uint8_t* p, w16& first, w16& second) {
+    const w16 codes = load_words(p);
+    for (int i = 0; i < PARTS; i++) {
+#if defined(__AVX512F__)
+        const __m512i c = (__m512i)codes.part[i], zero = _mm512_setzero_si512();
+        first.part[i] = widen_e4m3((u32_part)_mm512_unpacklo_epi8(c, zero));
+        second.part[i] = widen_e4m3((u32_part)_mm512_unpackhi_epi8(c, zero));
+#elif defined(__AVX2__)
+        const __m256i c = (__m256i)codes.part[i], zero = _mm256_setzero_si256();
+        first.part[i] = widen_e4m3((u32_part)_mm256_unpacklo_epi8(c, zero));
+        second.part[i] = widen_e4m3((u32_part)_mm256_unpackhi_epi8(c, zero));
+#else
+        typedef uint8_t bytes __attribute__((vector_size(8)));
+        typedef uint16_t u16x8 __attribute__((vector_size(16)));
+        bytes half[2];
+        memcpy(half, &codes.part[i], 16);
+        first.part[i] = widen_e4m3((u32_part)__builtin_convertvector(half[0], u16x8));
+        second.part[i] = widen_e4m3((u32_part)__builtin_convertvector(half[1], u16x8));
+#endif
+    }
+}
+
+template <int MR, int NS, int FETCH>
+static inline void tile_e4m3(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
     const int64_t strip = matrix.strip_bytes();
     for (int m = 0; m < MR; m++)
         for (int s = 0; s < NS; s++) out[m][s] = v16{};
     const uint32_t* words = x.words;
-    for (int64_t k = 0, g = 0; k < matrix.k; k += matrix.group, g++) {
-        int64_t n_vectors = (matrix.k - k < matrix.group ? matrix.k - k : matrix.group) / (INT8 ? 4 : 8);
-        v16i acc[MR][NS];
-#pragma GCC unroll 16
-        for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-            for (int s = 0; s < NS; s++) acc[m][s] = splat_int(INT8 && !SIGNED_WEIGHTS ? -128 * x.sum[g * MR + m] : 0);
-        for (int64_t j = 0; j < n_vectors; j += 4) {  // a group is a multiple of 32 elements
-#pragma GCC unroll 4
-            for (int u = 0; u < 4; u++, w += 64) {
-                w16 q[NS];
-                for (int s = 0; s < NS; s++) {
-                    q[s] = load_words(w + s * strip);
-                    if constexpr (FETCH > 0)
-                        if (u % FETCH == 0) __builtin_prefetch(w + s * strip + ahead, 0, 2);
-                }
-                if constexpr (INT8) {
-                    if constexpr (SIGNED_WEIGHTS)
-                        for (int s = 0; s < NS; s++)
-                            for (int i = 0; i < PARTS; i++) q[s].part[i] ^= 0x80808080u;
-#pragma GCC unroll 16
-                    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-                        for (int s = 0; s < NS; s++) acc[m][s] = dot4(acc[m][s], q[s], words[m]);
-                    words += MR;
-                } else {
-                    w16 high[NS];
-                    for (int s = 0; s < NS; s++)
-                        for (int i = 0; i < PARTS; i++) {
-                            high[s].part[i] = q[s].part[i] >> 4 & 0x0f0f0f0fu;
-                            q[s].part[i] &= 0x0f0f0f0fu;
-                        }
-#pragma GCC unroll 16
-                    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-                        for (int s = 0; s < NS; s++) acc[m][s] = dot8(acc[m][s], q[s], high[s], words[m], words[MR + m]);
-                    words += 2 * MR;
-                }
-            }
-        }
-        // Clang, left to itself, carries it over the groups in registers that it does not have.
-        if constexpr (MR > 1) asm("" : "+m"(out));
-        v16 scale[NS], least[NS];
-        for (int s = 0; s < NS; s++) {
-            w16 scales = load_words(w + s * strip);
-            scale[s] = each_part([&](int i) { return (f32_part)(INT8 ? scales.part[i] : scales.part[i] << 16); });
-            least[s] = each_part([&](int i) { return (f32_part)(scales.part[i] & 0xffff0000u); });
-        }
-#pragma GCC unroll 16
-        for (int m = 0; m < MR; m++) {  // unrolled, as above: Clang keeps sums that are indexed by a variable in memory
-            const v16 x_sum = splat((float)x.sum[g * MR + m]), x_scale = splat(x.scale[g * MR + m]);
+    for (int64_t k = 0; k < matrix.k; k += matrix.group, w += 64) {
+        const int64_t n_vectors = (matrix.k - k < matrix.group ? matrix.k - k : matrix.group) / 4;
+        v16 acc[MR][NS] = {};
+        for (int64_t j = 0; j < n_vectors; j++, w += 64, words += 2 * MR) {
+            w16 first[NS], second[NS];
             for (int s = 0; s < NS; s++) {
-                v16 value = to_float(acc[m][s]) * scale[s];
-                if constexpr (!INT8) value = fma(x_sum, least[s], value);
-                out[m][s] = fma(x_scale, value, out[m][s]);
+                load_e4m3_pairs(w + s * strip, first[s], second[s]);
+                if constexpr (FETCH > 0)
+                    if (j % FETCH == 0) __builtin_prefetch(w + s * strip + ahead, 0, 2);
             }
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+                for (int s = 0; s < NS; s++) acc[m][s] = dot2(dot2(acc[m][s], first[s], words[m]), second[s], words[MR + m]);
         }
-        w += 64;
+        for (int s = 0; s < NS; s++) {
+            const v16 scale = load((const float*)(w + s * strip));
+            for (int m = 0; m < MR; m++) out[m][s] = fma(scale, acc[m][s], out[m][s]);
+        }
     }
 }
 
-template <Format F, int MR, int NS, int FETCH>
-static inline void tile(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
-    if constexpr (F == Format::BF16) tile_bf16<MR, NS, FETCH>(x, w, matrix, ahead, out);
-    else tile_int<F, MR, NS, FETCH>(x, w, matrix, ahead, out);
+// Table entries of the low four bits of each byte, + 128 unless SIGNED_WEIGHTS.
+template <Codes C>
+static inline u32_part look_up(u32_part index) {
+    alignas(16) static constexpr auto table = [] {
+        struct { uint8_t at[16]; } t{};
+        for (int i = 0; i < 16; i++) t.at[i] = (uint8_t)(TABLES[C == Codes::E2M1][i] + (SIGNED_WEIGHTS ? 0 : 128));
+        return t;
+    }();
+#if defined(__AVX512F__)
+    return (u32_part)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table.at)), (__m512i)index);
+#elif defined(__AVX2__)
+    return (u32_part)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table.at)), (__m256i)index);
+#elif defined(__aarch64__)
+    return (u32_part)vqtbl1q_u8(vld1q_u8(table.at), (uint8x16_t)index);
+#else
+    uint8_t bytes[16];
+    memcpy(bytes, &index, 16);
+    for (uint8_t& byte : bytes) byte = table.at[byte];
+    memcpy(&index, bytes, 16);
+    return index;
+#endif
 }
+
+// Words 2 i and 2 i + 1 of a unit, as dot4 takes them.
+template <Codes C>
+static inline __attribute__((always_inline)) void load_codes(const uint8_t* unit, int i, w16& first, w16& second) {
+    constexpr bool TABLE = C == Codes::IQ4 || C == Codes::E2M1;
+    if constexpr (C == Codes::INT8) {
+        first = load_words(unit + i * 128), second = load_words(unit + i * 128 + 64);
+        if constexpr (SIGNED_WEIGHTS)
+            for (int p = 0; p < PARTS; p++) first.part[p] ^= 0x80808080u, second.part[p] ^= 0x80808080u;
+    } else if constexpr (C == Codes::UINT2 || C == Codes::UINT3) {
+        const w16 two = load_words(unit + i / 2 * 64);
+        for (int p = 0; p < PARTS; p++) {
+            first.part[p] = two.part[p] >> i % 2 * 4 & 0x03030303u;
+            second.part[p] = two.part[p] >> (i % 2 * 4 + 2) & 0x03030303u;
+        }
+    } else {
+        const w16 four = load_words(unit + i * 64);
+        for (int p = 0; p < PARTS; p++) {
+            first.part[p] = four.part[p] & 0x0f0f0f0fu;
+            second.part[p] = four.part[p] >> 4 & 0x0f0f0f0fu;
+            if constexpr (TABLE) first.part[p] = look_up<C>(first.part[p]), second.part[p] = look_up<C>(second.part[p]);
+        }
+    }
+    if constexpr (C == Codes::UINT6) {
+        const w16 two = load_words(unit + 256 + i / 2 * 64);
+        for (int p = 0; p < PARTS; p++) {
+            first.part[p] |= (two.part[p] >> i % 2 * 4 & 0x03030303u) << 4;
+            second.part[p] |= (two.part[p] >> (i % 2 * 4 + 2) & 0x03030303u) << 4;
+        }
+    }
+    if constexpr (C == Codes::UINT5 || C == Codes::UINT3) {
+        constexpr int AT = C == Codes::UINT5 ? 4 : 2;
+        const w16 one = load_words(unit + AT * 64);
+        for (int p = 0; p < PARTS; p++) {
+            first.part[p] |= (one.part[p] >> 2 * i & 0x01010101u) << AT;
+            second.part[p] |= (one.part[p] >> (2 * i + 1) & 0x01010101u) << AT;
+        }
+    }
+}
+
+// The sums of a group are exact integers in registers; `out` lives in the first-level cache and is touched once a group.
+// HALVES: groups of 16, two in a unit.
+template <Codes C, bool LEAST, bool HALVES, int MR, int NS, int FETCH>
+static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
+    constexpr bool BYTES = C == Codes::INT8 || C == Codes::IQ4 || C == Codes::E2M1;
+    // What each code is too large by, as dot4 takes it.
+    constexpr int BIAS = BYTES ? (SIGNED_WEIGHTS ? 0 : 128) : bias_of(C, LEAST);
+    constexpr int64_t VECTORS = bits_of(C);
+    const int64_t strip = matrix.strip_bytes(), block = matrix.block(), group = matrix.group;
+    const uint8_t* end = w + strip;
+    const Scales kind = matrix.scales();
+    for (int m = 0; m < MR; m++)
+        for (int s = 0; s < NS; s++) out[m][s] = v16{};
+    const uint32_t* words = x.words;
+    int64_t g = 0;
+    v16i acc[MR][NS];
+    auto begin = [&] {
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+            for (int s = 0; s < NS; s++) acc[m][s] = splat_int(BIAS ? -BIAS * x.sum[g * MR + m] : 0);
+    };
+    auto pair = [&](int i) __attribute__((always_inline)) {
+        w16 first[NS], second[NS];
+        for (int s = 0; s < NS; s++) load_codes<C>(w + s * strip, i, first[s], second[s]);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+            for (int s = 0; s < NS; s++) {
+                if constexpr (BYTES) acc[m][s] = dot4(dot4(acc[m][s], first[s], words[m]), second[s], words[MR + m]);
+                else acc[m][s] = dot8(acc[m][s], first[s], second[s], words[m], words[MR + m]);
+            }
+        words += 2 * MR;
+    };
+    for (int64_t k0 = 0; k0 < matrix.k; k0 += block) {
+        const int64_t n_k = matrix.k - k0 < block ? matrix.k - k0 : block, n_groups = (n_k + group - 1) / group;
+        v16 scale[NS][MOST_GROUPS], least[NS][MOST_GROUPS];
+        for (int s = 0; s < NS; s++) read_scales(kind, w + s * strip + matrix.code_bytes(n_k), end + s * strip, n_groups, scale[s], least[s]);
+        auto finish = [&](int64_t in_block) {
+            // Clang, left to itself, carries it over the groups in registers that it does not have.
+            if constexpr (MR > 1) asm("" : "+m"(out));
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++) {  // unrolled, as above: Clang keeps sums that are indexed by a variable in memory
+                const v16 x_scale = splat(x.scale[g * MR + m]);
+                for (int s = 0; s < NS; s++) {
+                    v16 value = to_float(acc[m][s]) * scale[s][in_block];
+                    if constexpr (LEAST) value = fma(splat((float)x.sum[g * MR + m]), least[s][in_block], value);
+                    out[m][s] = fma(x_scale, value, out[m][s]);
+                }
+            }
+            g++;
+        };
+        auto next_unit = [&] {
+            if constexpr (FETCH > 0)
+                for (int s = 0; s < NS; s++)
+#pragma GCC unroll 8
+                    for (int64_t v = 0; v < VECTORS; v += FETCH) __builtin_prefetch(w + s * strip + v * 64 + ahead, 0, 2);
+            w += VECTORS * 64;
+        };
+        if constexpr (HALVES) {
+            for (int64_t i = 0; i < n_groups; i += 2) {
+                begin();
+                pair(0), pair(1);
+                finish(i);
+                begin();
+                pair(2), pair(3);
+                finish(i + 1);
+                next_unit();
+            }
+        } else {
+            for (int64_t i = 0; i < n_groups; i++) {
+                begin();
+                const int64_t stop = (i + 1) * group < n_k ? (i + 1) * group : n_k;
+                for (int64_t at = i * group; at < stop; at += UNIT) {
+                    pair(0), pair(1), pair(2), pair(3);
+                    next_unit();
+                }
+                finish(i);
+            }
+        }
+        w += matrix.scale_bytes(n_k);
+    }
+}
+
+// A format as the tiles are compiled for it.
+template <Codes C, bool LEAST = false, bool HALVES = false>
+struct Tiles {
+    static constexpr Codes CODES = C;
+    template <int MR, int NS, int FETCH>
+    static inline void run(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
+        if constexpr (C == Codes::BF16) tile_bf16<MR, NS, FETCH>(x, w, matrix, ahead, out);
+        else if constexpr (C == Codes::E4M3) tile_e4m3<MR, NS, FETCH>(x, w, matrix, ahead, out);
+        else tile_int<C, LEAST, HALVES, MR, NS, FETCH>(x, w, matrix, ahead, out);
+    }
+};
 
 // Outputs [n0, n0 + 16) of one row, as far as the matrix has so many.
 static inline void write_sums(v16 sums, int64_t n, int64_t n0, bool add, float* row) {
@@ -358,32 +435,41 @@ static inline void write_sums(v16 sums, int64_t n, int64_t n0, bool add, float* 
     for (int64_t i = 0; n0 + i < n; i++) to[i] = add ? to[i] + rest[i] : rest[i];
 }
 
-// Strips [s0, s0 + NS) for MR rows: `out(m)` is where row m's output 0 goes; it is added to when `add`.
-template <Format F, int MR, int NS, int FETCH, class Out>
-static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, int64_t ahead, bool add, const Out& out) {
+// Where a product goes: row m to `rows` + stride * (order[m], or m), added to what is there when `add`.
+struct Out {
+    float* rows;
+    int64_t stride;
+    const int32_t* order;
+    bool add;
+    float* row(int64_t m) const { return rows + (order ? order[m] : m) * stride; }
+};
+
+// Strips [s0, s0 + NS) for MR rows from m0 on.
+template <class T, int MR, int NS, int FETCH>
+static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, int64_t m0, int64_t ahead, const Out& out) {
     v16 sums[MR][NS];
-    tile<F, MR, NS, FETCH>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, ahead, sums);
+    T::template run<MR, NS, FETCH>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, ahead, sums);
     for (int m = 0; m < MR; m++)
-        for (int s = 0; s < NS; s++) write_sums(sums[m][s], matrix.n, (s0 + s) * STRIP, add, out(m));
+        for (int s = 0; s < NS; s++) write_sums(sums[m][s], matrix.n, (s0 + s) * STRIP, out.add, out.row(m0 + m));
 }
 
 // Strips [s0, s1) for all n_rows rows of x.
-template <Format F, class Out>
-static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, bool add, const Out& out) {
-    const int64_t step = tile_rows(n_rows), ahead = F == Format::BF16 ? FAR : NEAR;
+template <class T>
+static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, const Out& out) {
+    constexpr bool WORDS = T::CODES == Codes::BF16;
+    const int64_t step = tile_rows(n_rows), ahead = WORDS ? FAR : NEAR;
     while (s0 < s1) {
         // One row of bfloat16 would wait for its own sums: four strips take turns.
-        const int panel = F == Format::BF16 && n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= TILE_STRIPS ? TILE_STRIPS : 1;
+        const int panel = WORDS && n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= TILE_STRIPS ? TILE_STRIPS : 1;
         for (int64_t m0 = 0; m0 < n_rows; m0 += step) {
             const int64_t rows = n_rows - m0 < step ? n_rows - m0 : step;
             const Rows at = rows_from(x, m0, matrix);
-            auto to = [&](int m) { return out(m0 + m); };
-            if (panel == 4) multiply_tile<F, 1, 4, 0>(at, matrix, s0, 0, add, to);
-            else if (panel == TILE_STRIPS && rows == TILE_ROWS && m0 == 0) multiply_tile<F, TILE_ROWS, TILE_STRIPS, 1>(at, matrix, s0, panel * matrix.strip_bytes(), add, to);
-            else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<F, TILE_ROWS, TILE_STRIPS, 0>(at, matrix, s0, 0, add, to);
+            if (WORDS && panel == 4) multiply_tile<T, 1, WORDS ? 4 : 1, 0>(at, matrix, s0, m0, 0, out);
+            else if (panel == TILE_STRIPS && rows == TILE_ROWS && m0 == 0) multiply_tile<T, TILE_ROWS, TILE_STRIPS, 1>(at, matrix, s0, m0, panel * matrix.strip_bytes(), out);
+            else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<T, TILE_ROWS, TILE_STRIPS, 0>(at, matrix, s0, m0, 0, out);
             else
                 for (int s = 0; s < panel; s++)
-                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<F, mr(), 1, EVERY<F, mr()>>(at, matrix, s0 + s, ahead, add, to); });
+                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<T, mr(), 1, EVERY<T::CODES, mr()>>(at, matrix, s0 + s, m0, ahead, out); });
         }
         s0 += panel;
     }

@@ -59,11 +59,11 @@ void group(const Routing& r, int64_t n_slots, int64_t n_experts) {
 }  // namespace
 
 // h bf16 [T, H] (normed input), logits f32 [T, E + 1], residual f32 [T, H], T (counted), E, k, norm,
-// gate_up (packed, E matrices [2M, H]), down (packed, E matrices [H, M]), shared f32 [T, H] (the shared expert's output),
+// gate_up (packed, E matrices [2M, H]), rest (its last rows, where they have a format of their own, else nothing), down (packed, E matrices [H, M]), shared f32 [T, H] (the shared expert's output),
 // scratch: expert i32 [T k], weight f32 [T k], order i32 [T k], begin i32 [E + 1], probabilities f32 [T, E + 16],
 // rows u8 [T k * most row_bytes], up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H]
 KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted n_tokens, int64_t n_experts, int64_t k, bool norm,
-       Matrix gate_up, Matrix down, const float* shared, Routing r, float* probabilities, uint8_t* workspace, float* up, bf16* act,
+       Matrix gate_up, Matrix rest, Matrix down, const float* shared, Routing r, float* probabilities, uint8_t* workspace, float* up, bf16* act,
        float* y) {
     if (n_tokens == 0) return;
     const int64_t width = down.n, inner = down.k;
@@ -73,8 +73,8 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
     });
     group(r, n_tokens * k, n_experts);
 
-    // out[slot] = w[expert] . input(slot): one task per expert and share of its strips.
-    auto grouped = [&](const Matrix& w, auto input, float* out) {
+    // out[slot] = w[expert] . input(slot), rows of `stride` floats: one task per expert and share of its strips.
+    auto grouped = [&](const Matrix& w, auto input, float* out, int64_t stride) {
         const Rows all = place_rows(workspace, n_tokens * k, w);
         parallel_for(n_experts, [&](int64_t e, int) {
             const int64_t first = r.begin[e], n_rows = r.begin[e + 1] - first, step = tile_rows(n_rows);
@@ -85,13 +85,15 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
         parallel_for(n_experts * n_tasks, [&](int64_t i, int) {
             const int64_t e = i / n_tasks, s0 = i % n_tasks * share, first = r.begin[e], n_rows = r.begin[e + 1] - first;
             if (n_rows == 0) return;
-            multiply(rows_from(all, first, w), n_rows, w.expert(e), s0, s0 + share < n_strips ? s0 + share : n_strips, false,
-                     [&](int64_t m) { return out + (int64_t)r.order[first + m] * w.n; });
+            multiply(rows_from(all, first, w), n_rows, w.expert(e), s0, s0 + share < n_strips ? s0 + share : n_strips,
+                     {out, stride, r.order + first, false});
         });
     };
-    grouped(gate_up, [&](int64_t slot) { return h + slot / k * width; }, up);
+    auto token = [&](int64_t slot) { return h + slot / k * width; };
+    grouped(gate_up, token, up, 2 * inner);
+    if (rest.n) grouped(rest, token, up + gate_up.n, 2 * inner);
     parallel_for(n_tokens * k, [&](int64_t slot, int) { silu_mul_row(up + slot * 2 * inner, inner, act + slot * inner); });
-    grouped(down, [&](int64_t slot) { return act + slot * inner; }, y);
+    grouped(down, [&](int64_t slot) { return act + slot * inner; }, y, width);
     parallel_for(n_tokens, [&](int64_t t, int) {
         v16 open = splat(sigmoid1(logits[t * (n_experts + 1) + n_experts]));
         for (int64_t i = 0; i < width; i += 16) {

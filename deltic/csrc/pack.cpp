@@ -1,7 +1,7 @@
 // Packing and quantising of matrices at load, a strip of 16 rows at a time; the layouts are in matrix.h. Nothing here is
 // fused, so that all instruction sets give the same bytes.
 #include "kernel.h"
-#include "matrix.h"
+#include "format.h"
 #include "pool.h"
 
 namespace {
@@ -114,21 +114,59 @@ void quantise_int4(const Group& group, bool symmetric, uint8_t* out) {
 
 }  // namespace
 
+// Rows that are quantised already, put into strips. codes u8 [N, K]; scale, least and outer: what Quantised of
+// deltic/ops/formats.py holds, a row after another, null where the format has none; w (packed: data, format, N, K, group)
+KERNEL(deltic_pack_codes, const uint8_t* codes, const uint8_t* scale, const uint8_t* least, const uint8_t* outer, Matrix w) {
+    constexpr int64_t SCALE[] = {0, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1}, LEAST[] = {0, 0, 2, 0, 2, 1, 0, 1, 0, 1, 0, 0};
+    const Scales kind = w.scales();
+    const int64_t n_scale = SCALE[(int64_t)kind], n_least = LEAST[(int64_t)kind], groups = w.n_groups();
+    const int64_t n_outer = kind == Scales::K ? 2 : kind == Scales::K_LEAST ? 4 : 0;  // bytes of a block
+    const int64_t at_scale = kind == Scales::K ? 32 : kind == Scales::K_LEAST ? 64 : 0;
+    const int64_t a_group = STRIP * (n_scale + n_least);
+    const int flip = w.codes() == Codes::INT8 ? 0x80 : 0;
+    parallel_for(w.n_strips(), [&](int64_t strip, int) {
+        uint8_t* out = (uint8_t*)w.data + strip * w.strip_bytes();
+        memset(out, 0, w.strip_bytes());
+        const int64_t n_rows = w.n - strip * STRIP < STRIP ? w.n - strip * STRIP : STRIP;
+        for (int64_t k0 = 0; k0 < w.k; k0 += w.block()) {
+            const int64_t n_k = w.k - k0 < w.block() ? w.k - k0 : w.block();
+            for (int64_t lane = 0; lane < n_rows; lane++) {
+                const int64_t row = strip * STRIP + lane, g0 = row * groups + k0 / w.group;
+                for (int64_t i = 0; i < n_k; i++)
+                    put_code(w.codes(), out + i / UNIT * 64 * bits_of(w.codes()), i % UNIT, lane, codes[row * w.k + k0 + i] ^ flip);
+                uint8_t* scales = out + w.code_bytes(n_k);
+                for (int64_t part = 0; part * 2 < n_outer; part++)
+                    memcpy(scales + part * 32 + lane * 2, outer + (row * ((w.k + BLOCK - 1) / BLOCK) + k0 / BLOCK) * n_outer + part * 2, 2);
+                for (int64_t g = 0; g * w.group < n_k; g++) {
+                    uint8_t* to = scales + at_scale + g * a_group;
+                    // --quantize's pairs stand beside each other
+                    const bool pairs = kind == Scales::BF16_LEAST;
+                    memcpy(to + lane * (pairs ? 4 : n_scale), scale + (g0 + g) * n_scale, n_scale);
+                    if (n_least) memcpy(pairs ? to + lane * 4 + 2 : to + STRIP * n_scale + lane * n_least, least + (g0 + g) * n_least, n_least);
+                }
+            }
+            out += w.code_bytes(n_k) + w.scale_bytes(n_k);
+        }
+        for (int64_t lane = 0; lane < n_rows && w.tail_bytes(); lane++)
+            for (int64_t part = 0; part < 2; part++) memcpy(out + part * 64 + lane * 4, outer + ((strip * STRIP + lane) * 2 + part) * 4, 4);
+    });
+}
+
 // values bf16 [N, K], w (packed: data, format, N, K, group), symmetric (of int4)
 KERNEL(deltic_pack, const bf16* values, Matrix w, bool symmetric) {
     parallel_for(w.n_strips(), [&](int64_t strip, int) {
         const bf16* rows = values + strip * STRIP * w.k;
         int64_t n_rows = w.n - strip * STRIP < STRIP ? w.n - strip * STRIP : STRIP;
         uint8_t* out = (uint8_t*)w.data + strip * w.strip_bytes();
-        if (w.format == Format::BF16) return pack_bf16(rows, n_rows, w.k, out);
+        if (w.codes() == Codes::BF16) return pack_bf16(rows, n_rows, w.k, out);
         for (int64_t k0 = 0; k0 < w.k; k0 += w.group) {
             Group group;
             group.n_k = w.k - k0 < w.group ? w.k - k0 : w.group;
             for (int64_t lane = 0; lane < STRIP; lane++)
                 for (int64_t i = 0; i < group.n_k; i++) group.w[i * STRIP + lane] = lane < n_rows ? widen(rows[lane * w.k + k0 + i]) : 0.0f;
-            if (w.format == Format::INT8) quantise_int8(group, out);
+            if (w.codes() == Codes::INT8) quantise_int8(group, out);
             else quantise_int4(group, symmetric, out);
-            out += group.n_k * STRIP / (w.format == Format::INT8 ? 1 : 2) + STRIP * 4;
+            out += w.code_bytes(group.n_k) + w.scale_bytes(group.n_k);
         }
     });
 }

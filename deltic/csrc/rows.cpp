@@ -1,6 +1,6 @@
 // Operators on single rows: embed, rms_norm, silu_mul.
 #include "kernel.h"
-#include "matrix.h"
+#include "format.h"
 #include "pool.h"
 
 // table (packed [V, H]: data, format, V, H, group), token_ids i32 [T], out f32 [T, H], T (counted)

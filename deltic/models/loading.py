@@ -1,14 +1,15 @@
 """Loading weights: what every model shares, from safetensors files to packed matrices.
 
-A model declares each part once (`Declaration`): sizes, format, and the stored tensors that fill it. From this
-follow empty weights, their bytes, and the plan of loading: stored tensors are checked against the files, put
-together one matrix at a time from mapped memory, and packed at once, so the peak stays near the size of the
-packed weights. Left out: checkpoints that are quantised already.
+A model declares each part once (`Declaration`): sizes, and the stored tensors that fill it, whose formats it
+keeps. From this follow empty weights, their bytes, and the plan of loading: stored tensors are checked against
+the files, put together one matrix at a time from mapped memory, and packed at once, so the peak stays near the
+size of the packed weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections import Counter
@@ -22,10 +23,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from deltic.models.fields import CheckpointError, read_json
-from deltic.models.mapped import Header, MappedFiles, read_header
+from deltic.models.mapped import Header, MappedFiles, MappedTensor, read_header
+from deltic.models.stored import StoredTensor, formats_of, one_name
 from deltic.ops.arrays import Array, bfloat16, copy, nothing, zeros
 from deltic.ops.contract import check
-from deltic.ops.matrix import FORMATS, ROWS, Layout, Matrix, MatrixFormat
+from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
+from deltic.ops.matrix import Layout, Matrix, Piece
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -41,12 +44,18 @@ is kept stays as stored: a router, whose near-ties decide which experts run, and
 
 _INDEX = "model.safetensors.index.json"
 
+PACKED = "packed.safetensors"
+"""The weights of a packed model (packed.py)."""
+
 
 _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.k_scale|\.v_scale)$")
 
 
 _STORED_DTYPES = ("BF16", "F16", "F32")
 
+
+_PLAIN: Mapping[str, WeightFormat] = MappingProxyType({})
+"""The formats of a checkpoint that holds nothing quantised."""
 
 _DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
 
@@ -76,19 +85,26 @@ class Parts:
                 yield name, part
 
     def named_memory(self) -> Iterator[tuple[str, Any]]:
-        """The memory of every part: vectors and tables, and the packed bytes of every matrix."""
+        """The memory of every part: vectors and tables, and the packed bytes of every piece of a matrix, which
+        has a number of its own where there are several.
+        """
         for name, part in self.named_parts():
-            yield name, _memory(part)
+            if isinstance(part, Matrix):
+                for i, piece in enumerate(part.pieces):
+                    yield name if len(part.pieces) == 1 else f"{name}.{i}", piece.data
+            else:
+                yield name, part
 
     def replace(self, memory: dict[str, Array]) -> None:
         """Puts other memory, as bytes by the names of `named_memory`, in the place of every part's."""
+        flat = iter(list(memory[name] for name, _ in self.named_memory()))
         for name, part in list(self.named_parts()):
-            flat = memory[name]
-            new = (
-                dataclasses.replace(part, data=flat.reshape(part.data.shape))
-                if isinstance(part, Matrix)
-                else flat.view(part.dtype).reshape(part.shape)
-            )
+            new: Any
+            if isinstance(part, Matrix):
+                pieces = (dataclasses.replace(p, data=next(flat).reshape(p.data.shape)) for p in part.pieces)
+                new = dataclasses.replace(part, pieces=tuple(pieces))
+            else:
+                new = next(flat).view(part.dtype).reshape(part.shape)
             owner: Any = self
             *path, last = name.split(".")
             for step in path:
@@ -114,10 +130,6 @@ def _walk(path: str, owner: Any) -> Iterator[tuple[str, Any | Matrix]]:
         yield path, owner
 
 
-def _memory(part: Any | Matrix) -> Any:
-    return part.data if isinstance(part, Matrix) else part
-
-
 def transposed(part: Any) -> Any:
     """The transpose of a table, in memory of its own."""
     return np.ascontiguousarray(part.T) if isinstance(part, np.ndarray) else part.T.contiguous()
@@ -133,12 +145,14 @@ class Store(Protocol):
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Uninitialised memory of a part."""
 
-    def put(self, part: Any | Matrix, rows: Array) -> None:
-        """Stores rows, [all rows, k] on the host, in the part, a matrix packed."""
+    def put(self, part: Any | Piece, rows: Array | Quantised) -> None:
+        """Stores rows on the host, [all rows, k], in a vector or table, or packed in a piece of one matrix:
+        bfloat16, quantised as the piece's format says, or in that format.
+        """
 
-    def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
-        """Fills a bfloat16 part with a block of values on the host, again and again, at first from offset
-        on.
+    def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
+        """Fills a bfloat16 part, or a piece that is made of such, with a block of values on the host, again
+        and again, at first from offset on.
         """
 
 
@@ -152,20 +166,25 @@ class Host:
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Array:
         return zeros(size, dtype)
 
-    def put(self, part: Any | Matrix, rows: Array) -> None:
-        if isinstance(part, Matrix):
+    def put(self, part: Any | Piece, rows: Array | Quantised) -> None:
+        if isinstance(part, Piece):
             part.pack(rows, self.n_threads)
         else:
+            assert not isinstance(rows, Quantised)
             copy(part.reshape(rows.shape), rows)
 
-    def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
-        n = len(part.data) * part.n * part.k if isinstance(part, Matrix) else part.size
+    def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
+        n = part.n_matrices * part.n * part.k if isinstance(part, Piece) else part.size
         flat = np.empty(n, bfloat16)
         at = min(n, len(block) - offset)
         copy(flat[:at], block[offset : offset + at])
         for begin in range(at, n, len(block)):
             copy(flat[begin : begin + len(block)], block[: n - begin])
-        self.put(part, flat)
+        if not isinstance(part, Piece):
+            self.put(part, flat)
+            return
+        for i, rows in enumerate(flat.reshape(part.n_matrices, -1)):
+            self.put(part.one(i), rows)
 
 
 class Counted(Host):
@@ -197,14 +216,23 @@ class Stored:
     shape: tuple[int, ...] = ()
     """As stored; (): [all rows, K]."""
 
-    def place(self, source: Array, rows: Array) -> None:
-        """Copies the stored tensor into its rows of a part, [all sizes together, K]."""
-        source = source.reshape(self.n_groups, -1, rows.shape[1])
-        start, begin = self.first, 0
+    def read(self, tensor: StoredTensor, i: int, n_matrices: int) -> Array | Quantised:
+        """Its rows of a part, [all sizes together, K]. A tensor of several matrices gives those of matrix i."""
+        n = sum(self.sizes) // n_matrices
+        if self.n_groups == 1:
+            return tensor.read(self.first + i * n, self.first + (i + 1) * n)
+        n_rows = math.prod(self.shape[:-1])
+        group = np.arange(0, n_rows, n_rows // self.n_groups)[:, None]
+        start, order = self.first, []
         for size in self.sizes:
-            n, target = size // self.n_groups, rows[begin : begin + size]
-            copy(target.reshape(self.n_groups, n, -1), source[:, start : start + n])
-            start, begin = start + n, begin + size
+            order.append((group + np.arange(start, start + size // self.n_groups)).reshape(-1))
+            start += size // self.n_groups
+        rows, index = tensor.read(0, n_rows), np.concatenate(order)
+        return rows.take(index) if isinstance(rows, Quantised) else _rows(rows, self.shape[-1])[index]
+
+
+def _rows(values: Array, k: int) -> Array:
+    return values.reshape(-1, k)
 
 
 @dataclass(frozen=True)
@@ -213,6 +241,7 @@ class Planned:
 
     target: Any | Matrix
     stored: tuple[Stored, ...]
+    """Of several matrices: all of the first one, then all of the next, or one that holds all of them."""
     dtype: DTypeLike = bfloat16
     """Of its rows, before they are packed."""
     minus: float = 0.0
@@ -228,8 +257,9 @@ class Declaration:
     sizes, format, and the stored tensors that fill it, which `plan` keeps in the order of declaration.
     """
 
-    def __init__(self, quantize: str | None, store: Store) -> None:
-        self.quantize, self.store = quantize, store
+    def __init__(self, quantize: str | None, store: Store, formats: Mapping[str, WeightFormat] = _PLAIN) -> None:
+        """formats: of the tensors that are stored quantised (`stored.formats_of`)."""
+        self.quantize, self.store, self.formats = quantize, store, formats
         self.plan: list[Planned] = []
 
     def vector(self, name: str, *size: int, shape: tuple[int, ...] = (), minus: float = 0.0) -> Any:
@@ -245,10 +275,22 @@ class Declaration:
         return target
 
     def matrix(self, k: int, *stored: Stored, role: Role = "plain", n_matrices: int = 1) -> Matrix:
-        """n_matrices of [n, k], of the rows of all that is stored."""
+        """n_matrices of [n, k], of the rows of all that is stored: those that are quantised in their format, the
+        others in that of the role.
+        """
         n = sum(sum(one.sizes) for one in stored) // n_matrices
-        format = format_of(role, self.quantize, self.store.layout)
-        target = Matrix.empty(n, k, format, n_matrices, self.store.empty)
+        asked = format_of(role, self.quantize, self.store.layout)
+        runs: list[tuple[int, WeightFormat]] = []
+        in_one = stored[: max(1, len(stored) // n_matrices)]
+        for one in in_one:
+            rows, format = (
+                sum(one.sizes) * len(stored) // len(in_one) // n_matrices,
+                self.formats.get(one_name(one.name), asked),
+            )
+            if runs and runs[-1][1] == format:
+                rows += runs.pop()[0]
+            runs.append((rows, format))
+        target = Matrix.empty(n, k, runs, self.store.layout, n_matrices, self.store.empty)
         known = (dataclasses.replace(one, shape=one.shape or (sum(one.sizes), k)) for one in stored)
         self.plan.append(Planned(target, tuple(known)))
         return target
@@ -275,27 +317,87 @@ def read_headers(path: Path) -> dict[str, Header]:
     return headers
 
 
-def copy_parts(plan: list[Planned], headers: dict[str, Header], store: Store, progress: Progress | None) -> None:
-    """Puts every part together in rows, those of a matrix in bfloat16, and stores it."""
+def open_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, by the names of its bfloat16 release. Raises CheckpointError."""
     files = MappedFiles()
-    total, done = sum(_memory(part.target).nbytes for part in plan), 0
+    return {name: MappedTensor(name, header, files) for name, header in read_headers(path).items()}
+
+
+def stored_formats(directory: Path) -> dict[str, WeightFormat]:
+    """The formats of a model's quantised tensors (`stored.formats_of`), in a packed model too.
+
+    Raises CheckpointError.
+    """
+    packed = directory / PACKED
+    if not packed.exists():
+        return formats_of(open_tensors(directory))
+    _, metadata = read_header(packed)
+    return {name: WEIGHT_FORMATS[format] for name, format in json.loads(metadata.get("formats", "{}")).items()}
+
+
+def copy_parts(
+    plan: list[Planned], tensors: Mapping[str, StoredTensor], store: Store, progress: Progress | None
+) -> None:
+    """Puts every part together, a matrix a piece at a time, and stores it."""
+    total, done = sum(_n_bytes(part.target) for part in plan), 0
     for part in plan:
+        if isinstance(part.target, Matrix):
+            for n_bytes in _copy_matrix(part, part.target, tensors, store):
+                done += n_bytes
+                if progress is not None:
+                    progress(done, total)
+            continue
         target, n = part.target, part.n_rows
-        width = target.k if isinstance(target, Matrix) else math.prod(target.shape[1:])
+        width = math.prod(target.shape[1:])
         in_place = isinstance(target, np.ndarray)
-        rows: Array = target.reshape(n, width) if in_place else np.empty((n, width), part.dtype)  # type: ignore[union-attr]
+        rows: Array = target.reshape(n, width) if in_place else np.empty((n, width), part.dtype)
         begin = 0
         for stored in part.stored:
             end = begin + sum(stored.sizes)
-            stored.place(files.read(headers[stored.name]), rows[begin:end])
+            found = stored.read(tensors[stored.name], 0, 1)
+            assert not isinstance(found, Quantised)  # check_plan
+            copy(rows[begin:end], _rows(found, width))
             begin = end
         if part.minus:
             rows -= np.float32(part.minus)
         if not in_place:
             store.put(target, rows)
-        done += _memory(target).nbytes
+        done += target.nbytes
         if progress is not None:
             progress(done, total)
+
+
+def _copy_matrix(part: Planned, target: Matrix, tensors: Mapping[str, StoredTensor], store: Store) -> Iterator[int]:
+    """Stores a matrix, or several; gives the bytes of each piece that is done."""
+    n_matrices = target.n_matrices
+    in_one = max(1, len(part.stored) // n_matrices)
+    shared = n_matrices if in_one == len(part.stored) else 1  # matrices in one stored tensor
+    for i in range(n_matrices):
+        stored = list(part.stored if shared > 1 else part.stored[i * in_one : (i + 1) * in_one])
+        for piece in target.pieces:
+            found: list[Array | Quantised] = []
+            n = 0
+            while n < piece.n:
+                one = stored.pop(0)
+                found.append(one.read(tensors[one.name], i if shared > 1 else 0, shared))
+                n += sum(one.sizes) // shared
+            quantised = [rows for rows in found if isinstance(rows, Quantised)]
+            if quantised:
+                store.put(piece.one(i), Quantised.joined(quantised))
+            else:
+                rows, begin = np.empty((piece.n, piece.k), bfloat16), 0
+                for values in found:
+                    assert not isinstance(values, Quantised)
+                    values = _rows(values, piece.k)
+                    copy(rows[begin : begin + len(values)], values)
+                    begin += len(values)
+                store.put(piece.one(i), rows)
+            yield piece.data[i : i + 1].nbytes
+
+
+def _n_bytes(part: Any | Matrix) -> int:
+    n: int = part.n_bytes if isinstance(part, Matrix) else part.nbytes
+    return n
 
 
 def fill_dummy(
@@ -322,29 +424,30 @@ def fill_dummy(
             scale = part.k**-0.5 if isinstance(part, Matrix) and name != "embed" else 0.1
             if scale not in scaled:
                 scaled[scale] = (block * np.float32(scale)).astype(bfloat16)
-            offset = (offset + 7919 * 131) % _DUMMY_BLOCK
-            store.tile(part, scaled[scale], offset)
-        done += _memory(part).nbytes
+            for one in part.pieces if isinstance(part, Matrix) else (part,):
+                offset = (offset + 7919 * 131) % _DUMMY_BLOCK
+                store.tile(one, scaled[scale], offset)
+        done += _n_bytes(part)
         if progress is not None:
             progress(done, total)
 
 
-def format_of(role: Role, quantize: str | None, layout: Layout = "strips") -> MatrixFormat:
-    """The format of a matrix of this role. quantize: the precision asked for, None: as stored.
+def format_of(role: Role, quantize: str | None, layout: Layout = "strips") -> WeightFormat:
+    """The format of a matrix of this role that is stored in 16 or 32 bits. quantize: the precision asked for,
+    None: bfloat16.
 
     Raises KernelError for a precision that the layout does not have.
     """
     if layout == "rows":
         check("weights", quantize is None, f"bfloat16: there are no rows in {quantize}")
-        return ROWS
     if quantize is None or role == "kept":
-        return FORMATS["bf16"]
-    return FORMATS["int8" if role == "sensitive" else quantize]
+        return WEIGHT_FORMATS["bf16"]
+    return WEIGHT_FORMATS["int8" if role == "sensitive" else quantize]
 
 
 def check_plan(
     plan: list[Planned],
-    headers: dict[str, Header],
+    tensors: Mapping[str, StoredTensor],
     path: Path,
     unused: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[str]:
@@ -355,28 +458,27 @@ def check_plan(
     converted: Counter[str] = Counter()
     needed = [(stored, part.target) for part in plan for stored in part.stored]
     for stored, target in needed:
-        header = headers.get(stored.name)
-        if header is None:
+        tensor = tensors.get(stored.name)
+        if tensor is None:
             raise CheckpointError(
                 f"{path}: tensor {stored.name!r} is missing; expected shape {list(stored.shape)}. "
                 "Is the download complete, and is the config that of this checkpoint?"
             )
-        where = f"{header.file}: tensor {stored.name!r}"
-        if header.shape != stored.shape:
+        if tensor.shape != stored.shape:
             raise CheckpointError(
-                f"{where} has the wrong shape: expected {list(stored.shape)} by config.json, found {list(header.shape)}; "
+                f"{tensor.where} has the wrong shape: expected {list(stored.shape)} by config.json, found {list(tensor.shape)}; "
                 "configuration and weights do not belong together, get both anew"
             )
-        if header.dtype not in _STORED_DTYPES:
+        if tensor.dtype not in _STORED_DTYPES and not (tensor.format and isinstance(target, Matrix)):
             raise CheckpointError(
-                f"{where} has the wrong dtype: expected {', '.join(_STORED_DTYPES)}, found {header.dtype}"
+                f"{tensor.where} has the wrong dtype: expected {', '.join(_STORED_DTYPES)}, found {tensor.dtype}"
             )
-        if header.dtype != "BF16" and isinstance(target, Matrix):
-            converted[header.dtype] += 1
+        if tensor.format is None and tensor.dtype != "BF16" and isinstance(target, Matrix):
+            converted[tensor.dtype] += 1
 
     skipped: Counter[str] = Counter()
     unexpected = []
-    for name in sorted(set(headers).difference(stored.name for stored, _ in needed)):
+    for name in sorted(set(tensors).difference(stored.name for stored, _ in needed)):
         part = next((part for part, prefixes in unused.items() if name.startswith(prefixes)), None)
         if part is not None:
             skipped[part] += 1
@@ -385,8 +487,8 @@ def check_plan(
     if unexpected:
         first = ", ".join(repr(n) for n in unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
         raise CheckpointError(
-            f"{headers[unexpected[0]].file}: {len(unexpected)} unexpected tensors: {first}. "
-            "The config does not describe this checkpoint, or it is quantised or holds an adapter."
+            f"{tensors[unexpected[0]].where}: {len(unexpected)} unexpected tensors: {first}. "
+            "The config does not describe this checkpoint, or it holds an adapter."
         )
     notices = [f"skipped {n} {part} tensors: only the text stack is run" for part, n in skipped.items()]
     return notices + [f"converted {n} matrices from {dtype} to BF16" for dtype, n in converted.items()]

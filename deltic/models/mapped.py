@@ -61,6 +61,33 @@ def read_header(file: Path, advice: str = "") -> tuple[dict[str, Header], dict[s
     return headers, metadata
 
 
+@dataclass(frozen=True)
+class MappedTensor:
+    """Plain values of a file, as a `StoredTensor` (stored.py)."""
+
+    name: str
+    header: Header
+    files: MappedFiles
+    format: None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.header.file}: tensor {self.name!r}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.header.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.header.dtype
+
+    def read(self, begin: int, end: int) -> Array:
+        values = self.files.read(self.header)
+        width = values.shape[-1] if values.ndim > 1 else values.size
+        return values.reshape(-1, width)[begin:end]
+
+
 class MappedFiles:
     """Reads tensors of any number of files, which stay mapped for as long as an array of them is used."""
 

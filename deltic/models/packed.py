@@ -12,14 +12,16 @@ start, the bytes are not, as little as those of any checkpoint.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -28,18 +30,18 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import Host, Parts, Progress, checkpoint_files
+from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, stored_formats
 from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, empty_weights, load_weights, weight_bytes
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
-from deltic.ops.matrix import FORMATS, Matrix
+from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
+from deltic.ops.matrix import Matrix
 from deltic.private import make_private
 
-PACKED = "packed.safetensors"
-VERSION = "1"
-"""Of the layout of csrc/matrix.h and of the parts' names: a file of another version is packed anew."""
+VERSION = "2"
+"""Of the layout of csrc/format.h and of the parts' names: a file of another version is packed anew."""
 
 _LINE = 64
 _PAGE = 4096
@@ -52,16 +54,22 @@ P = TypeVar("P", bound=Parts)
 
 
 def save_packed(
-    weights: Parts, file: Path, quantize: str | None, notices: list[str], progress: Progress | None = None
+    weights: Parts,
+    file: Path,
+    quantize: str | None,
+    notices: list[str],
+    progress: Progress | None = None,
+    formats: Mapping[str, WeightFormat] = MappingProxyType({}),
 ) -> None:
     """Writes the file beside its name and moves it there when it is complete.
 
+    formats: of the tensors that were stored quantised, which a model directory of its own has to know.
     Several may write it at once: the last wins, and all wrote the same. Raises OSError.
     """
     parts = dict(weights.named_memory())
-    header: dict[str, object] = {
-        "__metadata__": {"deltic": VERSION, "quantize": quantize or "", "notices": json.dumps(notices)}
-    }
+    known = json.dumps({name: format.name for name, format in formats.items()})
+    metadata = {"deltic": VERSION, "quantize": quantize or "", "notices": json.dumps(notices), "formats": known}
+    header: dict[str, object] = {"__metadata__": metadata}
     total = 0
     for name, memory in parts.items():
         size = (memory.nbytes + _LINE - 1) // _LINE * _LINE
@@ -129,9 +137,8 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     source, shape = locate(config)
     if (source / PACKED).exists():
         raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
-    largest = max(
-        p.data.shape[0] * p.n * p.k * 2 for p in _matrices(shape, config.quantize)
-    )  # whole while it is packed
+    shape = dataclasses.replace(shape, formats=stored_formats(source))
+    largest = max(p.n * p.k * 2 for p in _matrices(shape, config.quantize))  # whole while it is packed
     needed, free = weight_bytes(shape, config.quantize) + largest, free_memory_bytes()
     if needed > free:
         raise ConfigError(
@@ -149,7 +156,14 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
         # The weights last: a directory without them is no model yet, and is not taken for one.
         _copy_model_files(source, target)
         file = target / PACKED
-        save_packed(weights, file, config.quantize, notices, lambda done, total: progress("writing", done / total))
+        save_packed(
+            weights,
+            file,
+            config.quantize,
+            notices,
+            lambda done, total: progress("writing", done / total),
+            shape.formats,
+        )
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
         if isinstance(error, OSError):
@@ -170,7 +184,7 @@ def _metadata(file: Path) -> tuple[str | None, list[str]]:
             f"{file}: packed by another version of Deltic ({metadata.get('deltic')!r}, not {VERSION!r}); {_ADVICE}"
         )
     quantize = metadata.get("quantize", "")
-    if quantize and quantize not in FORMATS:
+    if quantize and quantize not in WEIGHT_FORMATS:
         raise CheckpointError(f"{file}: packed in a format that is not known here ({quantize!r}); {_ADVICE}")
     try:
         return quantize or None, json.loads(metadata.get("notices", "[]"))

@@ -6,8 +6,11 @@ checkpoint, such as `model.layers.3.mlp.down_proj.weight`, so that the model's `
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Protocol
 
+from deltic.models.fields import CheckpointError
 from deltic.ops.arrays import Array
 from deltic.ops.formats import Quantised, WeightFormat
 
@@ -36,3 +39,29 @@ class StoredTensor(Protocol):
         row). Plain values keep their dtype. Raises CheckpointError for a file that cannot be read, and for scales that are
         not finite.
         """
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def one_name(name: str) -> str:
+    """The name under which all that has one format is known: experts without their number, and the names of a wrapped
+    checkpoint as those of a flat one.
+    """
+    return _EXPERT.sub(".experts.*.", name.replace("model.language_model.", "model.", 1))
+
+
+def formats_of(tensors: Mapping[str, StoredTensor]) -> dict[str, WeightFormat]:
+    """The formats of the tensors that are quantised, by `one_name`.
+
+    Raises CheckpointError where experts of one layer have several: they are multiplied together.
+    """
+    formats: dict[str, WeightFormat | None] = {}
+    for name, tensor in tensors.items():
+        first = formats.setdefault(one_name(name), tensor.format)
+        if first != tensor.format:
+            kinds = " and ".join(sorted({f.name if f else "16 bits" for f in (first, tensor.format)}))
+            raise CheckpointError(
+                f"{tensor.where}: experts of one layer are stored as {kinds}; only one format a layer is run"
+            )
+    return {name: format for name, format in formats.items() if format is not None}

@@ -24,6 +24,7 @@ compressed-tensors, AutoAWQ, GPTQ and ModelOpt checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -52,6 +53,9 @@ TABLES = {
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
 """What an index stands for. iq4: ggml's kvalues_iq4nl; e2m1: twice the values of the OCP FP4 format."""
+
+FLOATS = ("bf16", "e4m3")
+"""Codes that are floats themselves: they are multiplied with rows of bfloat16."""
 
 OUTER = 256
 """Weights along K that share an outer scale of k."""
@@ -126,9 +130,18 @@ class Quantised:
         least, outer = (None if part is None else part[rows] for part in (self.least, self.outer))
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], least=least, outer=outer)
 
+    @staticmethod
+    def joined(runs: Sequence[Quantised]) -> Quantised:
+        """Rows of one format, one run below the other."""
+        if len(runs) == 1:
+            return runs[0]
+        first = runs[0]
+        parts = {name: [getattr(rows, name) for rows in runs] for name in ("codes", "scale", "least", "outer")}
+        return Quantised(first.format, **{n: np.concatenate(p) for n, p in parts.items() if p[0] is not None})
+
     def scales(self) -> tuple[Array, Array | None]:
         """float32 [n, groups]: the scale and, where the format has one, the least value of each group."""
-        f32, (n, k), f = np.float32, self.codes.shape, self.format
+        f32, f = np.float32, self.format
         if f.scales == "e8m0":
             # 2^(byte - 128) by its bits; 2^-127 and 2^-128 have no exponent of their own
             e = self.scale.astype(np.int32)
@@ -153,7 +166,7 @@ class Quantised:
 
     def values(self) -> Array:
         """float32 [n, k]: what the rows stand for."""
-        n, k = self.codes.shape
+        k = self.codes.shape[1]
         f, f32 = self.format, np.float32
         if f.codes == "int8":
             codes = self.codes.view(np.int8).astype(f32)
@@ -163,19 +176,18 @@ class Quantised:
             codes = np.array(TABLES[f.codes], f32)[self.codes]
         else:
             codes = self.codes.astype(f32) - f32(f.zero)
-        scale, least = (
-            None if part is None else np.repeat(part, f.group or k, axis=1)[:, :k] for part in self.scales()
-        )
-        product: Array = scale * codes
-        return product if least is None else product + least
+        scale, least = self.scales()
+        product: Array = np.repeat(scale, f.group or k, axis=1)[:, :k] * codes
+        return product if least is None else product + np.repeat(least, f.group or k, axis=1)[:, :k]
 
 
 def _formats() -> dict[str, WeightFormat]:
     named: list[tuple[str, Codes, Scales, int]] = [
-        ("bf16", "bf16", "none", 32),
+        ("bf16", "bf16", "none", 0),
         # What --quantize makes of bfloat16.
         ("int8", "int8", "float32", 128),
         ("int4", "uint4", "bfloat16.least", 64),
+        ("int4-symmetric", "uint4", "bfloat16.least", 64),
         ("fp8", "e4m3", "float32", 128),
         # ggml's, by its names.
         ("Q8_0", "int8", "float16", 32),

@@ -1,23 +1,23 @@
 """Packed matrices: what the linears, the experts and the embedding read as their weights.
 
-A format is a precision in a layout. The CPU's kernels read strips of 16 rows (csrc/matrix.h says how):
+A matrix is one piece or several: runs of its rows, each in one format of ops/formats.py. A checkpoint mixes formats
+within what the forward multiplies at once, such as a Q6_K v below a Q4_K q and k. The CPU's kernels read strips of 16
+rows (csrc/format.h says how), the GPU's read rows (ops/gpu/weight.py).
 
-    bf16   as stored in the checkpoint
+--quantize makes two formats of bfloat16 weights:
+
     int8   8.25 bits a weight: groups of 128 along K with a float32 scale, symmetric
     int4   4.5 bits a weight: groups of 64 along K with a bfloat16 scale and least value, fitted by least
            squares; int4-symmetric has only the scale, its least is -8 scale
 
-Rows multiplied with a quantised matrix are themselves rounded to int8, with a scale per row and group; the
-sums within a group are exact integers. The layout does not depend on the machine, so a packed file can be
-kept and moved.
-
-The GPU's kernels read rows, one after another as stored in the checkpoint, so far in bf16 only.
+Rows multiplied with integers are themselves rounded to int8 on a CPU, with a scale per row and group; the sums within
+a group are exact integers. The layout does not depend on the machine, so a packed file can be kept and moved.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,118 +27,182 @@ from numpy.typing import DTypeLike
 from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
+from deltic.ops.formats import CODES, SCALES, Quantised, WeightFormat
 
 STRIP = 16
-
 
 Layout = Literal["strips", "rows"]
 """The order of a matrix in memory: as the CPU's kernels read it, or as the GPU's do."""
 
-
-@dataclass(frozen=True)
-class MatrixFormat:
-    """A precision in a layout.
-
-    bits: of one weight, scales left out; group: weights along K that share a scale; code: the precision's
-    number in csrc/matrix.h, -1 where the CPU's kernels do not read the layout.
-    """
-
-    layout: Layout
-    precision: str
-    bits: int
-    group: int
-    code: int = -1
-    symmetric: bool = True
-
-
-FORMATS = {
-    f.precision: f
-    for f in (
-        MatrixFormat("strips", "bf16", 16, 32, 0),
-        MatrixFormat("strips", "int8", 8, 128, 1),
-        MatrixFormat("strips", "int4", 4, 64, 2, symmetric=False),
-        MatrixFormat("strips", "int4-symmetric", 4, 64, 2),
-    )
-}
-"""Strips, by precision."""
-
-ROWS = MatrixFormat("rows", "bf16", 16, 1)
-"""Rows, in the one precision that they have."""
+_GROUP_BYTES = {
+    "float32": 64, "bfloat16.least": 64, "float16": 32, "bfloat16": 32, "float16.least": 64, "float16.zero": 48,
+    "bfloat16.zero": 48, "k": 16, "k.least": 32, "e8m0": 16, "e4m3": 16,
+}  # fmt: skip
+_BLOCK_BYTES = {"k": 32, "k.least": 64}
+_BLOCK, _TAIL_BYTES = 256, 128
+_PLANE = 256
+"""Bytes: where the parts of a matrix in rows begin, at a multiple of them."""
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """n_matrices matrices of [n, k] (the experts of a layer, or one), packed. data: uint8
-    [n_matrices, bytes of one], an array of numpy's in strips, a tensor of torch's in rows.
+class Piece:
+    """n_matrices of n rows (the same rows of the experts of a layer, or of one matrix) of width k in one format.
+
+    data: uint8 [n_matrices, bytes of one], an array of numpy's in strips, a tensor of torch's in rows.
     """
 
     n: int
     k: int
-    format: MatrixFormat
+    format: WeightFormat
+    layout: Layout
     data: Any
 
     @staticmethod
-    def n_bytes_of(n: int, k: int, format: MatrixFormat) -> int:
-        if format.layout == "rows":
-            return n * k * format.bits // 8
-        scales = 0 if format.bits == 16 else math.ceil(k / format.group) * 4
-        return math.ceil(n / STRIP) * STRIP * (k * format.bits // 8 + scales)
+    def n_bytes_of(n: int, k: int, format: WeightFormat, layout: Layout) -> int:
+        """Of one matrix."""
+        if layout == "rows":
+            last, size = list(planes(n, k, format).values())[-1]
+            return last + (size if format.codes == "bf16" else -(-size // _PLANE) * _PLANE)
+        strip = k * STRIP * format.bits // 8
+        if format.scales != "none":
+            block = format.group or k if format.scales in ("float32", "bfloat16.least") or not format.group else _BLOCK
+            strip += format.n_groups(k) * _GROUP_BYTES[format.scales]
+            strip += -(-k // block) * _BLOCK_BYTES.get(format.scales, 0) + _TAIL_BYTES * (format.scales == "e4m3")
+        return -(-n // STRIP) * strip
+
+    @property
+    def arguments(self) -> tuple[Array, int, int, int, int]:
+        """The arguments that a kernel reads (Matrix in csrc/format.h). Raises KernelError for one in rows."""
+        check("matrix", self.layout == "strips", "a packed matrix; the CPU's kernels do not read rows")
+        code = CODES.index(self.format.codes) + 16 * SCALES.index(self.format.scales)
+        return self.data, code, self.n, self.k, self.format.group or self.k
+
+    @property
+    def n_matrices(self) -> int:
+        return len(self.data)
+
+    def one(self, i: int) -> Piece:
+        """Matrix i alone."""
+        return dataclasses.replace(self, data=self.data[i : i + 1])
+
+    def pack(self, values: Array | Quantised, n_threads: int = 1) -> None:
+        """Stores the rows of one matrix, in strips: bfloat16 [n, k], which are quantised as the format says, or rows in
+        this format. For several matrices: `one`.
+        """
+        program = Program(n_threads)
+        if isinstance(values, Quantised):
+            check(
+                "pack",
+                values.format == self.format and values.codes.shape == (self.n, self.k),
+                f"{self.format.name} rows",
+            )
+            parts = (values.codes, values.scale, values.least, values.outer)
+            program.call(
+                "deltic_pack_codes", *(p if p is None else np.ascontiguousarray(p) for p in parts), *self.arguments
+            )
+        else:
+            check(
+                "pack",
+                values.dtype == bfloat16 and values.flags.c_contiguous and values.size == self.n * self.k,
+                f"contiguous bfloat16 values [{self.n}, {self.k}]",
+            )
+            program.call("deltic_pack", values, *self.arguments, int(self.format.name == "int4-symmetric"))
+        program.run()
+
+    def unpack(self) -> Array:
+        """float32 [n_matrices, n, k]: the values that stand for the rows. For tests, and to see what a format loses."""
+        out = np.empty((self.n_matrices, self.n, self.k), np.float32)
+        rows, count = np.arange(self.n, dtype=np.int32), np.array(self.n, np.int32)
+        program = Program(1)
+        for i, part in enumerate(out):
+            program.call("deltic_embed", *self.one(i).arguments, rows, part, count)
+        program.run()
+        return out
+
+
+def planes(n: int, k: int, format: WeightFormat) -> dict[str, tuple[int, int]]:
+    """Where the parts of n rows stand in the rows layout, (first byte, bytes) by name, in their order: the codes by the
+    bits that stand together (codes16, codes8, codes4, codes2, codes1), then scale, least, outer.
+    """
+    names = {16: (16,), 8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}[format.bits]
+    sizes = {f"codes{bits}": n * k * bits // 8 for bits in names}
+    if format.scales != "none":
+        for name, size, dtype in zip(("scale", "least", "outer"), format.sizes(k), format.dtypes, strict=True):
+            if size is not None and dtype is not None:
+                sizes[name] = n * int(np.prod(size)) * np.dtype(dtype).itemsize
+    at, found = 0, dict[str, tuple[int, int]]()
+    for name, n_bytes in sizes.items():
+        found[name] = at, n_bytes
+        at += -(-n_bytes // _PLANE) * _PLANE
+    return found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """n_matrices of [n, k] (the experts of a layer, or one), packed: pieces, one below the other."""
+
+    n: int
+    k: int
+    pieces: tuple[Piece, ...]
 
     @classmethod
     def empty(
         cls,
         n: int,
         k: int,
-        format: MatrixFormat,
+        format: WeightFormat | Sequence[tuple[int, WeightFormat]],
+        layout: Layout = "strips",
         n_matrices: int = 1,
         make: Callable[[tuple[int, ...], DTypeLike], Any] = zeros,
     ) -> Matrix:
-        """Room for the matrices, of `make`; `pack` fills it. Raises KernelError unless k is a multiple of
-        32.
+        """Room for the matrices, of `make`; `pack` fills it. format: of all rows, or of each run of (rows, format).
+
+        Raises KernelError unless k is a multiple of 32.
         """
         check("matrix", k % 32 == 0, f"K a multiple of 32, found {k}")
-        return cls(n, k, format, make((n_matrices, cls.n_bytes_of(n, k, format)), np.uint8))
+        runs = [(n, format)] if isinstance(format, WeightFormat) else format
+        check("matrix", sum(rows for rows, _ in runs) == n, f"runs of {n} rows in all")
+        pieces = (
+            Piece(rows, k, f, layout, make((n_matrices, Piece.n_bytes_of(rows, k, f, layout)), np.uint8))
+            for rows, f in runs
+        )
+        return cls(n, k, tuple(pieces))
+
+    @property
+    def n_matrices(self) -> int:
+        return self.pieces[0].n_matrices
 
     @property
     def n_bytes(self) -> int:
-        return int(self.data.nbytes)
+        return sum(piece.data.nbytes for piece in self.pieces)
 
     @property
-    def arguments(self) -> tuple[Array, int, int, int, int]:
-        """The arguments that a kernel reads (read_matrix in csrc/matrix.h). Raises KernelError for one in
-        rows.
-        """
-        check("matrix", self.format.code >= 0, "a packed matrix; the CPU's kernels do not read rows")
-        return self.data, self.format.code, self.n, self.k, self.format.group
+    def whole(self) -> Piece:
+        """The only piece, for an operator that reads one. Raises KernelError where there are several."""
+        check(
+            "matrix",
+            len(self.pieces) == 1,
+            f"rows in one format, found {', '.join(p.format.name for p in self.pieces)}",
+        )
+        return self.pieces[0]
 
     def pack(self, values: Array, n_threads: int = 1) -> Matrix:
-        """Stores values, bfloat16 [n_matrices * n, k] in rows, in strips; gives itself."""
-        n_matrices = self.data.shape[0]
+        """Stores bfloat16 values [n_matrices * n, k], in strips, each piece as its format says; gives itself."""
         check(
             "pack",
-            values.dtype == bfloat16 and values.flags.c_contiguous and values.size == n_matrices * self.n * self.k,
-            f"contiguous bfloat16 values of {n_matrices} x [{self.n}, {self.k}]",
+            values.dtype == bfloat16 and values.size == self.n_matrices * self.n * self.k,
+            f"contiguous bfloat16 values of {self.n_matrices} x [{self.n}, {self.k}]",
         )
-        program = Program(n_threads)
-        for data, part in zip(self.data, values.reshape(n_matrices, self.n, self.k), strict=True):
-            one = Matrix(self.n, self.k, self.format, data)
-            program.call("deltic_pack", part, *one.arguments, int(self.format.symmetric))
-        program.run()
+        begin = 0
+        for piece in self.pieces:
+            for i, rows in enumerate(values.reshape(self.n_matrices, self.n, self.k)):
+                piece.one(i).pack(np.ascontiguousarray(rows[begin : begin + piece.n]), n_threads)
+            begin += piece.n
         return self
 
     def unpack(self) -> Array:
-        """float32 [n_matrices, n, k]: the values that stand for the matrices.
-
-        For tests and to see what a format loses.
-        """
-        out = np.empty((self.data.shape[0], self.n, self.k), np.float32)
-        rows, count = np.arange(self.n, dtype=np.int32), np.array(self.n, np.int32)
-        program = Program(1)
-        for data, part in zip(self.data, out, strict=True):
-            one = Matrix(self.n, self.k, self.format, data)
-            program.call("deltic_embed", *one.arguments, rows, part, count)
-        program.run()
-        return out
+        """float32 [n_matrices, n, k], as of a piece."""
+        return np.concatenate([piece.unpack() for piece in self.pieces], axis=1)
 
 
 def row_bytes(k: int) -> int:

@@ -17,8 +17,7 @@ from deltic.engine.step import Progress
 from deltic.engine.stopwatch import stopwatch
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
-from deltic.models.loading import Store
-from deltic.models.packed import PACKED
+from deltic.models.loading import PACKED, Store, stored_formats
 from deltic.models.qwen.weights import dummy_weights, load_weights
 from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
 from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
@@ -78,6 +77,8 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
         config = device.prepare(config, directory)
         return config, directory, make_plan(config, speech, device.speech, speech.n_drawn, free_bytes)
     directory, shape = locate(config)
+    if config.dummy is None:
+        shape = replace(shape, formats=stored_formats(directory))
     config = device.prepare(config, directory)
     n_real = n_real_ids(config, directory, shape)
     return config, directory, make_plan(config, shape, device.text, n_real, free_bytes)

@@ -20,8 +20,10 @@ from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import MoeScratch, moe
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
+from deltic.ops.formats import FLOATS, WEIGHT_FORMATS
 from deltic.ops.geometry import AttentionHeads, GdnHeads, GdnWeights
-from deltic.ops.matrix import FORMATS, Matrix, row_bytes
+from deltic.ops.matrix import Matrix, row_bytes
+from tests.quantised_rows import random_rows
 from tests.reference import layers as oracle
 from tests.reference import sample as sample_oracle
 from tests.tensors import array_of, on_tensors, tensor_of
@@ -32,6 +34,8 @@ attention, attn_prepare, embed, linear, rms_norm, silu_mul, gdn, moe, logprobs, 
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 SETS = usable_instruction_sets()
+FORMATS = ("bf16", "int8", "int4", "int4-symmetric")
+"""What bfloat16 weights are packed as."""
 ONE_BF16_ULP = 2**-7  # relative
 
 
@@ -60,7 +64,9 @@ def close(actual: Tensor, expected: Tensor, relative: float, absolute: float = 1
 def packed(values: Tensor, format: str = "bf16") -> Matrix:
     """values [N, K], or [E, N, K]."""
     n_matrices = 1 if values.dim() == 2 else len(values)
-    return Matrix.empty(*values.shape[-2:], FORMATS[format], n_matrices).pack(array_of(values.contiguous()))
+    return Matrix.empty(*values.shape[-2:], WEIGHT_FORMATS[format], n_matrices=n_matrices).pack(
+        array_of(values.contiguous())
+    )
 
 
 def workspace(n_rows: int, k: int) -> Tensor:
@@ -89,7 +95,7 @@ def test_packing_keeps_the_values(format: str, n: int, k: int) -> None:
     values = torch.randn(n, k).to(BF16)
     values[0, : k // 2] = 0  # groups of nothing, too
     matrix = packed(values, format)
-    found, group = tensor_of(matrix.unpack()[0]), matrix.format.group
+    found, group = tensor_of(matrix.unpack()[0]), matrix.whole.format.group or k
     for start in range(0, k, group):
         part = values[:, start : start + group].float()
         most = part.abs().amax(1, keepdim=True)
@@ -102,18 +108,19 @@ def test_packing_keeps_the_values(format: str, n: int, k: int) -> None:
 def test_packed_bytes_are_the_same_on_every_machine(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     values = torch.randn(3, 35, 160).to(BF16)
-    expected = packed(values, format).data
+    expected = packed(values, format).whole.data
     for library in SETS:
         monkeypatch.setattr("deltic.ops.matrix.Program", partial(Program, library=library))
-        assert (packed(values, format).data == expected).all(), library
+        assert (packed(values, format).whole.data == expected).all(), library
 
 
 def product(x: Tensor, w: Matrix) -> Tensor:
     """x W^T in float64, with x rounded to int8 by groups as a quantised product does."""
     x = x.float()
-    if w.format.precision != "bf16":
+    format = w.whole.format
+    if format.codes not in FLOATS:
         pieces = []
-        for part in x.split(w.format.group, 1):
+        for part in x.split(format.group, 1):
             most = part.abs().amax(1, keepdim=True)
             inverse = torch.div(127.0 * torch.ones(()), most)  # 127 / most would multiply by a reciprocal
             pieces.append((part * inverse).round() * (most / 127))
@@ -137,9 +144,60 @@ def test_linear(program: Program, rows: int, n: int, k: int, format: str) -> Non
     assert out[rows:].isnan().all() and torch.equal(added[rows:], residual[rows:])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+def stored(name: str, n: int, k: int) -> Matrix:
+    """Random rows of a format that a checkpoint may hold."""
+    matrix = Matrix.empty(n, k, WEIGHT_FORMATS[name])
+    if name in FORMATS:
+        return packed((torch.randn(n, k) / k**0.5).to(BF16), name)
+    matrix.whole.pack(random_rows(name, n, k))
+    return matrix
+
+
+@pytest.mark.parametrize("format", [name for name in WEIGHT_FORMATS if name != "bf16"])
+@pytest.mark.parametrize(("n", "k"), [(35, 96), (16, 512), (3, 800)])
+def test_stored_rows_keep_their_values(
+    program: Program, format: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, on every instruction set."""
+    monkeypatch.setattr("deltic.ops.matrix.Program", partial(Program, library=program.instruction_set))
+    found, values = Matrix.empty(n, k, WEIGHT_FORMATS[format]), random_rows(format, n, k, seed=n)
+    found.whole.pack(values)
+    assert (found.unpack()[0] == values.values()).all()
+
+
+@pytest.mark.parametrize("format", [name for name in WEIGHT_FORMATS if name not in FORMATS])
+@pytest.mark.parametrize("rows", [1, 3, 14, 40])
+def test_linear_of_stored_rows(program: Program, rows: int, format: str) -> None:
+    n, k = 70, 800
+    x, w = torch.randn(rows + 2, k).to(BF16), stored(format, n, k)
+    out, space = poison(rows + 2, n), workspace(rows + 2, k)
+    linear(program, x, w, out, space, count(rows))
+    program.run()
+    close(out[:rows], product(x, w)[:rows], 1e-5, 1e-5)
+    assert out[rows:].isnan().all()
+
+
+def test_linear_of_several_formats(program: Program) -> None:
+    """A matrix of pieces has the bits of its pieces alone, added to what is there too."""
+    k, rows = 512, 5
+    names = ["Q4_K", "Q6_K", "bf16", "fp8", "Q5_K", "Q4_K", "int8"]
+    pieces = [stored(name, 7 + 9 * i, k) for i, name in enumerate(names)]
+    n = sum(piece.n for piece in pieces)
+    w = Matrix(n, k, tuple(piece.whole for piece in pieces))
+    x, space = torch.randn(rows, k).to(BF16), workspace(rows, k)
+    out, alone, added = poison(rows, n), [poison(rows, piece.n) for piece in pieces], torch.ones(rows, n)
+    linear(program, x, w, out, space, count(rows))
+    linear(program, x, w, added, space, count(rows), add=True)
+    for piece, expected in zip(pieces, alone, strict=True):
+        linear(program, x, piece, expected, space, count(rows))
+    program.run()
+    assert torch.equal(out, torch.cat(alone, 1)) and torch.equal(added, 1.0 + out)
+    assert (w.unpack()[0] == np.concatenate([piece.unpack()[0] for piece in pieces])).all()
+
+
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
 def test_linear_row_count_keeps_bits(program: Program, format: str) -> None:
-    x, w = torch.randn(101, 4128).to(BF16), packed(torch.randn(67, 4128).to(BF16), format)
+    x, w = torch.randn(101, 4128).to(BF16), stored(format, 67, 4128)
     space = workspace(101, 4128)
     expected = poison(101, 67)
     linear(program, x, w, expected, space, count(101))
@@ -185,7 +243,7 @@ def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(program: Program, 
 
 def test_linear_refuses_what_it_cannot_do(program: Program) -> None:
     with pytest.raises(KernelError, match="K a multiple of 32, found 40"):
-        Matrix.empty(8, 40, FORMATS["bf16"])
+        Matrix.empty(8, 40, WEIGHT_FORMATS["bf16"])
     w = packed(torch.zeros(8, 64).to(BF16))
     x, out = torch.zeros(2, 64).to(BF16), torch.zeros(2, 8)
     with pytest.raises(KernelError, match="a workspace for 2 rows"):

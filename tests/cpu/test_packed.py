@@ -19,7 +19,8 @@ from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig
 from deltic.models import packed
 from deltic.models.fields import CheckpointError
-from deltic.models.packed import PACKED, cache_file, map_packed, save_packed
+from deltic.models.loading import PACKED
+from deltic.models.packed import cache_file, map_packed, save_packed
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, load_weights
 from deltic.runtime.build import build_runner

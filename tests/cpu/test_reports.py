@@ -13,7 +13,7 @@ from deltic.commands import doctor
 from deltic.commands import plan as fit
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.fields import CheckpointError
-from deltic.models.packed import PACKED
+from deltic.models.loading import PACKED
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.runtime import build

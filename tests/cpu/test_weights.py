@@ -29,7 +29,7 @@ from deltic.models.qwen.weights import (
     weight_bytes,
 )
 from deltic.ops.contract import KernelError
-from deltic.ops.matrix import ROWS, Matrix
+from deltic.ops.matrix import Matrix
 from tests.plain import rows
 from tests.tensors import tensor_of
 from tests.tiny import tiny_checkpoint
@@ -69,7 +69,7 @@ def test_sizes_are_those_that_the_shape_predicts(kind: str) -> None:
     weights, notices, shape = load(tiny_checkpoint(kind))
     assert notices == []
     assert weights.n_bytes == weight_bytes(shape, None)
-    sizes = [p.data.shape[0] * p.n * p.k if isinstance(p, Matrix) else p.size for _, p in weights.named_parts()]
+    sizes = [p.n_matrices * p.n * p.k if isinstance(p, Matrix) else p.size for _, p in weights.named_parts()]
     assert sum(sizes) == shape.n_params
     assert all(t.flags.c_contiguous for _, t in weights.named_memory())
     assert [isinstance(layer, AttnLayer) for layer in weights.layers] == [False, False, False, True]
@@ -127,7 +127,7 @@ def test_vision_and_mtp_are_skipped_with_a_notice() -> None:
 def test_float_checkpoints_are_converted_with_a_notice() -> None:
     for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16")):
         weights, notices, _ = load(tiny_checkpoint("dense", dtype=dtype))
-        assert weights.embed.format.precision == "bf16"
+        assert weights.embed.whole.format.name == "bf16"
         assert len(notices) == 1 and f"from {name} to BF16" in notices[0]
 
 
@@ -290,7 +290,7 @@ def test_dummy_weights_are_the_right_size_repeatable_and_sane() -> None:
     shape = ModelShape.from_directory(tiny_checkpoint("moe"))
     weights, again, other = dummy_weights(shape), dummy_weights(shape), dummy_weights(shape, seed=1)
     assert_same(weights, again)
-    assert weights.embed.data.tobytes() != other.embed.data.tobytes()
+    assert weights.embed.whole.data.tobytes() != other.embed.whole.data.tobytes()
     assert weights.n_bytes == weight_bytes(shape, None)
     for name, part in weights.named_parts():
         tensor = rows(part) if isinstance(part, Matrix) else tensor_of(part)
@@ -309,9 +309,10 @@ def test_the_precision_of_a_matrix_is_that_of_its_role() -> None:
             if isinstance(part, Matrix):
                 is_kept = quantize is None or name.endswith("router")
                 precision = "bf16" if is_kept else "int8" if name in sensitive else quantize
-                assert (part.format.layout, part.format.precision) == ("strips", precision), name
+                assert (part.whole.layout, part.whole.format.name) == ("strips", precision), name
     rows_of = empty_weights(shape, None, tied=False, store=COUNTED_ROWS)
-    assert {part.format for _, part in rows_of.named_parts() if isinstance(part, Matrix)} == {ROWS}
+    parts = [part.whole for _, part in rows_of.named_parts() if isinstance(part, Matrix)]
+    assert {(part.layout, part.format.name) for part in parts} == {("rows", "bf16")}
     with pytest.raises(KernelError, match="no rows in int8"):
         empty_weights(shape, "int8", tied=False, store=COUNTED_ROWS)
 

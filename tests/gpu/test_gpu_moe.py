@@ -15,11 +15,12 @@ from torch import Tensor
 
 from deltic.models.qwen.weights import Moe
 from deltic.ops.contract import KernelError
+from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.blocks import Blocks
 from deltic.ops.gpu.launch import Levers, launches
 from deltic.ops.gpu.moe import MoeScratch, MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, MoePrefillTiles, moe_prefill, moe_prefill_scratch
-from deltic.ops.matrix import FORMATS, Matrix
+from deltic.ops.matrix import Matrix
 from tests.gpu.matrices import in_rows
 from tests.reference.layers import linear, route, swiglu
 
@@ -290,7 +291,7 @@ def test_a_format_without_a_kernel_is_refused(device: str, i: int) -> None:
     layer = Layer(TINY, device)
     weights = [in_rows(w) for w in layer.weights]
     w = weights[i]
-    weights[i] = Matrix.empty(w.n, w.k, FORMATS["int8"], len(w.data))
+    weights[i] = Matrix.empty(w.n, w.k, WEIGHT_FORMATS["int8"], n_matrices=w.n_matrices)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in strips$"):
         moe_decode(

@@ -8,6 +8,7 @@ that read them. Nothing here imports torch: the HTTP process and the planner use
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, positive_float, positive_int, read_flag, read_json
+from deltic.ops.formats import WeightFormat
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads
 
 LINEAR_ATTENTION = "linear_attention"
@@ -83,6 +85,8 @@ class ModelShape:
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    formats: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """Of the matrices that are stored quantised, by the names of their tensors (models/stored.py)."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelShape:

@@ -30,11 +30,12 @@ from deltic.models.loading import (
     check_plan,
     copy_parts,
     fill_dummy,
-    read_headers,
+    open_tensors,
     refuse_quantised,
     transposed,
 )
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
+from deltic.models.stored import one_name
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import GdnWeights
 from deltic.ops.matrix import Matrix
@@ -133,15 +134,16 @@ def load_weights(
     """
     path = Path(path)
     refuse_quantised(path if path.is_dir() else path.parent)
-    headers = read_headers(path)
-    prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in headers) else _FLAT_PREFIX
-    tied = shape.tie_word_embeddings and "lm_head.weight" not in headers
-    parts = Declaration(quantize, store)
-    weights = _declare(parts, shape, tied, prefix, headers)
-    notices = check_plan(parts.plan, headers, path, _UNUSED)
-    copy_parts(parts.plan, headers, store, progress)
+    tensors = open_tensors(path)
+    prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
+    tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
+    parts = Declaration(quantize, store, shape.formats)
+    weights = _declare(parts, shape, tied, prefix, tensors)
+    notices = check_plan(parts.plan, tensors, path, _UNUSED)
+    copy_parts(parts.plan, tensors, store, progress)
     if shape.tie_word_embeddings and not tied:
-        if (weights.embed.data == weights.lm_head.data).all():
+        embed, head = weights.embed.whole, weights.lm_head.whole
+        if embed.format == head.format and (embed.data == head.data).all():
             weights.lm_head = weights.embed
         else:
             notices.append("the config ties the embeddings, but a different lm_head.weight is stored: used")
@@ -180,7 +182,7 @@ def _dummy_vector(name: str, size: tuple[int, ...], generator: np.random.Generat
 
 def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, store: Store = COUNTED) -> Weights:
     """Uninitialised weights of the right sizes and formats."""
-    return _declare(Declaration(quantize, store), shape, tied)
+    return _declare(Declaration(quantize, store, shape.formats), shape, tied)
 
 
 def _declare(
@@ -251,7 +253,8 @@ def _declare_feed_forward(d: Declaration, shape: ModelShape, p: str, down: Role,
         return d.mlp(p, shape.intermediate_size, h, down)
     router = d.matrix(h, Stored(f"{p}gate.weight", (e,)), Stored(f"{p}shared_expert_gate.weight", (1,)), role="kept")
     shared = d.mlp(f"{p}shared_expert.", shape.shared_intermediate_size, h, down)
-    if f"{p}experts.0.gate_proj.weight" in names:
+    first = f"{p}experts.0.gate_proj.weight"
+    if first in names or one_name(first) in d.formats:
         experts = [f"{p}experts.{i}." for i in range(e)]
         gate_up = [Stored(f"{x}{name}_proj.weight", (m,)) for x in experts for name in ("gate", "up")]
         downs = [Stored(f"{x}down_proj.weight", (h,)) for x in experts]

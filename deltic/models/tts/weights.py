@@ -27,7 +27,7 @@ from deltic.models.loading import (
     check_plan,
     copy_parts,
     fill_dummy,
-    read_headers,
+    open_tensors,
     refuse_quantised,
 )
 from deltic.models.tts.shape import DecoderShape, SpeechShape
@@ -185,13 +185,13 @@ def load_speech_weights(
     """
     directory = Path(directory)
     refuse_quantised(directory)
-    headers = {
-        name: header for name, header in read_headers(directory).items() if not name.startswith(_SPEAKER_ENCODER)
+    tensors = {
+        name: tensor for name, tensor in open_tensors(directory).items() if not name.startswith(_SPEAKER_ENCODER)
     }
     parts = Declaration(quantize, store)
     weights = declare_speech(parts, shape)
-    notices = check_plan(parts.plan, headers, directory)
-    copy_parts(parts.plan, headers, store, progress)
+    notices = check_plan(parts.plan, tensors, directory)
+    copy_parts(parts.plan, tensors, store, progress)
     return weights, notices
 
 

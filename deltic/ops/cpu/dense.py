@@ -12,6 +12,7 @@ import numpy as np
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
+from deltic.ops.formats import FLOATS
 from deltic.ops.matrix import Matrix, row_bytes
 
 
@@ -22,7 +23,7 @@ def embed(program: Program, table: Matrix, token_ids: Array, out: Array, n_token
     Leaves out: a check of the ids; the scheduler only passes ids of the vocabulary.
     """
     check("embed", out.dtype == np.float32 and table.k == out.shape[1], f"float32 out of width {table.k}")
-    program.call("deltic_embed", *table.arguments, token_ids, out, n_tokens)
+    program.call("deltic_embed", *table.whole.arguments, token_ids, out, n_tokens)
 
 
 def linear(
@@ -37,7 +38,13 @@ def linear(
     check("linear", x.shape[1] == w.k and out.shape[1] == w.n, f"x [T, {w.k}] and out [T, {w.n}]")
     check("linear", x.flags.c_contiguous and out.flags.c_contiguous, "contiguous tensors")
     check("linear", workspace.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
-    program.call("deltic_linear", x, *w.arguments, out, workspace, n_rows, int(add))
+    begin, packed = 0, None
+    for piece in w.pieces:
+        # What the workspace holds of x: rows of bfloat16, or of int8 by groups.
+        kind = (piece.format.codes == "bf16", piece.format.codes in FLOATS or piece.format.group)
+        arguments = (*piece.arguments, out[:, begin:], out.shape[1], workspace, n_rows, int(add), int(kind == packed))
+        program.call("deltic_linear", x, *arguments)
+        begin, packed = begin + piece.n, kind
 
 
 def rms_norm(

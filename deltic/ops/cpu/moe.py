@@ -14,6 +14,9 @@ from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.matrix import Matrix, row_bytes
 
+_NOTHING = (0, 0, 0, 0, 0)
+"""The arguments of no matrix."""
+
 
 @dataclass(frozen=True)
 class MoeScratch:
@@ -51,9 +54,10 @@ def moe(
     logits, the n_per_token largest (ties: lower expert), renormalised when `normalise`; n_tokens: int32
     scalar.
     """
-    n_experts, width, inner = down.data.shape[0], down.n, down.k
+    n_experts, width, inner = down.n_matrices, down.n, down.k
     check("moe", (gate_up.n, gate_up.k) == (2 * inner, width), f"gate_up [{2 * inner}, {width}]")
-    check("moe", gate_up.data.shape[0] == n_experts, f"gate_up of {n_experts} experts")
+    check("moe", gate_up.n_matrices == n_experts, f"gate_up of {n_experts} experts")
+    check("moe", len(gate_up.pieces) <= 2, "gate and up in one format each")
     check("moe", h.dtype == bfloat16 and h.shape[1] == width, f"bfloat16 h [T, {width}]")
     check("moe", logits.shape[1] == n_experts + 1 and n_per_token <= n_experts, "logits [T, E + 1], k <= E")
     s = scratch
@@ -67,8 +71,9 @@ def moe(
         n_experts,
         n_per_token,
         int(normalise),
-        *gate_up.arguments,
-        *down.arguments,
+        *gate_up.pieces[0].arguments,
+        *(gate_up.pieces[1].arguments if len(gate_up.pieces) > 1 else _NOTHING),
+        *down.whole.arguments,
         shared,
         s.expert,
         s.weight,

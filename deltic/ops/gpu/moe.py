@@ -116,10 +116,10 @@ def largest_block(limit: int, *sizes: int) -> int:
 def check_moe(x: Tensor, w: MoeWeights, k: int) -> tuple[int, int, int, int]:
     """(H, E, M, Ms) of the weights. ValueError where shapes or dtypes do not belong together."""
     hidden, n_experts, width, shared = x.shape[-1], w.router.n - 1, w.down.k, w.shared_down.k
-    sizes = [(len(m.data), m.n, m.k) for m in (w.gate_up, w.down)]
+    sizes = [(m.n_matrices, m.n, m.k) for m in (w.gate_up, w.down)]
     if sizes != [(n_experts, 2 * width, hidden), (n_experts, hidden, width)]:
         raise ValueError(f"moe: gate_up {sizes[0]}, down {sizes[1]}; {n_experts} experts, H {hidden}")
-    sizes = [(len(m.data), m.n, m.k) for m in (w.shared_gate_up, w.shared_down)]
+    sizes = [(m.n_matrices, m.n, m.k) for m in (w.shared_gate_up, w.shared_down)]
     if sizes != [(1, 2 * shared, hidden), (1, hidden, shared)]:
         raise ValueError(f"moe: shared expert {sizes[0]}, {sizes[1]}, H {hidden}")
     if w.router.k != hidden or not 0 < k <= n_experts or n_experts > 65535:

@@ -13,8 +13,9 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from deltic.ops.arrays import Array, bfloat16
-from deltic.ops.contract import check
-from deltic.ops.matrix import ROWS, Layout, Matrix
+from deltic.ops.contract import KernelError, check
+from deltic.ops.formats import Quantised
+from deltic.ops.matrix import Layout, Matrix, Piece
 
 
 def rows_of(operator: str, w: Matrix) -> Tensor:
@@ -24,14 +25,14 @@ def rows_of(operator: str, w: Matrix) -> Tensor:
     An operator that gets a kernel for another format asks for that format before it asks here. Raises
     KernelError, which names the operator and the format, for a matrix in any format but rows.
     """
+    piece = w.whole
     check(
         operator,
-        w.format == ROWS,
-        f"weights in rows of bfloat16; there is no kernel for {w.format.precision} in {w.format.layout}",
+        piece.layout == "rows" and piece.format.codes == "bf16",
+        f"weights in rows of bfloat16; there is no kernel for {piece.format.name} in {piece.layout}",
     )
-    n_matrices = len(w.data)
-    size = (w.n, w.k) if n_matrices == 1 else (n_matrices, w.n, w.k)
-    rows: Tensor = w.data.view(torch.bfloat16).view(size)
+    size = (w.n, w.k) if w.n_matrices == 1 else (w.n_matrices, w.n, w.k)
+    rows: Tensor = piece.data.view(torch.bfloat16).view(size)
     return rows
 
 
@@ -63,10 +64,12 @@ class DeviceStore:
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Tensor:
         return torch.empty(size, dtype=_dtype(dtype), device=self.device)
 
-    def put(self, part: Any | Matrix, rows: Array) -> None:
+    def put(self, part: Any | Piece, rows: Array | Quantised) -> None:
+        if isinstance(rows, Quantised):
+            raise KernelError("weights: bfloat16 only: there are no rows in other formats")
         _flat(part).copy_(to_device(rows, "cpu").view(-1))
 
-    def tile(self, part: Any | Matrix, block: Array, offset: int) -> None:
+    def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
         flat = _flat(part)
         if self._tiled is None or self._tiled[0] is not block:
             self._tiled = block, to_device(block, self.device)
@@ -77,7 +80,7 @@ class DeviceStore:
             rest.copy_(values[: len(rest)])
 
 
-def _flat(part: Any | Matrix) -> Tensor:
+def _flat(part: Any | Piece) -> Tensor:
     """The values of a part, one after another."""
-    memory: Tensor = part.data.view(torch.bfloat16) if isinstance(part, Matrix) else part
+    memory: Tensor = part.data.view(torch.bfloat16) if isinstance(part, Piece) else part
     return memory.view(-1)

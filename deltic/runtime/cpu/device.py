@@ -11,8 +11,8 @@ from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
 from deltic.machine import free_memory_bytes
-from deltic.models.loading import Host, Store
-from deltic.models.packed import PACKED, map_packed, map_parts, resolve_quantize, through_cache
+from deltic.models.loading import PACKED, Host, Store
+from deltic.models.packed import map_packed, map_parts, resolve_quantize, through_cache
 from deltic.models.qwen.cpu import check_kernels
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import weight_bytes

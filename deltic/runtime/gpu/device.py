@@ -15,8 +15,7 @@ from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
 from deltic.models.fields import CheckpointError, UnsupportedModelError
-from deltic.models.loading import COUNTED_ROWS, Store
-from deltic.models.packed import PACKED
+from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.gpu import RING
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import weight_bytes

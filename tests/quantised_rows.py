@@ -1,0 +1,48 @@
+"""Random rows in any format of deltic/ops/formats.py, of values about as large as a layer's."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from deltic.ops.arrays import Array
+from deltic.ops.formats import WEIGHT_FORMATS, Quantised
+
+
+def random_rows(name: str, n: int, k: int, seed: int = 0) -> Quantised:
+    """[n, k]; some scales are 0, negative or the smallest that there are, where the format has such."""
+    format, rng = WEIGHT_FORMATS[name], np.random.default_rng(seed)
+    sizes, dtypes = format.sizes(k), format.dtypes
+    codes = rng.integers(0, 1 << min(format.bits, 8), (n, k)).astype(np.uint8)
+    if format.codes == "e4m3":
+        codes[codes & 0x7F == 0x7F] = 0x38  # NaN
+    step = 0.05 / k**0.5 / {"int8": 40, "e4m3": 40, "iq4": 30}.get(format.codes, 1)
+
+    def numbers(size: tuple[int, ...], dtype: object, scale: float) -> Array:
+        values = rng.uniform(-scale, scale, (n, *size))
+        values.reshape(-1)[::7] = 0.0
+        return values.astype(dtype)  # type: ignore[call-overload, no-any-return]
+
+    kind = format.scales.partition(".")[0]
+    least = outer = None
+    if kind == "k":
+        low = 0 if format.has_least else -32
+        scale = rng.integers(low, 64, (n, *sizes[0])).astype(dtypes[0])
+        least = rng.integers(0, 64, (n, *sizes[1])).astype(np.uint8) if sizes[1] else None
+        assert sizes[2] is not None
+        outer = numbers(sizes[2], np.float16, step / 8)
+    elif kind == "e8m0":
+        scale = rng.integers(112, 126, (n, *sizes[0])).astype(np.uint8)
+        scale.reshape(-1)[::7] = rng.integers(0, 3)
+    elif kind == "e4m3":
+        scale = rng.uniform(0.0, 2.0, (n, *sizes[0])).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        outer = np.stack([rng.uniform(0.01, 0.02, n), rng.uniform(1.0, 2.0, n)], 1).astype(np.float32)
+    else:
+        scale = numbers(sizes[0], dtypes[0], step)
+        if format.scales.endswith(".least"):
+            assert sizes[1] is not None
+            least = numbers(sizes[1], dtypes[1], step * 8)
+        elif format.scales.endswith(".zero"):
+            assert sizes[1] is not None
+            least = rng.integers(0, 1 << format.bits, (n, *sizes[1])).astype(np.uint8)
+    return Quantised(format, codes, scale, least, outer)
