@@ -372,4 +372,6 @@ def chosen(name: str, files: Iterable[str], quant: str) -> list[str]:
     if found and not quant:
         return next(iter(found.values()))
     there = f"there are {', '.join(found)}" if found else "there is no GGUF file"
-    raise CheckpointError(f"{name}: has no GGUF file of {quant or 'any bits'} on the hub; {there}")
+    raise CheckpointError(
+        f"{name}: has no GGUF file of {quant or 'any bits'}; {there}, on the hub or, offline, in the cache"
+    )
