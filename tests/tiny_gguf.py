@@ -93,7 +93,7 @@ def write_gguf(
     change: adds to the metadata.
     """
     config = json.loads((source / "config.json").read_text())
-    tensors = checkpoint_values(source, config)
+    tensors = checkpoint_values(source)
     if has_mtp:
         tensors |= mtp_values(tensors, config)
     arch = ARCHITECTURES[config["architectures"][0][:8]]
@@ -113,9 +113,8 @@ def write_gguf(
     return target if n_files == 1 else target.with_name(f"{target.stem}-00001-of-{n_files:05}.gguf")
 
 
-def checkpoint_values(source: Path, config: dict[str, Any]) -> dict[str, Array]:
-    """float32 tensors of a checkpoint directory, by their names; experts fused."""
-    del config
+def checkpoint_values(source: Path) -> dict[str, Array]:
+    """float32 tensors of a checkpoint directory, by their names."""
     tensors: dict[str, Array] = {}
     for file in sorted(source.glob("*.safetensors")):
         tensors |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}

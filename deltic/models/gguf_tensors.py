@@ -129,7 +129,7 @@ class Rows:
         at = tensor.begin + (self.first + begin) * n_bytes
         if self.format is not None:
             header = Header(tensor.file, (n * n_bytes,), "U8", at, at + n * n_bytes)
-            return decoded(tensor.type, self.files.read(header).reshape(n, -1), tensor.where)
+            return decoded(tensor.type, self.files.read(header).reshape(n, n_bytes), tensor.where)
         rows = self.files.read(Header(tensor.file, (n, k), tensor.type, at, at + n * n_bytes))
         if self.change is None:
             return rows
@@ -203,7 +203,7 @@ def _zero_centred(values: Array) -> Array:
 def _log_decay(values: Array) -> Array:
     """-exp(A_log) to A_log; what is not negative to what is not finite."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(np.log(-values))
+        return np.log(-values.astype(np.float64)).astype(np.float32)
 
 
 _BLOCKS: dict[str, list[tuple[str, str, int]]] = {
@@ -241,7 +241,10 @@ def decoded(type: str, data: Array, where: str) -> Quantised:
     is_k = "scales" in parts or "scales_h" in parts
     inner = _inner_scales(type, blocks) if is_k else floats + exponents
     outer = np.ascontiguousarray(floats[0]) if is_k else None
-    flat = [np.ascontiguousarray(part.reshape(len(data), -1)) for part in (_codes(type, blocks), *inner)]
+    flat = [
+        np.ascontiguousarray(part.reshape(len(data), math.prod(part.shape[1:])))
+        for part in (_codes(type, blocks), *inner)
+    ]
     return Quantised(format, flat[0], flat[1], flat[2] if len(flat) > 2 else None, outer)
 
 
@@ -263,9 +266,9 @@ def _planes(packed: Array, run: int, n_bits: int) -> Array:
     """Values of n_bits out of bytes: of each `run` of bytes first all lowest bits, then all next ones, and so on."""
     n, n_blocks = packed.shape[:2]
     shifts = np.arange(0, 8, n_bits, dtype=np.uint8)[:, None]
-    values = packed.reshape(n, n_blocks, -1, 1, run) >> shifts
+    values = packed.reshape(n, n_blocks, packed.shape[2] // run, 1, run) >> shifts
     values &= np.uint8((1 << n_bits) - 1)
-    return values.reshape(n, n_blocks, -1)
+    return values.reshape(n, n_blocks, packed.shape[2] * len(shifts))
 
 
 def _inner_scales(type: str, blocks: Array) -> list[Array]:
