@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -62,8 +63,8 @@ class UnreadableText(TokenizerError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no such file. Of a GGUF file in the place of a directory: what
-    its metadata says.
+    """The object in a JSON file, {} where there is no such file. Of a GGUF file in the place of a
+    directory: what its metadata says.
 
     Raises TokenizerError for a malformed one; of a GGUF file CheckpointError and UnsupportedModelError.
     """
@@ -362,7 +363,7 @@ def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
 def _from_gguf(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a GGUF file's metadata."""
     said = document(file, "tokenizer.json")
-    backend = tokenizers.Tokenizer.from_str(json.dumps(said, ensure_ascii=False))
+    backend = tokenizers.Tokenizer.from_str(msgspec.json.encode(said).decode())
     for token in said["added_tokens"]:
         if (found := backend.token_to_id(token["content"])) != token["id"]:
             raise TokenizerError(

@@ -185,7 +185,9 @@ class Engine:
     def __init__(
         self, runner: StepRunner, max_itl_ms: float | None = None, tokenizer_json: Callable[[], str] | None = None
     ) -> None:
-        """tokenizer_json: gives the text of the tokenizer.json, for grammars; asked when the first one comes."""
+        """tokenizer_json: gives the text of the tokenizer.json, for grammars; asked when the first one
+        comes.
+        """
         self.runner = runner
         self.info = info = runner.info
         self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_json, runner.is_busy)

@@ -87,8 +87,9 @@ def resolve_model(
     revision: str | None = None,
     download_dir: Path | None = None,
 ) -> Path:
-    """The local directory (or single safetensors or GGUF file) of a model: a path as it is, else a hub download
-    of `files`, at `revision`, into `download_dir`. Of a directory with a GGUF model and no safetensors: its file.
+    """The local directory (or single safetensors or GGUF file) of a model: a path as it is, else a hub
+    download of `files`, at `revision`, into `download_dir`. Of a directory with a GGUF model and no
+    safetensors: its file.
 
     Raises CheckpointError if the path does not exist, or the hub has no such model or cannot be reached.
     """
@@ -108,12 +109,16 @@ def resolve_model(
 
 
 def model_directory(config: EngineConfig, files: tuple[str, ...] = ALL_FILES) -> Path:
-    """The directory, or GGUF file, of the model that is neither built in nor a dummy. Raises CheckpointError."""
+    """The directory, or GGUF file, of the model that is neither built in nor a dummy. Raises
+    CheckpointError.
+    """
     return resolve_model(config.model, files, config.revision, config.download_dir)
 
 
 def model_name(config: EngineConfig) -> str:
-    """The name in /v1/models when none is given: the directory's, the GGUF file's, the hub's, or the shape's."""
+    """The name in /v1/models when none is given: the directory's, the GGUF file's, the hub's, or the
+    shape's.
+    """
     if config.dummy is not None:
         return config.dummy
     path = Path(config.model)

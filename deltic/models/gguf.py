@@ -1,11 +1,12 @@
 """GGUF files: what their headers say, and which files are one model.
 
-A file is a header (metadata by key, then name, type, shape and offset of each tensor) and the tensors' bytes. A
-model is one file, or the set `NAME-00001-of-0000N.gguf`, whose first file has the metadata. What the metadata
-means is in models/gguf_config.py, what the tensors are in models/gguf_tensors.py.
+A file is a header (metadata by key, then name, type, shape and offset of each tensor) and the tensors'
+bytes. A model is one file, or the set `NAME-00001-of-0000N.gguf`, whose first file has the metadata. What
+the metadata means is in models/gguf_config.py, what the tensors are in models/gguf_tensors.py.
 
-The file is mapped. Strings and arrays are decoded when they are asked for: a vocabulary is most of a header. No
-count in a file is believed before it fits into the file. No numpy: the HTTP process reads the metadata.
+The file is mapped. Strings and arrays are decoded when they are asked for: a vocabulary is most of a
+header. No count in a file is believed before it fits into the file. No numpy: the HTTP process reads the
+metadata.
 
 Source: llama.cpp's docs (gguf.md) and gguf.cpp, versions 2 and 3, little-endian.
 """
@@ -330,7 +331,9 @@ def shards(path: Path) -> list[Path]:
 
 
 def set_name(file: str) -> str:
-    """The path of a GGUF file without its suffix and its number in a set: the same for all files of a model."""
+    """The path of a GGUF file without its suffix and its number in a set: the same for all files of a
+    model.
+    """
     stem = file[: -len(SUFFIX)]
     match = _SHARD.fullmatch(stem)
     return match["name"] if match else stem
@@ -350,7 +353,7 @@ def gguf_in(directory: Path) -> Path | None:
 
     Raises CheckpointError where there are several.
     """
-    found = models_among(file.name for file in directory.iterdir() if file.is_file())
+    found = models_among(file.name for file in directory.glob("*") if file.is_file())
     if len(found) > 1:
         names = ", ".join(files[0] for files in found.values())
         raise CheckpointError(f"{directory}: {len(found)} GGUF models: {names}; give the file of one of them")
@@ -358,11 +361,12 @@ def gguf_in(directory: Path) -> Path | None:
 
 
 def chosen(name: str, files: Iterable[str], quant: str) -> list[str]:
-    """The files of the GGUF model of these bits, as `Q4_K_M`, in a repository on the hub; "": Q4_K_M, or else
-    the first that is there.
+    """The files of the GGUF model of these bits, as `Q4_K_M`, in a repository on the hub; "": Q4_K_M, or
+    else the first that is there.
 
-    The bits are looked for in names of files and folders, whatever their case. Of several models the one with the
-    shortest name is taken, which has nothing else in it (UD-Q4_K_M). Raises CheckpointError, with what there is.
+    The bits are looked for in names of files and folders, whatever their case. Of several models the one
+    with the shortest name is taken, which has nothing else in it (UD-Q4_K_M). Raises CheckpointError, with
+    what there is.
     """
     found = models_among(files)
     wanted = re.compile(rf"(?<![a-z0-9]){re.escape(quant or 'Q4_K_M')}(?![a-z0-9_])", re.IGNORECASE)

@@ -1,11 +1,11 @@
 """What a GGUF file's metadata says, as the JSON files of a checkpoint directory say it.
 
-So a GGUF file is read wherever a directory is: `document(file, "config.json")`, and likewise generation_config.json,
-tokenizer_config.json and tokenizer.json. The names are those of Hugging Face; what is not supported is refused by
-the key that the metadata has.
+So a GGUF file is read wherever a directory is: `document(file, "config.json")`, likewise
+generation_config.json, tokenizer_config.json and tokenizer.json. The names are those of Hugging Face; what
+is not supported is refused by the key that the metadata has.
 
-Source: llama.cpp's converter (conversion/qwen.py, base.py) and its readers of hyper-parameters (src/models/qwen35.cpp,
-qwen35moe.cpp, qwen3next.cpp) and vocabularies (src/llama-vocab.cpp).
+Source: llama.cpp's converter of the family and its readers (qwen35.cpp, qwen35moe.cpp, qwen3next.cpp,
+llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PATTERNS = {"qwen2": _PATTERN % (r"\p{L}", r"\p{L}"), "qwen35": _PATTERN % (r"[\
 
 
 def document(file: Path, name: str) -> dict[str, Any]:
-    """What the JSON file of this name would hold, {} for one that a GGUF file has not. Raises CheckpointError,
-    UnsupportedModelError.
+    """What the JSON file of this name would hold, {} for one that a GGUF file has not. Raises
+    CheckpointError, UnsupportedModelError.
     """
     made = {
         "config.json": config,
@@ -258,9 +258,9 @@ def tokenizer(model: Gguf) -> dict[str, Any]:
     tokens, kinds = _tokens(model)
     added = [i for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
     vocabulary = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (_NORMAL, _UNKNOWN, _BYTE)}
-    merges = [merge.split(" ") for merge in _texts(model, "tokenizer.ggml.merges")]
-    if wrong := next((merge for merge in merges if len(merge) != 2), None):
-        raise CheckpointError(f"{model.file}: tokenizer.ggml.merges has {' '.join(wrong)!r}, which is not two tokens")
+    merges = _texts(model, "tokenizer.ggml.merges")
+    if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
+        raise CheckpointError(f"{model.file}: tokenizer.ggml.merges has {wrong!r}, which is not two tokens")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {
         "type": "Split",

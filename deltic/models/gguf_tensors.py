@@ -1,11 +1,11 @@
 """The tensors of a GGUF file under the names, and with the values, of the bfloat16 Hugging Face checkpoint.
 
 What llama.cpp's converter does to weights is undone where it is exact: norms are stored as 1 + w, A_log as
--exp(A_log), experts as one tensor, the convolution without its middle dimension. Value heads stay in the order of
-the file (`gguf_config.tiled_value_heads`), and what Next interleaves by key head is as the file has it: in_proj_qkv
-and in_proj_z apart, in_proj_ba interleaved.
+-exp(A_log), experts as one tensor, the convolution without its middle dimension. Value heads stay in the
+order of the file (`gguf_config.tiled_value_heads`), and what Next interleaves by key head is as the file
+has it: in_proj_qkv and in_proj_z apart, in_proj_ba interleaved.
 
-Source: llama.cpp's conversion/qwen.py and its quantised blocks (ggml-common.h, ggml-quants.c).
+Source: llama.cpp's converter of the family, and its quantised blocks (ggml-common.h, ggml-quants.c).
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ _BLOCK = re.compile(r"blk\.(\d{1,5})\.(.+)")
 
 
 def stored_tensors(model: Gguf) -> dict[str, StoredTensor]:
-    """All tensors by the names of the bfloat16 checkpoint, in the flat layout: `model.`, `lm_head.`, `mtp.`.
+    """All tensors by the names of the bfloat16 checkpoint, in the flat layout: `model.`, `lm_head.`,
+    `mtp.`.
 
-    A tensor that no such checkpoint has keeps its name. Raises CheckpointError for types that are not read, and for
-    shapes that no such checkpoint has.
+    A tensor that no such checkpoint has keeps its name. Raises CheckpointError for types that are not read,
+    and for shapes that no such checkpoint has.
     """
     files, n_layers = MappedFiles(), n_trunk_layers(model)
     found: dict[str, StoredTensor] = {}
@@ -263,7 +264,9 @@ def _codes(type: str, blocks: Array) -> Array:
 
 
 def _planes(packed: Array, run: int, n_bits: int) -> Array:
-    """Values of n_bits out of bytes: of each `run` of bytes first all lowest bits, then all next ones, and so on."""
+    """Values of n_bits out of bytes: of each `run` of bytes first all lowest bits, then all next ones, and
+    so on.
+    """
     n, n_blocks = packed.shape[:2]
     shifts = np.arange(0, 8, n_bits, dtype=np.uint8)[:, None]
     values = packed.reshape(n, n_blocks, packed.shape[2] // run, 1, run) >> shifts
@@ -272,7 +275,9 @@ def _planes(packed: Array, run: int, n_bits: int) -> Array:
 
 
 def _inner_scales(type: str, blocks: Array) -> list[Array]:
-    """The integer scales of k formats and, where they have them, least values, [n, blocks, groups of a block] each."""
+    """The integer scales of k formats and, where they have them, least values, [n, blocks, groups of a
+    block] each.
+    """
     if type == "IQ4_XS":
         high = blocks["scales_h"] >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
         scale = _planes(blocks["scales_l"], 1, 4) | high.astype(np.uint8) << 4
@@ -285,8 +290,8 @@ def _inner_scales(type: str, blocks: Array) -> list[Array]:
     if type == "Q3_K":
         scale = _planes(packed[..., :8], 8, 4) | _planes(packed[..., 8:], 4, 2) << 4
         return [scale.view(np.int8) - np.int8(32)]
-    # Q4_K and Q5_K: 6 bits each. Bytes 0 to 3 are scales 0 to 3, bytes 4 to 7 least values 0 to 3; the others have
-    # their lower bits in bytes 8 to 11, and their upper two above those of the first.
+    # Q4_K and Q5_K: 6 bits each. Bytes 0 to 3 are scales 0 to 3, bytes 4 to 7 least values 0 to 3; the others
+    # have their lower bits in bytes 8 to 11, and their upper two above those of the first.
     first, rest = packed[..., :8], packed[..., 8:]
     last = np.concatenate([rest & np.uint8(15), rest >> np.uint8(4)], axis=-1) | first >> np.uint8(2) & np.uint8(48)
     first = first & np.uint8(63)

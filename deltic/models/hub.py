@@ -107,8 +107,8 @@ def is_hub_name(name: str) -> bool:
 
 
 def download(wanted: Download, parts: list[Part] | None = None) -> Path:
-    """The directory of the files, or the first file of a GGUF model. They are downloaded if they are not there;
-    `parts` gets those, and is kept up to date. Raises CheckpointError.
+    """The directory of the files, or the first file of a GGUF model. They are downloaded if they are not
+    there; `parts` gets those, and is kept up to date. Raises CheckpointError.
     """
     import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
     from huggingface_hub import errors
@@ -149,8 +149,8 @@ def download(wanted: Download, parts: list[Part] | None = None) -> Path:
 
 
 def _told(name: str, revision: str | None) -> Any:
-    """What the hub tells of a model and its files; None: nothing (it cannot be reached, or wants a token). Then all
-    is left to the library, which says what is wrong or finds everything in the cache.
+    """What the hub tells of a model and its files; None: nothing (it cannot be reached, or wants a token).
+    Then all is left to the library, which says what is wrong or finds everything in the cache.
     """
     from huggingface_hub import HfApi
 
@@ -168,10 +168,11 @@ def _gguf_files(name: str, quant: str, files: Sequence[str]) -> list[str]:
 
 
 def _fill(name: str, told: Any, files: Sequence[str], directory: str | None, parts: list[Part]) -> None:
-    """Downloads the blobs that the cache has not. The library then finds them, and makes a snapshot of them.
+    """Downloads the blobs that the cache has not. The library then finds them, and makes a snapshot of
+    them.
 
-    Newer versions of the library begin a file again after each end of the process, and look at no hash. told: by
-    the hub; files: patterns of names. Raises DownloadFailed, OSError, and what the library does.
+    Newer versions of the library begin a file again after each end of the process, and look at no hash.
+    told: by the hub; files: patterns of names. Raises DownloadFailed, OSError, and what the library does.
     """
     from huggingface_hub import constants
 

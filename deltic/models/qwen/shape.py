@@ -136,10 +136,11 @@ class ModelShape:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelShape:
-        """Read config.json and generation_config.json of a checkpoint directory, or the metadata of a GGUF file.
+        """Read config.json and generation_config.json of a checkpoint directory, or the metadata of a GGUF
+        file.
 
-        Raises CheckpointError if config.json is absent or either is broken, UnsupportedModelError for a field
-        that is missing, malformed or not supported.
+        Raises CheckpointError if config.json is absent or either is broken, UnsupportedModelError for a
+        field that is missing, malformed or not supported.
         """
         if is_gguf(Path(directory)):
             return cls.from_config(
