@@ -77,7 +77,7 @@ class ModelShape:
     gdn_n_v_heads: int
     gdn_k_dim: int  # per head
     gdn_v_dim: int  # per head
-    tiled_value_heads: bool = False  # value head p belongs to key head p % Hk (GGUF), not to p // (Hv / Hk)
+    tiled_value_heads: bool = False  # order of value heads, as GGUF files of qwen35 have it; see GdnHeads
     conv_width: int
     intermediate_size: int = 0  # 0 for MoE
     n_experts: int = 0  # 0 for dense
@@ -183,7 +183,8 @@ class ModelShape:
     @property
     def gdn_heads(self) -> GdnHeads:
         """Of a DeltaNet layer, as the operators know them."""
-        return GdnHeads(self.gdn_n_k_heads, self.gdn_n_v_heads, self.gdn_k_dim, self.gdn_v_dim)
+        n_k, n_v = self.gdn_n_k_heads, self.gdn_n_v_heads
+        return GdnHeads(n_k, n_v, self.gdn_k_dim, self.gdn_v_dim, self.tiled_value_heads)
 
     @property
     def gdn_value_size(self) -> int:
