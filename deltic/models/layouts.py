@@ -170,7 +170,9 @@ class Fp8(_Stored):
                     f"one scale a tensor, a row, or a block of 128 x 128 ({[n_blocks, groups]} a matrix)",
                 )
             self.size = (n_experts, *inner)
-        in_blocks = self.size[2] == groups and (groups > 1 or roles[0] == "weight_scale_inv")
+        in_blocks = self.size[2] == groups and (
+            groups > 1 or 1 < self.size[1] < self.n or roles[0] == "weight_scale_inv"
+        )
         super().__init__(module, "weight", header.shape, WEIGHT_FORMATS["fp8" if in_blocks else "fp8-row"])
 
     def rows(self, begin: int, end: int) -> Rows:
@@ -472,8 +474,19 @@ def _is_symmetric(config: Mapping[str, Any]) -> bool:
 
 
 def _stores_less_one(module: Module) -> bool:
-    """Whether zeros are stored less 1: GPTQ's first version. Raises CheckpointError for a format that is not known."""
-    name = module.config.get("checkpoint_format") or module.config.get("format")
-    if name not in (None, "gptq", "gptq_v2"):
-        raise module.error("qweight", f"has checkpoint_format {name!r}; supported are 'gptq' and 'gptq_v2'")
-    return name != "gptq_v2"
+    """Whether zeros are stored less 1, as GPTQ's first version has them. Raises CheckpointError for a format not known."""
+    config, method = module.config, module.config.get("quant_method")
+    if isinstance(method, str) and "auto-round" in method:
+        key, name = "packing_format", config.get("packing_format") or "auto_round:gptq"
+        known = {
+            "auto_round:auto_gptq": True,
+            "auto_round:gptq": True,
+            "auto_round:gptqmodel": False,
+            "auto_round": False,
+        }
+    else:
+        key, name = "checkpoint_format", config.get("checkpoint_format") or config.get("format") or "gptq"
+        known = {"gptq": True, "gptq_v2": False}
+    if not isinstance(name, str) or name not in known:
+        raise module.error("qweight", f"has {key} {name!r} in config.json; supported are {', '.join(known)}")
+    return known[name]
