@@ -2,17 +2,17 @@
 
     Fp8       weight F8_E4M3, with scales of blocks of 128 x 128, of rows or of the tensor (Qwen's FP8,
               compressed-tensors, ModelOpt)
-    Fp4       two e2m1 a byte, the lower nibble first: weight_packed (compressed-tensors) or weight (ModelOpt), with
-              scales e4m3 and one of the tensor (NVFP4), or e8m0 (MXFP4)
+    Fp4       weight_packed (compressed-tensors) or weight (ModelOpt) U8: two e2m1, the lower nibble first; scales
+              are e4m3 and one of the tensor (NVFP4), or e8m0 (MXFP4)
     Packed    weight_packed I32: 4 or 8 bits along K, the lowest first (compressed-tensors, pack-quantized)
     Int8      weight I8 (compressed-tensors, int-quantized; ModelOpt)
     Columns   qweight I32, of the transpose: along N (AutoAWQ) or along K (GPTQ, AutoRound)
 
-Stacked experts [E, N, K] are rows like all others, with scales [E, ...] beside them. A scale that more weights share
-than the format has in a group is given to each of its groups, which changes no value.
+Stacked experts [E, N, K] are rows like all others, with scales [E, ...] beside them. Where more weights share a
+scale than the format has in a group, each of their groups gets it, which changes no value.
 
-Sources: the packages compressed-tensors 0.20, AutoAWQ 0.2.9, GPTQModel 7.7, auto-round 0.16, nvidia-modelopt 0.47;
-Qwen's FP8 releases. They were read for the layouts.
+Sources: Qwen's FP8 releases, and, read for the layouts, the packages compressed-tensors 0.20, AutoAWQ 0.2.9,
+GPTQModel 7.7, auto-round 0.16 and nvidia-modelopt 0.47.
 """
 
 from __future__ import annotations
@@ -36,23 +36,76 @@ _BLOCK = 128
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of a word's eight columns each nibble holds, from the lowest on."""
 
+_LESS_ONE = {
+    "gptq": True,
+    "gptq_v2": False,
+    "auto_round:auto_gptq": True,
+    "auto_round:gptq": True,
+    "auto_round:gptqmodel": False,
+    "auto_round": False,
+}
+"""Layouts like GPTQ's, and whether they store zeros less 1, as its first version does."""
+
 Rows = tuple[Array, Array, Array | None, Array | None]
 """Codes, scales, least values and outer scales of rows."""
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a quantization_config says that tensors cannot."""
+
+    is_symmetric: bool
+    """GPTQ, AWQ, AutoRound: the zero of every matrix is half the range."""
+    has_zeros: bool
+    """compressed-tensors: every group of integers is asymmetric."""
+    packing: str
+    """GPTQ's checkpoint_format, AutoRound's packing_format."""
+    bits: int | None
+    orders: bool
+    """desc_act."""
+    kind: str
+    """AutoRound's data_type."""
+    divides: bool
+    """GPTQModel's FP8: scales divide."""
+
+    @classmethod
+    def by(cls, config: Mapping[str, Any]) -> Said:
+        bits = config.get("bits")
+        rules = [config.get(name) for name in ("dynamic", "extra_config")]
+        exceptions = [rule for each in rules if isinstance(each, Mapping) for rule in each.values()]
+        has_exception = any(isinstance(rule, Mapping) and rule.get("sym") is False for rule in exceptions)
+        groups = config.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, Mapping) else []
+        weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+        integers = [each for each in weights if isinstance(each, Mapping) and each.get("type", "int") == "int"]
+        if "auto-round" in str(config.get("quant_method")):
+            packing = config.get("packing_format") or "auto_round:gptq"
+        else:
+            packing = config.get("checkpoint_format") or config.get("format") or "gptq"
+        return cls(
+            is_symmetric=(config.get("sym") is True or config.get("zero_point") is False) and not has_exception,
+            has_zeros=bool(integers) and all(each.get("symmetric") is False for each in integers),
+            packing=str(packing),
+            bits=bits if isinstance(bits, int) else None,
+            orders=bool(config.get("desc_act")),
+            kind=str(config.get("data_type")),
+            divides=config.get("weight_scale_semantics") == "inverse",
+        )
+
+
 @dataclass(slots=True)
 class Module:
-    """The tensors that make one matrix: name and header of each, by its role (`weight`, `weight_scale`, ...)."""
+    """The tensors that make one matrix: the name of each, by its role (`weight`, `weight_scale`, ...)."""
 
     files: MappedFiles
-    config: Mapping[str, Any]
-    """The checkpoint's quantization_config; {} without."""
-    parts: dict[str, tuple[str, Header]] = field(default_factory=dict)
+    headers: Mapping[str, Header]
+    config: Said
+    parts: dict[str, str]
     used: set[str] = field(default_factory=set)
 
     def where(self, role: str) -> str:
-        name, header = self.parts[role]
-        return f"{header.file}: tensor {name!r}"
+        name = self.parts[role]
+        return f"{self.headers[name].file}: tensor {name!r}"
 
     def error(self, role: str, text: str) -> CheckpointError:
         return CheckpointError(f"{self.where(role)} {text}")
@@ -61,7 +114,7 @@ class Module:
         """The header of a part, of one of the dtypes. of: the role that needs it. Raises CheckpointError."""
         if role not in self.parts:
             raise self.error(of, f"has no {role} beside it; is the download complete?")
-        header = self.parts[role][1]
+        header = self.headers[self.parts[role]]
         if header.dtype not in dtypes:
             raise self.error(role, f"has the wrong dtype: expected {' or '.join(dtypes)}, found {header.dtype}")
         self.used.add(role)
@@ -146,9 +199,9 @@ class Fp8(_Stored):
         if len(roles) != 1:
             found = "two scales, weight_scale_inv and weight_scale" if roles else "no weight_scale_inv or weight_scale"
             raise module.error("weight", f"is F8_E4M3 and has {found}; it needs one, is the download complete?")
-        if module.parts[roles[0]][1].dtype in ("U8", "F8_E8M0"):
+        if module.headers[module.parts[roles[0]]].dtype in ("U8", "F8_E8M0"):
             raise module.error("weight", "is MXFP8 (e4m3 with e8m0 scales), which is not supported; use FP8 or MXFP4")
-        if module.config.get("weight_scale_semantics") == "inverse":
+        if module.config.divides:
             raise module.error(roles[0], "divides (weight_scale_semantics 'inverse'), which is not supported")
         self.codes, self.scale = header, module.take(roles[0], *PLAIN)
         self.n, k = header.shape[-2:]
@@ -192,8 +245,8 @@ class Fp4(_Stored):
         lead, k = header.shape[:-1], 2 * header.shape[-1]
         self.scale = module.take("weight_scale", "F8_E4M3", "U8", "F8_E8M0", of=role)
         is_nv = self.scale.dtype == "F8_E4M3"
-        kind = module.config.get("data_type")
-        if isinstance(kind, str) and kind.startswith("mx_int"):
+        kind = module.config.kind
+        if kind.startswith("mx_int"):
             raise module.error(role, f"holds {kind}, which is not supported; supported of U8: NVFP4, MXFP4")
         format = WEIGHT_FORMATS["NVFP4" if is_nv else "MXFP4"]
         if k % format.group:
@@ -251,7 +304,7 @@ class _Integers(_Stored):
         _Stored.__init__(self, module, role, shape, WEIGHT_FORMATS[name])
 
     def scales_of(self, module: Module, role: str, lead: tuple[int, ...]) -> int:
-        """Takes weight_scale [*lead, groups], [*lead] or [1]; the number of groups. Raises CheckpointError."""
+        """Takes weight_scale: [*lead, groups], [*lead] or [1]. The number of groups. Raises CheckpointError."""
         self.scale = module.take("weight_scale", *PLAIN, of=role)
         shape = self.scale.shape
         n_groups = shape[-1] if len(shape) == len(lead) + 1 else 1
@@ -303,7 +356,7 @@ class Packed(_Integers):
             module.shaped("weight_zero_point", self.zero, (*lead[:-1], n, n_groups))
             if lead[:-1] and lead[-1] * bits % 32:
                 raise module.error("weight_zero_point", f"is stacked of {lead[-1]} rows, which fill no whole words")
-        elif _all_asymmetric(module.config):
+        elif module.config.has_zeros:
             module.take("weight_zero_point", of=role)
         self.choose(module, role, shape, n_groups, "weight_scale")
         if "weight_g_idx" in module.parts:
@@ -345,7 +398,7 @@ class Int8(_Integers):
 class Columns(_Integers):
     """AutoAWQ's and GPTQ's: all of the transpose, scales [groups, N], qzeros packed along N.
 
-    AWQ packs along N as well, in an order of its own; GPTQ along K, and in its first version stores a zero less 1.
+    AWQ packs along N as well, in an order of its own; GPTQ along K. Its first version stores zeros less 1.
     """
 
     def __init__(self, module: Module) -> None:
@@ -365,20 +418,23 @@ class Columns(_Integers):
             )
         self.bits = self.bits_of(module, n_groups, n)
         k = header.shape[0] * (1 if self.is_awq else 32 // self.bits)
-        self.adds_one = not self.is_awq and _stores_less_one(module)
+        if not self.is_awq and module.config.packing not in _LESS_ONE:
+            known = ", ".join(_LESS_ONE)
+            raise module.error("qweight", f"has format {module.config.packing!r} in config.json; supported are {known}")
+        self.adds_one = not self.is_awq and _LESS_ONE[module.config.packing]
         self.choose(module, "qweight", (n, k), n_groups, "scales")
         self.order = None
         if "g_idx" in module.parts:
             self.order = module.shaped("g_idx", module.take("g_idx", "I32", "I64"), (k,))
             self.group, self.order_where = k // n_groups, module.where("g_idx")
-            if module.config.get("desc_act"):
+            if module.config.orders:
                 check_order(module.files, self.order, self.group, self.order_where)
-        elif module.config.get("desc_act") and not self.is_awq:
+        elif module.config.orders and not self.is_awq:
             module.take("g_idx", of="qweight")
 
     def bits_of(self, module: Module, n_groups: int, n: int) -> int:
         """Takes qzeros; the bits of a weight. Raises CheckpointError."""
-        symmetric = _is_symmetric(module.config)
+        symmetric = module.config.is_symmetric
         self.zeros: Header | None = None
         if "qzeros" in module.parts:
             self.zeros = module.take("qzeros", "I32")
@@ -387,10 +443,10 @@ class Columns(_Integers):
             module.shaped("qzeros", self.zeros, (n_groups, -(-n * (bits or 4) // 32)))
             self.zero = None if symmetric else self.zeros
         else:
-            bits = 4 if self.is_awq else module.config.get("bits")
+            bits = 4 if self.is_awq else module.config.bits
             if not symmetric:
                 module.take("qzeros", of="qweight")
-        if not isinstance(bits, int) or bits not in ((4,) if self.is_awq else (4, 8)):
+        if bits is None or bits not in ((4,) if self.is_awq else (4, 8)):
             raise module.error("qweight", f"holds {bits} bits a weight; supported are 4, and of GPTQ 4 and 8")
         return bits
 
@@ -444,49 +500,9 @@ def _nibbles(packed: Array) -> Array:
 
 
 def _columns(words: Array, bits: int, order: Sequence[int]) -> Array:
-    """uint8 [n, r] of words [r, n * bits / 32], each of which holds columns in this order, from the lowest bits on."""
+    """uint8 [n, r] of words [r, n * bits / 32], each with columns in this order, from the lowest bits on."""
     words = np.ascontiguousarray(words.T).view(np.uint32)
     codes = np.empty((len(words), len(order), words.shape[1]), np.uint8)
     for i, column in enumerate(order):
         codes[:, column] = (words >> np.uint32(bits * i)) & np.uint32((1 << bits) - 1)
     return codes.reshape(-1, words.shape[1])
-
-
-def _all_asymmetric(config: Mapping[str, Any]) -> bool:
-    """Whether every group of integers of a compressed-tensors config has a zero."""
-    groups = config.get("config_groups")
-    weights = (
-        [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
-        if isinstance(groups, Mapping)
-        else []
-    )
-    integers = [each for each in weights if isinstance(each, Mapping) and each.get("type", "int") == "int"]
-    return bool(integers) and all(each.get("symmetric") is False for each in integers)
-
-
-def _is_symmetric(config: Mapping[str, Any]) -> bool:
-    """Whether a GPTQ, AWQ or AutoRound config says so of every module: the zero of all is half the range."""
-    rules = [config.get(name) for name in ("dynamic", "extra_config")]
-    exceptions = [rule for rules_ in rules if isinstance(rules_, Mapping) for rule in rules_.values()]
-    if any(isinstance(rule, Mapping) and rule.get("sym") is False for rule in exceptions):
-        return False
-    return config.get("sym") is True or config.get("zero_point") is False
-
-
-def _stores_less_one(module: Module) -> bool:
-    """Whether zeros are stored less 1, as GPTQ's first version has them. Raises CheckpointError for a format not known."""
-    config, method = module.config, module.config.get("quant_method")
-    if isinstance(method, str) and "auto-round" in method:
-        key, name = "packing_format", config.get("packing_format") or "auto_round:gptq"
-        known = {
-            "auto_round:auto_gptq": True,
-            "auto_round:gptq": True,
-            "auto_round:gptqmodel": False,
-            "auto_round": False,
-        }
-    else:
-        key, name = "checkpoint_format", config.get("checkpoint_format") or config.get("format") or "gptq"
-        known = {"gptq": True, "gptq_v2": False}
-    if not isinstance(name, str) or name not in known:
-        raise module.error("qweight", f"has {key} {name!r} in config.json; supported are {', '.join(known)}")
-    return known[name]

@@ -1,7 +1,7 @@
 """The tensors of safetensors files by the names of the bfloat16 checkpoint, whatever is quantised and how.
 
-What a matrix is follows from the tensors that it consists of, never from the format's name: published files mix. The
-config says only what tensors cannot: whether integers without zeros are symmetric, and which version of GPTQ it is.
+What a matrix is follows from the tensors that it consists of, never from the format's name: published files
+mix. The config says only what tensors cannot, as whether integers are symmetric, and which version of GPTQ it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltic.models.fields import CheckpointError
-from deltic.models.layouts import PLAIN, Columns, Fp4, Fp8, Int8, Module, Packed, Plain
+from deltic.models.layouts import PLAIN, Columns, Fp4, Fp8, Int8, Module, Packed, Plain, Said
 from deltic.models.mapped import Header, MappedFiles
 from deltic.models.stored import StoredTensor
 
@@ -71,32 +71,30 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def stored_tensors(headers: Mapping[str, Header], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Every tensor of the files by the name that the bfloat16 checkpoint has for it (X.weight).
 
-    headers: of all files, without the parts of the model that are not wanted: a matrix in a format that is not supported
-    is an error, wherever it is. config: config.json. Of the weights nothing is read; of a matrix its weight_shape, and
-    its g_idx if the config speaks of an order of columns. Raises CheckpointError, which names file and tensor, for a
-    scale without weights and the reverse, for shapes and dtypes that do not belong together, and for what is not
-    supported.
+    headers: of all files, without the parts of the model that are not wanted: a matrix in a format that is
+    not supported is an error, wherever it is. config: config.json. Of the weights nothing is read; of a matrix
+    its weight_shape, and its g_idx if the config speaks of an order of columns. Raises CheckpointError, which
+    names file and tensor, for a scale without weights and the reverse, for shapes and dtypes that do not belong
+    together, and for what is not supported.
     """
     files, quantisation = MappedFiles(), quantization_config(config)
     _check_config(headers, quantisation)
+    said = Said.by(quantisation)
     tensors: dict[str, StoredTensor] = {}
-    modules: dict[str, Module] = {}
+    modules: dict[str, dict[str, str]] = {}
     for name, header in headers.items():
-        base, _, role = name.rpartition(".")
-        target, role = _place(name, base, role)
+        target, role = _place(name)
         if not role:
             tensors[target] = Plain(files, name, header)
             continue
-        module = modules.get(target)
-        if module is None:
-            module = modules[target] = Module(files, quantisation)
-        if role in module.parts:
-            raise CheckpointError(f"{header.file}: tensor {name!r} and {module.parts[role][0]!r} are the same")
-        module.parts[role] = name, header
-    for name, module in modules.items():
-        tensor = _tensor(module)
+        parts = modules.setdefault(target, {})
+        if role in parts:
+            raise CheckpointError(f"{header.file}: tensor {name!r} and {parts[role]!r} are the same")
+        parts[role] = name
+    for target, parts in modules.items():
+        tensor = _tensor(Module(files, headers, said, parts))
         if tensor is not None:
-            tensors[name] = tensor
+            tensors[target] = tensor
     method = quantisation.get("quant_method")
     if method is not None and method not in _METHODS and all(each.format is None for each in tensors.values()):
         raise CheckpointError(
@@ -106,8 +104,9 @@ def stored_tensors(headers: Mapping[str, Header], config: Mapping[str, Any]) -> 
     return tensors
 
 
-def _place(name: str, base: str, last: str) -> tuple[str, str]:
+def _place(name: str) -> tuple[str, str]:
     """The name that the bfloat16 checkpoint has, and the role there ("" of what is never quantised)."""
+    base, _, last = name.rpartition(".")
     if last in _ROLES:
         stacked = base.endswith((".experts.gate_up_proj", ".experts.down_proj"))
         return (base if stacked else f"{base}.weight"), last
@@ -125,20 +124,20 @@ def _tensor(module: Module) -> StoredTensor | None:
     """What the parts make; None for parts of which nothing is used."""
     parts = module.parts
     weights = [role for role in _WEIGHTS if role in parts]
-    if len(parts) == 1 and weights == ["weight"] and parts["weight"][1].dtype in PLAIN:
-        return Plain(module.files, *parts["weight"])
-    for role, meaning in _REFUSED.items():
-        if role in parts:
-            raise module.error(role, f"belongs to {meaning}, which is not supported; supported: {_SUPPORTED}")
+    plain = Plain(module.files, parts["weight"], module.headers[parts["weight"]]) if "weight" in parts else None
+    if plain is not None and len(parts) == 1 and plain.dtype in PLAIN:
+        return plain
+    for role in parts.keys() & _REFUSED.keys():
+        raise module.error(role, f"belongs to {_REFUSED[role]}, which is not supported; supported: {_SUPPORTED}")
     if not weights:
         stray = next((role for role in parts if role not in _UNUSED), None)
         if stray is not None:
             raise module.error(stray, "has no weights beside it; is the download complete?")
         return None
     if len(weights) > 1:
-        raise module.error(weights[1], f"stands beside {parts[weights[0]][0]!r}: the weights are stored twice")
+        raise module.error(weights[1], f"stands beside {parts[weights[0]]!r}: the weights are stored twice")
     role = weights[0]
-    dtype = parts[role][1].dtype
+    dtype = module.headers[parts[role]].dtype
     tensor: StoredTensor
     if role == "qweight":
         tensor = Columns(module)
@@ -150,13 +149,12 @@ def _tensor(module: Module) -> StoredTensor | None:
         tensor = Fp8(module)
     elif dtype == "I8":
         tensor = Int8(module)
-    elif dtype in PLAIN:
-        tensor = Plain(module.files, *parts[role])
-        module.used.add(role)
+    elif plain is not None and dtype in PLAIN:
+        tensor = plain
     else:
         raise module.error(role, f"holds {dtype}, which is not supported; supported: {_SUPPORTED}")
     for stray in parts.keys() - module.used - _UNUSED - {role}:
-        raise module.error(stray, f"does not belong beside weights of {dtype} ({tensor.dtype}): {parts[role][0]!r}")
+        raise module.error(stray, f"does not belong beside weights of {dtype} ({tensor.dtype}): {parts[role]!r}")
     return tensor
 
 

@@ -342,11 +342,13 @@ def test_compressed_tensors_unpacks_autoawq_the_same(tmp_path: Path) -> None:
         assert np.array_equal(getattr(awq, part), getattr(theirs, part))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("dense", recipe) for recipe in RECIPES]
+    + [("moe", recipe) for recipe in ("qwen-fp8", "gptq", "nvfp4-modelopt", "mixed-nvfp4")]
+    + [("next", "awq-compressed")],
+)
 def test_published_mixes(kind: str, recipe: str) -> None:
-    if kind == "moe" and recipe not in ("qwen-fp8", "gptq", "nvfp4-modelopt", "mixed-nvfp4"):
-        pytest.skip("the dense one has every layout")
     made = tiny_quantised(kind, recipe, shards=2)
     config = json.loads((made.path / "config.json").read_text())
     tensors = stored_tensors(read_headers(made.path), config)
@@ -392,7 +394,7 @@ def test_thousands_of_experts_take_no_time(tmp_path: Path) -> None:
         headers[f"l.{i}.y.input_scale"] = Header(fp8, (), "F32", 0, 4)
     start = time.process_time()
     tensors = stored_tensors(headers, {})
-    assert time.process_time() - start < 2  # 0.5 s
+    assert time.process_time() - start < 1.5  # 0.3 s
     assert len(tensors) == 30_720
 
 
@@ -489,8 +491,12 @@ def test_refusals_name_file_and_tensor(tmp_path: Path, name: str) -> None:
 CONFIGS = {
     "rotations": ("w4-g32", {"transform_config": {"config_groups": {"u": {"apply": []}}}}, "rotated activations"),
     "a scale that divides": ("fp8", {"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "divides"),
-    "planes": ("gptq", GPTQ | {"checkpoint_format": "gptq_p"}, "checkpoint_format 'gptq_p'"),
-    "another packing": ("auto-round", {"quant_method": "auto-round", "packing_format": "x"}, "packing_format 'x'"),
+    "planes": ("gptq", GPTQ | {"checkpoint_format": "gptq_p"}, "format 'gptq_p' in config.json"),
+    "another packing": (
+        "auto-round",
+        {"quant_method": "auto-round", "packing_format": "x"},
+        "format 'x' in config.json",
+    ),
     "mx_int4": ("mxfp4", {"quant_method": "auto-round", "data_type": "mx_int"}, "holds mx_int"),
     "asymmetric without zeros": ("w4-g32", RECIPES["awq-compressed"].config, "has no weight_zero_point"),
     "desc_act without order": ("auto-round", GPTQ | {"desc_act": True}, "has no g_idx"),
