@@ -359,13 +359,10 @@ def copy_parts(
         width = math.prod(target.shape[1:])
         in_place = isinstance(target, np.ndarray)
         rows: Array = target.reshape(n, width) if in_place else np.empty((n, width), part.dtype)
-        begin = 0
-        for stored in part.stored:
-            end = begin + sum(stored.sizes)
-            found = stored.read(tensors[stored.name], 0, 1)
-            assert not isinstance(found, Quantised)  # check_plan
-            copy(rows[begin:end], _rows(found, width))
-            begin = end
+        (stored,) = part.stored
+        found = tensors[stored.name].read(0, math.prod(stored.shape[:-1]))
+        assert not isinstance(found, Quantised)  # check_plan
+        copy(rows, found.reshape(n, width))
         if part.minus:
             rows -= np.float32(part.minus)
         if not in_place:
