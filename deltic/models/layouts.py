@@ -2,14 +2,14 @@
 
     Fp8       weight F8_E4M3, with scales of blocks of 128 x 128, of rows or of the tensor (Qwen's FP8,
               compressed-tensors, ModelOpt)
-    Fp4       weight_packed (compressed-tensors) or weight (ModelOpt) U8: two e2m1, the lower nibble first; scales
-              are e4m3 and one of the tensor (NVFP4), or e8m0 (MXFP4)
+    Fp4       weight_packed (compressed-tensors) or weight (ModelOpt) U8: two e2m1, the lower nibble first;
+              scales are e4m3 and one of the tensor (NVFP4), or e8m0 (MXFP4)
     Packed    weight_packed I32: 4 or 8 bits along K, the lowest first (compressed-tensors, pack-quantized)
     Int8      weight I8 (compressed-tensors, int-quantized; ModelOpt)
     Columns   qweight I32, of the transpose: along N (AutoAWQ) or along K (GPTQ, AutoRound)
 
-Stacked experts [E, N, K] are rows like all others, with scales [E, ...] beside them. Where more weights share a
-scale than the format has in a group, each of their groups gets it, which changes no value.
+Stacked experts [E, N, K] are rows like all others, with scales [E, ...] beside them. Where more weights share
+a scale than the format has in a group, each of their groups gets it, which changes no value.
 
 Sources: Qwen's FP8 releases, and, read for the layouts, the packages compressed-tensors 0.20, AutoAWQ 0.2.9,
 GPTQModel 7.7, auto-round 0.16 and nvidia-modelopt 0.47.
@@ -73,7 +73,8 @@ class Said:
         bits = config.get("bits")
         rules = [config.get(name) for name in ("dynamic", "extra_config")]
         exceptions = [rule for each in rules if isinstance(each, Mapping) for rule in each.values()]
-        has_exception = any(isinstance(rule, Mapping) and rule.get("sym") is False for rule in exceptions)
+        has_zeros = config.get("sym") is False or config.get("zero_point") is True
+        has_zeros |= any(isinstance(rule, Mapping) and rule.get("sym") is False for rule in exceptions)
         groups = config.get("config_groups")
         groups = list(groups.values()) if isinstance(groups, Mapping) else []
         weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
@@ -83,7 +84,7 @@ class Said:
         else:
             packing = config.get("checkpoint_format") or config.get("format") or "gptq"
         return cls(
-            is_symmetric=(config.get("sym") is True or config.get("zero_point") is False) and not has_exception,
+            is_symmetric=(config.get("sym") is True or config.get("zero_point") is False) and not has_zeros,
             has_zeros=bool(integers) and all(each.get("symmetric") is False for each in integers),
             packing=str(packing),
             bits=bits if isinstance(bits, int) else None,
@@ -304,7 +305,7 @@ class _Integers(_Stored):
         _Stored.__init__(self, module, role, shape, WEIGHT_FORMATS[name])
 
     def scales_of(self, module: Module, role: str, lead: tuple[int, ...]) -> int:
-        """Takes weight_scale: [*lead, groups], [*lead] or [1]. The number of groups. Raises CheckpointError."""
+        """Takes weight_scale, [*lead, groups], [*lead] or [1]; how many groups. Raises CheckpointError."""
         self.scale = module.take("weight_scale", *PLAIN, of=role)
         shape = self.scale.shape
         n_groups = shape[-1] if len(shape) == len(lead) + 1 else 1

@@ -1,7 +1,7 @@
 """The tensors of safetensors files by the names of the bfloat16 checkpoint, whatever is quantised and how.
 
 What a matrix is follows from the tensors that it consists of, never from the format's name: published files
-mix. The config says only what tensors cannot, as whether integers are symmetric, and which version of GPTQ it is.
+mix. The config says only what tensors cannot: whether integers are symmetric, and which GPTQ it is.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ _REFUSED = {
     "w_bf16_to_fp8_scale": "W4A8 of AutoRound",
     "bitmask": "2:4 sparse weights",
     "scale_packed": "2:4 sparse weights",
+    "absmax": "bitsandbytes",
+    "SCB": "bitsandbytes",
+    "W_q": "HQQ",
+    "trellis": "EXL3",
 }
 
 _ROLES = {*_WEIGHTS, *_COMPANIONS, *_UNUSED, *_REFUSED}
@@ -72,10 +76,10 @@ def stored_tensors(headers: Mapping[str, Header], config: Mapping[str, Any]) -> 
     """Every tensor of the files by the name that the bfloat16 checkpoint has for it (X.weight).
 
     headers: of all files, without the parts of the model that are not wanted: a matrix in a format that is
-    not supported is an error, wherever it is. config: config.json. Of the weights nothing is read; of a matrix
-    its weight_shape, and its g_idx if the config speaks of an order of columns. Raises CheckpointError, which
-    names file and tensor, for a scale without weights and the reverse, for shapes and dtypes that do not belong
-    together, and for what is not supported.
+    not supported is an error, wherever it is. config: config.json. Of the weights nothing is read; of a
+    matrix its weight_shape, and its g_idx if the config speaks of an order. Raises CheckpointError, which
+    names file and tensor, for a scale without weights and the reverse, for shapes and dtypes that do not
+    belong together, and for what is not supported.
     """
     files, quantisation = MappedFiles(), quantization_config(config)
     _check_config(headers, quantisation)
@@ -109,7 +113,7 @@ def _place(name: str) -> tuple[str, str]:
     base, _, last = name.rpartition(".")
     if last in _ROLES:
         stacked = base.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-        return (base if stacked else f"{base}.weight"), last
+        return (base if stacked else f"{base.removesuffix('.weight')}.weight"), last
     if base.endswith(".experts"):
         match = _STACK.fullmatch(last)
         if match:

@@ -528,13 +528,14 @@ def test_gptq_without_qzeros_is_what_its_config_says(tmp_path: Path) -> None:
 
 def test_a_method_that_is_not_known(tmp_path: Path) -> None:
     """Is refused by name where nothing is quantised in a layout that is known."""
-    with pytest.raises(CheckpointError, match=r"config\.json: quant_method 'exl3' is not supported"):
-        stored(tmp_path, {"x.trellis": ONE}, {"quant_method": "exl3"})
+    with pytest.raises(CheckpointError, match=r"config\.json: quant_method 'vptq' is not supported"):
+        stored(tmp_path, {"x.indices": ONE}, {"quant_method": "vptq"})
     stored(tmp_path, {"x.weight": ONE}, {"quant_method": "fp8"})
     parts, _ = tiny.fp8_row(weights(8, 128))
     assert matrix(tmp_path, parts, {"quant_method": "fbgemm_fp8"}).dtype == "fp8-row"
-    with pytest.raises(CheckpointError, match="has no weight_scale beside it"):
-        matrix(tmp_path, {"weight": torch.ones(64, 1, dtype=torch.uint8)}, {"quant_method": "bitsandbytes"})
+    packed = {"weight": torch.ones(64, 1, dtype=torch.uint8), "weight.absmax": ONE}
+    with pytest.raises(CheckpointError, match=r"'m.x.weight.absmax' belongs to bitsandbytes, which is not supported"):
+        matrix(tmp_path, packed, {"quant_method": "bitsandbytes"})
 
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
