@@ -203,18 +203,46 @@ static inline int code_at(Codes codes, const uint8_t* unit, int64_t i, int64_t l
         default: return four();
     }
 }
-static inline void put_code(Codes codes, uint8_t* unit, int64_t i, int64_t lane, int code) {  // into zeros
-    const int64_t word = i / 4, byte = lane * 4 + i % 4;
-    auto four = [&] { unit[word / 2 * 64 + byte] |= (code & 15) << word % 2 * 4; };
-    auto two = [&](uint8_t* at, int x) { at[word / 4 * 64 + byte] |= (x & 3) << word % 4 * 2; };
-    auto one = [&](uint8_t* at, int x) { at[byte] |= (x & 1) << word; };
+// A unit of the codes [word][lane], 4 a word.
+static inline void put_unit(Codes codes, const uint32_t (&words)[8][STRIP], uint8_t* unit) {
+    auto put = [&](int64_t vector, auto word) {
+        uint32_t lanes[STRIP];
+        for (int lane = 0; lane < STRIP; lane++) lanes[lane] = word(lane);
+        memcpy(unit + vector * 64, lanes, 64);
+    };
+    auto four = [&] {
+        for (int v = 0; v < 4; v++) put(v, [&](int lane) { return (words[2 * v][lane] & 0x0f0f0f0fu) | (words[2 * v + 1][lane] & 0x0f0f0f0fu) << 4; });
+    };
+    auto two = [&](int64_t at, int shift) {
+        for (int v = 0; v < 2; v++)
+            put(at + v, [&](int lane) {
+                uint32_t all = 0;
+                for (int j = 0; j < 4; j++) all |= (words[4 * v + j][lane] >> shift & 0x03030303u) << 2 * j;
+                return all;
+            });
+    };
+    auto one = [&](int64_t at, int shift) {
+        put(at, [&](int lane) {
+            uint32_t all = 0;
+            for (int j = 0; j < 8; j++) all |= (words[j][lane] >> shift & 0x01010101u) << j;
+            return all;
+        });
+    };
     switch (codes) {
-        case Codes::INT8: unit[word * 64 + byte] = (uint8_t)code; return;
-        case Codes::E4M3: unit[word * 64 + lane / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2 + i % 2] = (uint8_t)code; return;
-        case Codes::UINT5: four(), one(unit + 256, code >> 4); return;
-        case Codes::UINT6: four(), two(unit + 256, code >> 4); return;
-        case Codes::UINT2: two(unit, code); return;
-        case Codes::UINT3: two(unit, code), one(unit + 128, code >> 2); return;
+        case Codes::INT8:
+            for (int v = 0; v < 8; v++) put(v, [&](int lane) { return words[v][lane] ^ 0x80808080u; });
+            return;
+        case Codes::E4M3:
+            for (int v = 0; v < 8; v++)
+                put(v, [&](int i) {  // two lanes' elements 0 and 1, or 2 and 3
+                    const int lane = i / 4 * 4 + i % 2 * 2, shift = i % 4 / 2 * 16;
+                    return (words[v][lane] >> shift & 0xffffu) | words[v][lane + 1] >> shift << 16;
+                });
+            return;
+        case Codes::UINT5: four(), one(4, 4); return;
+        case Codes::UINT6: four(), two(4, 4); return;
+        case Codes::UINT2: two(0, 0); return;
+        case Codes::UINT3: two(0, 0), one(2, 2); return;
         default: four();
     }
 }

@@ -123,17 +123,20 @@ KERNEL(deltic_pack_codes, const uint8_t* codes, const uint8_t* scale, const uint
     const int64_t n_outer = kind == Scales::K ? 2 : kind == Scales::K_LEAST ? 4 : 0;  // bytes of a block
     const int64_t at_scale = kind == Scales::K ? 32 : kind == Scales::K_LEAST ? 64 : 0;
     const int64_t a_group = STRIP * (n_scale + n_least);
-    const int flip = w.codes() == Codes::INT8 ? 0x80 : 0;
     parallel_for(w.n_strips(), [&](int64_t strip, int) {
         uint8_t* out = (uint8_t*)w.data + strip * w.strip_bytes();
         memset(out, 0, w.strip_bytes());
         const int64_t n_rows = w.n - strip * STRIP < STRIP ? w.n - strip * STRIP : STRIP;
         for (int64_t k0 = 0; k0 < w.k; k0 += w.block()) {
             const int64_t n_k = w.k - k0 < w.block() ? w.k - k0 : w.block();
+            for (int64_t i = 0; i < n_k; i += UNIT) {
+                uint32_t words[8][STRIP] = {};
+                for (int64_t lane = 0; lane < n_rows; lane++)
+                    for (int64_t j = 0; j < 8; j++) memcpy(&words[j][lane], codes + (strip * STRIP + lane) * w.k + k0 + i + 4 * j, 4);
+                put_unit(w.codes(), words, out + i / UNIT * 64 * bits_of(w.codes()));
+            }
             for (int64_t lane = 0; lane < n_rows; lane++) {
                 const int64_t row = strip * STRIP + lane, g0 = row * groups + k0 / w.group;
-                for (int64_t i = 0; i < n_k; i++)
-                    put_code(w.codes(), out + i / UNIT * 64 * bits_of(w.codes()), i % UNIT, lane, codes[row * w.k + k0 + i] ^ flip);
                 uint8_t* scales = out + w.code_bytes(n_k);
                 for (int64_t part = 0; part * 2 < n_outer; part++)
                     memcpy(scales + part * 32 + lane * 2, outer + (row * ((w.k + BLOCK - 1) / BLOCK) + k0 / BLOCK) * n_outer + part * 2, 2);
