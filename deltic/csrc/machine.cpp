@@ -19,7 +19,7 @@ KERNEL(deltic_read_memory, const float* data, int64_t n_bytes, float* out) {
 // Multiplies one full tile that stays in the first-level cache, n_repeats times on n_tasks tasks.
 // w (packed), x u8 (packed rows), n_tasks, n_repeats, out f32 [n_tasks, 32, N], out operations f32 [1]
 KERNEL(deltic_multiply_peak, Matrix w, uint8_t* rows, int64_t n_tasks, int64_t n_repeats, float* out, float* n_operations) {
-    const int64_t n_rows = rows_as_they_stand(w) ? 32 : TILE_ROWS;  // a full tile of the unit
+    const int64_t n_rows = rows_stand(w, 32) ? 32 : TILE_ROWS;  // a full tile of the unit
     Rows x = place_rows(rows, n_rows, w);
     *n_operations = 2.0f * n_rows * w.n * w.k * n_tasks * n_repeats;
     parallel_for(n_tasks, [&](int64_t task, int) {

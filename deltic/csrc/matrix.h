@@ -90,15 +90,16 @@ static inline v16i splat_int(int32_t x) {
 // its scales and sums are [n_groups][rows]. Tiles follow one another, so the tile that begins at row m begins at m times the
 // size of a row.
 struct Rows {
+    bool stand;  // rows_stand: [n_rows][k / 2 or k / 4] words, [n_rows][n_groups] scales and sums
     const uint32_t* words;
     const float* scale;   // null for floats
     const int32_t* sum;   // of the signed bytes of a group
 };
 
-// Whether a product reads bfloat16 rows one after another, as amx.h does.
-static inline bool rows_as_they_stand(const Matrix& matrix) {
+// Whether a product of n_rows rows reads them one after another, as amx.h does.
+static inline bool rows_stand(const Matrix& matrix, int64_t n_rows) {
 #if defined(__AMX_BF16__)
-    return matrix.codes() == Codes::BF16;
+    return is_float(matrix.codes()) || (n_rows >= 16 && matrix.group % UNIT == 0);
 #else
     return false;
 #endif
@@ -110,7 +111,7 @@ static inline int64_t row_bytes(const Matrix& matrix) {
 }
 static inline Rows place_rows(uint8_t* workspace, int64_t n_rows, const Matrix& matrix) {
     float* scale = (float*)(workspace + n_rows * matrix.k);
-    return {(const uint32_t*)workspace, scale, (const int32_t*)(scale + n_rows * matrix.n_groups())};
+    return {rows_stand(matrix, n_rows), (const uint32_t*)workspace, scale, (const int32_t*)(scale + n_rows * matrix.n_groups())};
 }
 
 // Row m of a tile of `rows` rows, as words.
@@ -154,19 +155,22 @@ static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_
 
 // The rows from m0 on, where a tile begins.
 static inline Rows rows_from(const Rows& x, int64_t m0, const Matrix& matrix) {
-    if (is_float(matrix.codes())) return {x.words + m0 * matrix.k / 2, nullptr, nullptr};
+    if (is_float(matrix.codes())) return {x.stand, x.words + m0 * matrix.k / 2, nullptr, nullptr};
     const int64_t groups = m0 * matrix.n_groups();
-    return {x.words + m0 * matrix.k / 4, x.scale + groups, x.sum + groups};
+    return {x.stand, x.words + m0 * matrix.k / 4, x.scale + groups, x.sum + groups};
 }
 
 // Packs the tile of `rows` rows that begins at row m0; row(m) gives the bfloat16 row m.
 template <class Row>
 static inline void pack_tile(const Rows& x, int64_t m0, int64_t rows, const Matrix& matrix, const Row& row) {
+    if (x.stand && rows > 1) {  // a tile each
+        for (int64_t m = 0; m < rows; m++) pack_tile(x, m0 + m, 1, matrix, row);
+        return;
+    }
     const Rows at = rows_from(x, m0, matrix);
     auto words = (uint32_t*)at.words;
     for (int64_t m = 0; m < rows; m++) {
-        if (rows_as_they_stand(matrix)) memcpy(words + m * matrix.k / 2, row(m0 + m), matrix.k * 2);
-        else if (is_float(matrix.codes())) pack_row_bf16(row(m0 + m), matrix.k, m, rows, words);
+        if (is_float(matrix.codes())) pack_row_bf16(row(m0 + m), matrix.k, m, rows, words);
         else pack_row_int8(row(m0 + m), matrix.k, matrix.group, m, rows, words, (float*)at.scale, (int32_t*)at.sum);
     }
 }
@@ -431,6 +435,7 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
 template <Codes C, bool LEAST = false, bool HALVES = false>
 struct Tiles {
     static constexpr Codes CODES = C;
+    static constexpr bool HAS_LEAST = LEAST, HALF_UNITS = HALVES;
     template <int MR, int NS, int FETCH>
     static inline void run(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
         if constexpr (C == Codes::BF16) tile_bf16<MR, NS, FETCH>(x, w, matrix, ahead, out);

@@ -76,16 +76,22 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
     // out[slot] = w[expert] . input(slot), rows of `stride` floats: one task per expert and share of its strips.
     auto grouped = [&](const Matrix& w, auto input, float* out, int64_t stride) {
         const Rows all = place_rows(workspace, n_tokens * k, w);
+        auto rows_of = [&](int64_t first, int64_t n_rows) {
+            Rows rows = rows_from(all, first, w);
+            rows.stand = rows_stand(w, n_rows);
+            return rows;
+        };
         parallel_for(n_experts, [&](int64_t e, int) {
             const int64_t first = r.begin[e], n_rows = r.begin[e + 1] - first, step = tile_rows(n_rows);
+            const Rows rows = rows_of(first, n_rows);
             for (int64_t m0 = 0; m0 < n_rows; m0 += step)
-                pack_tile(all, first + m0, n_rows - m0 < step ? n_rows - m0 : step, w, [&](int64_t m) { return input(r.order[m]); });
+                pack_tile(rows, m0, n_rows - m0 < step ? n_rows - m0 : step, w, [&](int64_t m) { return input(r.order[first + m]); });
         });
         const int64_t n_strips = w.n_strips(), share = n_strips < 4 ? n_strips : 4, n_tasks = (n_strips + share - 1) / share;
         parallel_for(n_experts * n_tasks, [&](int64_t i, int) {
             const int64_t e = i / n_tasks, s0 = i % n_tasks * share, first = r.begin[e], n_rows = r.begin[e + 1] - first;
             if (n_rows == 0) return;
-            multiply(rows_from(all, first, w), n_rows, w.expert(e), s0, s0 + share < n_strips ? s0 + share : n_strips,
+            multiply(rows_of(first, n_rows), n_rows, w.expert(e), s0, s0 + share < n_strips ? s0 + share : n_strips,
                      {out, stride, r.order + first, false});
         });
     };

@@ -3,7 +3,14 @@
 #include "amx.h"
 
 void multiply(const Rows& x, int64_t n_rows, const Matrix& w, int64_t s0, int64_t s1, const Out& out) {
-    auto with = [&](auto tiles) { multiply_strips<decltype(tiles)>(x, n_rows, w, s0, s1, out); };
+    auto with = [&](auto tiles) {
+#if defined(__AMX_BF16__)
+        using T = decltype(tiles);
+        if constexpr (!T::HALF_UNITS)
+            if (x.stand) return amx::multiply_groups<T::CODES, T::HAS_LEAST>(x, n_rows, w, s0, s1, out);
+#endif
+        multiply_strips<decltype(tiles)>(x, n_rows, w, s0, s1, out);
+    };
     const bool least = has_least(w.scales());
     switch (w.codes()) {
 #if defined(__AMX_BF16__)

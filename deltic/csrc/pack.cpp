@@ -10,8 +10,9 @@ constexpr int64_t MOST_GROUP = 128;  // of the formats in deltic/ops/matrix.py
 
 void pack_bf16(const bf16* rows, int64_t n_rows, int64_t k, uint8_t* out) {
     memset(out, 0, k * STRIP * 2);
-    for (int64_t lane = 0; lane < n_rows; lane++)
-        for (int64_t j = 0; j < k / 2; j++) memcpy(out + j * 64 + lane * 4, rows + lane * k + 2 * j, 4);
+    for (int64_t j0 = 0; j0 < k / 2; j0 += 16)  // a kilobyte at a time
+        for (int64_t lane = 0; lane < n_rows; lane++)
+            for (int64_t j = j0; j < j0 + 16; j++) memcpy(out + j * 64 + lane * 4, rows + lane * k + 2 * j, 4);
 }
 
 // A group of one strip, one row a lane.
