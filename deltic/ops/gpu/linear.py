@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
+from deltic.ops.gpu.decode import add_block, load_block, rows_from
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.weight import rows_of
 from deltic.ops.matrix import Matrix
@@ -92,7 +93,7 @@ def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.c
 def _narrow_kernel(
     p_x, p_w, p_out, n, m, k, k_slice, out_split, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
-    PDL: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -105,7 +106,7 @@ def _narrow_kernel(
 
     o_k = tl.arange(0, BLOCK_K)
     o_row = _tile_rows(i_m, m, BLOCK_M, SWIGLU, EVEN_M)
-    p_tile = p_w + o_row.to(tl.int64)[:, None] * k + first_k + o_k[None, :]
+    w = rows_from(p_w, o_row, first_k, m, k, BLOCK_K, CODES, SCALES, GROUP)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -115,7 +116,8 @@ def _narrow_kernel(
     p_x_tile = p_x + o_n[:, None] * k + (first_k + o_k)[None, :]
     for i_k in range(0, k_slice, BLOCK_K):
         b_x = tl.load(p_x_tile + i_k, mask=b_used[:, None], other=0.0)
-        b_acc = tl.dot(tl.load(p_tile + i_k), tl.trans(b_x), b_acc)
+        block = load_block(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
+        b_acc = add_block(b_acc, block, tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
 
     if SWIGLU:
         b_acc = tl.permute(tl.reshape(b_acc, (BLOCK_M // 16, 2, 8, BLOCK_N)), (0, 2, 3, 1))
