@@ -21,22 +21,26 @@ _CHUNK = 1 << 25
 """Weights that are packed at a time: it takes up to 50 bytes for each."""
 
 
-def rows_of(operator: str, w: Matrix) -> Tensor:
+def rows_of(operator: str, w: Matrix | Piece) -> Tensor:
     """The matrix itself, bfloat16 [n, k], of several matrices [n_matrices, n, k], for an operator whose
-    kernels read rows.
+    kernels read nothing else.
 
-    An operator that gets a kernel for another format asks for that format before it asks here. Raises
-    KernelError, which names the operator and the format, for a matrix in any format but rows.
+    Raises KernelError, which names the operator and the format, for a matrix in any format but bf16 in rows.
     """
-    piece = w.whole
+    piece = w.whole if isinstance(w, Matrix) else w
     check(
         operator,
         piece.layout == "rows" and piece.format.codes == "bf16",
         f"weights in rows of bfloat16; there is no kernel for {piece.format.name} in {piece.layout}",
     )
-    size = (w.n, w.k) if w.n_matrices == 1 else (w.n_matrices, w.n, w.k)
+    size = (piece.n, piece.k) if piece.n_matrices == 1 else (piece.n_matrices, piece.n, piece.k)
     rows: Tensor = piece.data.view(torch.bfloat16).view(size)
     return rows
+
+
+def is_bf16(w: Matrix) -> bool:
+    """Whether `rows_of` has it."""
+    return len(w.pieces) == 1 and w.whole.layout == "rows" and w.whole.format.codes == "bf16"
 
 
 def to_device(array: Array, device: torch.device | str) -> Tensor:
