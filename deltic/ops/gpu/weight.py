@@ -150,8 +150,9 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
     step = float(values.astype(np.float32).std()) / wide.get(format.codes, 2**format.bits / 12**0.5)
     kind, _, with_ = format.scales.partition(".")
     scale: float = {"k": 32, "e8m0": 128 + round(np.log2(step)), "e4m3": 0x38}.get(kind, step)
-    least = {"k": 32, "e4m3": None}.get(kind, -step * middle if with_ == "least" else 0 if format.bits == 8 else middle)
-    outer = [step / 32, step * middle / 32][: 1 + bool(with_)] if kind == "k" else [2 * step, 1]
+    half = middle - 0.5
+    least = {"k": 32, "e4m3": None}.get(kind, -step * half if with_ == "least" else 0 if format.bits == 8 else middle)
+    outer = [step / 32, step * half / 32][: 1 + bool(with_)] if kind == "k" else [2 * step, 1]
     filled: list[Any] = [
         None if dtype is None or size is None else np.broadcast_to(np.array(value, dtype), (n, *size))
         for value, dtype, size in zip((scale, least, outer), dtypes, sizes, strict=True)
