@@ -10,13 +10,16 @@ blocks 64 / 128, so an element has the same bits in any batch.
 Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a
 Triton kernel; both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
 
-A weight is a Matrix, and its format chooses the kernel: rows of bfloat16 are the only one so far (`rows_of`).
+A weight is a Matrix, whose pieces are multiplied one after another. In any format but bf16 the narrow kernel
+decodes it on its way to the tensor cores (decode.py), with wider tiles of tokens where there are many; the
+vendor's library takes no part.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,9 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
+from deltic.ops.formats import WeightFormat
+from deltic.ops.gpu.decode import add_block, address, constants, decode, k_block, load_block, rows_from
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
-from deltic.ops.gpu.weight import rows_of
-from deltic.ops.matrix import Matrix
+from deltic.ops.gpu.weight import is_bf16, rows_of
+from deltic.ops.matrix import Matrix, Piece
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class Narrow:
     block_k: int
     num_warps: int
     num_stages: int
+    tokens: int = 0
+    """Rows of x in a tile; 0: as many as there are, up to 128."""
+    together: int = 0
+    """Token tiles that run together with many weight tiles; 0: all of them with one."""
 
 
 @dataclass(frozen=True)
@@ -88,24 +97,37 @@ def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.c
     return o_row
 
 
+@triton.jit
+def _group_of(i_program, n_t, n_m, GROUP: tl.constexpr):
+    """Which (token tile, weight tile) a program has: GROUP token tiles, then the next weight tile, so that programs
+    that run together share rows of x and of w.
+    """
+    i_group = i_program // (GROUP * n_m)
+    group_size = tl.minimum(n_t - i_group * GROUP, GROUP)
+    return i_group * GROUP + i_program % (GROUP * n_m) % group_size, i_program % (GROUP * n_m) // group_size
+
+
 @triton.jit(do_not_specialize=["n"])
 def _narrow_kernel(
     p_x, p_w, p_out, n, m, k, k_slice, out_split, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
-    PDL: tl.constexpr,
+    TOGETHER: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n_blocks = tl.cdiv(n, BLOCK_N)
-    # the token tiles of one weight tile are neighbours, so that the second finds the weights in the L2 cache
-    i_m = tl.program_id(0) // n_blocks
-    i_n = tl.program_id(0) % n_blocks
+    if TOGETHER == 0:
+        # the token tiles of one weight tile are neighbours, so that the second finds the weights in the L2 cache
+        i_m = tl.program_id(0) // n_blocks
+        i_n = tl.program_id(0) % n_blocks
+    else:
+        i_n, i_m = _group_of(tl.program_id(0), n_blocks, tl.cdiv(m, BLOCK_M), TOGETHER)
     i_split = tl.program_id(1)
     first_k = i_split * k_slice
 
     o_k = tl.arange(0, BLOCK_K)
     o_row = _tile_rows(i_m, m, BLOCK_M, SWIGLU, EVEN_M)
-    p_tile = p_w + o_row.to(tl.int64)[:, None] * k + first_k + o_k[None, :]
+    w = rows_from(p_w, o_row, first_k, m, k, BLOCK_K, CODES, SCALES, GROUP)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -115,7 +137,8 @@ def _narrow_kernel(
     p_x_tile = p_x + o_n[:, None] * k + (first_k + o_k)[None, :]
     for i_k in range(0, k_slice, BLOCK_K):
         b_x = tl.load(p_x_tile + i_k, mask=b_used[:, None], other=0.0)
-        b_acc = tl.dot(tl.load(p_tile + i_k), tl.trans(b_x), b_acc)
+        block = load_block(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
+        b_acc = add_block(b_acc, block, tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
 
     if SWIGLU:
         b_acc = tl.permute(tl.reshape(b_acc, (BLOCK_M // 16, 2, 8, BLOCK_N)), (0, 2, 3, 1))
@@ -136,20 +159,13 @@ def _narrow_kernel(
 
 @triton.jit
 def _wide_kernel(
-    p_x, p_w, p_out, t, m, k,
+    p_x, p_w, p_out, t, m, k, out_row,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # programs that run together share rows of x and of w: GROUP token tiles, then the next weight tile
-    n_t = tl.cdiv(t, BLOCK_T)
-    n_m = tl.cdiv(m, BLOCK_M)
-    i_program = tl.program_id(0)
-    i_group = i_program // (GROUP * n_m)
-    group_size = tl.minimum(n_t - i_group * GROUP, GROUP)
-    i_t = i_group * GROUP + i_program % (GROUP * n_m) % group_size
-    i_m = i_program % (GROUP * n_m) // group_size
+    i_t, i_m = _group_of(tl.program_id(0), tl.cdiv(t, BLOCK_T), tl.cdiv(m, BLOCK_M), GROUP)
 
     o_t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -160,7 +176,7 @@ def _wide_kernel(
     b_acc = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
     for i_k in range(0, k, BLOCK_K):
         b_acc = tl.dot(tl.load(p_x_row + i_k), tl.trans(tl.load(p_w_row + i_k)), b_acc)
-    p_y = p_out + o_t.to(tl.int64)[:, None] * m + o_m[None, :]
+    p_y = p_out + o_t.to(tl.int64)[:, None] * out_row + o_m[None, :]
     tl.store(p_y, b_acc.to(p_out.dtype.element_ty), mask=(o_t < t)[:, None] & (o_m < m)[None, :])
 
 
@@ -237,24 +253,70 @@ def _token_tile(n: int) -> int:
     return min(max(next_power_of_2(n), 16), 128)
 
 
-def _narrow(
-    x: Tensor, w: Tensor, out: Tensor, splits: int, swiglu: bool, levers: Levers, config: Narrow | None
-) -> None:
-    (n, k), m = x.shape, w.shape[0]
-    tokens = _token_tile(n)
-    n_blocks = -(-n // tokens)
-    check("linear", x.dtype == w.dtype == torch.bfloat16, "bfloat16 x and w")
-    check("linear", x.is_contiguous() and w.is_contiguous(), "contiguous x and w")
+def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightFormat) -> Narrow:
+    """As `narrow_config`, for a weight that is decoded on its way.
+
+    Only an e4m3's block of K changes bits (decode.py), and follows the weight's shape. Decoding needs warps: 16 and
+    more an SM. A tile of x is read again by each program, so tiles have many weight rows as long as every SM has one.
+    """
+    sms, shared = _chip()
+    block_k = k_block(k_slice)
+    for tokens, block_m in _decoded_tiles(n, format):
+        programs = -(-m // block_m) * splits * -(-n // tokens)
+        if programs >= sms - 12:
+            break
+    if tokens == 256:
+        block_k = min(block_k, 64)
+    warps = block_m // 16
+    per_sm = 1 if tokens * block_m > 128 * 64 else min(16 // warps, max(1, -(-programs // sms)))
+    a_stage = decoded_stage_bytes(block_m, block_k, tokens, format)
+    stages = max(2, min((shared // per_sm - 2048) // a_stage, 6, k_slice // block_k + 1))
+    return Narrow(block_m, block_k, warps, stages, tokens, 8 if n > 256 else 0)
+
+
+def _decoded_tiles(n: int, format: WeightFormat) -> list[tuple[int, int]]:
+    """(rows of x, weight rows) of tiles for n rows, the largest first."""
+    if n <= 256:
+        return [(_token_tile(n), 128), (_token_tile(n), 64)]
+    # sums of a block are added apart from those before: twice the registers
+    largest = [] if format.codes == "e4m3" else [(256, 128)]
+    return [*largest, (128, 128), (64, 128), (64, 64)]
+
+
+def decoded_stage_bytes(block_m: int, block_k: int, tokens: int, format: WeightFormat) -> int:
+    """Shared memory of a block of weight rows, with all that is stored of them, and of x."""
+    a_row = Piece.n_bytes_of(256, block_k, format, "rows") // 256
+    return block_m * a_row + 2 * block_k * tokens
+
+
+def _multiply(x: Tensor, piece: Piece, out: Tensor, swiglu: bool, levers: Levers, config: Narrow | None) -> None:
+    """The narrow kernel. out: [S, N, M] float32, or [N, M] (of SwiGLU [N, M / 2]), S = 1."""
+    (n, k), m, splits = x.shape, piece.n, out.shape[0] if out.ndim == 3 else 1
+    is_bf16 = piece.format.codes == "bf16"
+    check("linear", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
+    check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     check("linear", out.stride(-1) == 1, "an out whose last dim is contiguous")
-    check("linear", w.shape[1] == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
-    c = config or narrow_config(n, m, k // splits, splits)
+    check("linear", piece.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
+    sizes = n, m, k // splits, splits
+    c = config or (narrow_config(*sizes) if is_bf16 else decoded_config(*sizes, piece.format))
     check("linear", k // splits % c.block_k == 0, f"slices of K in whole blocks of {c.block_k}")
-    launch(
-        _narrow_kernel, (-(-m // c.block_m) * n_blocks, splits),
-        x, w, out, n, m, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2),
-        BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu,
-        pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
+    check(
+        "linear",
+        piece.format.codes != "e4m3" or c.block_k == k_block(k // splits),
+        f"blocks of {k_block(k // splits)} of e4m3, whose sums are rounded",
     )
+    tokens = c.tokens or _token_tile(n)
+    launch(
+        _narrow_kernel, (-(-m // c.block_m) * -(-n // tokens), splits),
+        x, address(piece), out, n, m, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2),
+        BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu,
+        TOGETHER=c.together, **constants(piece.format), pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
+    )
+
+
+def _columns(w: Matrix, out: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """Each piece with the columns of out [..., M] that belong to its rows."""
+    return zip(w.pieces, out.split([piece.n for piece in w.pieces], -1), strict=True)
 
 
 def narrow_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Narrow | None = None) -> None:
@@ -262,17 +324,18 @@ def narrow_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: 
 
     x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose
     (`k_splits`), or bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent
-    of each other, bit for bit. config: for measurements. Raises KernelError for a format without a kernel.
+    of each other, bit for bit. config: for measurements. Raises KernelError for weights in strips.
     """
     n, whole = x.shape[0], out.dtype == torch.bfloat16
     check("linear", whole or out.dtype == torch.float32, "float32 or bfloat16 out")
     check("linear", out.shape[-2:] == (n, w.n), f"out [..., {n}, {w.n}]")
     check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
-    rows = rows_of("linear", w)
-    if not whole and config is None and vendor_pays_narrow(n, w.n, w.k, out.shape[0]):
-        matmul_slices(x, rows, out)
+    vendor = not whole and config is None and is_bf16(w) and vendor_pays_narrow(n, w.n, w.k, out.shape[0])
+    if vendor:
+        matmul_slices(x, rows_of("linear", w), out)
         return
-    _narrow(x, rows, out, 1 if whole else out.shape[0], False, levers, config)
+    for piece, columns in _columns(w, out):
+        _multiply(x, piece, columns, False, levers, config)
 
 
 def narrow_swiglu(
@@ -282,19 +345,19 @@ def narrow_swiglu(
 
     x: bfloat16 [N, K]; w: [2F, K] in rows, gate rows first; out: bfloat16 [N, F]. With the lever
     silu_epilogue off: narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too,
-    where the vendor's library multiplies.
-    Raises KernelError for a format without a kernel.
+    where the vendor's library multiplies, and where w has several pieces.
+    Raises KernelError for weights in strips.
     """
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
-    rows = rows_of("linear", w)
-    if not levers.silu_epilogue or (config is None and vendor_pays_narrow(x.shape[0], w.n, w.k, 1)):
+    vendor = config is None and is_bf16(w) and vendor_pays_narrow(x.shape[0], w.n, w.k, 1)
+    if not levers.silu_epilogue or vendor or len(w.pieces) > 1:
         check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")
         assert gate_up is not None
         narrow_linear(x, w, gate_up, levers=levers, config=config)
         silu_mul(gate_up[0], out, levers=levers)
         return
-    _narrow(x, rows, out, 1, True, levers, config)
+    _multiply(x, w.whole, out, True, levers, config)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
@@ -328,29 +391,37 @@ def wide_config(t: int, m: int) -> Wide:
     return Wide(64, 64, 4, min(5, shared // (2 * 64 * 128)))
 
 
-def wide_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Wide | None = None) -> None:
+def wide_linear(
+    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Wide | None = None, decoded: Narrow | None = None
+) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
 
     x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
-    are independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. config: for
-    measurements.
-    Raises KernelError for a format without a kernel.
+    are independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. config, decoded:
+    for measurements, of bf16 and of other formats.
+    Raises KernelError for weights in strips.
     """
-    (t, k), m, rows = x.shape, w.n, rows_of("linear", w)
+    (t, k), m = x.shape, w.n
     check("linear", x.dtype == torch.bfloat16, "bfloat16 x")
-    check(
-        "linear",
-        t % 64 == 0 and k % 32 == 0 and rows.shape == (m, k),
-        f"whole blocks of 64 rows, K % 32 == 0, w [M, {k}]",
-    )
+    check("linear", t % 64 == 0 and k % 32 == 0 and w.k == k, f"whole blocks of 64 rows, K % 32 == 0, w [M, {k}]")
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
-    check("linear", x.is_contiguous() and rows.is_contiguous() and out.is_contiguous(), "contiguous tensors")
+    check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
+    for piece, columns in _columns(w, out):
+        if piece.format.codes == "bf16":
+            _wide(x, piece, columns, levers, config)
+        else:
+            _multiply(x, piece, columns if out.dtype == torch.bfloat16 else columns[None], False, levers, decoded)
+
+
+def _wide(x: Tensor, piece: Piece, out: Tensor, levers: Levers, config: Wide | None) -> None:
+    """wide_linear of a piece in bf16; out's rows may lie apart."""
+    (t, k), m, rows = x.shape, piece.n, rows_of("linear", piece)
     if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, m):
         matmul(x, rows, out)
         return
     c = config or wide_config(t, m)
     launch(
-        _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, out, t, m, k,
+        _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, out, t, m, k, out.stride(0),
         BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=64 if k % 64 == 0 else 32, GROUP=8, pdl=levers.pdl,
         num_warps=c.num_warps, num_stages=c.num_stages,
     )
@@ -358,11 +429,17 @@ def wide_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Wi
 
 def product(x: Tensor, w: Matrix) -> Tensor:
     """x W^T, float32 [N, M], of bfloat16 x [N, K], by torch and into new memory: for what is multiplied once,
-    at load.
+    at load. Weights are rounded to bfloat16, e4m3 too.
 
-    Raises KernelError for a format without a kernel.
+    Raises KernelError for weights in strips.
     """
-    rows = rows_of("linear", w)
-    if x.is_cuda:
-        return torch.mm(x, rows.t(), out_dtype=torch.float32)
-    return x.float() @ rows.float().t()
+    parts = []
+    for piece in w.pieces:
+        check("linear", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
+        if piece.format.codes == "bf16":
+            rows = rows_of("linear", piece)
+        else:
+            rows = torch.empty((piece.n, piece.k), dtype=torch.bfloat16, device=x.device)
+            decode(piece, rows[None])
+        parts.append(torch.mm(x, rows.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ rows.float().t())
+    return torch.cat(parts, 1)

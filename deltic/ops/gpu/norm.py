@@ -13,6 +13,8 @@ Spec: out = x rsqrt(mean(x^2) + eps) (1 + w), as `tests.reference.layers.rms_nor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,9 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.gpu.blocks import PlaceState, Rows
+from deltic.ops.gpu.decode import BF16, address, constants, k_block, load_block, rows_from, values
 from deltic.ops.gpu.launch import Levers, launch
-from deltic.ops.gpu.weight import rows_of
-from deltic.ops.matrix import Matrix
+from deltic.ops.matrix import Matrix, Piece
 
 LANES = 512
 """Running sums of a row's squares; part of what defines the bits."""
@@ -47,9 +49,25 @@ def _widen_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
+def _read_row(
+    p_table, token, p_to, n, width, LANES: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+):
+    """Row `token` of a table, in bf16 all of it, else the block of program_id(1)."""
+    if CODES == BF16:
+        _widen_row(p_table + token * width, p_to, width, LANES, PIECES)
+    else:
+        first = tl.program_id(1) * BLOCK_K
+        w = rows_from(p_table, token + tl.arange(0, 1), first, n, width, BLOCK_K, CODES, SCALES, GROUP)
+        b_row = values(load_block(w, 0, BLOCK_K, CODES, SCALES, GROUP), BLOCK_K, CODES, SCALES, GROUP)
+        tl.store(p_to + first + tl.arange(0, BLOCK_K)[None, :], b_row)
+
+
+@triton.jit
 def _begin_decode_kernel(
     p_rows_place, p_last_token, p_position, p_slot, p_done, p_table, p_row_place, p_row_slot, p_row_position,
-    p_residual, width, LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+    p_residual, n, width, LANES: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.constexpr,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
@@ -66,14 +84,19 @@ def _begin_decode_kernel(
     tl.store(p_row_position + i_row, tl.where(used, position, 0))
     # a row that ended keeps its last token, whatever it is; the clamp keeps the read inside the table
     token = tl.where(used, tl.maximum(token, 0), 0).to(tl.int64)
-    _widen_row(p_table + token * width, p_residual + i_row.to(tl.int64) * width, width, LANES, PIECES)
+    p_to = p_residual + i_row.to(tl.int64) * width
+    _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
 
 
 @triton.jit
-def _embed_kernel(p_token, p_table, p_residual, width, LANES: tl.constexpr, PIECES: tl.constexpr):
+def _embed_kernel(
+    p_token, p_table, p_residual, n, width, LANES: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+):
     i_row = tl.program_id(0)
     token = tl.maximum(tl.load(p_token + i_row), 0).to(tl.int64)
-    _widen_row(p_table + token * width, p_residual + i_row.to(tl.int64) * width, width, LANES, PIECES)
+    p_to = p_residual + i_row.to(tl.int64) * width
+    _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
 
 
 @triton.jit
@@ -143,7 +166,7 @@ def begin_decode(
     and residual: float32 [N, H].
     A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and
     position and gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for
-    a table in a format without a kernel.
+    a table in strips, or in several formats.
     """
     n, width = residual.shape
     state = (places.last_token, places.position, places.slot, places.done)
@@ -151,25 +174,36 @@ def begin_decode(
     check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
     check("embed", rows_place.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
     check("embed", residual.dtype == torch.float32, "float32 residual")
+    blocks, piece, cut = _cut(table)
     launch(
-        _begin_decode_kernel, (n,), rows_place, *state, rows_of("embed", table), rows.place, rows.slot, rows.position,
-        residual, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
+        _begin_decode_kernel, (n, blocks), rows_place, *state, address(piece), rows.place, rows.slot, rows.position,
+        residual, piece.n, width, LANES=LANES, PIECES=pieces(width), **cut, pdl=levers.pdl, num_warps=4,
     )
 
 
+def _cut(table: Matrix) -> tuple[int, Piece, dict[str, Any]]:
+    """Programs that a row of a table takes, its piece, and the constants of the kernels."""
+    piece = table.whole
+    check("embed", piece.layout == "rows", f"a table in rows; there is no kernel for {piece.format.name} in strips")
+    block_k = k_block(piece.k, 256)
+    programs = 1 if piece.format.codes == "bf16" else piece.k // block_k
+    return programs, piece, {"BLOCK_K": block_k, **constants(piece.format)}
+
+
 def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
-    """residual[t] = float32(table[token_ids[t]]). token_ids: int32 [T]; table: [V, H] in rows; residual:
+    """residual[t] = float32(table[token_ids[t]]), not rounded. token_ids: int32 [T]; table: [V, H] in rows; residual:
     float32 [T, H].
 
     A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary. Raises KernelError
-    for a table in a format without a kernel.
+    for a table in strips, or in several formats.
     """
     n, width = residual.shape
     check("embed", token_ids.dtype == torch.int32 and token_ids.shape == (n,), f"{n} int32 ids")
     check("embed", residual.dtype == torch.float32 and table.k == width, f"table of width {width}, float32 residual")
+    blocks, piece, cut = _cut(table)
     launch(
-        _embed_kernel, (n,), token_ids, rows_of("embed", table), residual, width,
-        LANES=LANES, PIECES=pieces(width), num_warps=4,
+        _embed_kernel, (n, blocks), token_ids, address(piece), residual, piece.n, width,
+        LANES=LANES, PIECES=pieces(width), **cut, num_warps=4,
     )
 
 
