@@ -438,7 +438,9 @@ def _decode_kernel(
 ):
     o_row = tl.minimum(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), n - 1)
     first = tl.program_id(1) * BLOCK_K
-    block = load_block(rows_from(p_w, o_row, first, n, k, BLOCK_K, CODES, SCALES, GROUP), 0, BLOCK_K, CODES, SCALES, GROUP)
+    block = load_block(
+        rows_from(p_w, o_row, first, n, k, BLOCK_K, CODES, SCALES, GROUP), tl.full((), 0, tl.int32), BLOCK_K, CODES, SCALES, GROUP
+    )
     b_values = values(block, BLOCK_K, CODES, SCALES, GROUP)
     p_to = p_out + o_row.to(tl.int64)[:, None] * k + first + tl.arange(0, BLOCK_K)[None, :]
     tl.store(p_to, b_values.to(p_out.dtype.element_ty))
@@ -461,6 +463,7 @@ def address(piece: Piece, data: Tensor | None = None) -> Tensor:
     return memory.view(torch.bfloat16) if piece.format.codes == "bf16" else memory
 
 
+@triton.constexpr_function
 def k_block(k: int, most: int = 128) -> int:
     """The largest BLOCK_K up to `most`, a power of two, for k columns, a multiple of 32."""
     return next(block for block in (256, 128, 64, 32) if block <= most and k % block == 0)

@@ -59,7 +59,7 @@ def _read_row(
     else:
         first = tl.program_id(1) * BLOCK_K
         w = rows_from(p_table, token + tl.arange(0, 1), first, n, width, BLOCK_K, CODES, SCALES, GROUP)
-        b_row = values(load_block(w, 0, BLOCK_K, CODES, SCALES, GROUP), BLOCK_K, CODES, SCALES, GROUP)
+        b_row = values(load_block(w, tl.full((), 0, tl.int32), BLOCK_K, CODES, SCALES, GROUP), BLOCK_K, CODES, SCALES, GROUP)
         tl.store(p_to + first + tl.arange(0, BLOCK_K)[None, :], b_row)
 
 
