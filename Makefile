@@ -13,7 +13,7 @@ ARGS ?=
 
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 
-.PHONY: always install serve test test-cpu test-others test-package bench soak soak-speech oracle lint wheel clean
+.PHONY: always install serve test test-cpu test-others targets test-package bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -55,6 +55,10 @@ test-cpu:
 test-others:
 	@mkdir -p build
 	$(BIN)/python -m pytest --ignore=tests/cpu > build/test-others.log 2>&1; status=$$?; cat build/test-others.log; exit $$status
+
+# Every kernel of tiny and published models, compiled for every chip of tests/gpu/chips.py: no GPU, half an hour of two CPUs.
+targets: $(VENV)/.test-installed
+	TEST_TARGETS=1 $(BIN)/python -m pytest -s tests/gpu/test_gpu_targets.py
 
 # ARGS are `deltic bench serve`'s, e.g. make bench ARGS="--dummy qwen3.5-0.8b --n 1,2,4"
 bench: $(VENV)/.test-installed

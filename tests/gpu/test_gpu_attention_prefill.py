@@ -14,7 +14,9 @@ from torch import Tensor
 from deltic.ops.geometry import AttentionHeads
 from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash_tile
 from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.chip import described, tiles_of
 from deltic.ops.gpu.launch import Levers
+from tests.gpu.chips import CHIPS
 from tests.reference import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of poison that a mask takes away
@@ -132,6 +134,17 @@ def lengths(device: str) -> list[int]:
 
 def whole(world: World) -> list[tuple[int, int, int]]:
     return [(i, 0, n) for i, n in enumerate(world.lengths)]
+
+
+def test_pointers_and_descriptors_give_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a chip has no descriptors, tiles are read by pointers."""
+    heads = AttentionHeads(4, 2, 64)
+    world, tile = World(heads, lengths(device), 8, device), flash_tile(heads)
+    expected = world.step(whole(world))
+    world.clear()
+    monkeypatch.setattr(described, "chip", CHIPS["sm_80"])
+    assert isinstance(tiles_of(world.pages, 1, 64, 64, (1, 64)), tuple)
+    assert all(torch.equal(a, b) for a, b in zip(world.step(whole(world), tile=tile), expected, strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

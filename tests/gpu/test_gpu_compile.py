@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,22 +100,12 @@ def test_recording_compiles_nothing_after_it(tmp_path: Path) -> None:
 
 def _pretend() -> None:
     """A Hopper GPU, as far as compiling looks at it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+    from deltic.ops.gpu.chip import HOPPER
+    from deltic.runtime.gpu.compile import compile_for
 
-    if torch.cuda.is_available():
-        return
-    target = GPUTarget("cuda", 90, 32)
-    chip = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)
-    triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-        )
-    )  # type: ignore[arg-type]
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch.cuda.get_device_properties = lambda *_: chip
-    torch.cuda.get_device_name = lambda *_: "pretended"
-    torch.cuda.current_device = lambda: 0
+    if not torch.cuda.is_available():
+        compile_for(HOPPER)
+        torch.cuda.get_device_name = lambda *_: "pretended"
 
 
 FREE_BYTES = 2 << 30

@@ -17,10 +17,12 @@ from deltic.models.qwen.weights import Moe
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.blocks import Blocks
+from deltic.ops.gpu.chip import described
 from deltic.ops.gpu.launch import Levers, launches
 from deltic.ops.gpu.moe import MoeScratch, MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, MoePrefillTiles, moe_prefill, moe_prefill_scratch
 from deltic.ops.matrix import Matrix
+from tests.gpu.chips import CHIPS
 from tests.gpu.matrices import in_rows
 from tests.reference.layers import linear, route, swiglu
 
@@ -320,6 +322,16 @@ def test_the_reference_sums_the_parts(device: str) -> None:
     )  # fmt: skip
     shape = SimpleNamespace(n_experts_per_tok=4, norm_topk_prob=True)
     assert torch.allclose(layer.parts(x).sum(0), feed_forward(x, mlp, shape, "bfloat16"), atol=1e-5)
+
+
+def test_pointers_and_descriptors_give_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a chip has no descriptors, tiles are read by pointers; the rows of the shared expert may lie further apart than they are
+    wide."""
+    layer = Layer(REAL[0] if device == "cuda" else ODD, device)
+    x = layer.rows(64)
+    expected = layer.prefill(x, [9], tiles=MoePrefillTiles())
+    monkeypatch.setattr(described, "chip", CHIPS["sm_80"])
+    assert torch.equal(layer.prefill(x, [9], tiles=MoePrefillTiles()), expected)
 
 
 def test_the_cut_of_prefill_changes_no_bit(device: str) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
 from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 
 FAN = 8
@@ -385,7 +386,7 @@ def attention_decode(
     expect(splits.most <= FAN * FAN and splits.few <= splits.most, f"at most {FAN * FAN} splits")
     expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
     expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
-    limited = splits.maxnreg and group <= 8 and torch.version.hip is None
+    limited = splits.maxnreg and group <= 8 and chip().is_nvidia
     registers = {"maxnreg": splits.maxnreg} if limited else {}
     launch(
         _attention_decode_kernel, (n_rows * heads.n_kv, capacity),

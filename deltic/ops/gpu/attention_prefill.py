@@ -19,11 +19,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltic.ops.geometry import AttentionHeads
 from deltic.ops.gpu.blocks import BLOCK, Blocks
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+from deltic.ops.gpu.chip import chip, load_tile, tiles_of
+from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PREPARE_WARPS = 8
@@ -118,8 +118,8 @@ def _flash_kernel(
 ):
     """One program: the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0).
 
-    queries: descriptor of q as [blocks * NQ * 64, D], tile [HEADS * 64, D]; tiles: descriptor of the pages as
-    rows of D, tile [64, D]; rows_page: rows from a page to the next; scale: d^-0.5 log2 e. Row r of the tile
+    queries: q as [blocks * NQ * 64, D] (`tiles_of`), tile [HEADS * 64, D]; tiles: the pages as rows of D,
+    tile [64, D]; rows_page: rows from a page to the next; scale: d^-0.5 log2 e. Row r of the tile
     is head r // 64, token r % 64.
     """
     # the last blocks have the most keys: they start first
@@ -135,14 +135,14 @@ def _flash_kernel(
     o_m = tl.arange(0, ROWS)
     o_t = o_m % 64
     o_n = tl.arange(0, 64)
-    b_q = queries.load([(i_b * NQ + i_h) * 64, 0])
+    b_q = load_tile(queries, (i_b * NQ + i_h) * 64, 0, ROWS, D)
     o_last = tl.minimum(o_t, n - 1)  # the last key of a row in the last tile
     b_max = tl.full([ROWS], -float("inf"), tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_acc = tl.zeros([ROWS, D], tl.float32)
     for j in range(n_tiles):
         row = tl.load(p_table + j) * rows_page + i_kv * 64
-        b_k = tiles.load([row, 0])
+        b_k = load_tile(tiles, row, 0, 64, D)
         b_s = tl.dot(b_q, b_k.T)
         # only the last tile has keys behind the row. Key 0 is never masked, so b_max is finite after the
         # first tile
@@ -154,7 +154,7 @@ def _flash_kernel(
         b_alpha = tl.exp2(b_max * scale - b_shift)
         b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
         b_acc = b_acc * b_alpha[:, None]
-        b_v = tiles.load([row + NK * 64, 0])  # here, so that the scores do not wait for it
+        b_v = load_tile(tiles, row + NK * 64, 0, 64, D)  # here, so that the scores do not wait for it
         b_acc = tl.dot(b_p.to(tl.bfloat16), b_v, b_acc)
         b_max = b_new
     ROW: tl.constexpr = ((2 if GATED else 1) * NQ + 2 * NK) * D
@@ -176,12 +176,13 @@ def _flash_kernel(
 
 
 def flash_tile(heads: AttentionHeads) -> FlashTile:
-    """The tile of a head layout on this device; frozen, so that a token's bits are the same in every step."""
-    pair = 2 if heads.n_q // heads.n_kv % 2 == 0 else 1
-    capability = (9, 0) if INTERPRETED else torch.cuda.get_device_capability()
-    if torch.version.hip is not None or capability < (9, 0):
-        return FlashTile(heads=1, num_warps=4, num_stages=1)  # less shared memory
-    return FlashTile(heads=pair, num_warps=4 * pair, num_stages=2)
+    """The tile of a head layout on this chip; frozen, so that a token's bits are the same in every step."""
+    if chip().multiplies_from_shared:
+        pair = 2 if heads.n_q // heads.n_kv % 2 == 0 else 1
+        return FlashTile(heads=pair, num_warps=4 * pair, num_stages=2)
+    # the sums and what is multiplied share the registers; q, the weights and one of k and v the shared memory
+    stages = chip().stages(2 * BLOCK * heads.dim, 2, beside=2 * BLOCK * (2 * heads.dim + BLOCK))
+    return FlashTile(heads=1, num_warps=8 if heads.dim > 128 else 4, num_stages=stages)
 
 
 def attention_prefill(
@@ -227,9 +228,9 @@ def attention_prefill(
         num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )
     tile, rows_page = tile or flash_tile(heads), pages.stride(0) // d
-    queries = TensorDescriptor(query, [query.numel() // d, d], [d, 1], [BLOCK * tile.heads, d])
+    queries = tiles_of(query, query.numel() // d, d, d, (BLOCK * tile.heads, d))
     n_rows = (pages.shape[0] - 1) * rows_page + 2 * heads.n_kv * BLOCK
-    tiles = TensorDescriptor(pages, [n_rows, d], [d, 1], [BLOCK, d])
+    tiles = tiles_of(pages, n_rows, d, d, (BLOCK, d))
     n_outer = heads.n_kv if tile.kv_outer else 1
     launch(
         _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, proj, out, blocks.n,

@@ -24,6 +24,8 @@ import torch
 import triton
 from torch import Tensor
 
+from deltic.ops.gpu.chip import chip
+
 # Sums of products stay float32 to the end, whatever the shape (bench/gpu/e7_cublas_rows.py).
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -83,8 +85,8 @@ launches = _Launches()
 
 
 def pdl_works() -> bool:
-    """Whether this device has programmatic dependent launch."""
-    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
+    """Whether this chip has programmatic dependent launch."""
+    return not INTERPRETED and chip().has_hopper_copies
 
 
 def launch(

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.formats import WeightFormat
+from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.decode import add_block, address, constants, decode, k_block, load_block, rows_from
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -60,16 +60,12 @@ class Wide:
     num_stages: int
 
 
-@cache
 def _chip() -> tuple[int, int]:
     """SMs, and bytes of shared memory each: what the configurations fill.
 
     Nothing but speed depends on them.
     """
-    if INTERPRETED or not torch.cuda.is_available():
-        return 132, 227 * 1024  # Hopper
-    chip = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return chip.multi_processor_count, getattr(chip, "shared_memory_per_block_optin", 64 * 1024)
+    return chip().n_sms, chip().shared_bytes
 
 
 @triton.jit

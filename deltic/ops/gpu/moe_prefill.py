@@ -23,7 +23,7 @@ before it reads or ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.chip import chip, load_tile, tiles_of
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.moe import MoeWeights, check_moe, dot, largest_block, logit_stride, route_rows, router_splits
 from deltic.ops.gpu.weight import rows_of
@@ -254,7 +254,8 @@ def down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_
     """BLOCK_M rows of act by BLOCK_N of H."""
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, M, BLOCK_K):
-        b_acc = dot(acts.load([act_row, k]), weights.load([expert * H + i_tile * BLOCK_N, k]).T, b_acc)
+        b_x = load_tile(acts, act_row, k, BLOCK_M, BLOCK_K)
+        b_acc = dot(b_x, load_tile(weights, expert * H + i_tile * BLOCK_N, k, BLOCK_N, BLOCK_K).T, b_acc)
     b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
     o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(tl.bfloat16), mask=(o_m < n)[:, None])
@@ -264,7 +265,7 @@ def down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_
 def prefill_down_kernel(acts, halves, weights, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base,
                         H: tl.constexpr, M: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """Grid: entries by tiles of H. acts, halves: descriptors of act, tiles [128 or 64, BLOCK_K]; weights: of
+    """Grid: entries by tiles of H. acts, halves: act (`tiles_of`), tiles [128 or 64, BLOCK_K]; weights:
     [E H, M].
     """
     i_tile, i_entry = tl.program_id(0) % (H // BLOCK_N), tl.program_id(0) // (H // BLOCK_N)
@@ -319,9 +320,20 @@ class MoePrefillTiles:
     router_m: int = 64
     router_n: int = 128
     router_k: int = 64
+    router_warps: int = 4
     router_stages: int = 2
     route_rows: int = 2
     combine_h: int = 2048
+
+
+def moe_prefill_tiles() -> MoePrefillTiles:
+    """The cut on this chip: as many stages as fit; warps enough to hold sums and operands in registers."""
+    c = MoePrefillTiles()
+    if not chip().multiplies_from_shared:
+        c = replace(c, down_warps=8, router_warps=8)
+    up = chip().stages(2 * c.up_k * (TILE + 2 * c.block_f), c.up_stages)
+    down = chip().stages(2 * c.down_k * (TILE + c.block_n), c.down_stages)
+    return replace(c, up_stages=up, down_stages=down)
 
 
 def moe_prefill(
@@ -338,7 +350,7 @@ def moe_prefill(
     belong together, KernelError for a format without a kernel.
     """
     hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
-    t, c, s = x.shape[0], tiles or MoePrefillTiles(), scratch
+    t, c, s = x.shape[0], tiles or moe_prefill_tiles(), scratch
     n_blocks, lines = t // BLOCK, t * (n_per_token + 1)
     if t % BLOCK or blocks.n.shape[0] < n_blocks or out.numel() != t * hidden:
         raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
@@ -350,8 +362,8 @@ def moe_prefill(
     launch(
         prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", w.router), s.logits,
         s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
-        BLOCK_K=largest_block(c.router_k, hidden // splits), **experts, num_warps=4,
-        num_stages=c.router_stages if hidden // splits <= 256 else 4, pdl=pdl,
+        BLOCK_K=largest_block(c.router_k, hidden // splits), **experts,
+        num_warps=c.router_warps, num_stages=c.router_stages if hidden // splits <= 256 else 4, pdl=pdl,
     )
     launch(
         prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
@@ -376,8 +388,8 @@ def moe_prefill(
     def down(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
         block_n, block_k, rows = largest_block(c.block_n, hidden), largest_block(c.down_k, m), rows_of("moe", matrix)
         n_act = act_base + n_tiles * TILE
-        acts, halves = (TensorDescriptor(s.act, [n_act, m], [inner, 1], [high, block_k]) for high in (TILE, 64))
-        weights = TensorDescriptor(rows, [rows.numel() // m, m], [m, 1], [block_n, block_k])
+        acts, halves = (tiles_of(s.act, n_act, m, inner, (high, block_k)) for high in (TILE, 64))
+        weights = tiles_of(rows, rows.numel() // m, m, m, (block_n, block_k))
         launch(
             prefill_down_kernel, (n * (hidden // block_n),), acts, halves, weights, s.counters, s.entries, s.lists, blocks.n,
             s.y, t, act_base, H=hidden, M=m, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k,

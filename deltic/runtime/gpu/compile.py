@@ -42,6 +42,7 @@ from triton.runtime.jit import JITCallable
 from deltic.engine.step import Progress
 from deltic.machine import n_usable_cpus
 from deltic.ops import gpu
+from deltic.ops.gpu.chip import Chip, described
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
 from deltic.runtime.plan import Plan
 
@@ -285,30 +286,33 @@ def begin_compiling(
         return Kernels(None, None)
 
 
-# A worker: `python -m deltic.runtime.gpu.compile BACKEND ARCH WARP_SIZE`.
-
-
-def _set_target(target: GPUTarget) -> Any:
-    """Has Triton compile for this target, whatever is here; gives the class that makes the C module of a
-    kernel, if any.
+def compile_for(chip: Chip) -> Any:
+    """From here on this process plans and compiles for this chip, whatever is here, and starts nothing; gives
+    the class that makes the C module of a kernel, if any.
     """
+    described.chip, target = chip, chip.target
     driver = next(b.driver for b in backends.values() if b.compiler.supports_target(target))
     try:
         active: Any = driver()
     except Exception:  # no driver library: kernels can be compiled, but not what starts them
         active = SimpleNamespace(launcher_cls=None)
-    active.get_current_target, active.get_current_device = lambda: target, lambda: 0
+    # a chip is a device of its own, by which Triton keeps apart what it has compiled
+    active.get_current_target, active.get_current_device = lambda: target, lambda: chip
+    active.get_current_stream = lambda device: 0
     triton.runtime.driver.set_active(active)
     return active.launcher_cls
 
 
+# A worker: `python -m deltic.runtime.gpu.compile BACKEND ARCH WARP_SIZE`.
+
+
 def work(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
-    """Compiles the kernels on the lines of `jobs`; answers each with how many that were not in the cache, and
-    an error.
+    """Compiles the kernels on the lines of `jobs`, whose configurations are given; answers each with how many
+    that were not in the cache, and an error.
     """
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-    launcher = _set_target(target)
+    launcher = compile_for(Chip(target, n_sms=0, shared_bytes=0))
     fix_keys()  # and so imports the kernels, while there is nothing to do yet
     for line in jobs:
         error = ""

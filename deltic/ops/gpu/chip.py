@@ -1,0 +1,104 @@
+"""The chip that kernels are started on or compiled for, and what it has not: the rules of all configurations.
+
+By default it is the device that is here. A process may describe another one (`described`,
+`runtime.gpu.compile.compile_for`): the steps are then planned and compiled for that, and nothing is started.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a configuration may follow."""
+
+    target: GPUTarget
+    """Backend, architecture and width of a warp, in Triton's words."""
+    n_sms: int
+    shared_bytes: int
+    """Shared memory that one program may have."""
+
+    @property
+    def is_nvidia(self) -> bool:
+        return bool(self.target.backend == "cuda")
+
+    @property
+    def is_hopper(self) -> bool:
+        """Where all that was measured was measured."""
+        return self.is_nvidia and self.target.arch == 90
+
+    @property
+    def has_hopper_copies(self) -> bool:
+        """Whether there are programmatic dependent launch, and copies of tiles by a descriptor (TMA)."""
+        return self.is_nvidia and int(self.target.arch) >= 90
+
+    @property
+    def multiplies_from_shared(self) -> bool:
+        """Whether matrix units read shared memory (wgmma, tcgen05). Elsewhere, on Ampere, Ada and GeForce
+        Blackwell too, tiles pass through registers on their way to them.
+        """
+        return self.has_hopper_copies and int(self.target.arch) < 120
+
+    def stages(self, tile_bytes: int, most: int, beside: int = 0) -> int:
+        """num_stages of a loop over tiles of so many bytes, 1 to `most`: what fits, with `beside` bytes of
+        other things. A tile that passes through registers has left when it is multiplied: it is not counted.
+        """
+        fit = (self.shared_bytes - beside) // tile_bytes
+        return max(1, min(most, fit if self.multiplies_from_shared else fit + 1))
+
+
+HOPPER = Chip(GPUTarget("cuda", 90, 32), 132, 227 * 1024)
+
+
+class _Described:
+    chip: Chip | None = None
+
+
+described = _Described()
+"""The chip to plan for where it is not the device that is here."""
+
+
+def chip() -> Chip:
+    """The chip of this process; Hopper where there is none."""
+    if described.chip is not None:
+        return described.chip
+    return _device() if torch.cuda.is_available() and not triton.knobs.runtime.interpret else HOPPER
+
+
+@cache
+def _device() -> Chip:
+    device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    shared = getattr(device, "shared_memory_per_block_optin", 64 * 1024)
+    return Chip(triton.runtime.driver.active.get_current_target(), device.multi_processor_count, shared)
+
+
+def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[int, int]) -> Any:
+    """What a kernel gives to `load_tile` for blocks of n_rows rows of `width` elements, `stride` apart: a
+    descriptor, or pointer and stride where there is no TMA. (Triton would load 2 bytes at a time there.)
+    """
+    if chip().has_hopper_copies:
+        return TensorDescriptor(matrix, [n_rows, width], [stride, 1], [*block])
+    return matrix, stride
+
+
+@triton.jit
+def load_tile(tiles, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] from there on; all of it lies in the matrix."""
+    if isinstance(tiles, tl.tensor_descriptor):
+        b_tile = tiles.load([row, column])
+    else:
+        o_row = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        b_tile = tl.load(tiles[0] + o_row * tiles[1] + (column + tl.arange(0, COLUMNS))[None, :])
+    return b_tile

@@ -1,0 +1,226 @@
+"""Cards that are not here: every kernel that the steps of the models start is compiled for them, fits, and keeps to its registers.
+
+The steps are walked as `deltic warmup` walks them, so a new kernel is covered when a step starts it. Nothing runs. By default one
+variant of each kernel of two tiny models is compiled for a few chips; with TEST_TARGETS set (`make targets`) all of them, of published
+models too, for all chips. Compiled here is not measured there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from deltic.machine import n_usable_cpus
+from deltic.ops.contract import KernelError
+from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.geometry import AttentionHeads
+from deltic.ops.gpu.attention_prefill import FlashTile, flash_tile
+from deltic.ops.gpu.chip import HOPPER, described
+from deltic.ops.gpu.gdn_prefill import _limit, _scan_stages
+from deltic.ops.gpu.linear import Narrow, Wide, narrow_config, wide_config
+from deltic.ops.gpu.moe_prefill import MoePrefillTiles, moe_prefill_tiles
+from tests.gpu.chips import CHIPS, KIB
+
+HAS_AMD = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+"""Triton 3.6 fails on five kernels in a pass of its own for AMD."""
+IS_FULL = "TEST_TARGETS" in os.environ
+NAMES = [
+    name for name in (CHIPS if IS_FULL else ("sm_80", "sm_90", "sm_120", "gfx942")) if CHIPS[name].is_nvidia or HAS_AMD
+]
+TINY = ("dense", "moe")
+FEW_FORMATS = ("int4", "fp8")
+IN_FORMATS = ("qwen3.5-0.8b", "qwen3.5-35b-a3b")
+"""Models that are walked in every format of quantised weights, too."""
+MODELS = (*TINY, "next", "custom_voice", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-tts-1.7b")
+REGISTERS = {"cuda": 255, "hip": 512}
+SPILLED_BYTES = 64
+"""Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel, and what a thread and a program of it take."""
+
+    name: str
+    seconds: float
+    error: str = ""
+    shared: int = 0
+    registers: int = 0
+    spilled: int = 0
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compiled]]:
+    """By chip: of one process or, when all are asked for, of one for each chip and as many at once as there are CPUs.
+
+    In this process Triton interprets."""
+    cache = tmp_path_factory.mktemp("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+
+    def run(names: list[str]) -> dict[str, list[Compiled]]:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.gpu.test_gpu_targets", *names], capture_output=True, text=True,
+            cwd=Path(__file__).parents[2], env=environment | {"TRITON_CACHE_DIR": str(cache / names[0])},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        said = json.loads(done.stdout.splitlines()[-1])
+        return {name: [Compiled(**kernel) for kernel in kernels] for name, kernels in said.items()}
+
+    with ThreadPoolExecutor(n_usable_cpus()) as pool:
+        parts = pool.map(run, [[name] for name in NAMES] if IS_FULL else [NAMES])
+    found = {name: kernels for part in parts for name, kernels in part.items()}
+    if IS_FULL:
+        print(
+            "\n| chip | kernels | seconds | shared memory | of | registers | spilled |\n|---|---|---|---|---|---|---|"
+        )
+        for name, kernels in found.items():
+            most = [max(getattr(kernel, field) for kernel in kernels) for field in ("shared", "registers", "spilled")]
+            seconds = sum(kernel.seconds for kernel in kernels)
+            print(
+                f"| {name} | {len(kernels)} | {seconds:.0f} | {most[0]} | {CHIPS[name].shared_bytes} | {most[1]} | {most[2]} |"
+            )
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kernel_compiles_and_fits(compiled: dict[str, list[Compiled]], name: str) -> None:
+    kernels, chip = compiled[name], CHIPS[name]
+    assert len({kernel.name for kernel in kernels}) > 25
+    assert not [kernel for kernel in kernels if kernel.error]
+    assert not [kernel for kernel in kernels if kernel.shared > chip.shared_bytes]
+    assert not [kernel for kernel in kernels if kernel.registers > REGISTERS[chip.target.backend]]
+    if chip.is_nvidia:
+        assert not [kernel for kernel in kernels if kernel.spilled > SPILLED_BYTES]
+
+
+def test_hopper_runs_what_was_measured_on_it() -> None:
+    """Limits of other chips change nothing where all figures come from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(described, "chip", HOPPER)
+        assert flash_tile(AttentionHeads(24, 4, 256, True)) == FlashTile(2, 8, 2)
+        assert flash_tile(AttentionHeads(12, 4, 128, True)) == FlashTile(1, 4, 2)
+        assert moe_prefill_tiles() == MoePrefillTiles(up_stages=4, down_warps=4, down_stages=3, router_warps=4)
+        assert _limit(64) == {"maxnreg": 64} and _scan_stages(32, 128) == _scan_stages(32, 64) == 3
+        assert narrow_config(1, 16480, 5120, 1) == Narrow(64, 128, 4, 5)
+        assert narrow_config(16, 5120, 2176, 8) == Narrow(64, 128, 4, 5)
+        assert narrow_config(128, 34816, 5120, 1) == Narrow(128, 64, 8, 3)
+        assert wide_config(8192, 16480) == Wide(128, 256, 8, 3) and wide_config(512, 5120) == Wide(128, 128, 8, 4)
+
+
+@pytest.mark.parametrize("name", list(CHIPS))
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_stages_fit(name: str, stages: int) -> None:
+    """Tiles that are on their way, and the one that is multiplied where that is read in shared memory."""
+    chip, tile = CHIPS[name], 48 * KIB
+    n = chip.stages(tile, stages, beside=KIB)
+    held = n if chip.multiplies_from_shared else n - 1
+    assert 1 <= n <= stages and held * tile + KIB <= chip.shared_bytes
+    assert n == stages or (held + 1) * tile + KIB > chip.shared_bytes
+
+
+def test_what_a_chip_has() -> None:
+    assert [name for name, chip in CHIPS.items() if chip.has_hopper_copies] == ["sm_90", "sm_100", "sm_120"]
+    assert [name for name, chip in CHIPS.items() if chip.multiplies_from_shared] == ["sm_90", "sm_100"]
+    assert [name for name, chip in CHIPS.items() if not chip.is_nvidia] == ["gfx942", "gfx950", "gfx1100"]
+
+
+# What runs in the other processes.
+
+
+class _InFormat(dict[str, Any]):
+    """A checkpoint whose projections are all quantised in one format: what `stored_formats` gives of it."""
+
+    def __contains__(self, name: object) -> bool:
+        return "_proj" in str(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self["format"] if name in self else default
+
+
+@cache
+def _plan(model: str) -> Any:
+    """A tiny model, or a published shape with all the memory it may want."""
+    from deltic.config import EngineConfig
+    from deltic.runtime.build import plan_model
+    from deltic.runtime.gpu.device import Gpu
+    from tests.tiny import tiny_checkpoint
+    from tests.tiny_speech import tiny_speech
+
+    if model.startswith("qwen"):
+        config, free_bytes = EngineConfig(model="", dummy=model), 190 << 30
+    else:
+        path = tiny_speech(model, wide=True) if model == "custom_voice" else tiny_checkpoint(model)
+        sizes: dict[str, Any] = dict(
+            max_num_seqs=9, max_model_len=1024, max_step_tokens=256, n_pages=20, cache_host_gb=0.0
+        )
+        config, free_bytes = EngineConfig(model=str(path), **sizes), 2 << 30
+        if model != "custom_voice":
+            config = replace(config, n_checkpoints=2)
+    return plan_model(config, Gpu(), free_bytes)[2]
+
+
+def _jobs(model: str, format: str = "bf16") -> list[Any]:
+    """What the steps of a model start. Nothing, for a format that is refused."""
+    from deltic.ops.gpu.launch import Levers
+    from deltic.runtime.gpu.collect import collect
+
+    plan = _plan(model)
+    if format != "bf16":
+        plan = replace(plan, shape=replace(plan.shape, formats=_InFormat(format=WEIGHT_FORMATS[format])))
+    try:
+        return collect(plan, Levers())
+    except KernelError:
+        assert format != "bf16"
+        return []
+
+
+def _resources(kernel: Any, scratch: Path) -> dict[str, int]:
+    """Bytes of shared memory of a program, registers and spilled bytes of a thread, as the assembler says."""
+    if "cubin" in kernel.asm:
+        scratch.write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(scratch)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        words, n_bytes = (r"REG:(\d+)", r"STACK:(\d+)"), 1
+    else:
+        assert kernel.asm["hsaco"]
+        said, words, n_bytes = kernel.asm["amdgcn"], (r"\.vgpr_count:\s+(\d+)", r"\.vgpr_spill_count:\s+(\d+)"), 4
+    registers, spilled = (int(re.findall(word, said)[-1]) for word in words)
+    return {"shared": kernel.metadata.shared, "registers": registers, "spilled": spilled * n_bytes}
+
+
+def _compile(name: str) -> list[Compiled]:
+    from deltic.runtime.gpu.compile import compile_for, fix_keys
+
+    compile_for(CHIPS[name])
+    fix_keys()
+    walks = product(IN_FORMATS, WEIGHT_FORMATS) if IS_FULL else product(["moe"], FEW_FORMATS)
+    jobs = [job for walk in [*product(MODELS if IS_FULL else TINY), *walks] for job in _jobs(*walk)]
+    jobs = list(dict.fromkeys(jobs) if IS_FULL else {job.name: job for job in jobs}.values())
+    scratch = Path(triton.knobs.cache.dir) / "kernel.cubin"
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    found = []
+    for job in jobs:
+        begun, result = time.perf_counter(), Compiled(job.name, 0.0)
+        try:
+            result = replace(result, **_resources(job.kernel.preload(job.specialisation), scratch))
+        except Exception as failure:
+            result = replace(result, error=f"{type(failure).__name__}: {failure}"[:500])
+        found.append(replace(result, seconds=time.perf_counter() - begun))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: [asdict(kernel) for kernel in _compile(name)] for name in sys.argv[1:]}))
