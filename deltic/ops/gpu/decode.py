@@ -14,7 +14,7 @@ thread holds in a tile of the tensor cores; an element of b bits a code has 8 b 
     codes2        codes 4, 6, 0, 2, then 5, 7, 1, 3
     codes1        code j at bit j
     scale, least  [groups, n]
-    outer         of k [K / 256, 1 or 2, n], of e4m3 [2, n]
+    outer         of k [K / 256, 1 or 2, n], of e4m3 [2, n], divided by the power of 2 that makes the first 0.5 .. 1
 
 so that a few operations on words make bytes of all codes, a byte permutation makes a float of each, and a tile's
 scales are neighbours.
@@ -251,7 +251,9 @@ def rows_from(
         if SCALES == E4M3_SCALE:
             p_pair = _at(p_w, outer, tl.float32) + o_row
             b_divisor = tl.load(p_pair + n)
-            p_outer = (tl.load(p_pair), b_divisor, tl.div_rn(tl.zeros_like(b_divisor) + 1.0, b_divisor))
+            # 2^119: half of what `_e4m3_bits` lack
+            b_outer = tl.load(p_pair) * 664613997892457936451903530140172288.0
+            p_outer = (b_outer, b_divisor, tl.div_rn(tl.zeros_like(b_divisor) + 1.0, b_divisor))
         else:
             p_outer = _at(p_w, outer, tl.float16) + o_row
         w = (p_low, p_high, p_scale, p_least, p_outer, first_k, n)  # type: ignore[assignment]
@@ -315,10 +317,15 @@ def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.co
 
 
 @triton.jit
+def _e4m3_bits(b_top):
+    """float32: 2^-120 of the e4m3 code in the upper 8 bits of an int32 (not of NaN, which no reader lets through)."""
+    return ((b_top >> 4) & -0x78100000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _e4m3(b_top):
-    """float32: the e4m3 code in the upper 8 bits of an int32, exact (not of NaN, which no reader lets through)."""
-    b_float = ((b_top >> 4) & -0x78100000).to(tl.float32, bitcast=True)
-    return b_float * 1329227995784915872903807060280344576.0  # 2^120
+    """float32: the code, exact."""
+    return _e4m3_bits(b_top) * 1329227995784915872903807060280344576.0  # 2^120
 
 
 @triton.jit
@@ -413,11 +420,11 @@ def _scale(b_scale, b_outer, b_divisor, SCALES: tl.constexpr):
         b_float = tl.where(b_e < 2, 0x00200000 << b_e, (b_e - 1) << 23).to(tl.float32, bitcast=True)
     elif SCALES == E4M3_SCALE:
         # divided by way of the divisor's inverse, and rounded as a division is
-        b_product = _e4m3(b_scale.to(tl.int32) << 24) * b_outer[:, None]
         b_divisor, b_inverse = b_divisor
+        b_product = _e4m3_bits(b_scale.to(tl.int32) << 24) * b_outer[:, None]
         b_quotient = b_product * b_inverse[:, None]
         b_rest = tl.fma(b_quotient, -b_divisor[:, None] + tl.zeros_like(b_product), b_product)
-        b_float = tl.fma(b_rest, b_inverse[:, None] + tl.zeros_like(b_rest), b_quotient) * 0.5
+        b_float = tl.fma(b_rest, b_inverse[:, None] + tl.zeros_like(b_rest), b_quotient)
     else:
         b_float = b_scale.to(tl.float32)
         if _is_k(SCALES):

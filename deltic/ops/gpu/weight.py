@@ -115,6 +115,8 @@ def _put_rows(piece: Piece, rows: Array | Quantised, device: torch.device | str)
         if isinstance(rows, Quantised):
             part = rows.take(some)
             named = {"scale": part.scale, "least": part.least, "outer": part.outer}
+            if piece.format.scales == "e4m3" and part.outer is not None:
+                named["outer"] = np.ldexp(part.outer, -np.frexp(part.outer[:, :1])[1])
             parts = {name: _bytes_of(array, device) for name, array in named.items() if array is not None}
             _store(piece, begin, to_device(part.codes, device), parts)
         else:
