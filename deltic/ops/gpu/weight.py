@@ -85,10 +85,10 @@ def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
     if format.bits == 8:
         found["codes8"] = unit
     if 4 <= format.bits < 8:
-        found["codes4"] = unit[..., 0::2] & 15 | (unit[..., 1::2] & 15) << 4
+        found["codes4"] = unit[..., :4] & 15 | (unit[..., 4:] & 15) << 4
     if format.bits in (2, 3, 6):
         two = (unit >> (4 if format.bits == 6 else 0)) & 3
-        found["codes2"] = two[..., 0:4:2] | two[..., 4::2] << 2 | two[..., 1:4:2] << 4 | two[..., 5::2] << 6
+        found["codes2"] = two[..., 4:6] | two[..., 6:] << 2 | two[..., :2] << 4 | two[..., 2:4] << 6
     if format.bits in (3, 5):
         bits = ((unit >> (format.bits - 1)) & 1) << torch.arange(8, dtype=torch.uint8, device=codes.device)
         found["codes1"] = bits.sum(-1, dtype=torch.uint8)
@@ -115,6 +115,8 @@ def _put_rows(piece: Piece, rows: Array | Quantised, device: torch.device | str)
         if isinstance(rows, Quantised):
             part = rows.take(some)
             named = {"scale": part.scale, "least": part.least, "outer": part.outer}
+            if piece.format.scales == "e4m3" and part.outer is not None:
+                named["outer"] = np.ldexp(part.outer, -np.frexp(part.outer[:, :1])[1])
             parts = {name: _bytes_of(array, device) for name, array in named.items() if array is not None}
             _store(piece, begin, to_device(part.codes, device), parts)
         else:
