@@ -22,6 +22,7 @@ from deltic.ops.cpu.program import Program, instruction_set, usable_instruction_
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.matrix import Matrix, row_bytes
 from deltic.roofs import read_bandwidth
+from tests.quantised_rows import random_rows
 
 SHAPES = ((6144, 1024), (1024, 3584))
 COLD_BYTES = 2 << 30
@@ -40,8 +41,12 @@ def main() -> None:
     )
     for name in arguments.formats.split(","):
         for n, k in SHAPES:
-            values = draw((n, k), np.float32) * np.float32(k**-0.5)
-            one = Matrix.empty(n, k, WEIGHT_FORMATS[name]).pack(values.astype(bfloat16), arguments.threads)
+            one = Matrix.empty(n, k, WEIGHT_FORMATS[name])
+            if name in ("bf16", "int8", "int4"):
+                values = draw((n, k), np.float32) * np.float32(k**-0.5)
+                one.pack(values.astype(bfloat16), arguments.threads)
+            else:
+                one.whole.pack(random_rows(name, n, k), arguments.threads)
             cold = zeros((COLD_BYTES // one.n_bytes, 1, one.n_bytes), np.uint8)
             cold[:] = one.whole.data
             copies = [replace(one, pieces=(replace(one.whole, data=data),)) for data in cold]
@@ -62,7 +67,7 @@ def main() -> None:
                 error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
                 rate, operations = one.n_bytes / took / 1e9, 2 * rows * n * k / took / 1e9
                 print(
-                    f"{name:5} [{n}, {k}] x {rows:3}: {rate:6.1f} GB/s {operations:7.0f} Gop/s, error {error:.0e}",
+                    f"{name:7} [{n}, {k}] x {rows:3}: {rate:6.1f} GB/s {operations:7.0f} Gop/s, error {error:.0e}",
                     flush=True,
                 )
 

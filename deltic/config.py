@@ -76,7 +76,7 @@ class EngineConfig:
     machine.
     """
 
-    model: str = knob(BUILT_IN, "checkpoint directory or hub name", metavar="MODEL")
+    model: str = knob(BUILT_IN, "checkpoint directory, GGUF file or hub name", metavar="MODEL")
     revision: str | None = knob(None, "branch, tag or commit of a hub name (default: the hub's)")
     download_dir: Path | None = knob(
         None, "where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)", metavar="DIR"

@@ -25,7 +25,7 @@ from deltic.config import BUILT_IN, EngineConfig, resolve
 from deltic.engine.engine import MAX_FAILURES, Engine
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
-from deltic.models.checkpoint import text_directory, tokenizer_directory
+from deltic.models.checkpoint import text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import protocol
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
@@ -91,7 +91,7 @@ class LLM:
         trace = Trace(self.config.trace) if self.config.trace is not None else None
         self._engine = Engine(
             build_runner(self.config, lambda stage, done: None),  # nobody watches: no target
-            tokenizer_file=lambda: directory / "tokenizer.json",
+            tokenizer_json=lambda: tokenizer_json(self.config),
         )
         self._engine.trace = trace
         self._close = weakref.finalize(self, self._engine.close, SAVE_S)

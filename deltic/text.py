@@ -18,8 +18,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.gguf import is_gguf
+from deltic.models.gguf_config import PATTERNS, document
 
 # The library's own threads would take the engine's cores, and complain when the engine process is started
 # again.
@@ -58,10 +63,13 @@ class UnreadableText(TokenizerError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no such file.
+    """The object in a JSON file, {} where there is no such file. Of a GGUF file in the place of a
+    directory: what its metadata says.
 
-    Raises TokenizerError for a malformed one.
+    Raises TokenizerError for a malformed one; of a GGUF file CheckpointError and UnsupportedModelError.
     """
+    if is_gguf(path.parent):
+        return document(path.parent, path.name)
     if not path.exists():
         return {}
     try:
@@ -107,13 +115,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """From `tokenizer.json`, or from `vocab.json` and `merges.txt`. Raises TokenizerError."""
+        """From `tokenizer.json`, or from `vocab.json` and `merges.txt`; or from a GGUF file.
+
+        Raises TokenizerError; of a GGUF file also CheckpointError and UnsupportedModelError.
+        """
         try:
+            if is_gguf(directory):
+                return cls(_from_gguf(directory))
             if (directory / "tokenizer.json").exists():
                 return cls(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
             if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
                 return cls(_from_vocabulary(directory))
-        except TokenizerError:
+        except (TokenizerError, CheckpointError, UnsupportedModelError):
             raise
         except Exception as error:  # the library raises plain Exception for a malformed file
             raise TokenizerError(
@@ -314,11 +327,7 @@ def _byte_of_character() -> dict[str, int]:
 
 _BYTE_OF_CHARACTER = _byte_of_character()
 
-PRE_TOKENIZERS = {
-    marks: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    % ((r"[\p{L}\p{M}]", r"\p{L}\p{M}") if marks else (r"\p{L}", r"\p{L}"))
-    for marks in (False, True)
-}
+PRE_TOKENIZERS = {False: PATTERNS["qwen2"], True: PATTERNS["qwen35"]}
 """The family's, by whether combining marks count as letters."""
 
 
@@ -347,6 +356,19 @@ def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
             raise TokenizerError(
                 f"{directory}: added token {entry['content']!r} should have id {token_id}, but the vocabulary before it "
                 f"gives {backend.token_to_id(entry['content'])}; vocab.json does not belong to tokenizer_config.json"
+            )
+    return backend
+
+
+def _from_gguf(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a GGUF file's metadata."""
+    said = document(file, "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_str(msgspec.json.encode(said).decode())
+    for token in said["added_tokens"]:
+        if (found := backend.token_to_id(token["content"])) != token["id"]:
+            raise TokenizerError(
+                f"{file}: the added token {token['content']!r} should have id {token['id']}, but behind the vocabulary it gets "
+                f"{found}; give another file, or --tokenizer"
             )
     return backend
 

@@ -130,7 +130,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 def is_lfs(name: str) -> bool:
     """Whether the hub stores it beside git, as it does with what is big."""
-    return name.endswith((".safetensors", "tokenizer.json"))
+    return name.endswith((".safetensors", ".gguf", "tokenizer.json"))
 
 
 def blob_name(name: str, data: bytes) -> str:

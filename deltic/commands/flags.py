@@ -12,7 +12,7 @@ import argparse
 
 from deltic.config import EngineConfig, ModelConfig, ServerConfig, add_flags
 
-MODEL_HELP = "checkpoint directory or hub name (default: the small built-in model)"
+MODEL_HELP = "checkpoint directory, GGUF file or hub name, as owner/model or owner/model:Q4_K_M (default: the small built-in model)"
 REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
 CONFIG_HELP = (
     "settings of deltic serve by their flags' names, as TOML or YAML; what is on the command line, or in a DELTIC_ "

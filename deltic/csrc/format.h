@@ -120,7 +120,7 @@ static inline v16 load_e4m3(const uint8_t* p) {
     });
 }
 
-static inline float e4m3(uint32_t code) {
+static inline constexpr float e4m3(uint32_t code) {
     const bool none = (code & 0x78) == 0;
     const float size = std::bit_cast<float>(((code & 0x7f) << 20) + 0x3c000000 + (none ? 0x00800000 : 0)) - (none ? 0x1p-6f : 0.0f);
     return code & 0x80 ? -size : size;

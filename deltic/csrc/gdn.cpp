@@ -33,11 +33,12 @@ struct Gdn {
     const float *a_log, *dt_bias, *norm_w;
     float eps;
     int64_t n_k, n_v, dk, dv;
+    bool tiled;  // value head h reads key head h % n_k, not h / (n_v / n_k)
     bf16* out;  // [T, Hv dv]
 
     void read(Arguments& a) {
         a.read(proj, row, n_seqs, seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot, conv_w, conv_state,
-               conv_stride, state, state_stride, a_log, dt_bias, norm_w, eps, n_k, n_v, dk, dv, out);
+               conv_stride, state, state_stride, a_log, dt_bias, norm_w, eps, n_k, n_v, dk, dv, tiled, out);
     }
     int64_t channels() const { return 2 * n_k * dk + n_v * dv; }
 
@@ -177,7 +178,7 @@ struct Gdn {
     // All tokens of sequence s in value head h.
     void run(int64_t s, int64_t h) const {
         static thread_local Head head;
-        const int64_t head_k = h / (n_v / n_k), b = channels() + n_v * dv + h, a = b + n_v;
+        const int64_t head_k = tiled ? h % n_k : h / (n_v / n_k), b = channels() + n_v * dv + h, a = b + n_v;
         float* S = state_of(slot[s], h);
         const float* start = seq_context[s] == 0 ? S : state_of(start_slot[s], h);
         if (seq_context[s] == 0) memset(S, 0, dk * dv * 4);

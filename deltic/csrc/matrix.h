@@ -218,7 +218,23 @@ static inline u32_part widen_e4m3(u32_part codes) {
 static inline void load_e4m3_pairs(const uint8_t* p, w16& first, w16& second) {
     const w16 codes = load_words(p);
     for (int i = 0; i < PARTS; i++) {
-#if defined(__AVX512F__)
+#if defined(__AVX512VBMI__)
+        // The upper and the lower byte of each of the 128 sizes, by a permutation.
+        alignas(64) static constexpr auto table = [] {
+            struct { uint8_t upper[128], lower[128]; } t{};
+            for (int c = 0; c < 128; c++) {
+                const uint32_t word = std::bit_cast<uint32_t>(e4m3((uint32_t)c)) >> 16;
+                t.upper[c] = (uint8_t)(word >> 8), t.lower[c] = (uint8_t)word;
+            }
+            return t;
+        }();
+        const __m512i c = (__m512i)codes.part[i], sign = _mm512_set1_epi8((char)0x80);
+        const __m512i upper = _mm512_permutex2var_epi8(_mm512_load_si512(table.upper), c, _mm512_load_si512(table.upper + 64));
+        const __m512i lower = _mm512_permutex2var_epi8(_mm512_load_si512(table.lower), c, _mm512_load_si512(table.lower + 64));
+        const __m512i signed_upper = _mm512_ternarylogic_epi64(upper, c, sign, 0xf8);  // upper | (c & sign)
+        first.part[i] = (u32_part)_mm512_unpacklo_epi8(lower, signed_upper);
+        second.part[i] = (u32_part)_mm512_unpackhi_epi8(lower, signed_upper);
+#elif defined(__AVX512F__)
         const __m512i c = (__m512i)codes.part[i], zero = _mm512_setzero_si512();
         first.part[i] = widen_e4m3((u32_part)_mm512_unpacklo_epi8(c, zero));
         second.part[i] = widen_e4m3((u32_part)_mm512_unpackhi_epi8(c, zero));
@@ -456,15 +472,15 @@ static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0
 // Strips [s0, s1) for all n_rows rows of x.
 template <class T>
 static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, const Out& out) {
-    constexpr bool WORDS = T::CODES == Codes::BF16;
-    const int64_t step = tile_rows(n_rows), ahead = WORDS ? FAR : NEAR;
+    constexpr bool FLOATS = is_float(T::CODES);
+    const int64_t step = tile_rows(n_rows), ahead = T::CODES == Codes::BF16 ? FAR : NEAR;
     while (s0 < s1) {
-        // One row of bfloat16 would wait for its own sums: four strips take turns.
-        const int panel = WORDS && n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= TILE_STRIPS ? TILE_STRIPS : 1;
+        // One row of floats would wait for its own sums: four strips take turns.
+        const int panel = FLOATS && n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= TILE_STRIPS ? TILE_STRIPS : 1;
         for (int64_t m0 = 0; m0 < n_rows; m0 += step) {
             const int64_t rows = n_rows - m0 < step ? n_rows - m0 : step;
             const Rows at = rows_from(x, m0, matrix);
-            if (WORDS && panel == 4) multiply_tile<T, 1, WORDS ? 4 : 1, 0>(at, matrix, s0, m0, 0, out);
+            if (FLOATS && panel == 4) multiply_tile<T, 1, FLOATS ? 4 : 1, 0>(at, matrix, s0, m0, 0, out);
             else if (panel == TILE_STRIPS && rows == TILE_ROWS && m0 == 0) multiply_tile<T, TILE_ROWS, TILE_STRIPS, 1>(at, matrix, s0, m0, panel * matrix.strip_bytes(), out);
             else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<T, TILE_ROWS, TILE_STRIPS, 0>(at, matrix, s0, m0, 0, out);
             else

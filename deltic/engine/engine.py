@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from deltic import logs
@@ -184,12 +183,14 @@ class Engine:
     """Requests in, outputs out, one step at a time, in the caller's thread."""
 
     def __init__(
-        self, runner: StepRunner, max_itl_ms: float | None = None, tokenizer_file: Callable[[], Path] | None = None
+        self, runner: StepRunner, max_itl_ms: float | None = None, tokenizer_json: Callable[[], str] | None = None
     ) -> None:
-        """tokenizer_file: says where the tokenizer.json is, for grammars; asked when the first one comes."""
+        """tokenizer_json: gives the text of the tokenizer.json, for grammars; asked when the first one
+        comes.
+        """
         self.runner = runner
         self.info = info = runner.info
-        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_file, runner.is_busy)
+        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_json, runner.is_busy)
         self.cache = Cache(info, runner.tiers)
         self.scheduler = Scheduler(self.cache, info, runner.max_logit_rows, max_itl_ms, self.guides)
         self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None

@@ -22,7 +22,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -210,17 +209,17 @@ class Guides:
         self,
         n_ids: int,
         eos_token_ids: Iterable[int],
-        tokenizer_file: Callable[[], Path] | None,
+        tokenizer_json: Callable[[], str] | None,
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
-        """n_ids: ids that may be drawn. tokenizer_file: says where the tokenizer.json is; None: there is
-        none. is_busy: whether the device computes ahead, so that waiting costs nothing.
+        """n_ids: ids that may be drawn. tokenizer_json: gives the text of the tokenizer.json; None: there
+        is none. is_busy: whether the device computes ahead, so that waiting costs nothing.
         """
         self.n_ids = n_ids
         self.n_busy = 0
         """Number of guides that workers have, or have finished but that were not collected."""
-        self.has_tokenizer = tokenizer_file is not None
-        self._tokenizer_file = tokenizer_file
+        self.has_tokenizer = tokenizer_json is not None
+        self._tokenizer_json = tokenizer_json
         self._is_busy = is_busy or (lambda: False)
         self._eos = sorted(id for id in eos_token_ids if id < n_ids)
         self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
@@ -460,16 +459,14 @@ class Guides:
     def _get_tokenizer(self) -> Any:
         import llguidance
 
-        assert self._tokenizer_file is not None
+        assert self._tokenizer_json is not None
         with self._lock:
             if self._tokenizer is None:
                 self._executor = llguidance.LLExecutor(N_MASK_THREADS)
-                file = self._tokenizer_file()
                 try:
-                    text = file.read_text(encoding="utf-8")
+                    sealed, specials = _sealed(self._tokenizer_json())
                 except OSError as error:
-                    raise ValueError(f"{file}, which it needs, cannot be read: {error.strerror}") from None
-                sealed, specials = _sealed(text)
+                    raise ValueError(f"{error.filename}, which it needs, cannot be read: {error.strerror}") from None
                 try:
                     self._tokenizer = llguidance.LLTokenizer(sealed, n_vocab=self.n_ids, eos_token=self._eos)
                 except ValueError:

@@ -48,7 +48,7 @@ from deltic.engine.scheduler import RequestError
 from deltic.engine.trace import Trace
 from deltic.host.launch import Launch, ModelLaunch
 from deltic.machine import cuda_driver, memory_bound
-from deltic.models.checkpoint import tokenizer_directory
+from deltic.models.checkpoint import tokenizer_json
 
 log = logging.getLogger("deltic.engine")
 
@@ -106,11 +106,7 @@ class ServedModel:
         """
         config = self.config
         trace = Trace(config.trace) if config.trace is not None else None
-        self.engine = Engine(
-            build(config, self.progress),
-            config.max_itl_ms or None,
-            lambda: tokenizer_directory(config) / "tokenizer.json",
-        )
+        self.engine = Engine(build(config, self.progress), config.max_itl_ms or None, lambda: tokenizer_json(config))
         self.engine.trace = trace
 
     def obey(self) -> bool:

@@ -1,4 +1,5 @@
-"""Where a model's files are: the built-in model, a checkpoint directory, a hub name, or a shape without any.
+"""Where a model's files are: the built-in model, a checkpoint directory, a GGUF file, a hub name, or a shape
+without any. A GGUF file stands wherever a directory does: what would be in its files is in its metadata.
 
 Imports no torch: the HTTP process finds the tokenizer and the template here, the engine process the weights.
 """
@@ -11,6 +12,8 @@ import msgspec
 
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.gguf import gguf_in, is_gguf, set_name
+from deltic.models.gguf_config import document
 from deltic.models.hub import Download, download, is_hub_name
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, is_speech
@@ -61,7 +64,10 @@ def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
     elif config.dummy is not None:
         return vocab_size
     try:
-        file = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile)
+        if is_gguf(directory):
+            file = msgspec.convert(document(directory, "tokenizer.json"), type=_TokenizerFile)
+        else:
+            file = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile)
     except OSError:
         return vocab_size
     except msgspec.MsgspecError as error:
@@ -81,8 +87,9 @@ def resolve_model(
     revision: str | None = None,
     download_dir: Path | None = None,
 ) -> Path:
-    """The local directory (or single safetensors file) of a model: a path as it is, else a hub download
-    of `files`, at `revision`, into `download_dir`.
+    """The local directory (or single safetensors or GGUF file) of a model: a path as it is, else a hub
+    download of `files`, at `revision`, into `download_dir`. Of a directory with a GGUF model and no
+    safetensors: its file.
 
     Raises CheckpointError if the path does not exist, or the hub has no such model or cannot be reached.
     """
@@ -90,36 +97,33 @@ def resolve_model(
     if path.exists():
         if revision is not None:
             raise CheckpointError(f"{name}: --revision is of a name on the hub, and this is a path here; leave it out")
-        return _no_gguf(name, path)
+        has_other = not path.is_dir() or next(path.glob("*.safetensors"), None) is not None
+        return (None if has_other else gguf_in(path)) or path
     if not is_hub_name(name):
         raise CheckpointError(
-            f"{name}: no such directory, and not a hub name of the form owner/model; deltic doctor names some"
+            f"{name}: no such directory or file, and not a hub name of the form owner/model or owner/model:Q4_K_M; deltic doctor "
+            "names some"
         )
     directory = str(download_dir.expanduser()) if download_dir else None
-    return _no_gguf(name, download(Download(name, files, revision, directory)))
+    return download(Download(name, files, revision, directory))
 
 
 def model_directory(config: EngineConfig, files: tuple[str, ...] = ALL_FILES) -> Path:
-    """The directory of the model that is neither built in nor a dummy. Raises CheckpointError."""
+    """The directory, or GGUF file, of the model that is neither built in nor a dummy. Raises
+    CheckpointError.
+    """
     return resolve_model(config.model, files, config.revision, config.download_dir)
 
 
-def _no_gguf(name: str, path: Path) -> Path:
-    """The path of a model that was found. Raises CheckpointError for a GGUF file, or a directory of such."""
-    has_any = path.is_dir() and (any(path.glob("*.gguf")) or "gguf" in name.lower())
-    if path.suffix.lower() == ".gguf" or (has_any and not (path / "config.json").exists()):
-        raise CheckpointError(
-            f"{name}: GGUF is not supported yet; give the model's checkpoint in safetensors, a directory or a hub name (for few bits "
-            "add --quantize int8 or int4)"
-        )
-    return path
-
-
 def model_name(config: EngineConfig) -> str:
-    """The name in /v1/models when none is given: the directory's, the hub's, or the shape's."""
+    """The name in /v1/models when none is given: the directory's, the GGUF file's, the hub's, or the
+    shape's.
+    """
     if config.dummy is not None:
         return config.dummy
     path = Path(config.model)
+    if is_gguf(path):
+        return set_name(path.name)
     if not path.is_dir():
         return config.model
     snapshots, repository = path.resolve().parent, path.resolve().parent.parent.name
@@ -129,24 +133,32 @@ def model_name(config: EngineConfig) -> str:
 
 
 def text_directory(config: EngineConfig) -> Path:
-    """The directory with the model's generation defaults. Raises CheckpointError."""
+    """The directory, or GGUF file, with the model's generation defaults. Raises CheckpointError."""
     if config.dummy is not None or config.model == BUILT_IN:
         return DEMO
     return model_directory(config, TEXT_FILES)
 
 
 def tokenizer_directory(config: EngineConfig) -> Path:
-    """The directory with the tokenizer and the chat template. Raises CheckpointError."""
+    """The directory, or GGUF file, with the tokenizer and the chat template. Raises CheckpointError."""
     if config.tokenizer is None:
         return text_directory(config)
     directory = resolve_model(config.tokenizer, TEXT_FILES, None, config.download_dir)
-    if not (directory / "tokenizer.json").is_file():
+    if not is_gguf(directory) and not (directory / "tokenizer.json").is_file():
         raise CheckpointError(f"--tokenizer {config.tokenizer}: has no tokenizer.json")
     return directory
 
 
+def tokenizer_json(config: EngineConfig) -> str:
+    """The text of the tokenizer's tokenizer.json. Raises CheckpointError, UnsupportedModelError, OSError."""
+    directory = tokenizer_directory(config)
+    if is_gguf(directory):
+        return msgspec.json.encode(document(directory, "tokenizer.json")).decode()
+    return (directory / "tokenizer.json").read_text(encoding="utf-8")
+
+
 def locate(config: EngineConfig) -> tuple[Path, ModelShape]:
-    """The directory of the configured model (of the text files, for a dummy) and its shape.
+    """The directory, or GGUF file, of the configured model (of the text files, for a dummy) and its shape.
 
     Raises CheckpointError or UnsupportedModelError.
     """

@@ -10,6 +10,7 @@ input does.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import io
 import os
@@ -19,6 +20,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +29,9 @@ import msgspec
 
 from deltic.config import MayPass
 from deltic.models.fields import CheckpointError
+from deltic.models.gguf import chosen, models_among
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
@@ -58,8 +61,9 @@ class Download(msgspec.Struct, frozen=True):
     """What is to be there."""
 
     name: str
+    """owner/model; with `:Q4_K_M`: of its GGUF files those of these bits."""
     files: tuple[str, ...]
-    """Patterns of their names."""
+    """Patterns of their names. Where there are GGUF files and no safetensors: those of one model instead."""
     revision: str | None = None
     """A branch, a tag or a commit; None: the hub's default."""
     directory: str | None = None
@@ -103,20 +107,25 @@ def is_hub_name(name: str) -> bool:
 
 
 def download(wanted: Download, parts: list[Part] | None = None) -> Path:
-    """The directory of the files, which are downloaded if they are not there; `parts` gets those, and is kept
-    up to date. Raises CheckpointError.
+    """The directory of the files, or the first file of a GGUF model. They are downloaded if they are not
+    there; `parts` gets those, and is kept up to date. Raises CheckpointError.
     """
     import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
     from huggingface_hub import errors
 
-    name, given = wanted.name, wanted.revision
+    (name, _, quant), given = wanted.name.partition(":"), wanted.revision
     try:
-        _fill(wanted, [] if parts is None else parts)
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=given, cache_dir=wanted.directory, allow_patterns=list(wanted.files)
-            )
+        told, files, gguf = _told(name, given), [] if quant else list(wanted.files), list[str]()
+        if told is not None:
+            gguf = _gguf_files(name, quant, [file.rfilename for file in told.siblings or ()])
+            files = list(map(glob.escape, gguf)) or files
+            _fill(name, told, files, wanted.directory, [] if parts is None else parts)
+        folder = Path(
+            huggingface_hub.snapshot_download(name, revision=given, cache_dir=wanted.directory, allow_patterns=files)
         )
+        if told is None:  # the hub cannot be asked: what the cache has decides
+            gguf = _gguf_files(name, quant, [path.relative_to(folder).as_posix() for path in folder.rglob("*.*")])
+        return folder / gguf[0] if gguf else folder
     except CheckpointError:
         raise
     except errors.GatedRepoError as error:
@@ -139,36 +148,51 @@ def download(wanted: Download, parts: list[Part] | None = None) -> Path:
         ) from error
 
 
-def _fill(wanted: Download, parts: list[Part]) -> None:
-    """Downloads the blobs that the cache has not. The library then finds them, and makes a snapshot of them.
-
-    Newer versions of the library begin a file again after each end of the process, and look at no hash. Where
-    the hub tells nothing (it cannot be reached, or wants a token) all is left to the library, which says what
-    is wrong or finds everything in the cache. Raises DownloadFailed, OSError, and what the library does.
+def _told(name: str, revision: str | None) -> Any:
+    """What the hub tells of a model and its files; None: nothing (it cannot be reached, or wants a token).
+    Then all is left to the library, which says what is wrong or finds everything in the cache.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
 
     try:
-        told = HfApi().model_info(wanted.name, revision=wanted.revision, files_metadata=True, timeout=TELLING_S)
+        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TELLING_S)
     except Exception:
-        return
+        return None
+
+
+def _gguf_files(name: str, quant: str, files: Sequence[str]) -> list[str]:
+    """The files of the GGUF model that is wanted of a repository's, [] where safetensors are."""
+    if not quant and (any(fnmatch(file, "*.safetensors") for file in files) or not models_among(files)):
+        return []
+    return chosen(name, files, quant)
+
+
+def _fill(name: str, told: Any, files: Sequence[str], directory: str | None, parts: list[Part]) -> None:
+    """Downloads the blobs that the cache has not. The library then finds them, and makes a snapshot of
+    them.
+
+    Newer versions of the library begin a file again after each end of the process, and look at no hash.
+    told: by the hub; files: patterns of names. Raises DownloadFailed, OSError, and what the library does.
+    """
+    from huggingface_hub import constants
+
     commit = told.sha or ""
-    folder = Path(wanted.directory or constants.HF_HUB_CACHE, "models--" + wanted.name.replace("/", "--"))
+    folder = Path(directory or constants.HF_HUB_CACHE, "models--" + name.replace("/", "--"))
     missing: dict[str, Part] = {}
     for file in told.siblings or ():
-        name, blob = file.rfilename, (file.lfs.sha256 if file.lfs else file.blob_id) or ""
-        is_safe = _HASH.fullmatch(blob) and _HASH.fullmatch(commit) and not {"..", "/"} & {*Path(name).parts}
-        if file.size is None or not is_safe or not any(fnmatch(name, each) for each in wanted.files):
+        path, blob = file.rfilename, (file.lfs.sha256 if file.lfs else file.blob_id) or ""
+        is_safe = _HASH.fullmatch(blob) and _HASH.fullmatch(commit) and not {"..", "/"} & {*Path(path).parts}
+        if file.size is None or not is_safe or not any(fnmatch(path, each) for each in files):
             continue
-        places = (folder / "snapshots" / commit / name, folder / "blobs" / blob)
+        places = (folder / "snapshots" / commit / path, folder / "blobs" / blob)
         for place in places:
             if place.is_file() and place.stat().st_size != file.size:
                 place.unlink(missing_ok=True)  # cut short by a full disk or a loss of power
         if not any(place.is_file() for place in places):
-            missing[blob] = Part(name, file.size)
+            missing[blob] = Part(path, file.size)
     if missing:
         (folder / "blobs").mkdir(parents=True, exist_ok=True)
-        _fetch_all(wanted.name, commit, folder, missing, parts)
+        _fetch_all(name, commit, folder, missing, parts)
 
 
 def _fetch_all(name: str, commit: str, folder: Path, missing: dict[str, Part], parts: list[Part]) -> None:

@@ -23,8 +23,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from deltic.models.fields import CheckpointError, read_json
-from deltic.models.mapped import Header, MappedFiles, MappedTensor, read_header
+from deltic.models.gguf import is_gguf, open_gguf
+from deltic.models.gguf_tensors import stored_tensors as tensors_of_gguf
+from deltic.models.mapped import Header, read_header
 from deltic.models.stored import StoredTensor, formats_of, one_name
+from deltic.models.tensors import stored_tensors as tensors_of_files
 from deltic.ops.arrays import Array, bfloat16, copy, nothing, zeros
 from deltic.ops.contract import check
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
@@ -318,9 +321,14 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, by the names of its bfloat16 release. Raises CheckpointError."""
-    files = MappedFiles()
-    return {name: MappedTensor(name, header, files) for name, header in read_headers(path).items()}
+    """The tensors of a checkpoint, a directory or a file, by the names of its bfloat16 release.
+
+    Raises CheckpointError.
+    """
+    if is_gguf(path):
+        return tensors_of_gguf(open_gguf(path))
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    return tensors_of_files(read_headers(path), read_json(config) if config.exists() else {})
 
 
 def stored_formats(directory: Path) -> dict[str, WeightFormat]:
@@ -351,13 +359,10 @@ def copy_parts(
         width = math.prod(target.shape[1:])
         in_place = isinstance(target, np.ndarray)
         rows: Array = target.reshape(n, width) if in_place else np.empty((n, width), part.dtype)
-        begin = 0
-        for stored in part.stored:
-            end = begin + sum(stored.sizes)
-            found = stored.read(tensors[stored.name], 0, 1)
-            assert not isinstance(found, Quantised)  # check_plan
-            copy(rows[begin:end], _rows(found, width))
-            begin = end
+        (stored,) = part.stored
+        found = tensors[stored.name].read(0, math.prod(stored.shape[:-1]))
+        assert not isinstance(found, Quantised)  # check_plan
+        copy(rows, found.reshape(n, width))
         if part.minus:
             rows -= np.float32(part.minus)
         if not in_place:
@@ -519,18 +524,3 @@ def checkpoint_files(path: Path) -> dict[Path, list[str]]:
         if not file.exists():
             raise CheckpointError(f"{file}: {_INDEX} lists this shard, but it is missing; download it again")
     return promised
-
-
-def refuse_quantised(directory: Path) -> None:
-    config_file = directory / "config.json"
-    if not config_file.exists():
-        return
-    config = read_json(config_file)
-    for fields in (config, config.get("text_config") or {}):
-        quantisation = fields.get("quantization_config")
-        if quantisation:
-            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-            raise CheckpointError(
-                f"{config_file}: the checkpoint is quantised (quant_method {method!r}), "
-                "which is not supported; use the bfloat16 release of this model"
-            )

@@ -7,10 +7,12 @@ tensor is taken from the header, and the bytes are mapped here.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -21,7 +23,11 @@ DTYPES = {
     "BF16": bfloat16,
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(np.uint8),  # exponents
+    "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
 """What is read, by the format's names."""
@@ -39,6 +45,12 @@ class Header:
     dtype: str
     begin: int
     end: int
+
+    def rows(self, begin: int, end: int) -> Header:
+        """Of rows [begin, end) of all [rows, K]: K is the last dimension, those before it are rows."""
+        *rows, k = self.shape or (1,)
+        n_bytes = (self.end - self.begin) // max(math.prod(rows), 1)
+        return Header(self.file, (end - begin, k), self.dtype, self.begin + begin * n_bytes, self.begin + end * n_bytes)
 
 
 def read_header(file: Path, advice: str = "") -> tuple[dict[str, Header], dict[str, str]]:
@@ -59,33 +71,6 @@ def read_header(file: Path, advice: str = "") -> tuple[dict[str, Header], dict[s
         begin, end = (8 + size + offset for offset in tensor["data_offsets"])
         headers[name] = Header(file, tuple(tensor["shape"]), tensor["dtype"], begin, end)
     return headers, metadata
-
-
-@dataclass(frozen=True)
-class MappedTensor:
-    """Plain values of a file, as a `StoredTensor` (stored.py)."""
-
-    name: str
-    header: Header
-    files: MappedFiles
-    format: None = None
-
-    @property
-    def where(self) -> str:
-        return f"{self.header.file}: tensor {self.name!r}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.header.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.header.dtype
-
-    def read(self, begin: int, end: int) -> Array:
-        values = self.files.read(self.header)
-        width = values.shape[-1] if values.ndim > 1 else values.size
-        return values.reshape(-1, width)[begin:end]
 
 
 class MappedFiles:

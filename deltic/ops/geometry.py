@@ -52,12 +52,16 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class GdnHeads:
-    """Geometry: key and value heads, and their widths."""
+    """Geometry: key and value heads, their widths, and which key head a value head reads.
+
+    Value head h reads key head h // (n_v / n_k); tiled (Qwen3.5 in GGUF): h % n_k.
+    """
 
     n_k: int
     n_v: int
     k_dim: int
     v_dim: int
+    tiled: bool = False
 
     @property
     def channels(self) -> int:

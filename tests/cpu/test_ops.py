@@ -26,7 +26,7 @@ from deltic.ops.matrix import Matrix, row_bytes
 from tests.quantised_rows import random_rows
 from tests.reference import layers as oracle
 from tests.reference import sample as sample_oracle
-from tests.tensors import array_of, on_tensors, tensor_of
+from tests.tensors import TiledOrder, array_of, on_tensors, tensor_of
 
 attention, attn_prepare, embed, linear, rms_norm, silu_mul, gdn, moe, logprobs, sample = map(
     on_tensors, (attention, attn_prepare, embed, linear, rms_norm, silu_mul, gdn, moe, logprobs, sample)
@@ -338,11 +338,12 @@ class GdnCase:
         q, k, v = u.split([h.n_k * h.k_dim, h.n_k * h.k_dim, h.n_v * h.v_dim], -1)
         q, k = (oracle.l2_norm(x.unflatten(-1, (h.n_k, h.k_dim))) for x in (q, k))
         beta, g = oracle.gdn_gates(b, a, w.a_log, w.dt_bias)
-        o, state = oracle.naive_gdn(q * h.k_dim**-0.5, k, v.unflatten(-1, (h.n_v, h.v_dim)), g, beta)
+        v = v.unflatten(-1, (h.n_v, h.v_dim))
+        o, state = oracle.naive_gdn(q * h.k_dim**-0.5, k, v, g, beta, tiled=h.tiled)
         return oracle.gated_rms_norm(o, z.view_as(o), w.norm, 1e-6).flatten(1), state
 
 
-@pytest.mark.parametrize("heads", [HEADS, GdnHeads(1, 2, 64, 48)])
+@pytest.mark.parametrize("heads", [HEADS, GdnHeads(1, 2, 64, 48), GdnHeads(2, 6, 64, 48, tiled=True)])
 def test_gdn(program: Program, heads: GdnHeads) -> None:
     """Ragged chunks, decodes and continued sequences in one batch, against whole sequences by the oracle."""
     case = GdnCase(program, heads, n_slots=5)
@@ -433,6 +434,26 @@ def test_gdn_starts_from_other_slots(program: Program, length: int) -> None:
     # What was read is as before: a chunk in it goes on like the others.
     case.run([(0, 64, rows[0])])
     assert same_slots(case, [(0, 4)])
+
+
+@pytest.mark.parametrize("heads", [HEADS, GdnHeads(4, 12, 32, 48)])
+def test_gdn_tiled_order_keeps_bits(program: Program, heads: GdnHeads) -> None:
+    """Value heads in tiled order compute what they do in grouped order: prefill, snapshots, decodes in place and from a snapshot."""
+    order = TiledOrder(heads)
+    grouped, tiled = GdnCase(program, heads, n_slots=6), GdnCase(program, order.heads, n_slots=6)
+    tiled.weights = order.weights(grouped.weights)
+    long, short = grouped.projection(131), grouped.projection(6)
+    for chunks, starts, snapshots in (
+        ([(0, 0, long[:130]), (1, 0, short[:5])], [0, 1], [[(64, 2), (70, 3)], []]),
+        ([(0, 130, long[130:]), (1, 5, short[5:]), (4, 70, long[70:71])], [0, 1, 3], [[], [(1, 5)], []]),
+    ):
+        expected = grouped.run(chunks, starts, snapshots)
+        found = tiled.run([(slot, before, rows[:, order.row]) for slot, before, rows in chunks], starts, snapshots)
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one[:, order.out].view(torch.int16), other.view(torch.int16))
+    assert not grouped.state.isnan().any()
+    assert torch.equal(grouped.state[:, order.head].view(I32), tiled.state.view(I32))
+    assert torch.equal(grouped.columns[..., order.channel].view(torch.int16), tiled.columns.view(torch.int16))
 
 
 @pytest.mark.parametrize(("n_q", "n_kv", "dim"), [(4, 2, 256), (6, 1, 64), (32, 1, 128)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -17,6 +18,7 @@ from deltic.models.qwen.weights import load_weights
 from tests.plain import plain
 from tests.reference import layers, sample
 from tests.reference.model import forward, generate_greedy
+from tests.tensors import TiledOrder
 from tests.tiny import tiny_checkpoint, tiny_config
 
 needs_transformers = pytest.mark.skipif(
@@ -99,6 +101,23 @@ def test_bfloat16_rules_stay_near_float32(kind: str, limit: float) -> None:
     exact, lossy = (forward(weights, shape, prompt(40), p) for p in ("float32", "bfloat16"))
     gap = (exact - lossy).abs().amax(-1)
     assert 0 < gap.median() < limit
+
+
+def test_tiled_value_heads_are_the_same_model() -> None:
+    """Everything of the value heads permuted, as GGUF files have it: out_proj's sums are in another order, the rest is the same."""
+    path = tiny_checkpoint("dense")
+    shape = ModelShape.from_directory(path)
+    weights = plain(load_weights(path, shape)[0])
+    expected, order = forward(weights, shape, prompt(70)), TiledOrder(shape.gdn_heads)
+    for layer in weights.layers:
+        if hasattr(layer, "in_proj"):
+            layer.in_proj, layer.conv = layer.in_proj[order.row], layer.conv[order.channel]
+            layer.a_log, layer.dt_bias = layer.a_log[order.head], layer.dt_bias[order.head]
+            layer.out_proj = layer.out_proj[:, order.out]
+    tiled = dataclasses.replace(shape, tiled_value_heads=True)
+    for chunked in (False, True):
+        torch.testing.assert_close(forward(weights, tiled, prompt(70), chunked=chunked), expected, atol=1e-4, rtol=0)
+    assert (forward(weights, shape, prompt(70)) - expected).abs().max() > 0.1
 
 
 def gdn_inputs(n_tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -262,7 +262,7 @@ def run(
 ) -> dict[str, list[Entry]]:
     """Their answers, all at once. keeps: there is host memory for a preempted one's state."""
     file = Path(tiny_checkpoint("dense")) / "tokenizer.json"
-    engine = Engine(runner("dense"), tokenizer_file=lambda: file)
+    engine = Engine(runner("dense"), tokenizer_json=file.read_text)
     if not keeps:
         engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
     for r in requests:

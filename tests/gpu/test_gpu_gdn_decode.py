@@ -14,6 +14,7 @@ from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.launch import Levers, launches
 from tests.reference import layers
+from tests.tensors import TiledOrder
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered in exp"
@@ -34,10 +35,12 @@ REAL = [
     GdnHeads(n_k=2, n_v=2, k_dim=256, v_dim=256),
 ]
 HEADS = SMALL + (REAL if torch.cuda.is_available() else [])
+GROUPED = [GdnHeads(n_k=2, n_v=8, k_dim=16, v_dim=32), *HEADS[len(SMALL) + 1 : -1]]
+"""Several value heads for each of several key heads: what has a tiled order."""
 
 
 def name(heads: GdnHeads) -> str:
-    return f"{heads.n_k}-{heads.n_v}-{heads.k_dim}-{heads.v_dim}"
+    return f"{heads.n_k}-{heads.n_v}-{heads.k_dim}-{heads.v_dim}{'-tiled' * heads.tiled}"
 
 
 @dataclass
@@ -127,7 +130,7 @@ def reference(
     )
     beta_g = layers.gdn_gates(b, a, weights.a_log, weights.dt_bias)
     o, state = layers.naive_gdn(
-        layers.l2_norm(q) * heads.k_dim**-0.5, layers.l2_norm(k), v, beta_g[1], beta_g[0], state
+        layers.l2_norm(q) * heads.k_dim**-0.5, layers.l2_norm(k), v, beta_g[1], beta_g[0], state, tiled=heads.tiled
     )
     out = layers.gated_rms_norm(o, z.unflatten(-1, (hv, heads.v_dim)), weights.norm, EPS)
     return layers.rounded(out.flatten(-2), "bfloat16"), state
@@ -150,7 +153,7 @@ def assert_close(out: Tensor, expected: Tensor) -> None:
     assert (out != expected).sum() <= 2 + 0.02 * out.numel()
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=name)
+@pytest.mark.parametrize("heads", [*HEADS, *(TiledOrder(heads).heads for heads in GROUPED)], ids=name)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_one_step(heads: GdnHeads, splits: int, device: str) -> None:
     slots, positions = [5, -1, 0, 2, 7, 4], [0, 9, 1, 2, 3, 1026]
@@ -217,6 +220,22 @@ def test_bits_are_the_rows_own(heads: GdnHeads, device: str) -> None:
         assert torch.equal(
             some.columns[taken, LAYER].view(torch.int16), everything.columns[taken, LAYER].view(torch.int16)
         )
+
+
+@pytest.mark.parametrize("heads", GROUPED, ids=name)
+def test_tiled_order_keeps_bits(heads: GdnHeads, device: str) -> None:
+    """Value heads in tiled order compute what they do in grouped order: outputs, states and rings of two steps."""
+    order = TiledOrder(heads)
+    grouped = make(heads, [5, -1, 0, 4], [0, 9, 2, 1026], splits=2, device=device)
+    columns = grouped.columns[..., order.channel].contiguous()
+    states, proj = grouped.states[:, :, order.head].contiguous(), grouped.proj[..., order.row].contiguous()
+    tiled = Case(order.heads, order.weights(grouped.weights), grouped.slots, grouped.positions, proj, columns, states)
+    for positions in ([0, 9, 2, 1026], [1, 9, 3, 1027]):
+        grouped.positions = tiled.positions = positions
+        expected, out = grouped.step()[:, order.out], tiled.step()
+        assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+        assert torch.equal(tiled.states.view(torch.int32), grouped.states[:, :, order.head].view(torch.int32))
+        assert torch.equal(tiled.columns.view(torch.int16), grouped.columns[..., order.channel].view(torch.int16))
 
 
 def test_unused_rows_change_nothing(device: str) -> None:

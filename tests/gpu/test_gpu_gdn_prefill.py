@@ -15,10 +15,13 @@ from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.gdn_prefill import default_chunk, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers
 from tests.reference import layers as oracle
+from tests.tensors import TiledOrder
 
 TINY = [GdnHeads(1, 1, 16, 16), GdnHeads(2, 4, 32, 16), GdnHeads(1, 3, 16, 48)]
 REAL = [GdnHeads(16, 16, 128, 128), GdnHeads(16, 32, 128, 128), GdnHeads(16, 48, 128, 128)]
 HEADS = TINY + (REAL if torch.cuda.is_available() else [])
+GROUPED = [GdnHeads(2, 8, 16, 32), *HEADS[len(TINY) + 1 :]]
+"""Several value heads for each of several key heads: what has a tiled order."""
 EPS = 1e-6
 # Products take operands rounded to bfloat16 (8 bits: 2^-9 each), and an output is a sum of a few of them; the gated norm then scales
 # with the size of a head's output, so errors are told relative to the largest value near them.
@@ -79,6 +82,7 @@ def run(
     segments: int = 0,
     chunk: int | None = None,
     recorded: bool = False,
+    weights: GdnWeights | None = None,
 ) -> list[Tensor]:
     """Outputs of the parts, in one call with `spare` blocks more than are used. Padding must have been left alone or zeroed.
 
@@ -119,7 +123,7 @@ def run(
         heads, n_blocks, lambda _, shape, dtype: torch.full(shape, torch.nan, dtype=dtype, device=device)
     )
     out = torch.full((n_blocks * BLOCK, heads.n_v * heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device)
-    weights = weights_of(heads, device)
+    weights = weights or weights_of(heads, device)
 
     def step() -> None:
         gdn_prefill(
@@ -162,7 +166,7 @@ def expected(proj: Tensor, heads: GdnHeads) -> tuple[Tensor, Tensor]:
     beta, g = oracle.gdn_gates(b, a, w.a_log, w.dt_bias)
     v = v.unflatten(-1, (heads.n_v, heads.v_dim))
     rule = oracle.naive_gdn if len(proj) < 1000 else oracle.chunk_gdn
-    o, state = rule(q, k, v, g, beta)
+    o, state = rule(q, k, v, g, beta, tiled=heads.tiled)
     y = oracle.gated_rms_norm(o, z.unflatten(-1, (heads.n_v, heads.v_dim)), w.norm, EPS)
     return y.flatten(1), state.transpose(1, 2)
 
@@ -177,7 +181,7 @@ def check_ring(ring: Tensor, proj: Tensor, heads: GdnHeads) -> None:
         assert torch.equal(ring[p % 4], proj[p, : heads.channels]), p
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", [*HEADS, *(TiledOrder(heads).heads for heads in GROUPED)], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 64, 150])
 def test_against_reference(heads: GdnHeads, n: int, device: str) -> None:
     """One sequence from its start. The slots hold NaN before, and scratch and padding too: nothing of them may be read."""
@@ -235,6 +239,27 @@ def test_snapshots(heads: GdnHeads, device: str) -> None:
         run([Part(proj[:n], 0, 0, 0)], heads, cut, device)
         assert torch.equal(cut.states[0], m.states[slot])
         check_ring(m.columns[slot], proj[:n], heads)
+
+
+@pytest.mark.parametrize("heads", GROUPED, ids=str)
+def test_tiled_order_keeps_bits(heads: GdnHeads, device: str) -> None:
+    """Value heads in tiled order compute what they do in grouped order; a second call starts from a snapshot and from a short end."""
+    order, weights = TiledOrder(heads), weights_of(heads, device)
+    long, short = proj_of(heads, 150, device), proj_of(heads, 68, device, 1)
+    grouped = memory(heads, 6, device)
+    tiled = Memory(grouped.columns.clone(), grouped.states.clone())
+    for parts in (
+        [Part(long[:140], 0, -1, 0, {0: 2, 1: 3}), Part(short[:64], 0, -1, 1)],
+        [Part(long[128:], 128, 3, 4), Part(short[64:], 64, 1, 1, {0: 5})],
+    ):
+        moved = [dataclasses.replace(part, proj=part.proj[:, order.row]) for part in parts]
+        expected = run(parts, heads, grouped, device, spare=1)
+        found = run(moved, order.heads, tiled, device, spare=1, weights=order.weights(weights))
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one[:, order.out], other)
+    assert not grouped.states.isnan().any()
+    assert torch.equal(grouped.states[:, order.head], tiled.states)
+    assert torch.equal(grouped.columns[..., order.channel], tiled.columns)
 
 
 @pytest.mark.parametrize("heads", HEADS[1:2] + HEADS[4:5], ids=str)

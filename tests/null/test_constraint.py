@@ -47,7 +47,7 @@ def tokenizer_file(tmp_path: Path) -> Path:
 def engine(request: Any, tokenizer_file: Path) -> Iterator[Engine]:
     gpu = request.param == "gpu"
     runner = FakeRunner(gpu=gpu, n_lookahead=int(gpu))
-    made = Engine(runner, tokenizer_file=lambda: tokenizer_file)
+    made = Engine(runner, tokenizer_json=tokenizer_file.read_text)
     if gpu:  # masks are made here or there
         coin = random.Random(0)
         made.guides._is_busy = lambda: coin.random() < 0.5
@@ -103,7 +103,7 @@ def test_pages_may_be_short(tokenizer_file: Path) -> None:
         drawn = []
         for n_pages in (256, 14):
             runner = FakeRunner(n_pages=n_pages, gpu=gpu, n_lookahead=int(gpu), max_model_len=640)
-            made = Engine(runner, tokenizer_file=lambda: tokenizer_file)
+            made = Engine(runner, tokenizer_json=tokenizer_file.read_text)
             constraint = Constraint(grammar=WORD, think_end_id=THINK_END, think_budget=30, close_ids=(THINK_END,))
             drawn.append(run(made, *(request(f"{i}", 100, constraint, max_tokens=180) for i in range(6))))
             made.close(0)
@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_drawn_again_and_no_mask_is_to_blame(tokenizer_fil
     drawn = []
     for spoil_at in (-1, 20, 50):
         runner = FakeRunner(gpu=gpu, n_lookahead=int(gpu))
-        made, was, n_steps = Engine(runner, tokenizer_file=lambda: tokenizer_file), runner.step, 0
+        made, was, n_steps = Engine(runner, tokenizer_json=tokenizer_file.read_text), runner.step, 0
 
         def step(step: Step, runner: Any = runner, was: Any = was, spoil_at: int = spoil_at) -> StepResult:
             nonlocal n_steps
@@ -194,7 +194,7 @@ def test_a_borrowed_tokenizer_may_end_elsewhere(tokenizer_file: Path) -> None:
     """As with random weights: the ends of the model are none of its ids."""
     runner = FakeRunner()
     runner.info.eos_token_ids = [500, 999]
-    engine = Engine(runner, tokenizer_file=lambda: tokenizer_file)
+    engine = Engine(runner, tokenizer_json=tokenizer_file.read_text)
     words = Constraint(grammar=llguidance.LLMatcher.grammar_from_lark("start: /[ab]*/"))
     for ignore in (False, True):
         for seed in range(5):
@@ -343,7 +343,7 @@ def test_refused_at_once(engine: Engine) -> None:
             engine.add(request(constraint=constraint))
     with pytest.raises(RequestError, match="no tokenizer"):
         Engine(FakeRunner()).add(request(constraint=Constraint(grammar=GRAMMAR)))
-    without = Engine(FakeRunner(), tokenizer_file=lambda: Path("/nowhere/tokenizer.json"))
+    without = Engine(FakeRunner(), tokenizer_json=Path("/nowhere/tokenizer.json").read_text)
     (output,) = run(without, request(constraint=Constraint(grammar=GRAMMAR)))["a", 0]
     assert "/nowhere/tokenizer.json" in (output.error or "")
 
@@ -396,7 +396,7 @@ from tests.null.test_constraint import Constraint, request
 inner = {{"properties": {{f"q{{i}}": {{"type": "string", "pattern": "^[a-z]{{1,20}}[0-9]*$"}} for i in range(40)}}}}
 schema = {{"properties": {{f"p{{i}}": {{"type": "array", "items": inner}} for i in range(40)}}}}
 grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-engine = Engine(FakeRunner(), tokenizer_file=lambda: Path({str(tokenizer_file)!r}))
+engine = Engine(FakeRunner(), tokenizer_json=Path({str(tokenizer_file)!r}).read_text)
 for i in range(8):
     engine.add(request(f"{{i}}", constraint=Constraint(grammar=grammar + " " * i)))
 engine.step()
@@ -409,7 +409,7 @@ def test_a_quiet_engine_makes_the_tokenizer(engine: Engine) -> None:
     """While the library does, nothing else runs; what goes wrong is said by the first grammar."""
     engine.guides.prepare()
     assert engine.guides._tokenizer is not None
-    for without in (Guides(9, [0], None), Guides(9, [0], lambda: Path("/nowhere/tokenizer.json"))):
+    for without in (Guides(9, [0], None), Guides(9, [0], Path("/nowhere/tokenizer.json").read_text)):
         without.prepare()
         without.prepare()
         assert without._tokenizer is None

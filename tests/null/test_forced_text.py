@@ -27,7 +27,7 @@ from tests.null.test_grammar import json_format, tool
 DEMO = Path(deltic.__file__).parent / "demo"
 TOKENIZER = Tokenizer.load(DEMO)
 (END,) = TOKENIZER.encode("<|im_end|>", "parse")
-GUIDES = Guides(TOKENIZER.n_tokens, [END], lambda: DEMO / "tokenizer.json")
+GUIDES = Guides(TOKENIZER.n_tokens, [END], (DEMO / "tokenizer.json").read_text)
 TEXTS = [
     "<|im_end|>", "a<|im_end|>b", "<|endoftext|>", "<|im_start|>x", "<think>", "</think>", "</think>\n\n", "<tool_call>", "</tool_call>",
     "<tts_pad>",    '<tool_call>\n{"name": "f", "arguments": {}}', "<tool_call><function=f></function></tool_call>", "</tool_response>",
@@ -116,7 +116,7 @@ def test_added_tokens_that_the_vocabulary_has_too(tmp_path: Path) -> None:
     said["model"]["vocab"] |= {token["content"]: token["id"] for token in said["added_tokens"]}
     said["model"]["ignore_merges"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(said))
-    guides = Guides(TOKENIZER.n_tokens, [END], lambda: tmp_path / "tokenizer.json")
+    guides = Guides(TOKENIZER.n_tokens, [END], (tmp_path / "tokenizer.json").read_text)
     for text in TEXTS[:10]:
         made = guides._get_tokenizer().tokenize_str(text)
         assert TOKENIZER.decode(made) == text and not any(map(guides._get_tokenizer().is_special_token, made))

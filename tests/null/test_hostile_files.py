@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 
 from deltic.config import EngineConfig
 from deltic.engine.messages import MAX_BIASES
-from deltic.models.checkpoint import ALL_FILES, DEMO, TEXT_FILES, n_real_ids, resolve_model
+from deltic.models.checkpoint import DEMO, n_real_ids
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import MAX_END_IDS, ModelShape
 from deltic.server.api.protocol import SamplingDefaults
@@ -162,29 +162,6 @@ def test_more_end_ids_than_a_request_could_ban(directory: Path) -> None:
     file.write_text(json.dumps({"eos_token_id": list(range(MAX_END_IDS + 1))}))
     with pytest.raises(UnsupportedModelError, match=r"eos_token_id.*51\d ids.*at most 512"):
         ModelShape.from_directory(directory)
-
-
-@pytest.mark.parametrize("model", ["model.gguf", "Model-Q4.GGUF", "directory"])
-def test_gguf_is_refused_by_name(tmp_path: Path, model: str) -> None:
-    path = tmp_path / model
-    if model == "directory":
-        path.mkdir()
-        (path / "model-Q4_K_M.gguf").touch()
-    else:
-        path.touch()
-    for files in (TEXT_FILES, ALL_FILES):
-        with pytest.raises(CheckpointError, match=rf"{model}: GGUF is not supported yet; give .* safetensors"):
-            resolve_model(path, files)
-    if path.is_dir():
-        (path / "config.json").touch()
-        assert resolve_model(path) == path, "beside a checkpoint such a file does no harm"
-
-
-def test_a_repository_of_gguf_on_the_hub_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "README.md").touch()
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(CheckpointError, match="owner/model-GGUF: GGUF is not supported yet"):
-        resolve_model("owner/model-GGUF")
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])

@@ -272,10 +272,9 @@ def test_only_a_hash_is_a_name_in_the_cache(tmp_path: Path, monkeypatch: pytest.
     files = [told("a.json", "../../up"), told("../../../b.json", "b" * 40), told("/c.json", "c" * 40)]
     files += [told("d/e.json", "d" * 40), told("f.bin", "f" * 40), told("g.json", "d" * 40)]
     model = SimpleNamespace(sha=COMMITS["main"], siblings=files)
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: model)
     fetched = []
     monkeypatch.setattr(hub, "_fetch_all", lambda *given: fetched.append(given[3]))
-    hub._fill(hub.Download("owner/model", ("*.json",), None, str(tmp_path)), [])
+    hub._fill("owner/model", model, ["*.json"], str(tmp_path), [])
     assert [*fetched[0]] == ["d" * 40]
 
 

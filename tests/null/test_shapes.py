@@ -156,6 +156,13 @@ def next_config() -> dict[str, Any]:
 GENERATION = {"eos_token_id": [248046, 248044]}
 
 
+def test_operators_know_the_order_of_value_heads() -> None:
+    shape = published_shape("qwen3.5-4b")
+    assert not shape.gdn_heads.tiled
+    tiled = dataclasses.replace(shape, tiled_value_heads=True)
+    assert tiled.gdn_heads == dataclasses.replace(shape.gdn_heads, tiled=True)
+
+
 def test_wrapped_config_is_the_published_shape() -> None:
     assert ModelShape.from_config(wrapped_config(), GENERATION) == PUBLISHED["qwen3.5-0.8b"]
 

@@ -69,17 +69,23 @@ def gdn_gates(b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Ten
     return torch.sigmoid(b), -torch.exp(a_log) * F.softplus(a + dt_bias)
 
 
+def for_value_heads(x: Tensor, n_v: int, tiled: bool) -> Tensor:
+    """x [T, Hk, d] of key heads -> [T, n_v, d]: value head h reads key head h // (n_v/Hk), tiled h % Hk."""
+    repeat = n_v // x.shape[1]
+    return x.repeat(1, repeat, 1) if tiled else x.repeat_interleave(repeat, 1)
+
+
 def naive_gdn(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, *, tiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule, one token at a time.
 
     q, k [T, Hk, dk], normalised, q also scaled; v [T, Hv, dv]; g, beta [T, Hv]; state [Hv, dk, dv], zeros
-    if None. Value head h reads key head h // (Hv/Hk). Returns o [T, Hv, dv] and the new state.
+    if None. Value head h reads key head h // (Hv/Hk), tiled (Qwen3.5 in GGUF) h % Hk. Returns o [T, Hv, dv]
+    and the new state.
     For each token: decay, predict from the decayed state, write the error, read after the write.
     """
-    repeat = v.shape[1] // q.shape[1]
-    q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
+    q, k = (for_value_heads(x, v.shape[1], tiled) for x in (q, k))
     s = v.new_zeros(v.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
     o = torch.empty_like(v)
     for t in range(v.shape[0]):
@@ -91,7 +97,15 @@ def naive_gdn(
 
 
 def chunk_gdn(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, chunk: int = 64
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    chunk: int = 64,
+    *,
+    tiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same as `naive_gdn`, a chunk at a time: what a chunk adds is solved for at once.
 
@@ -99,8 +113,8 @@ def chunk_gdn(
     A = strict_lower(beta K K^T D); U, W = (I + A)^-1 beta (V, e^G K); V' = U - W S;
     O = e^G Q S + (Q K^T D) V'; S <- e^{G_last} S + (e^{G_last - G} K)^T V'.
     """
-    n_tokens, repeat = v.shape[0], v.shape[1] // q.shape[1]
-    q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
+    n_tokens = v.shape[0]
+    q, k = (for_value_heads(x, v.shape[1], tiled) for x in (q, k))
     s = v.new_zeros(v.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
     outputs = []
     for start in range(0, n_tokens, chunk):

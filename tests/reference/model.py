@@ -42,7 +42,8 @@ def gdn_mixer(x: Tensor, layer: Any, shape: Any, precision: Precision, chunked: 
     q = l2_norm(q.unflatten(-1, (hk, dk))) * dk**-0.5
     k = l2_norm(k.unflatten(-1, (hk, dk)))
     beta, g = gdn_gates(b, a, layer.a_log, layer.dt_bias)
-    o, _ = (chunk_gdn if chunked else naive_gdn)(q, k, v.unflatten(-1, (hv, dv)), g, beta)
+    rule = chunk_gdn if chunked else naive_gdn
+    o, _ = rule(q, k, v.unflatten(-1, (hv, dv)), g, beta, tiled=shape.tiled_value_heads)
     y = gated_rms_norm(o, z.unflatten(-1, (hv, dv)), layer.norm, shape.rms_norm_eps)
     return linear(y.flatten(1), layer.out_proj, precision)
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, positive_float, positive_int, read_flag, read_json
+from deltic.models.gguf import is_gguf
+from deltic.models.gguf_config import document
 from deltic.ops.formats import WeightFormat
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads
 
@@ -75,6 +77,7 @@ class ModelShape:
     gdn_n_v_heads: int
     gdn_k_dim: int  # per head
     gdn_v_dim: int  # per head
+    tiled_value_heads: bool = False  # order of value heads, as GGUF files of qwen35 have it; see GdnHeads
     conv_width: int
     intermediate_size: int = 0  # 0 for MoE
     n_experts: int = 0  # 0 for dense
@@ -125,6 +128,7 @@ class ModelShape:
             gdn_n_v_heads=positive_int(text, "linear_num_value_heads"),
             gdn_k_dim=positive_int(text, "linear_key_head_dim"),
             gdn_v_dim=positive_int(text, "linear_value_head_dim"),
+            tiled_value_heads=read_flag(text, "tiled_value_heads"),
             conv_width=positive_int(text, "linear_conv_kernel_dim", 4),
             tie_word_embeddings=any([read_flag(fields, "tie_word_embeddings") for fields in (config, text)]),
             max_position_embeddings=max_positions,
@@ -136,11 +140,16 @@ class ModelShape:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelShape:
-        """Read config.json and generation_config.json of a checkpoint directory.
+        """Read config.json and generation_config.json of a checkpoint directory, or the metadata of a GGUF
+        file.
 
-        Raises CheckpointError if config.json is absent or either is broken, UnsupportedModelError for a field
-        that is missing, malformed or not supported.
+        Raises CheckpointError if config.json is absent or either is broken, UnsupportedModelError for a
+        field that is missing, malformed or not supported.
         """
+        if is_gguf(Path(directory)):
+            return cls.from_config(
+                *(document(Path(directory), f"{name}.json") for name in ("config", "generation_config"))
+            )
         generation = Path(directory) / "generation_config.json"
         config = read_json(Path(directory) / "config.json")
         return cls.from_config(config, read_json(generation) if generation.exists() else None)
@@ -174,7 +183,8 @@ class ModelShape:
     @property
     def gdn_heads(self) -> GdnHeads:
         """Of a DeltaNet layer, as the operators know them."""
-        return GdnHeads(self.gdn_n_k_heads, self.gdn_n_v_heads, self.gdn_k_dim, self.gdn_v_dim)
+        n_k, n_v = self.gdn_n_k_heads, self.gdn_n_v_heads
+        return GdnHeads(n_k, n_v, self.gdn_k_dim, self.gdn_v_dim, self.tiled_value_heads)
 
     @property
     def gdn_value_size(self) -> int:
@@ -435,6 +445,8 @@ def _check_geometry(shape: ModelShape) -> None:
     if shape.rotary_dim < 2 or shape.rotary_dim % 2 or shape.rotary_dim > shape.head_dim:
         supported = f"one that makes an even number of rotary dims, 2 to head_dim = {shape.head_dim}"
         raise UnsupportedModelError("partial_rotary_factor", shape.rotary_dim / shape.head_dim, supported)
+    if shape.tiled_value_heads and shape.gdn_n_v_heads == shape.gdn_n_k_heads:
+        raise UnsupportedModelError("tiled_value_heads", True, "false where there are as many key heads")
     if any(i >= shape.vocab_size for i in shape.eos_token_ids):
         raise UnsupportedModelError("eos_token_id", shape.eos_token_ids, f"ids below {shape.vocab_size}")
 

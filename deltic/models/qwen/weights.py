@@ -4,7 +4,7 @@ Stored checkpoints differ by family, by exporter and by age: wrapped or flat nam
 experts, interleaved (Next) or plain projections, one file or many. All of that ends here. Matrices are
 put together one at a time from the memory-mapped files and packed at once, quantised when asked, so the
 peak stays near the size of the packed weights. What was packed can be kept: models/packed.py.
-Left out: checkpoints that are quantised already, the vision tower and the MTP head.
+Left out: the vision tower and the MTP head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from deltic.models.loading import (
     copy_parts,
     fill_dummy,
     open_tensors,
-    refuse_quantised,
     transposed,
 )
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
@@ -133,7 +132,6 @@ def load_weights(
     unexpected, misshapen or quantised tensor and for a damaged or missing file.
     """
     path = Path(path)
-    refuse_quantised(path if path.is_dir() else path.parent)
     tensors = open_tensors(path)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
@@ -207,14 +205,15 @@ def _declare(
 def _declare_gdn(d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]) -> GdnLayer:
     h, c, hv, m = shape.hidden_size, shape.conv_channels, shape.gdn_n_v_heads, f"{p}linear_attn."
     kd, vd = shape.gdn_key_size, shape.gdn_value_size
+    qkv, z, b, a = (
+        Stored(f"{m}in_proj_{name}.weight", (n,)) for name, n in (("qkv", c), ("z", vd), ("b", hv), ("a", hv))
+    )
+    projections = [qkv, z, b, a]
     if shape.family == "qwen3_next":
-        projections = [
-            Stored(f"{m}in_proj_qkvz.weight", (kd, kd, vd, vd), n_groups=shape.gdn_n_k_heads),
-            Stored(f"{m}in_proj_ba.weight", (hv, hv), n_groups=shape.gdn_n_k_heads),
-        ]
-    else:
-        sizes = {"qkv": c, "z": vd, "b": hv, "a": hv}
-        projections = [Stored(f"{m}in_proj_{name}.weight", (n,)) for name, n in sizes.items()]
+        ba = Stored(f"{m}in_proj_ba.weight", (hv, hv), n_groups=shape.gdn_n_k_heads)
+        qkvz = Stored(f"{m}in_proj_qkvz.weight", (kd, kd, vd, vd), n_groups=shape.gdn_n_k_heads)
+        in_gguf = qkv.name in names or one_name(qkv.name) in d.formats
+        projections = [qkv, z, ba] if in_gguf else [qkvz, ba]
     return GdnLayer(
         input_norm=d.vector(f"{p}input_layernorm.weight", h),
         post_norm=d.vector(f"{p}post_attention_layernorm.weight", h),

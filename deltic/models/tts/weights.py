@@ -28,7 +28,6 @@ from deltic.models.loading import (
     copy_parts,
     fill_dummy,
     open_tensors,
-    refuse_quantised,
 )
 from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.ops.arrays import Array
@@ -184,7 +183,6 @@ def load_speech_weights(
     Raises CheckpointError, naming the tensor, what was expected, what was found and the file.
     """
     directory = Path(directory)
-    refuse_quantised(directory)
     tensors = {
         name: tensor for name, tensor in open_tensors(directory).items() if not name.startswith(_SPEAKER_ENCODER)
     }

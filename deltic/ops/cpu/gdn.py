@@ -98,5 +98,6 @@ def gdn(
         heads.n_v,
         heads.k_dim,
         heads.v_dim,
+        heads.tiled,
         out,
     )

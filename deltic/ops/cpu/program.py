@@ -29,8 +29,8 @@ _ARMV8_2 = frozenset({"asimd", "atomics", "asimdrdm", "crc32"})
 # Best first: library name and the /proc/cpuinfo flags it needs. AVX-512 without its int8 dot product runs as
 # AVX2.
 INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("amx", _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}),
-    ("avx512_bf16", _AVX512 | {"avx512_bf16"}),
+    ("amx", _AVX512 | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"}),
+    ("avx512_bf16", _AVX512 | {"avx512_bf16", "avx512vbmi"}),
     ("avx512", _AVX512),
     ("avx2_vnni", _AVX2 | {"avx_vnni"}),
     ("avx2", _AVX2),

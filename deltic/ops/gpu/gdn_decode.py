@@ -122,8 +122,8 @@ def _gdn_decode_kernel(
     p_proj, n_rows, p_row_slot, p_row_position, p_columns, column_stride, p_states, state_stride,
     p_conv, p_a_log, p_dt_bias, p_norm, p_out, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0)
     i_row = tl.program_id(1)
@@ -153,7 +153,7 @@ def _gdn_decode_kernel(
     b_state = tl.load(p_state + o_state, mask=m_state & old, other=0.0)
 
     p_ring = p_columns + slot.to(tl.int64) * column_stride
-    o_q = (i_head // GROUP) * DK + o_key
+    o_q = (i_head % N_K if TILED else i_head // GROUP) * DK + o_key
     o_k = N_K * DK + o_q
     o_v = 2 * N_K * DK + i_head * DV + o_value
     b_q = _window(p_ring, p_conv, o_q, m_key, position, N_CHANNELS)
@@ -185,7 +185,7 @@ def _gdn_decode_kernel(
     # the first value head of a key head keeps the inputs of q and k; nobody reads this row of the ring in
     # this step
     p_now = p_ring + (position % 4) * N_CHANNELS
-    first = i_head % GROUP == 0
+    first = i_head < N_K if TILED else i_head % GROUP == 0
     tl.store(p_now + o_q, b_xq, mask=m_key & first)
     tl.store(p_now + o_k, b_xk, mask=m_key & first)
     tl.store(p_now + o_v, b_xv, mask=m_value)
@@ -259,8 +259,8 @@ def gdn_decode(
         _gdn_decode_kernel, (heads.n_v, n_rows),
         proj, n_rows, rows.slot, rows.position, columns, columns.stride(0), states, states.stride(0),
         weights.conv, weights.a_log, weights.dt_bias, weights.norm, out, eps,
-        SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, SCALE=dk**-0.5,
-        PARTS=parts, PART=layout.part, TILES=tiles, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS,
+        SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, TILED=heads.tiled,
+        SCALE=dk**-0.5, PARTS=parts, PART=layout.part, TILES=tiles, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS,
         pdl=levers.pdl, num_warps=layout.num_warps,
     )
 

@@ -106,7 +106,7 @@ def gdn_prefill(
     _check(proj, heads, weights, blocks, columns, states, scratch, out)
     k_pad, v_pad = _padded(k_dim), _padded(v_dim)
     rows = min(_SCAN_ROWS, v_pad)
-    sizes = dict(HK=n_k, HV=n_v, DK=k_dim, DV=v_dim, C=n_channels, BK=k_pad, BV=v_pad)
+    sizes = dict(HK=n_k, HV=n_v, DK=k_dim, DV=v_dim, C=n_channels, BK=k_pad, BV=v_pad, TILED=heads.tiled)
     source = (proj, proj.stride(0), weights.conv, columns, columns.stride(0))
     where = (blocks.n, blocks.position, blocks.block_segment, blocks.segment_begin, blocks.start_slot)
     pdl = levers.pdl

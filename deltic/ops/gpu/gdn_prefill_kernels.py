@@ -20,6 +20,12 @@ def _wait(PDL: tl.constexpr):
 
 
 @triton.jit
+def _key_head(i_head, HK: tl.constexpr, HV: tl.constexpr, TILED: tl.constexpr):
+    """The key head that a value head reads."""
+    return i_head % HK if TILED else i_head // (HV // HK)
+
+
+@triton.jit
 def _inputs(
     p_block, stride, p_ring, from_ring, first, n, o_channel, in_head, AHEAD: tl.constexpr, C: tl.constexpr
 ):
@@ -135,7 +141,7 @@ def gdn_keys(
     p_n, p_position, p_segment, p_begin, p_start_slot,
     p_a_log, p_dt_bias, p_qk, p_decay, p_fade, p_beta, p_reach,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0)  # q heads, then k heads, then the gates
     i_block = tl.program_id(1)
@@ -213,7 +219,7 @@ def gdn_solve(
     chunk_begin, p_proj, stride, p_conv, p_columns, slot_stride,
     p_n, p_position, p_segment, p_begin, p_start_slot, p_qk, p_decay, p_beta, p_reach, p_w, p_u,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0)
     i_block = chunk_begin + tl.program_id(1)
@@ -225,7 +231,7 @@ def gdn_solve(
     o_k = tl.arange(0, BK)
     o_tile = i_block.to(tl.int64) * HV + i_head
 
-    p_key = p_qk + (i_block.to(tl.int64) * (2 * HK) + HK + i_head // (HV // HK)) * (64 * BK)
+    p_key = p_qk + (i_block.to(tl.int64) * (2 * HK) + HK + _key_head(i_head, HK, HV, TILED)) * (64 * BK)
     b_k = tl.load(p_key + o_token[:, None] * BK + o_k[None, :])
     b_g = tl.load(p_decay + o_tile * 64 + o_token)
     b_beta = tl.load(p_beta + o_tile * 64 + o_token)
@@ -263,7 +269,7 @@ def gdn_scan(
     p_position, p_snapshot, p_begin, p_start_slot, p_slot, chunk_begin, chunk_end,
     p_qk, p_w, p_u, p_new, p_decay, p_fade, p_state, p_states, slot_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0) // (BV // ROWS)
     i_segment = tl.program_id(1)
@@ -298,7 +304,7 @@ def gdn_scan(
         for i_block in tl.range(begin, stop):
             last = last_next
             i_tile = tl.cast(i_block, tl.int64) * HV + i_head
-            i_key = tl.cast(i_block, tl.int64) * (2 * HK) + HK + i_head // (HV // HK)
+            i_key = tl.cast(i_block, tl.int64) * (2 * HK) + HK + _key_head(i_head, HK, HV, TILED)
             last_next = tl.load(p_decay + (i_tile + HV) * 64 + 63, mask=i_block + 1 < stop, other=0.0)
             b_w = tl.load(p_w + i_tile * (64 * BK) + o_wide)
             b_u = tl.load(p_u + i_tile * (64 * BV) + o_u)
@@ -341,7 +347,7 @@ def gdn_output(
     p_n, p_position, p_segment, p_begin, p_start_slot, p_snapshot, p_slot,
     p_qk, p_new, p_decay, p_state, p_norm, eps, p_out, out_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0)
     i_block = chunk_begin + tl.program_id(1)
@@ -356,7 +362,7 @@ def gdn_output(
         tl.store(p_to, tl.zeros([64, BV], dtype=tl.bfloat16), mask=in_out)
         return
     o_tile = i_block.to(tl.int64) * HV + i_head
-    p_query = p_qk + (i_block.to(tl.int64) * (2 * HK) + i_head // (HV // HK)) * (64 * BK)
+    p_query = p_qk + (i_block.to(tl.int64) * (2 * HK) + _key_head(i_head, HK, HV, TILED)) * (64 * BK)
     p_key = p_query + HK * (64 * BK)
     inside = (o_token < n)[:, None] & in_out
     p_z = p_proj + (row + o_token[:, None]) * stride + (C + i_head * DV) + o_v[None, :]
@@ -403,8 +409,8 @@ def gdn_output(
             p_ring = p_columns + target.to(tl.int64) * slot_stride
             o_channel = 2 * HK * DK + i_head * DV + o_v
             _write_ring(p_block, stride, p_start, has_start, p_ring, n, first, o_channel, o_v < DV, C)
-            if i_head % (HV // HK) == 0:
+            if i_head < HK if TILED else i_head % (HV // HK) == 0:
                 o_k = tl.arange(0, BK)
-                o_q = i_head // (HV // HK) * DK + o_k
+                o_q = _key_head(i_head, HK, HV, TILED) * DK + o_k
                 _write_ring(p_block, stride, p_start, has_start, p_ring, n, first, o_q, o_k < DK, C)
                 _write_ring(p_block, stride, p_start, has_start, p_ring, n, first, HK * DK + o_q, o_k < DK, C)

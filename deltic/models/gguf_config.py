@@ -1,0 +1,293 @@
+"""What a GGUF file's metadata says, as the JSON files of a checkpoint directory say it.
+
+So a GGUF file is read wherever a directory is: `document(file, "config.json")`, likewise
+generation_config.json, tokenizer_config.json and tokenizer.json. The names are those of Hugging Face; what
+is not supported is refused by the key that the metadata has.
+
+Source: llama.cpp's converter of the family and its readers (qwen35.cpp, qwen35moe.cpp, qwen3next.cpp,
+llama-vocab.cpp).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deltic.models.fields import MAX_LAYERS, CheckpointError, UnsupportedModelError
+from deltic.models.gguf import Gguf, open_gguf
+
+ARCHITECTURES = {
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+}
+"""Hugging Face's, by ggml's."""
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+"""Kinds of tokens."""
+
+_ENDS = ("<|im_end|>", "<|endoftext|>")
+"""Control tokens that end an answer, whatever the metadata says of them: its one end id is that of a turn."""
+
+_SAMPLING = {
+    "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+
+_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {"qwen2": _PATTERN % (r"\p{L}", r"\p{L}"), "qwen35": _PATTERN % (r"[\p{L}\p{M}]", r"\p{L}\p{M}")}
+"""How text is cut before BPE, by ggml's name; Qwen3.5 and later count combining marks as letters."""
+
+
+def document(file: Path, name: str) -> dict[str, Any]:
+    """What the JSON file of this name would hold, {} for one that a GGUF file has not. Raises
+    CheckpointError, UnsupportedModelError.
+    """
+    made = {
+        "config.json": config,
+        "generation_config.json": generation_config,
+        "tokenizer_config.json": tokenizer_config,
+        "tokenizer.json": tokenizer,
+    }.get(name)
+    return {} if made is None else made(open_gguf(file))
+
+
+def architecture(model: Gguf) -> str:
+    """ggml's name. Raises UnsupportedModelError."""
+    arch = model.get("general.architecture")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise UnsupportedModelError("general.architecture", arch, ", ".join(ARCHITECTURES))
+    return arch
+
+
+def n_trunk_layers(model: Gguf) -> int:
+    """Layers without those of the MTP head, which come behind them."""
+    fields = _Fields(model)
+    return fields.number("block_count") - fields.number("nextn_predict_layers", 0)
+
+
+def tiled_value_heads(model: Gguf) -> bool:
+    """Whether value heads are stored tiled (head p belongs to key head p % Hk), not grouped (p // r)."""
+    fields = _Fields(model)
+    return architecture(model) != "qwen3next" and fields.number("ssm.time_step_rank") > fields.number("ssm.group_count")
+
+
+class _Fields:
+    """The keys of a model's architecture."""
+
+    def __init__(self, model: Gguf) -> None:
+        self.model, self.arch = model, architecture(model)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.model.get(f"{self.arch}.{key}", default)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """An integer; of one a layer the only one that is not 0."""
+        value = self.get(key, default)
+        if isinstance(value, list):
+            given = {x for x in value if x != 0}
+            value = given.pop() if len(given) == 1 else value
+        if isinstance(value, bool) or not isinstance(value, int):
+            said = "has no" if value is None else f"says {value!r} for"
+            raise CheckpointError(f"{self.model.file}: the metadata {said} {self.arch}.{key}; an integer is needed")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Refuses another value of a key that may be absent."""
+        value = self.get(key)
+        if value is not None and value not in allowed:
+            raise UnsupportedModelError(f"{self.arch}.{key}", value, " or ".join(map(repr, allowed)))
+
+
+def config(model: Gguf) -> dict[str, Any]:
+    """config.json, flat, with `tiled_value_heads` besides."""
+    fields = _Fields(model)
+    for key, allowed in {
+        "expert_gating_func": (1,),  # softmax
+        "expert_weights_norm": (True,),
+        "expert_weights_scale": (0.0, 1.0),
+        "expert_group_count": (0, 1),
+        "attention.causal": (True,),
+        "attention.value_length": (fields.number("attention.key_length"),),
+        "rope.scale_linear": (1.0,),
+    }.items():
+        fields.only(key, *allowed)
+    embedding = model.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{model.file}: has no tensor 'token_embd.weight'; is it a whole model?")
+    n_value_heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
+    if n_value_heads < 1 or inner % n_value_heads:
+        raise CheckpointError(
+            f"{model.file}: {fields.arch}.ssm.inner_size is {inner}, no multiple of ssm.time_step_rank, {n_value_heads}"
+        )
+    found = {
+        "architectures": [ARCHITECTURES[fields.arch]],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": fields.number("embedding_length"),
+        "num_attention_heads": fields.number("attention.head_count"),
+        "num_key_value_heads": fields.number("attention.head_count_kv"),
+        "head_dim": fields.number("attention.key_length"),
+        "max_position_embeddings": fields.number("context_length"),
+        "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon"),
+        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.number("ssm.state_size"),
+        "linear_value_head_dim": inner // n_value_heads,
+        "linear_num_key_heads": fields.number("ssm.group_count"),
+        "linear_num_value_heads": n_value_heads,
+        "tiled_value_heads": tiled_value_heads(model),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "eos_token_id": _end_ids(model),
+        "rope_parameters": _rope(fields),
+        **_layers(fields),
+    }
+    if fields.arch == "qwen35":
+        return found | {"intermediate_size": fields.number("feed_forward_length")}
+    return found | {
+        "num_experts": fields.number("expert_count"),
+        "num_experts_per_tok": fields.number("expert_used_count"),
+        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length"),
+    }
+
+
+def _layers(fields: _Fields) -> dict[str, Any]:
+    """How many layers there are, and which are recurrent."""
+    n_layers, recurrent = n_trunk_layers(fields.model), fields.get("attention.recurrent_layers")
+    if not 1 <= n_layers <= MAX_LAYERS:
+        raise UnsupportedModelError(
+            f"{fields.arch}.block_count", fields.get("block_count"), f"1 to {MAX_LAYERS} layers"
+        )
+    if recurrent is None:
+        return {"num_hidden_layers": n_layers, "full_attention_interval": fields.number("full_attention_interval", 4)}
+    if not isinstance(recurrent, list) or len(recurrent) < n_layers:
+        raise CheckpointError(
+            f"{fields.model.file}: {fields.arch}.attention.recurrent_layers says {recurrent!r}, not a value for each of "
+            f"{n_layers} layers"
+        )
+    types = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent[:n_layers]]
+    return {"num_hidden_layers": n_layers, "layer_types": types}
+
+
+def _rope(fields: _Fields) -> dict[str, Any]:
+    """rope_parameters."""
+    rotary, head = fields.number("rope.dimension_count"), fields.number("attention.key_length")
+    if not 0 < rotary <= head:
+        raise UnsupportedModelError(f"{fields.arch}.rope.dimension_count", rotary, f"1 to {head}, a head's size")
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": fields.get("rope.freq_base"),
+        "partial_rotary_factor": rotary / head,
+    }
+    sections = fields.get("rope.dimension_sections")
+    if sections is not None and fields.arch != "qwen3next":
+        if not isinstance(sections, list) or any(sections[3:]):
+            raise UnsupportedModelError(f"{fields.arch}.rope.dimension_sections", sections, "three sizes, and 0")
+        rope |= {"mrope_section": sections[:3], "mrope_interleaved": True}
+    fields.only("rope.scaling.type", "none", "yarn")
+    if fields.get("rope.scaling.type") == "yarn":
+        for key, allowed in {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}.items():
+            fields.only(f"rope.scaling.{key}", allowed)
+        rope |= {
+            "rope_type": "yarn",
+            "factor": fields.get("rope.scaling.factor"),
+            "original_max_position_embeddings": fields.get("rope.scaling.original_context_length"),
+            "attention_factor": fields.get("rope.scaling.yarn_attn_factor", fields.get("rope.scaling.attn_factor")),
+            "beta_fast": fields.get("rope.scaling.yarn_beta_fast"),
+            "beta_slow": fields.get("rope.scaling.yarn_beta_slow"),
+        }
+    return rope
+
+
+def _end_ids(model: Gguf) -> list[int]:
+    """Ids that end an answer: of the metadata, then of control tokens by their text."""
+    ids = [model.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = _tokens(model)
+    ids += [tokens.index(text) for text in _ENDS if text in tokens and kinds[tokens.index(text)] == _CONTROL]
+    return [id for i, id in enumerate(ids) if id is not None and id not in ids[:i]]
+
+
+def generation_config(model: Gguf) -> dict[str, Any]:
+    """generation_config.json."""
+    sampling = {name: model.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {"eos_token_id": _end_ids(model)} | {name: value for name, value in sampling.items() if value is not None}
+
+
+def tokenizer_config(model: Gguf) -> dict[str, Any]:
+    """tokenizer_config.json: the special tokens that templates name, and the chat templates."""
+    tokens, _ = _tokens(model)
+    said: dict[str, Any] = {}
+    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
+        token = model.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(token, int) and 0 <= token < len(tokens):
+            said[f"{name}_token"] = tokens[token]
+    named = {"default": model.get("tokenizer.chat_template")}
+    for name in _texts(model, "tokenizer.chat_templates"):
+        named[name] = model.get(f"tokenizer.chat_template.{name}")
+    templates = {name: source for name, source in named.items() if isinstance(source, str)}
+    if templates:
+        is_one = [*templates] == ["default"]
+        listed = [{"name": name, "template": source} for name, source in templates.items()]
+        said["chat_template"] = templates["default"] if is_one else listed
+    return said
+
+
+def _texts(model: Gguf, key: str) -> list[str]:
+    """A list of strings, [] where there is none. Raises CheckpointError for anything else."""
+    found = model.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found[:1]):
+        raise CheckpointError(f"{model.file}: the metadata has no texts for {key}")
+    return found
+
+
+def _tokens(model: Gguf) -> tuple[list[str], list[int]]:
+    """The text of every id, and its kind. Raises CheckpointError."""
+    tokens, kinds = _texts(model, "tokenizer.ggml.tokens"), model.get("tokenizer.ggml.token_type")
+    if not tokens or not isinstance(kinds, list) or len(tokens) != len(kinds):
+        raise CheckpointError(
+            f"{model.file}: the metadata has no vocabulary (tokenizer.ggml.tokens, and as many token_type); give another "
+            "file"
+        )
+    return tokens, kinds
+
+
+def tokenizer(model: Gguf) -> dict[str, Any]:
+    """tokenizer.json: byte-level BPE, as the family's."""
+    for key, allowed in {"model": ("gpt2",), "pre": tuple(PATTERNS)}.items():
+        found = model.get(f"tokenizer.ggml.{key}")
+        if found not in allowed:
+            raise UnsupportedModelError(f"tokenizer.ggml.{key}", found, " or ".join(allowed))
+    tokens, kinds = _tokens(model)
+    added = [i for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
+    vocabulary = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (_NORMAL, _UNKNOWN, _BYTE)}
+    merges = _texts(model, "tokenizer.ggml.merges")
+    if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
+        raise CheckpointError(f"{model.file}: tokenizer.ggml.merges has {wrong!r}, which is not two tokens")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": PATTERNS[model.get("tokenizer.ggml.pre")]},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": tokens[i], **plain, "special": kinds[i] == _CONTROL} for i in added],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }

@@ -1,0 +1,298 @@
+"""The tensors of a GGUF file under the names, and with the values, of the bfloat16 Hugging Face checkpoint.
+
+What llama.cpp's converter does to weights is undone where it is exact: norms are stored as 1 + w, A_log as
+-exp(A_log), experts as one tensor, the convolution without its middle dimension. Value heads stay in the
+order of the file (`gguf_config.tiled_value_heads`), and what Next interleaves by key head is as the file
+has it: in_proj_qkv and in_proj_z apart, in_proj_ba interleaved.
+
+Source: llama.cpp's converter of the family, and its quantised blocks (ggml-common.h, ggml-quants.c).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from deltic.models.fields import CheckpointError
+from deltic.models.gguf import PLAIN, QUANTISED, Gguf, GgufTensor
+from deltic.models.gguf_config import n_trunk_layers
+from deltic.models.mapped import Header, MappedFiles
+from deltic.models.stored import StoredTensor
+from deltic.ops.arrays import Array
+from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
+
+MAX_EXPERTS = 4096
+"""No model comes near them; each becomes three tensors."""
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
+    "attn_gate.weight": "linear_attn.in_proj_z.weight",
+    "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",  # of older files of Next
+    "ssm_ba.weight": "linear_attn.in_proj_ba.weight",
+    "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
+    "ssm_beta.weight": "linear_attn.in_proj_b.weight",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_out.weight": "linear_attn.out_proj.weight",
+    "ffn_gate_inp.weight": "mlp.gate.weight",
+    "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
+} | {
+    f"ffn_{part}{shared}.weight": f"mlp.{'shared_expert.' if shared else ''}{part}_proj.weight"
+    for part in ("gate", "up", "down")
+    for shared in ("", "_shexp")
+}
+"""Of a layer's tensors, behind `blk.3.` and `model.layers.3.`."""
+
+_NEXTN = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
+    "embed_tokens": "embed_tokens",
+    "shared_head_head": "shared_head",
+}
+"""Of the MTP head's, behind `blk.40.nextn.` and `mtp.`."""
+
+_EXPERTS = {"gate": ("gate",), "up": ("up",), "down": ("down",), "gate_up": ("gate", "up")}
+"""What is in the rows of an expert, in equal parts, by the middle of `ffn_gate_exps`."""
+
+_BLOCK = re.compile(r"blk\.(\d{1,5})\.(.+)")
+
+
+def stored_tensors(model: Gguf) -> dict[str, StoredTensor]:
+    """All tensors by the names of the bfloat16 checkpoint, in the flat layout: `model.`, `lm_head.`,
+    `mtp.`.
+
+    A tensor that no such checkpoint has keeps its name. Raises CheckpointError for types that are not read,
+    and for shapes that no such checkpoint has.
+    """
+    files, n_layers = MappedFiles(), n_trunk_layers(model)
+    found: dict[str, StoredTensor] = {}
+    for tensor in model.tensors.values():
+        if tensor.type not in PLAIN + QUANTISED:
+            supported = ", ".join(PLAIN + QUANTISED)
+            raise CheckpointError(
+                f"{tensor.where} is quantised as {tensor.type}, which is not supported; supported: {supported}"
+            )
+        whole = Rows(tensor, files, tensor.shape)
+        for name, stored in _renamed(whole, n_layers):
+            if name in found:
+                raise CheckpointError(f"{tensor.where} is stored twice: also as {found[name].where}")
+            found[name] = stored
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A StoredTensor: a range of a GGUF tensor's rows, as the tensor of this shape."""
+
+    tensor: GgufTensor
+    files: MappedFiles
+    shape: tuple[int, ...]
+    first: int = 0
+    """Its first row in the tensor."""
+    change: Callable[[Array], Array] | None = None
+    """Makes the checkpoint's values of the stored ones, float32 of float32."""
+
+    @property
+    def where(self) -> str:
+        return self.tensor.where
+
+    @property
+    def format(self) -> WeightFormat | None:
+        return WEIGHT_FORMATS.get(self.tensor.type)
+
+    @property
+    def dtype(self) -> str:
+        return "F32" if self.change else self.tensor.type
+
+    def read(self, begin: int, end: int) -> Array | Quantised:
+        """As of every StoredTensor."""
+        tensor, n, k = self.tensor, end - begin, self.shape[-1]
+        n_rows = math.prod(tensor.shape) // k
+        n_bytes = (tensor.end - tensor.begin) // n_rows
+        at = tensor.begin + (self.first + begin) * n_bytes
+        if self.format is not None:
+            header = Header(tensor.file, (n * n_bytes,), "U8", at, at + n * n_bytes)
+            return decoded(tensor.type, self.files.read(header).reshape(n, n_bytes), tensor.where)
+        rows = self.files.read(Header(tensor.file, (n, k), tensor.type, at, at + n * n_bytes))
+        if self.change is None:
+            return rows
+        changed = self.change(rows.astype(np.float32))
+        if not np.isfinite(changed).all():
+            raise CheckpointError(
+                f"{tensor.where} has values that no checkpoint gives; the file is damaged, get it anew"
+            )
+        return changed
+
+
+def _renamed(whole: Rows, n_layers: int) -> Iterator[tuple[str, Rows]]:
+    """What a tensor of the file is in the checkpoint: one tensor, or those of each expert."""
+    name = whole.tensor.name
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        base, _, last = name.rpartition(".")
+        if base in _TOP:
+            yield f"{_TOP[base]}.{last}", _changed(f"{_TOP[base]}.{last}", whole)
+        else:  # the vision tower, where it is in the same file
+            yield f"model.visual.{name}" if name.startswith(("v.", "mm.")) else name, whole
+        return
+    layer, rest = int(match[1]), match[2]
+    prefix = f"model.layers.{layer}." if layer < n_layers else f"mtp.layers.{layer - n_layers}."
+    part, _, last = rest.removeprefix("nextn.").rpartition(".")
+    if rest.startswith("nextn.") and part in _NEXTN:
+        own = "mtp." if layer == n_layers else prefix
+        yield f"{own}{_NEXTN[part]}.{last}", _changed(f"{_NEXTN[part]}.{last}", whole)
+    elif rest in _LAYER:
+        yield prefix + _LAYER[rest], _changed(_LAYER[rest], whole)
+    elif rest.startswith("ffn_") and rest.endswith("_exps.weight") and (kind := rest[4:-12]) in _EXPERTS:
+        yield from _experts(f"{prefix}mlp.experts.", _EXPERTS[kind], whole)
+    else:
+        yield name, whole
+
+
+def _experts(prefix: str, parts: tuple[str, ...], whole: Rows) -> Iterator[tuple[str, Rows]]:
+    """The matrices of each expert, of one tensor [E, rows of all parts, K]."""
+    shape = whole.shape
+    if len(shape) != 3 or shape[1] % len(parts) or shape[0] > MAX_EXPERTS:
+        raise CheckpointError(
+            f"{whole.where} has the shape {list(shape)}; expected those of at most {MAX_EXPERTS} experts"
+        )
+    n, n_rows = shape[0], shape[1] // len(parts)
+    for i in range(n * len(parts)):
+        name = f"{prefix}{i // len(parts)}.{parts[i % len(parts)]}_proj.weight"
+        yield name, replace(whole, shape=(n_rows, shape[2]), first=i * n_rows)
+
+
+def _changed(name: str, whole: Rows) -> Rows:
+    """The tensor of this name as the checkpoint has it."""
+    shape = whole.shape
+    if name == "linear_attn.conv1d.weight" and len(shape) == 2:
+        return replace(whole, shape=(shape[0], 1, shape[1]))
+    if name == "mlp.shared_expert_gate.weight":
+        return replace(whole, shape=(1, shape[-1])) if math.prod(shape) == shape[-1] else whole
+    change: Callable[[Array], Array] | None = None
+    if name == "linear_attn.A_log":
+        change = _log_decay
+    elif re.search(r"norm(_embedding|_hidden)?\.weight$", name) and name != "linear_attn.norm.weight":
+        change = _zero_centred
+    if change is not None and whole.format is not None:
+        raise CheckpointError(f"{whole.where} is quantised as {whole.tensor.type}; expected {', '.join(PLAIN)}")
+    return replace(whole, change=change)
+
+
+def _zero_centred(values: Array) -> Array:
+    return values - np.float32(1)
+
+
+def _log_decay(values: Array) -> Array:
+    """-exp(A_log) to A_log; what is not negative to what is not finite."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.log(-values.astype(np.float64)).astype(np.float32)
+
+
+_BLOCKS: dict[str, list[tuple[str, str, int]]] = {
+    "Q8_0": [("d", "<f2", 1), ("qs", "i1", 32)],
+    "Q4_0": [("d", "<f2", 1), ("qs", "u1", 16)],
+    "Q4_1": [("d", "<f2", 1), ("m", "<f2", 1), ("qs", "u1", 16)],
+    "Q5_0": [("d", "<f2", 1), ("qh", "u1", 4), ("qs", "u1", 16)],
+    "Q5_1": [("d", "<f2", 1), ("m", "<f2", 1), ("qh", "u1", 4), ("qs", "u1", 16)],
+    "Q2_K": [("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2", 2)],
+    "Q3_K": [("qh", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2", 1)],
+    "Q4_K": [("d", "<f2", 2), ("scales", "u1", 12), ("qs", "u1", 128)],
+    "Q5_K": [("d", "<f2", 2), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)],
+    "Q6_K": [("qs", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2", 1)],
+    "IQ4_NL": [("d", "<f2", 1), ("qs", "u1", 16)],
+    "IQ4_XS": [("d", "<f2", 1), ("scales_h", "<u2", 1), ("scales_l", "u1", 4), ("qs", "u1", 128)],
+    "MXFP4": [("e", "u1", 1), ("qs", "u1", 16)],
+}
+"""The parts of a block in their order: name, type, how many."""
+
+_RUN = {"Q2_K": 32, "Q3_K": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 64}
+"""Bytes of codes whose lowest bits are consecutive weights, before those of the next bits come; else 16."""
+
+
+def decoded(type: str, data: Array, where: str) -> Quantised:
+    """Codes and scales of rows of blocks, uint8 [n, bytes of a row].
+
+    Raises CheckpointError for scales that are not finite, with `where`.
+    """
+    blocks = np.ascontiguousarray(data).view([(name, kind, (n,)) for name, kind, n in _BLOCKS[type]])
+    format, parts = WEIGHT_FORMATS[type], {name for name, *_ in _BLOCKS[type]}
+    floats = [blocks[name] for name in ("d", "m") if name in parts]
+    exponents = [blocks["e"]] if "e" in parts else []
+    if not all(np.isfinite(each).all() for each in floats) or any((each == 0xFF).any() for each in exponents):
+        raise CheckpointError(f"{where} has scales that are not finite; the file is damaged, get it anew")
+    is_k = "scales" in parts or "scales_h" in parts
+    inner = _inner_scales(type, blocks) if is_k else floats + exponents
+    outer = np.ascontiguousarray(floats[0]) if is_k else None
+    flat = [
+        np.ascontiguousarray(part.reshape(len(data), math.prod(part.shape[1:])))
+        for part in (_codes(type, blocks), *inner)
+    ]
+    return Quantised(format, flat[0], flat[1], flat[2] if len(flat) > 2 else None, outer)
+
+
+def _codes(type: str, blocks: Array) -> Array:
+    """uint8 [n, blocks, weights of a block]."""
+    low = blocks["qs"]
+    if type == "Q8_0":
+        return np.ascontiguousarray(low).view(np.uint8)
+    n_low = 2 if type in ("Q2_K", "Q3_K") else 4
+    codes = _planes(low, _RUN.get(type, 16), n_low)
+    if type in ("Q5_0", "Q5_1"):
+        codes |= np.unpackbits(blocks["qh"], axis=-1, bitorder="little") << 4
+    elif type in ("Q3_K", "Q5_K", "Q6_K"):
+        codes |= _planes(blocks["qh"], 32, 2 if type == "Q6_K" else 1) << n_low
+    return codes
+
+
+def _planes(packed: Array, run: int, n_bits: int) -> Array:
+    """Values of n_bits out of bytes: of each `run` of bytes first all lowest bits, then all next ones, and
+    so on.
+    """
+    n, n_blocks = packed.shape[:2]
+    shifts = np.arange(0, 8, n_bits, dtype=np.uint8)[:, None]
+    values = packed.reshape(n, n_blocks, packed.shape[2] // run, 1, run) >> shifts
+    values &= np.uint8((1 << n_bits) - 1)
+    return values.reshape(n, n_blocks, packed.shape[2] * len(shifts))
+
+
+def _inner_scales(type: str, blocks: Array) -> list[Array]:
+    """The integer scales of k formats and, where they have them, least values, [n, blocks, groups of a
+    block] each.
+    """
+    if type == "IQ4_XS":
+        high = blocks["scales_h"] >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
+        scale = _planes(blocks["scales_l"], 1, 4) | high.astype(np.uint8) << 4
+        return [scale.view(np.int8) - np.int8(32)]
+    packed = blocks["scales"]
+    if type == "Q6_K":
+        return [packed]
+    if type == "Q2_K":
+        return [packed & np.uint8(15), packed >> np.uint8(4)]
+    if type == "Q3_K":
+        scale = _planes(packed[..., :8], 8, 4) | _planes(packed[..., 8:], 4, 2) << 4
+        return [scale.view(np.int8) - np.int8(32)]
+    # Q4_K and Q5_K: 6 bits each. Bytes 0 to 3 are scales 0 to 3, bytes 4 to 7 least values 0 to 3; the others
+    # have their lower bits in bytes 8 to 11, and their upper two above those of the first.
+    first, rest = packed[..., :8], packed[..., 8:]
+    last = np.concatenate([rest & np.uint8(15), rest >> np.uint8(4)], axis=-1) | first >> np.uint8(2) & np.uint8(48)
+    first = first & np.uint8(63)
+    return [np.concatenate([first[..., i : i + 4], last[..., i : i + 4]], axis=-1) for i in (0, 4)]

@@ -1,0 +1,294 @@
+"""Tiny GGUF files, made of tiny checkpoints as llama.cpp's converter makes them, by the published gguf package.
+
+    path = tiny_gguf("moe", "Q4_K", n_files=2, has_mtp=True)
+
+The converter's changes are made here: 1 + w, -exp(A_log), tiled value heads, Next's q | k | v | z set apart, experts in
+one tensor. gguf's quantiser makes the blocks; of the types that it cannot make, random blocks of the right size stand
+for the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from tests.tiny import tiny_checkpoint
+
+Array = NDArray[Any]
+
+ARCHITECTURES = {"Qwen3_5F": "qwen35", "Qwen3_5M": "qwen35moe", "Qwen3Nex": "qwen3next"}
+"""By the beginning of Hugging Face's."""
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps", "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+}  # fmt: skip
+"""ggml's, by those of the checkpoint without `.weight`."""
+
+NEXTN = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm",
+}  # fmt: skip
+
+Pick = Callable[[str, tuple[int, ...]], str]
+"""The type of a tensor, by its name in the checkpoint and its shape."""
+
+
+@functools.cache
+def tiny_gguf(
+    kind: str,
+    type: str | Pick = "Q8_0",
+    *,
+    n_files: int = 1,
+    has_mtp: bool = False,
+    is_fused: bool = False,
+    tied: bool = False,
+) -> Path:
+    """The first file of a model, made once a session. kind: as of tiny_checkpoint. type: of the matrices, or a function.
+
+    is_fused: gate and up of experts are one tensor.
+    """
+    source = tiny_checkpoint(kind, tied=tied, layout="flat", experts="fused")
+    target = Path(_folder().name) / str(len(list(Path(_folder().name).iterdir())))
+    target.mkdir()
+    return write_gguf(source, target / f"tiny-{kind}.gguf", type, n_files=n_files, has_mtp=has_mtp, is_fused=is_fused)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="deltic-gguf-")
+
+
+def write_gguf(
+    source: Path,
+    target: Path,
+    type: str | Pick = "Q8_0",
+    *,
+    n_files: int = 1,
+    has_mtp: bool = False,
+    is_fused: bool = False,
+    change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> Path:
+    """Writes a checkpoint directory, of flat names and fused experts, as GGUF; gives its first file.
+
+    change: adds to the metadata.
+    """
+    config = json.loads((source / "config.json").read_text())
+    tensors = checkpoint_values(source)
+    if has_mtp:
+        tensors |= mtp_values(tensors, config)
+    arch = ARCHITECTURES[config["architectures"][0][:8]]
+    n_tensors = -(-len(list(converted(tensors, config, is_fused))) // n_files)
+    writer = gguf.GGUFWriter(target, arch, split_max_tensors=n_tensors if n_files > 1 else 0)
+    _write_metadata(writer, arch, config, has_mtp)
+    _write_text(writer, source, config["vocab_size"], "qwen2" if arch == "qwen3next" else "qwen35")
+    change(writer)
+    pick = type if callable(type) else _of_matrices(type)
+    for hf_name, name, values in converted(tensors, config, is_fused):
+        data, kind = blocks_of(values, pick(hf_name, values.shape), seed=len(name))
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target if n_files == 1 else target.with_name(f"{target.stem}-00001-of-{n_files:05}.gguf")
+
+
+def checkpoint_values(source: Path) -> dict[str, Array]:
+    """float32 tensors of a checkpoint directory, by their names."""
+    tensors: dict[str, Array] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        tensors |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
+    return tensors
+
+
+def mtp_values(tensors: dict[str, Array], config: dict[str, Any]) -> dict[str, Array]:
+    """A draft head: the last attention layer again, and what joins it to the trunk."""
+    last = max(int(name.split(".")[2]) for name in tensors if ".self_attn.q_norm" in name)
+    layer = f"model.layers.{last}."
+    h = config["hidden_size"]
+    generator = np.random.default_rng(9)
+    return {f"mtp.layers.0.{n.removeprefix(layer)}": t for n, t in tensors.items() if n.startswith(layer)} | {
+        "mtp.fc.weight": generator.normal(0, 0.05, (h, 2 * h)).astype(np.float32),
+        **{f"mtp.{name}.weight": generator.normal(0, 0.1, h).astype(np.float32) for name in NEXTN if name != "fc"},
+    }
+
+
+def tiled(values: Array, n_k: int, n_v: int, axis: int = 0) -> Array:
+    """Value heads along an axis, from grouped by key head to tiled."""
+    if n_k == n_v:
+        return values
+    shape = values.shape
+    split = values.reshape(*shape[:axis], n_k, n_v // n_k, -1, *shape[axis + 1 :])
+    return np.swapaxes(split, axis, axis + 1).reshape(shape)
+
+
+def converted(
+    tensors: dict[str, Array], config: dict[str, Any], is_fused: bool = False
+) -> Iterator[tuple[str, str, Array]]:
+    """Tensors as the converter leaves them: the name in the checkpoint, the one in the file, and the values."""
+    n_k, n_v, dim = (config[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    keys = 2 * n_k * config["linear_key_head_dim"]
+    is_next = config["architectures"][0] == "Qwen3NextForCausalLM"
+    for name, values in tensors.items():
+        block, prefix, base = _place(name, config["num_hidden_layers"])
+        if base == "linear_attn.in_proj_qkvz":
+            q, k, v, z = np.split(values.reshape(n_k, -1, values.shape[-1]), np.cumsum([128, 128, n_v // n_k * dim]), 1)
+            qkv = np.concatenate([part.reshape(-1, values.shape[-1]) for part in (q, k, v)])
+            yield f"{prefix}linear_attn.in_proj_qkv.weight", f"{block}attn_qkv.weight", qkv
+            yield f"{prefix}linear_attn.in_proj_z.weight", f"{block}attn_gate.weight", z.reshape(-1, values.shape[-1])
+            continue
+        if base == "mlp.experts.gate_up_proj" and not is_fused:
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield f"{prefix}mlp.experts.{part}_proj.weight", f"{block}ffn_{part}_exps.weight", half
+            continue
+        if base.endswith("norm") or base.startswith("pre_fc_norm"):
+            values = values if base == "linear_attn.norm" else values + np.float32(1)
+        if base == "linear_attn.conv1d":
+            values = values[:, 0]
+        if not is_next and base in ("linear_attn.in_proj_qkv", "linear_attn.conv1d"):
+            values = np.concatenate([values[:keys], tiled(values[keys:], n_k, n_v)])
+        elif (
+            not is_next
+            and base.startswith("linear_attn.")
+            and base not in ("linear_attn.norm", "linear_attn.in_proj_ba")
+        ):
+            values = tiled(values, n_k, n_v, axis=1 if base == "linear_attn.out_proj" else 0)
+        if base == "linear_attn.A_log":
+            yield name, f"{block}ssm_a", -np.exp(values)
+        elif base == "linear_attn.dt_bias":
+            yield name, f"{block}ssm_dt.bias", values
+        elif base == "mlp.shared_expert_gate":
+            yield name, f"{block}ffn_gate_inp_shexp.weight", values[0]
+        else:
+            known = f"nextn.{NEXTN[base]}" if base in NEXTN else NAMES[base]
+            yield name, f"{block}{known}.weight", values
+
+
+def _place(name: str, n_layers: int) -> tuple[str, str, str]:
+    """What a name begins with in the file and in the checkpoint, and the rest of it, without `.weight`."""
+    name = name.removesuffix(".weight")
+    for start, first in (("model.layers.", 0), ("mtp.layers.", n_layers)):
+        if name.startswith(start):
+            layer, _, rest = name.removeprefix(start).partition(".")
+            return f"blk.{first + int(layer)}.", f"{start}{layer}.", rest
+    return (f"blk.{n_layers}.", "mtp.", name[4:]) if name.startswith("mtp.") else ("", "", name)
+
+
+def _of_matrices(type: str) -> Pick:
+    """Vectors, routers and the convolution stay float32, and rows that are no whole blocks get another type."""
+
+    def pick(name: str, shape: tuple[int, ...]) -> str:
+        if len(shape) == 1 or "conv1d" in name or name.endswith("mlp.gate.weight"):
+            return "F32"
+        whole = shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][0] == 0
+        return type if whole else "Q8_0"
+
+    return pick
+
+
+def blocks_of(values: Array, type: str, seed: int = 0) -> tuple[Array, str]:
+    """The values in a type's blocks, and the type: uint8 [..., bytes of a row], of plain types the values."""
+    kind = gguf.GGMLQuantizationType[type]
+    values = np.ascontiguousarray(values, np.float32)
+    try:
+        return gguf.quants.quantize(values, kind), type
+    except NotImplementedError:
+        return random_blocks(values.shape, type, float(values.std()), seed), type
+
+
+D_AT = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+"""Where a block has its float16 scales."""
+
+
+def random_blocks(shape: tuple[int, ...], type: str, deviation: float, seed: int = 0) -> Array:
+    """Blocks whose every bit is random, but for the scales: the weights have about this standard deviation."""
+    block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+    generator = np.random.default_rng(seed)
+    data = generator.integers(0, 256, (*shape[:-1], shape[-1] // block, n_bytes), np.uint8)
+    levels = {"Q2_K": 30, "Q3_K": 40, "Q4_K": 280, "Q5_K": 580, "Q6_K": 1200, "IQ4_NL": 70, "IQ4_XS": 1200}[type]
+    scale = deviation / levels
+    for nth, at in enumerate(D_AT[type]):
+        middle = 1.5 if type == "Q2_K" else 15.5 if type == "Q5_K" else 7.5  # least values centre the weights
+        factors = generator.uniform(0.5, 1.0, data.shape[:-1]) * scale * (middle if nth else 1.0)
+        data[..., at : at + 2] = factors.astype(np.float16)[..., None].view(np.uint8)
+    return data.reshape(*shape[:-1], -1)
+
+
+def _write_metadata(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], has_mtp: bool) -> None:
+    n_layers, head = config["num_hidden_layers"], config["head_dim"]
+    rope = config["rope_parameters"]
+    writer.add_block_count(n_layers + has_mtp)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head * rope["partial_rotary_factor"]))
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    writer.add_full_attention_interval(config.get("full_attention_interval", 4))
+    if has_mtp:
+        writer.add_nextn_predict_layers(1)
+    if arch == "qwen35":
+        writer.add_feed_forward_length(config["intermediate_size"])
+    else:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _write_text(writer: gguf.GGUFWriter, source: Path, vocab_size: int, pre: str) -> None:
+    said = json.loads((source / "tokenizer.json").read_text())
+    texts = {id: (text, gguf.TokenType.NORMAL) for text, id in said["model"]["vocab"].items()}
+    for token in said["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
+        texts[token["id"]] = (token["content"], kind)
+    tokens = [texts.get(id, (f"[PAD{id}]", gguf.TokenType.UNUSED)) for id in range(vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in said["model"]["merges"]])
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    ids = {text: id for id, (text, _) in enumerate(tokens)}
+    writer.add_eos_token_id(ids[settings["eos_token"]])
+    writer.add_pad_token_id(ids[settings["pad_token"]])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((source / "chat_template.jinja").read_text())
