@@ -17,7 +17,7 @@ from torch import Tensor
 from deltic.ops import formats
 from deltic.ops.contract import check
 from deltic.ops.formats import WeightFormat
-from deltic.ops.gpu.decode import add_block, address, k_block, load_block, matrix_elements, rows_from
+from deltic.ops.gpu.decode import add_block, address, load_block, matrix_elements, rows_from
 from deltic.ops.matrix import Matrix, Piece
 
 NONE, PLAIN = -1, 0
@@ -54,7 +54,8 @@ def piece_of(w: Matrix) -> tuple[Tensor, int]:
 def block_of(k: int, format: int, most: int) -> int:
     """Columns of a block of K. Only of e4m3 does it change bits, and follows k alone."""
     codes = formats.CODES[format % 16]
-    return k_block(k, 128 if codes == "e4m3" else min(most, 64) if codes == "bf16" else most)
+    most = 128 if codes == "e4m3" else min(most, 64) if codes == "bf16" else most
+    return next(block for block in (256, 128, 64, 32) if block <= most and k % block == 0)
 
 
 def stage_bytes(n_rows: int, k: int, format: WeightFormat, most: int, n_columns: int) -> int:
