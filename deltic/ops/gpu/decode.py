@@ -403,7 +403,6 @@ def _floats(words, CODES: tl.constexpr, SCALES: tl.constexpr):
     assembler would move a constant before each permutation.
     """
     BIT: tl.constexpr = _bit(CODES, SCALES)
-    FIRST: tl.constexpr = _byte(0, CODES)
     b_first = _with_byte(words[0], tl.zeros_like(words[0]) + ((150 - BIT) << 23), 0, BIT)
     floats: tl.tuple = (b_first.to(tl.float32, bitcast=True),)
     for j in tl.static_range(1, 8):

@@ -38,11 +38,22 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.experts import (
+    NONE,
+    PLAIN,
+    gate_and_up,
+    matrix_at,
+    piece_of,
+    pieces_of,
+    product_of_rows,
+    stage_bytes,
+)
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
-from deltic.ops.gpu.weight import rows_of
-from deltic.ops.matrix import Matrix
+from deltic.ops.gpu.weight import is_bf16, rows_of
+from deltic.ops.matrix import Matrix, planes
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_PLAIN, _NONE = tl.constexpr(PLAIN), tl.constexpr(NONE)
 
 MAX_SPLITS = 8
 FEW_ROWS = 16
@@ -391,12 +402,17 @@ def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def gate_up_kernel(p_x, p_w, p_shared, p_logits, p_counters, p_entries, p_lists, p_row_slot, p_act, n_rows,
+def gate_up_kernel(p_x, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, p_entries, p_lists, p_row_slot, p_act,
+                   n_rows, FORMAT: tl.constexpr, UP: tl.constexpr, SHARED: tl.constexpr, SHARED_UP: tl.constexpr,
                    H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                    E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                    BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                   ALONE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):
+                   MOST_K: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+                   ALONE: tl.constexpr, PDL: tl.constexpr):
     """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows.
+
+    FORMAT, UP, SHARED, SHARED_UP: the formats of the pieces (experts.py). ROW, LINE: elements from one row of
+    the shared expert's codes to the next, and of a line of the cache.
 
     ALONE: one row. Eight gate rows and eight up rows take turns in the tile: that is how one thread gets both
     values of a feature.
@@ -414,8 +430,9 @@ def gate_up_kernel(p_x, p_w, p_shared, p_logits, p_counters, p_entries, p_lists,
         if i_tile * BLOCK_F >= width:
             return
     if PDL:
-        if is_shared:
-            prefetch_l2(p_shared + o_w[:, None] * H + (tl.arange(0, LINES) * 64)[None, :])
+        if SHARED_UP == _NONE:  # noqa: SIM102
+            if is_shared:
+                prefetch_l2(p_shared + o_w[:, None] * ROW + (tl.arange(0, LINES) * LINE)[None, :])
         gdc_wait()
         gdc_launch_dependents()  # not earlier: `down_kernel` relies on what is behind this wait
     if ALONE:
@@ -430,16 +447,32 @@ def gate_up_kernel(p_x, p_w, p_shared, p_logits, p_counters, p_entries, p_lists,
         )
         if n <= 0:
             return
-    p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (2 * M * H))
-    p_w_tile = p_matrix + o_w[:, None] * H + o_k[None, :]
-    p_x_tile = p_x + b_row[None, :] * H + o_k[:, None]
-    b_acc = tl.zeros([2 * BLOCK_F, BLOCK_N], tl.float32)
-    for k in range(0, H, BLOCK_K):
-        b_w = tl.load(p_w_tile + k)
-        b_x = tl.load(p_x_tile + k, mask=(o_n < n)[None, :], other=0.0)
-        b_acc = dot(b_w, b_x, b_acc)
-    b_acc = tl.permute(tl.reshape(b_acc, [BLOCK_F // 8, 2, 8, BLOCK_N]), [0, 2, 3, 1])
-    b_gate, b_up = tl.split(b_acc)
+    if FORMAT == _PLAIN and UP == _NONE and SHARED == _PLAIN and SHARED_UP == _NONE:
+        p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (2 * M * H))
+        p_w_tile = p_matrix + o_w[:, None] * H + o_k[None, :]
+        p_x_tile = p_x + b_row[None, :] * H + o_k[:, None]
+        b_acc = tl.zeros([2 * BLOCK_F, BLOCK_N], tl.float32)
+        for k in range(0, H, BLOCK_K):
+            b_w = tl.load(p_w_tile + k)
+            b_x = tl.load(p_x_tile + k, mask=(o_n < n)[None, :], other=0.0)
+            b_acc = dot(b_w, b_x, b_acc)
+        b_acc = tl.permute(tl.reshape(b_acc, [BLOCK_F // 8, 2, 8, BLOCK_N]), [0, 2, 3, 1])
+        b_gate, b_up = tl.split(b_acc)
+    elif FORMAT == SHARED and UP == SHARED_UP and M == MS:
+        p_first, p_second = tl.where(is_shared, p_shared, p_w), p_up
+        if UP != _NONE:
+            p_second = tl.where(is_shared, p_shared_up, p_up)
+        b_gate, b_up = gate_and_up(
+            p_x + b_row * H, o_n < n, p_first, p_second, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP
+        )
+    elif is_shared:
+        b_gate, b_up = gate_and_up(
+            p_x + b_row * H, o_n < n, p_shared, p_shared_up, 0, i_tile, H, MS, BLOCK_F, MOST_K, SHARED, SHARED_UP
+        )
+    else:
+        b_gate, b_up = gate_and_up(
+            p_x + b_row * H, o_n < n, p_w, p_up, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP
+        )
     b_act = tl.reshape(b_gate / (1.0 + tl.exp(-b_gate)) * b_up, [BLOCK_F, BLOCK_N])
     b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
     o_f = i_tile * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -448,10 +481,11 @@ def gate_up_kernel(p_x, p_w, p_shared, p_logits, p_counters, p_entries, p_lists,
 
 @triton.jit(do_not_specialize=["n_rows"])
 def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries, p_lists, p_row_slot, p_out, n_rows,
+                FORMAT: tl.constexpr, SHARED: tl.constexpr,
                 H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                 E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                 NORMALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                ALONE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
+                MOST_K: tl.constexpr, ALONE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
     """out[slot, row] = weight[row, slot] * (down act) of BLOCK_M rows of one matrix and one work item.
 
     ALONE: one row. AHEAD: the first K block of the weights is fetched before the wait for `gate_up`, as is
@@ -481,26 +515,44 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
             return
         b_weight = tl.load(p_weight + b_row * (SLOTS + 1) + b_slot, mask=o_n < n, other=0.0, cache_modifier=".cg")
     b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
-    p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (M * H))
-    p_w_tile = p_matrix + o_h[:, None] * width + o_k[None, :]
-    p_x_tile = p_act + b_line[None, :] * INNER + o_k[:, None]
-    if AHEAD:
-        b_ahead = fetch(p_w_tile, (o_k < width)[None, :])
-    if PDL:
-        gdc_wait()
-        if not EARLY:
-            gdc_launch_dependents()
-    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if AHEAD:
-        b_x = tl.load(p_x_tile, mask=(o_n < n)[None, :] & (o_k < width)[:, None], other=0.0)
-        b_acc = dot(fetched(b_ahead), b_x, b_acc)
-    for k in range(BLOCK_K if AHEAD else 0, INNER, BLOCK_K):
-        if M == MS:
-            b_w = tl.load(p_w_tile + k)
-        else:  # the narrower of the two ends with products of zeros
-            b_w = tl.load(p_w_tile + k, mask=(k + o_k < width)[None, :], other=0.0)
-        b_x = tl.load(p_x_tile + k, mask=(o_n < n)[None, :] & (k + o_k < width)[:, None], other=0.0)
-        b_acc = dot(b_w, b_x, b_acc)
+    if FORMAT == _PLAIN and SHARED == _PLAIN:
+        p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (M * H))
+        p_w_tile = p_matrix + o_h[:, None] * width + o_k[None, :]
+        p_x_tile = p_act + b_line[None, :] * INNER + o_k[:, None]
+        if AHEAD:
+            b_ahead = fetch(p_w_tile, (o_k < width)[None, :])
+        if PDL:
+            gdc_wait()
+            if not EARLY:
+                gdc_launch_dependents()
+        b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if AHEAD:
+            b_x = tl.load(p_x_tile, mask=(o_n < n)[None, :] & (o_k < width)[:, None], other=0.0)
+            b_acc = dot(fetched(b_ahead), b_x, b_acc)
+        for k in range(BLOCK_K if AHEAD else 0, INNER, BLOCK_K):
+            if M == MS:
+                b_w = tl.load(p_w_tile + k)
+            else:  # the narrower of the two ends with products of zeros
+                b_w = tl.load(p_w_tile + k, mask=(k + o_k < width)[None, :], other=0.0)
+            b_x = tl.load(p_x_tile + k, mask=(o_n < n)[None, :] & (k + o_k < width)[:, None], other=0.0)
+            b_acc = dot(b_w, b_x, b_acc)
+    else:
+        N_AHEAD: tl.constexpr = 4 if AHEAD else 0
+        p_x_row = p_act + b_line * INNER
+        if FORMAT == SHARED and M == MS:
+            p_matrix = matrix_at(tl.where(is_shared, p_shared, p_w), expert, H, M, FORMAT)
+            b_acc = product_of_rows(
+                p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, N_AHEAD, PDL, PDL and not EARLY
+            )
+        elif is_shared:
+            b_acc = product_of_rows(
+                p_x_row, o_n < n, p_shared, o_h, H, MS, MOST_K, SHARED, N_AHEAD, PDL, PDL and not EARLY
+            )
+        else:
+            p_matrix = matrix_at(p_w, expert, H, M, FORMAT)
+            b_acc = product_of_rows(
+                p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, N_AHEAD, PDL, PDL and not EARLY
+            )
     p_column = p_out + (b_slot * n_rows + b_row).to(tl.int64) * H
     tl.store(p_column[None, :] + o_h[:, None], b_acc * b_weight[None, :], mask=(o_n < n)[None, :])
 
@@ -527,14 +579,43 @@ class MoeTiles:
     alone: bool = False  # one row: gate_up and down route it
 
 
-def moe_tiles(n_rows: int) -> MoeTiles:
+def moe_tiles(n_rows: int, w: MoeWeights) -> MoeTiles:
     """The cut for a bucket of n_rows."""
+    if not all(is_bf16(m) for m in (w.gate_up, w.down, w.shared_gate_up, w.shared_down)):
+        return _decoded_tiles(n_rows, w)
     if n_rows == 1:
         return MoeTiles(down_k=512, down_ahead=True, router_k=256, router_ahead=True, early=True, alone=True)
     if n_rows <= FEW_ROWS:
         few = MoeTiles(up_stages=4, router_k=256, router_ahead=True, early=True)
         return few if n_rows > 4 else dataclasses.replace(few, down_k=512, down_ahead=True)
     return MoeTiles(block_n=16 if n_rows <= 64 else 32)
+
+
+_ROOM = 48 * 1024
+"""Shared memory of a program that decodes weights: decoding needs warps, so four of them fit on an SM."""
+
+
+def _decoded_tiles(n_rows: int, w: MoeWeights) -> MoeTiles:
+    few, block_n, k = n_rows <= FEW_ROWS, 16 if n_rows <= 64 else 32, 128
+
+    def stages(*matrices: Matrix) -> int:
+        largest = max(stage_bytes(64, m.k, piece.format, k, block_n) for m in matrices for piece in m.pieces)
+        return max(2, min(4, _ROOM // largest))
+
+    in_pieces = len(w.gate_up.pieces) + len(w.shared_gate_up.pieces) > 2
+    return MoeTiles(
+        block_f=64 if in_pieces else 32, block_n=block_n, up_k=k, up_stages=stages(w.gate_up, w.shared_gate_up),
+        down_k=k, down_stages=stages(w.down, w.shared_down), down_ahead=n_rows <= 4, router_k=256 if few else 128,
+        router_ahead=few, early=few, alone=n_rows == 1,
+    )  # fmt: skip
+
+
+def _lines(w: Matrix) -> dict[str, int]:
+    """ROW, LINE and LINES, those of a row of codes that are fetched ahead."""
+    piece = w.pieces[0]
+    n_bytes = next(iter(planes(1, piece.k, piece.format).values()))[1]
+    element = 2 if piece.format.codes == "bf16" else 1
+    return {"ROW": n_bytes // element, "LINE": 128 // element, "LINES": largest_block(32, max(1, n_bytes // 128))}
 
 
 def moe_decode(
@@ -556,7 +637,7 @@ def moe_decode(
         raise ValueError(f"moe: out must be float32 [{n_per_token + 1}, {n}, {hidden}]")
     if n * n_per_token > scratch.entries.numel():
         raise ValueError(f"moe: workspaces are for {scratch.entries.numel() // n_per_token} rows, not {n}")
-    t, s = tiles or moe_tiles(n), scratch
+    t, s = tiles or moe_tiles(n, w), scratch
     if t.alone and n != 1:
         raise ValueError(f"moe: {n} rows cannot be routed without lists")
     pdl, splits = levers.pdl, router_splits(hidden, levers)
@@ -580,17 +661,19 @@ def moe_decode(
     n_work = n_entries + triton.cdiv(n, t.block_n)
     experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **routing)
     block_f = largest_block(t.block_f, width, shared)
+    (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(pieces_of, (w.gate_up, w.shared_gate_up))
     launch(
-        gate_up_kernel, (inner // block_f * n_work,), x, rows_of("moe", w.gate_up), rows_of("moe", w.shared_gate_up), s.logits,
-        s.counters, s.entries, s.lists, row_slot, s.act, n, BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), LINES=largest_block(32, hidden // 64),
-        **experts, num_warps=4, num_stages=t.up_stages, pdl=pdl,
+        gate_up_kernel, (inner // block_f * n_work,), x, rows, up, shared_rows, shared_up, s.logits, s.counters, s.entries,
+        s.lists, row_slot, s.act, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP, BLOCK_F=block_f,
+        BLOCK_K=largest_block(t.up_k, hidden), MOST_K=t.up_k, **_lines(w.shared_gate_up), **experts, num_warps=4,
+        num_stages=t.up_stages, pdl=pdl,
     )
     block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
     if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
         block_k = 128
+    (rows, FORMAT), (shared_rows, SHARED) = piece_of(w.down), piece_of(w.shared_down)
     launch(
-        down_kernel, (hidden // block_m * n_work,), s.act, rows_of("moe", w.down), rows_of("moe", w.shared_down), s.logits,
-        s.weight, s.counters, s.entries, s.lists, row_slot, out, n, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
-        AHEAD=t.down_ahead, EARLY=t.early, **experts,
-        num_warps=4, num_stages=t.down_stages, pdl=pdl,
+        down_kernel, (hidden // block_m * n_work,), s.act, rows, shared_rows, s.logits, s.weight, s.counters, s.entries, s.lists,
+        row_slot, out, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
+        MOST_K=t.down_k, AHEAD=t.down_ahead, EARLY=t.early, **experts, num_warps=4, num_stages=t.down_stages, pdl=pdl,
     )

@@ -35,14 +35,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
+from deltic.ops.gpu.experts import (
+    NONE,
+    PLAIN,
+    gate_and_up,
+    matrix_at,
+    piece_of,
+    pieces_of,
+    product_of_rows,
+    stage_bytes,
+)
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.moe import MoeWeights, check_moe, dot, largest_block, logit_stride, route_rows, router_splits
-from deltic.ops.gpu.weight import rows_of
+from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix
 
 TILE = 128
 _TILE = tl.constexpr(TILE)
 _UNROLLED = tl.constexpr(256)
+_PLAIN, _NONE = tl.constexpr(PLAIN), tl.constexpr(NONE)
 
 
 @dataclass(frozen=True)
@@ -204,22 +215,29 @@ def tile_pairs(p_lists, expert, first, n, n_rows, SLOTS: tl.constexpr, SHARED: t
 
 
 @triton.jit
-def gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+def gate_up_tile(p_x, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                  H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr):
+                 BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+                 FORMAT: tl.constexpr, UP: tl.constexpr):
     """BLOCK_M rows by BLOCK_F features.
 
     Gate and up rows take turns, so that a thread gets both of a feature.
     """
     o_m, o_k, o_w = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_F)
     _, b_row = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
-    o_w = i_tile * BLOCK_F + o_w // 2 + o_w % 2 * M
-    p_x_tile = p_x + b_row[:, None] * H + o_k[None, :]
-    p_w_tile = p_w + expert.to(tl.int64) * (2 * M * H) + o_w[None, :] * H + o_k[:, None]
-    b_acc = tl.zeros([BLOCK_M, 2 * BLOCK_F], tl.float32)
-    for k in range(0, H, BLOCK_K):
-        b_acc = dot(tl.load(p_x_tile + k), tl.load(p_w_tile + k), b_acc)
-    b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
+    if FORMAT == _PLAIN and UP == _NONE:
+        o_w = i_tile * BLOCK_F + o_w // 2 + o_w % 2 * M
+        p_x_tile = p_x + b_row[:, None] * H + o_k[None, :]
+        p_w_tile = p_w + expert.to(tl.int64) * (2 * M * H) + o_w[None, :] * H + o_k[:, None]
+        b_acc = tl.zeros([BLOCK_M, 2 * BLOCK_F], tl.float32)
+        for k in range(0, H, BLOCK_K):
+            b_acc = dot(tl.load(p_x_tile + k), tl.load(p_w_tile + k), b_acc)
+        b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
+    else:
+        b_gate, b_up = gate_and_up(
+            p_x + b_row * H, o_m < n, p_w, p_up, expert, i_tile, H, M, BLOCK_F, BLOCK_K, FORMAT, UP
+        )
+        b_gate, b_up = tl.trans(b_gate), tl.trans(b_up)
     b_act = (b_gate / (1.0 + tl.exp(-b_gate)) * b_up).to(tl.bfloat16)
     o_f = i_tile * BLOCK_F + tl.arange(0, BLOCK_F)
     p_line = p_act + (act_row + o_m).to(tl.int64)[:, None] * INNER
@@ -227,11 +245,14 @@ def gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_
 
 
 @triton.jit(do_not_specialize=["n_rows", "act_base"])
-def prefill_gate_up_kernel(p_x, p_w, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
+def prefill_gate_up_kernel(p_x, p_w, p_up, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
                            H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
                            SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-                           PDL: tl.constexpr):
-    """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough."""
+                           FORMAT: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
+    """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough.
+
+    FORMAT, UP: the formats of the pieces (experts.py).
+    """
     i_tile, i_entry = tl.program_id(0) % (M // BLOCK_F), tl.program_id(0) // (M // BLOCK_F)
     if PDL:
         gdc_wait()
@@ -240,33 +261,39 @@ def prefill_gate_up_kernel(p_x, p_w, p_counters, p_entries, p_lists, p_n, p_act,
     if n == 0:
         return
     if n <= 64:
-        gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
-                     H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K)
+        gate_up_tile(p_x, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+                     H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, FORMAT, UP)
     else:
-        gate_up_tile(p_x, p_w, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
-                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K)
+        gate_up_tile(p_x, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+                     H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K, FORMAT, UP)
 
 
 @triton.jit
-def down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
-              H: tl.constexpr, M: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def down_tile(acts, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+              H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
     """BLOCK_M rows of act by BLOCK_N of H."""
-    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in range(0, M, BLOCK_K):
-        b_x = load_tile(acts, act_row, k, BLOCK_M, BLOCK_K)
-        b_acc = dot(b_x, load_tile(weights, expert * H + i_tile * BLOCK_N, k, BLOCK_N, BLOCK_K).T, b_acc)
-    b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
     o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if FORMAT == _PLAIN:
+        b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(0, M, BLOCK_K):
+            b_x = load_tile(acts, act_row, k, BLOCK_M, BLOCK_K)
+            b_acc = dot(b_x, load_tile(weights, expert * H + i_tile * BLOCK_N, k, BLOCK_N, BLOCK_K).T, b_acc)
+    else:
+        p_x_row = p_act + (act_row + o_m).to(tl.int64) * INNER
+        p_matrix = matrix_at(p_w, expert, H, M, FORMAT)
+        b_acc = tl.trans(product_of_rows(p_x_row, o_m < n, p_matrix, o_h, H, M, BLOCK_K, FORMAT))
+    b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
     tl.store(p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(tl.bfloat16), mask=(o_m < n)[:, None])
 
 
 @triton.jit(do_not_specialize=["n_rows", "act_base"])
-def prefill_down_kernel(acts, halves, weights, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base,
-                        H: tl.constexpr, M: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
-                        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """Grid: entries by tiles of H. acts, halves: act (`tiles_of`), tiles [128 or 64, BLOCK_K]; weights:
-    [E H, M].
+def prefill_down_kernel(acts, halves, weights, p_act, p_w, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base,
+                        H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
+                        SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+                        PDL: tl.constexpr):
+    """Grid: entries by tiles of H. In bf16 acts, halves: act (`tiles_of`), tiles [128 or 64, BLOCK_K];
+    weights: of [E H, M]. In other formats their addresses: p_act, p_w.
     """
     i_tile, i_entry = tl.program_id(0) % (H // BLOCK_N), tl.program_id(0) // (H // BLOCK_N)
     if PDL:
@@ -276,11 +303,11 @@ def prefill_down_kernel(acts, halves, weights, p_counters, p_entries, p_lists, p
     if n == 0:
         return
     if n <= 64:
-        down_tile(halves, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
-                  H, M, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K)
+        down_tile(halves, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+                  H, M, INNER, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K, FORMAT)
     else:
-        down_tile(acts, weights, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
-                  H, M, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K)
+        down_tile(acts, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+                  H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K, FORMAT)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -336,6 +363,19 @@ def moe_prefill_tiles() -> MoePrefillTiles:
     return replace(c, up_stages=up, down_stages=down)
 
 
+def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
+    """Those asked for, or the cut for a matrix of gate_up or down."""
+    if tiles is not None or is_bf16(w):
+        return tiles or moe_prefill_tiles()
+    # 128 weight rows a program, of two pieces of each
+    k, room = 64, min(100 * 1024, chip().shared_bytes - 2048)
+    largest = max(stage_bytes(128, w.k, piece.format, k, TILE) for piece in w.pieces)
+    stages = max(2, min(4, room // largest))
+    return MoePrefillTiles(
+        block_f=64 * len(w.pieces), up_warps=8, up_stages=stages, up_k=k, down_warps=8, down_stages=stages, down_k=k
+    )
+
+
 def moe_prefill(
     x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
     levers: Levers, tiles: MoePrefillTiles | None = None,
@@ -378,22 +418,28 @@ def moe_prefill(
     products: dict[str, Any] = {"E": n_experts, "SLOTS": n_per_token, "pdl": pdl}
 
     def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
-        block_f = largest_block(c.block_f, m)
+        rows, ups, FORMAT, UP = pieces_of(matrix)
+        d = _tiles(matrix, tiles)
+        block_f = largest_block(d.block_f, m)
         launch(
-            prefill_gate_up_kernel, (n * (m // block_f),), x, rows_of("moe", matrix), s.counters, s.entries, s.lists, blocks.n,
-            s.act, t, act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_F=block_f,
-            BLOCK_K=largest_block(c.up_k, hidden), num_warps=c.up_warps, num_stages=c.up_stages, **products,
+            prefill_gate_up_kernel, (n * (m // block_f),), x, rows, ups, s.counters, s.entries, s.lists, blocks.n, s.act, t,
+            act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_F=block_f, BLOCK_K=largest_block(d.up_k, hidden),
+            FORMAT=FORMAT, UP=UP, num_warps=d.up_warps, num_stages=d.up_stages, **products,
         )
 
     def down(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
-        block_n, block_k, rows = largest_block(c.block_n, hidden), largest_block(c.down_k, m), rows_of("moe", matrix)
-        n_act = act_base + n_tiles * TILE
-        acts, halves = (tiles_of(s.act, n_act, m, inner, (high, block_k)) for high in (TILE, 64))
-        weights = tiles_of(rows, rows.numel() // m, m, m, (block_n, block_k))
+        (rows, FORMAT), d = piece_of(matrix), _tiles(matrix, tiles)
+        block_n, block_k = largest_block(d.block_n, hidden), largest_block(d.down_k, m)
+        operands: tuple[Any, ...] = (None, None, None, s.act, rows)
+        if FORMAT == PLAIN:
+            n_act, rows = act_base + n_tiles * TILE, rows.view(-1, m)
+            acts, halves = (tiles_of(s.act, n_act, m, inner, (high, block_k)) for high in (TILE, 64))
+            weights = tiles_of(rows, len(rows), m, m, (block_n, block_k))
+            operands = acts, halves, weights, None, None
         launch(
-            prefill_down_kernel, (n * (hidden // block_n),), acts, halves, weights, s.counters, s.entries, s.lists, blocks.n,
-            s.y, t, act_base, H=hidden, M=m, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k,
-            num_warps=c.down_warps, num_stages=c.down_stages, **products,
+            prefill_down_kernel, (n * (hidden // block_n),), *operands, s.counters, s.entries, s.lists, blocks.n, s.y, t,
+            act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k, FORMAT=FORMAT,
+            num_warps=d.down_warps, num_stages=d.down_stages, **products,
         )
 
     up(w.gate_up, width, n_entries, False)

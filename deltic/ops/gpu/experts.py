@@ -1,0 +1,135 @@
+"""Experts' weights in any format as operands: the products that the decode (moe.py) and the prefill
+(moe_prefill.py) of a mixture have in common.
+
+A format is one number of a kernel, `number`; gate and up rows may be two pieces of different formats, whose
+sums are walked one after the other. Weight rows are the tall side of a product, rows of x the narrow one
+(decode.py).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltic.ops import formats
+from deltic.ops.contract import check
+from deltic.ops.formats import WeightFormat
+from deltic.ops.gpu.decode import add_block, address, load_block, matrix_elements, rows_from
+from deltic.ops.matrix import Matrix, Piece
+
+NONE, PLAIN = -1, 0
+"""In a format's place: there is no second piece; it is bf16."""
+_NONE = tl.constexpr(NONE)
+
+
+def number(format: WeightFormat) -> int:
+    """The format as a kernel takes it."""
+    return formats.CODES.index(format.codes) + 16 * formats.SCALES.index(format.scales) + 256 * format.group
+
+
+def pieces_of(w: Matrix) -> tuple[Tensor, Tensor | None, int, int]:
+    """What a kernel takes of gate_up: addresses of the first and the second piece, which may be none, and
+    their formats.
+
+    Raises KernelError for weights in strips, and for pieces that are not gate and up.
+    """
+    for piece in w.pieces:
+        check("moe", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
+    first = w.pieces[0]
+    if len(w.pieces) == 1:
+        return address(first), None, number(first.format), NONE
+    check("moe", [piece.n for piece in w.pieces] == [w.n // 2] * 2, "gate and up, each in one format")
+    return address(first), address(w.pieces[1]), number(first.format), number(w.pieces[1].format)
+
+
+def piece_of(w: Matrix) -> tuple[Tensor, int]:
+    """What a kernel takes of down: address and format. Raises KernelError for several pieces, or strips."""
+    memory, _, format, _ = pieces_of(Matrix(w.n, w.k, (w.whole,)))
+    return memory, format
+
+
+def block_of(k: int, format: int, most: int) -> int:
+    """Columns of a block of K. Only of e4m3 does it change bits, and follows k alone."""
+    codes = formats.CODES[format % 16]
+    most = 128 if codes == "e4m3" else min(most, 64) if codes == "bf16" else most
+    return next(block for block in (256, 128, 64, 32) if block <= most and k % block == 0)
+
+
+def stage_bytes(n_rows: int, k: int, format: WeightFormat, most: int, n_columns: int) -> int:
+    """Shared memory of a block of n_rows weight rows, with all that is stored of them, and of x."""
+    block = block_of(k, number(format), most)
+    return n_rows * (Piece.n_bytes_of(256, block, format, "rows") // 256) + 2 * block * n_columns
+
+
+_block = triton.constexpr_function(block_of)
+
+
+@triton.jit
+def matrix_at(p_w, i_matrix, n, k, FORMAT: tl.constexpr):
+    """Where matrix i_matrix [n, k] begins."""
+    return p_w + tl.cast(i_matrix, tl.int64) * matrix_elements(n, k, FORMAT % 16, FORMAT // 16 % 16, FORMAT // 256)
+
+
+@triton.jit
+def product_of_rows(
+    p_x_row, b_used, p_w, o_row, n, K: tl.constexpr, MOST_K: tl.constexpr, FORMAT: tl.constexpr,
+    AHEAD: tl.constexpr = 0, WAIT: tl.constexpr = False, RELEASE: tl.constexpr = False,
+):
+    """float32 [M, N]: rows o_row [M] of the matrix [n, K] at p_w times the rows of x at p_x_row [N], those in
+    use.
+
+    AHEAD: so many blocks of weights are read first of all. WAIT, RELEASE: then the kernel waits for the one
+    in front, and lets the next one start, before x is read.
+    """
+    CODES: tl.constexpr = FORMAT % 16
+    SCALES: tl.constexpr = FORMAT // 16 % 16
+    GROUP: tl.constexpr = FORMAT // 256
+    BLOCK_K: tl.constexpr = _block(K, FORMAT, MOST_K)
+    FIRST: tl.constexpr = AHEAD if AHEAD < K // BLOCK_K else K // BLOCK_K
+    w = rows_from(p_w, o_row, tl.full((), 0, tl.int32), n, K, BLOCK_K, CODES, SCALES, GROUP)
+    p_x_tile = p_x_row[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    b_acc = tl.zeros((o_row.shape[0], p_x_row.shape[0]), tl.float32)
+    blocks: tl.tuple = ()
+    for i in tl.static_range(FIRST):
+        blocks += (load_block(w, tl.full((), i * BLOCK_K, tl.int32), BLOCK_K, CODES, SCALES, GROUP),)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
+    if RELEASE:
+        tl.extra.cuda.gdc_launch_dependents()
+    for i in tl.static_range(FIRST):
+        b_x = tl.load(p_x_tile + i * BLOCK_K, mask=b_used[:, None], other=0.0)
+        b_acc = add_block(b_acc, blocks[i], tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
+    for i_k in range(FIRST * BLOCK_K, K, BLOCK_K):
+        b_x = tl.load(p_x_tile + i_k, mask=b_used[:, None], other=0.0)
+        block = load_block(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
+        b_acc = add_block(b_acc, block, tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
+    return b_acc
+
+
+@triton.jit
+def gate_and_up(
+    p_x_row, b_used, p_w, p_up, i_matrix, i_tile, H: tl.constexpr, M: tl.constexpr, BLOCK_F: tl.constexpr,
+    MOST_K: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr,
+):
+    """float32 [BLOCK_F, N]: gate and up of features i_tile * BLOCK_F on, of matrix i_matrix.
+
+    In one piece: eight gate rows and eight up rows take turns, so that one thread gets both of a feature.
+    """
+    if UP == _NONE:
+        o_w = tl.arange(0, 2 * BLOCK_F)
+        o_w = i_tile * BLOCK_F + o_w // 16 * 8 + o_w % 8 + o_w // 8 % 2 * M
+        b_acc = product_of_rows(
+            p_x_row, b_used, matrix_at(p_w, i_matrix, 2 * M, H, FORMAT), o_w, 2 * M, H, MOST_K, FORMAT
+        )
+        b_acc = tl.permute(tl.reshape(b_acc, (BLOCK_F // 8, 2, 8, p_x_row.shape[0])), (0, 2, 3, 1))
+        b_gate, b_up = tl.split(b_acc)
+        b_gate = tl.reshape(b_gate, (BLOCK_F, p_x_row.shape[0]))
+        b_up = tl.reshape(b_up, (BLOCK_F, p_x_row.shape[0]))
+    else:
+        o_w = i_tile * BLOCK_F + tl.arange(0, BLOCK_F)
+        b_gate = product_of_rows(p_x_row, b_used, matrix_at(p_w, i_matrix, M, H, FORMAT), o_w, M, H, MOST_K, FORMAT)
+        b_up = product_of_rows(p_x_row, b_used, matrix_at(p_up, i_matrix, M, H, UP), o_w, M, H, MOST_K, UP)
+    return b_gate, b_up
