@@ -1,9 +1,9 @@
 """Loading weights: what every model shares, from safetensors files to packed matrices.
 
 A model declares each part once (`Declaration`): sizes, and the stored tensors that fill it, whose formats it
-keeps. From this follow empty weights, their bytes, and the plan of loading: stored tensors are checked against
-the files, put together one matrix at a time from mapped memory, and packed at once, so the peak stays near the
-size of the packed weights.
+keeps. From this follow empty weights, their bytes, and the plan of loading: stored tensors are checked
+against the files, put together one matrix at a time from mapped memory, and packed at once, so the peak stays
+near the size of the packed weights.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Parts:
                 yield name, part
 
     def named_memory(self) -> Iterator[tuple[str, Any]]:
-        """The memory of every part: vectors and tables, and the packed bytes of every piece of a matrix, which
-        has a number of its own where there are several.
+        """The memory of every part: vectors and tables, and the packed bytes of every piece of a matrix,
+        which has a number of its own where there are several.
         """
         for name, part in self.named_parts():
             if isinstance(part, Matrix):
@@ -220,7 +220,7 @@ class Stored:
     """As stored; (): [all rows, K]."""
 
     def read(self, tensor: StoredTensor, i: int, n_matrices: int) -> Array | Quantised:
-        """Its rows of a part, [all sizes together, K]. A tensor of several matrices gives those of matrix i."""
+        """Its rows of a part, [all sizes together, K]; of a tensor of several matrices those of matrix i."""
         n = sum(self.sizes) // n_matrices
         if self.n_groups == 1:
             return tensor.read(self.first + i * n, self.first + (i + 1) * n)
@@ -278,8 +278,8 @@ class Declaration:
         return target
 
     def matrix(self, k: int, *stored: Stored, role: Role = "plain", n_matrices: int = 1) -> Matrix:
-        """n_matrices of [n, k], of the rows of all that is stored: those that are quantised in their format, the
-        others in that of the role.
+        """n_matrices of [n, k], of the rows of all that is stored: those that are quantised in their format,
+        the others in that of the role.
         """
         n = sum(sum(one.sizes) for one in stored) // n_matrices
         asked = format_of(role, self.quantize, self.store.layout)
