@@ -92,6 +92,13 @@ class EngineConfig:
         choices=("int8", "int4", "int4-symmetric"),
         device="cpu",
     )
+    quantize_rest: str | None = knob(
+        None,
+        "of a checkpoint that is quantised, round at load the matrices that it left in 16 bits; fp8 is for a GPU (default: as "
+        "stored)",
+        choices=("fp8", "int8", "int4"),
+        kind="text",
+    )
     weights_cache: Path | None = knob(
         None,
         "keep packed weights in this directory: later starts map them instead of loading; a checkpoint that changes leaves its old file there",
@@ -164,6 +171,11 @@ class EngineConfig:
         metavar="FILE",
     )
     seed: int = knob(0, "seed of dummy weights")
+
+    @property
+    def rounded(self) -> str | None:
+        """What matrices that are stored in 16 bits become; None: they stay."""
+        return self.quantize or self.quantize_rest
 
     @property
     def may_use_gpu(self) -> bool:

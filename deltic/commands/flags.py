@@ -127,7 +127,7 @@ def pack(sub: argparse.ArgumentParser) -> None:
     """Of `deltic pack`."""
     add_model(sub)
     sub.add_argument("--out", metavar="DIR", required=True, help="directory to make")
-    add_some(sub, "revision", "download_dir", "quantize", "threads")
+    add_some(sub, "revision", "download_dir", "quantize", "quantize_rest", "threads")
 
 
 def plan(sub: argparse.ArgumentParser) -> None:

@@ -13,9 +13,9 @@ from rich.table import Table
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.models.checkpoint import model_name
-from deltic.models.loading import COUNTED, COUNTED_ROWS, Store
+from deltic.models.loading import COUNTED, COUNTED_ROWS, Store, shares_text
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import Moe, empty_weights
+from deltic.models.qwen.weights import Moe, Weights, active_weights, empty_weights
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
@@ -23,6 +23,9 @@ from deltic.roofs import multiply_peak, read_bandwidth
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_model, sees_gpu
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.plan import Plan, TextPlan
+
+LEAST_PART = 0.05
+"""A format that takes part in less of a token's products is left out of their roof."""
 
 ROWS_PER_S = 12.5
 """Frames of a speech model; a prompt is said to take 64 rows."""
@@ -45,6 +48,8 @@ def report(config: EngineConfig) -> str:
     beside = device.text.reserve_bytes // 2
     free, wanted = device.free_bytes() if is_here else 0, int((config.memory_gb or 0) * 1e9)
     config, _, plan = plan_model(config, device, max(free, wanted + beside if wanted else 0))
+    store = COUNTED_ROWS if on_gpu else COUNTED
+    weights = None if plan.speaks else _weights(plan.shape, plan.quantize, store)
     out = StringIO()
     console = Console(file=out, width=100)
     console.print(f"{model_name(config)}: {_parts(plan)}")
@@ -53,7 +58,7 @@ def report(config: EngineConfig) -> str:
     elif wanted > free - beside:
         whose = " of the GPU's memory" if on_gpu else ""
         console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB{whose} are free[/]")
-    console.print(_memory_table(plan, on_gpu))
+    console.print(_memory_table(plan, weights, on_gpu))
     if on_gpu:
         console.print(
             f"The driver, the compiled kernels and the recorded steps take up to {device.text.reserve_bytes / 1e9:.1f} GB of the "
@@ -66,10 +71,15 @@ def report(config: EngineConfig) -> str:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
         console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
     try:
-        console.print(_speed_table(plan, on_gpu, _roofs(plan, on_gpu) if is_here else None))
+        console.print(_speed_table(plan, weights, store, _roofs(plan, weights, on_gpu) if is_here else None))
     except RuntimeError:  # torch's out of memory
         console.print("The roofs were not measured: too little of the GPU's memory is free.")
     return out.getvalue()
+
+
+def _weights(shape: ModelShape, quantize: str | None, store: Store) -> Weights:
+    """Without memory."""
+    return empty_weights(shape, quantize, shape.tie_word_embeddings, store)
 
 
 def _parts(plan: Plan[Any]) -> str:
@@ -84,23 +94,33 @@ def _parts(plan: Plan[Any]) -> str:
     return f"{size}{sparse}, {shape.n_gdn_layers} DeltaNet + {shape.n_attn_layers} attention layers"
 
 
-def _memory_table(plan: Plan[Any], on_gpu: bool) -> Table:
+def _weights_text(plan: Plan[Any], weights: Weights | None) -> str:
+    kind = plan.quantize or "bfloat16"
+    if weights is None:
+        return f"{kind} matrices of talker and predictor, bfloat16 tables"
+    if not plan.shape.formats:
+        return f"{kind} matrices, float32 norms and gates"
+    rest = f" (16 bits rounded to {kind})" if plan.quantize else ""
+    return f"as stored{rest}: {shares_text(weights.formats())}; float32 norms and gates"
+
+
+def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Table:
     buffers = dict(plan.workspace)
     streams = buffers.pop("vocoder states", 0)
     largest = sorted(buffers.items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {n_bytes / 1e6:.0f} MB" for name, n_bytes in largest)
-    stored, floats, unit = "matrices", "float32 norms and gates", "tokens"
+    unit = "tokens"
     step = f"a step of up to {plan.n_batch_tokens} tokens"
     host = "for preempted sequences; with --cache-host-gb for what is evicted as well"
     if plan.speaks:
-        stored, floats, unit = "matrices of talker and predictor", "bfloat16 tables", "rows or frames"
-        step, host = f"a step of up to {plan.n_rows} rows", "for preempted sequences"
+        unit, step = "rows or frames", f"a step of up to {plan.n_rows} rows"
+        host = "for preempted sequences"
     if on_gpu:
         step = f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} {unit.split()[0]}"
         host = f"not on the device: {host}"
     table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
     rows = {
-        "weights": (plan.weight_bytes, f"{plan.quantize or 'bfloat16'} {stored}, {floats}"),
+        "weights": (plan.weight_bytes, _weights_text(plan, weights)),
         "vocoder": (plan.vocoder_bytes, "float32"),
         "workspace": (sum(buffers.values()), f"{step}; largest: {most}"),
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),
@@ -176,7 +196,10 @@ def decode_bytes(shape: ModelShape, quantize: str | None, n_seqs: int, context: 
     """Bytes that one decode step of n_seqs sequences must move: weights once (of a mixture the experts that
     uniform routing touches), each state read and written, each context's keys and values read.
     """
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, store)
+    return _decode_bytes(_weights(shape, quantize, store), shape, n_seqs, context)
+
+
+def _decode_bytes(weights: Weights, shape: ModelShape, n_seqs: int, context: int) -> float:
     n_bytes: float = weights.n_bytes
     if weights.lm_head is not weights.embed:
         n_bytes -= weights.embed.n_bytes  # a lookup
@@ -187,22 +210,26 @@ def decode_bytes(shape: ModelShape, quantize: str | None, n_seqs: int, context: 
     return n_bytes + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
 
 
-def _roofs(plan: Plan[Any], on_gpu: bool) -> tuple[float, float]:
+def _roofs(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> tuple[float, float]:
     """Bytes read and operations multiplied per second, measured now. Raises torch.OutOfMemoryError."""
     if on_gpu:
         from deltic.ops.gpu.roofs import GpuRoofs
 
         roofs = GpuRoofs.measured()
         return roofs.read, roofs.multiply
-    return read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
+    if weights is None or not plan.shape.formats:
+        return read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
+    active = active_weights(weights, plan.shape)
+    most = {name: n for name, n in active.items() if n >= LEAST_PART * sum(active.values())}
+    seconds = sum(n / multiply_peak(plan.n_threads, name) for name, n in most.items())
+    return read_bandwidth(plan.n_threads), sum(most.values()) / seconds
 
 
-def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | None) -> Table:
+def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: tuple[float, float] | None) -> Table:
     """Roofs, not forecasts, and without a vocoder: the larger of bytes over bandwidth and operations over the
     multiply rate. Without roofs, the bytes of a step.
     """
     shape, context = plan.shape, min(1024, plan.max_model_len)
-    store = COUNTED_ROWS if on_gpu else COUNTED
     if plan.speaks:
         parts = frame_bytes(shape, plan.quantize, store)
         heads = N_CODES * shape.n_codebook * shape.predictor.hidden_size
@@ -223,7 +250,7 @@ def _speed_table(plan: Plan[Any], on_gpu: bool, roofs: tuple[float, float] | Non
     columns = (speed, "bound by") if roofs else ("GB",)
     table = Table(what, *columns, title=title, title_justify="left")
     for n in (n for n in sizes if n <= plan.max_num_seqs):
-        n_bytes = sum(parts) if plan.speaks else decode_bytes(shape, plan.quantize, n, context, store)
+        n_bytes = sum(parts) if weights is None else _decode_bytes(weights, shape, n, context)
         name = f"{n}" if plan.speaks else f"decode, {n} at {context} tokens"
         if roofs is None:
             table.add_row(name, f"{n_bytes / 1e9:.2f}")

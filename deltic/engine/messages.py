@@ -372,7 +372,9 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     kernels: str = ""
     """Whose kernels run: the CPU's instruction set they were compiled for, or Triton's version."""
     precision: str = "bf16"
-    """The format of the weights as they run, a packed model's too: "bf16", or one of --quantize."""
+    """The format of the weights as they run, a packed model's too: "bf16", one of --quantize, or that of most
+    weights of a quantised checkpoint.
+    """
     notices: list[str] = []
     n_prompt_ids: int = 0
     """Number of ids that a prompt may have, if it differs from vocab_size (speech: rows); 0: vocab_size."""

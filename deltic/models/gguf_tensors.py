@@ -75,23 +75,24 @@ _EXPERTS = {"gate": ("gate",), "up": ("up",), "down": ("down",), "gate_up": ("ga
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.(.+)")
 
 
-def stored_tensors(model: Gguf) -> dict[str, StoredTensor]:
+def stored_tensors(model: Gguf, unused: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
     """All tensors by the names of the bfloat16 checkpoint, in the flat layout: `model.`, `lm_head.`,
     `mtp.`.
 
-    A tensor that no such checkpoint has keeps its name. Raises CheckpointError for types that are not read,
-    and for shapes that no such checkpoint has.
+    A tensor that no such checkpoint has keeps its name. unused: how the names begin of those that may be of
+    any type. Raises CheckpointError for types that are not read, and for shapes that no such checkpoint has.
     """
     files, n_layers = MappedFiles(), n_trunk_layers(model)
     found: dict[str, StoredTensor] = {}
     for tensor in model.tensors.values():
-        if tensor.type not in PLAIN + QUANTISED:
-            supported = ", ".join(PLAIN + QUANTISED)
-            raise CheckpointError(
-                f"{tensor.where} is quantised as {tensor.type}, which is not supported; supported: {supported}"
-            )
+        is_read = tensor.type in PLAIN + QUANTISED
         whole = Rows(tensor, files, tensor.shape)
         for name, stored in _renamed(whole, n_layers):
+            if not is_read and not name.startswith(unused):
+                supported = ", ".join(PLAIN + QUANTISED)
+                raise CheckpointError(
+                    f"{tensor.where} is quantised as {tensor.type}, which is not supported; supported: {supported}"
+                )
             if name in found:
                 raise CheckpointError(f"{tensor.where} is stored twice: also as {found[name].where}")
             found[name] = stored

@@ -1,9 +1,9 @@
 """Loading weights: what every model shares, from safetensors files to packed matrices.
 
 A model declares each part once (`Declaration`): sizes, and the stored tensors that fill it, whose formats it
-keeps. From this follow empty weights, their bytes, and the plan of loading: stored tensors are checked against
-the files, put together one matrix at a time from mapped memory, and packed at once, so the peak stays near the
-size of the packed weights.
+keeps. From this follow empty weights, their bytes, and the plan of loading: stored tensors are checked
+against the files, put together one matrix at a time from mapped memory, and packed at once, so the peak stays
+near the size of the packed weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -25,7 +25,8 @@ from numpy.typing import DTypeLike
 from deltic.models.fields import CheckpointError, read_json
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_tensors import stored_tensors as tensors_of_gguf
-from deltic.models.mapped import Header, read_header
+from deltic.models.layouts import Plain
+from deltic.models.mapped import Header, MappedFiles, read_header
 from deltic.models.stored import StoredTensor, formats_of, one_name
 from deltic.models.tensors import stored_tensors as tensors_of_files
 from deltic.ops.arrays import Array, bfloat16, copy, nothing, zeros
@@ -59,6 +60,11 @@ _STORED_DTYPES = ("BF16", "F16", "F32")
 _PLAIN: Mapping[str, WeightFormat] = MappingProxyType({})
 """The formats of a checkpoint that holds nothing quantised."""
 
+Unused = Mapping[str, tuple[str, ...]]
+"""Parts of a model that may be stored and are not run, with the prefixes of their names."""
+
+_ALL_USED: Unused = MappingProxyType({})
+
 _DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
 
 
@@ -70,10 +76,35 @@ class Mlp:
     down: Matrix  # [H, F]
 
 
+class Share(NamedTuple):
+    """Of the matrices, what has one format."""
+
+    n_weights: int
+    n_bytes: int
+
+
+def shares_text(formats: Mapping[str, Share]) -> str:
+    """For people: parts of the bytes of the matrices, and bits a weight."""
+    n_weights, n_bytes = (sum(part) for part in zip(*formats.values(), strict=True))
+    parts = {name: round(100 * share.n_bytes / n_bytes) for name, share in formats.items()}
+    said = ", ".join(f"{name} {part or 'under 1'} %" for name, part in parts.items())
+    return f"{said}; {8 * n_bytes / n_weights:.2f} bits a weight"
+
+
 class Parts:
     """Weights of a model, as a base of dataclasses: vectors, tables and packed matrices, in further
     dataclasses and lists.
     """
+
+    def formats(self) -> dict[str, Share]:
+        """By the name of the format, the one of most bytes first."""
+        found: dict[str, Share] = {}
+        pieces = (piece for _, part in self.named_parts() if isinstance(part, Matrix) for piece in part.pieces)
+        for piece in pieces:
+            n_weights, n_bytes = found.get(piece.format.name, (0, 0))
+            n_weights += piece.n_matrices * piece.n * piece.k
+            found[piece.format.name] = Share(n_weights, n_bytes + piece.data.nbytes)
+        return dict(sorted(found.items(), key=lambda item: -item[1].n_bytes))
 
     def named_parts(self) -> Iterator[tuple[str, Any | Matrix]]:
         """Every part with its path, such as `layers.3.mlp.gate_up`.
@@ -87,8 +118,8 @@ class Parts:
                 yield name, part
 
     def named_memory(self) -> Iterator[tuple[str, Any]]:
-        """The memory of every part: vectors and tables, and the packed bytes of every piece of a matrix, which
-        has a number of its own where there are several.
+        """The memory of every part: vectors and tables, and the packed bytes of every piece of a matrix,
+        which has a number of its own where there are several.
         """
         for name, part in self.named_parts():
             if isinstance(part, Matrix):
@@ -219,7 +250,7 @@ class Stored:
     """As stored; (): [all rows, K]."""
 
     def read(self, tensor: StoredTensor, i: int, n_matrices: int) -> Array | Quantised:
-        """Its rows of a part, [all sizes together, K]. A tensor of several matrices gives those of matrix i."""
+        """Its rows of a part, [all sizes together, K]; of a tensor of several matrices those of matrix i."""
         n = sum(self.sizes) // n_matrices
         if self.n_groups == 1:
             return tensor.read(self.first + i * n, self.first + (i + 1) * n)
@@ -277,8 +308,8 @@ class Declaration:
         return target
 
     def matrix(self, k: int, *stored: Stored, role: Role = "plain", n_matrices: int = 1) -> Matrix:
-        """n_matrices of [n, k], of the rows of all that is stored: those that are quantised in their format, the
-        others in that of the role.
+        """n_matrices of [n, k], of the rows of all that is stored: those that are quantised in their format,
+        the others in that of the role.
         """
         n = sum(sum(one.sizes) for one in stored) // n_matrices
         asked = format_of(role, self.quantize)
@@ -293,7 +324,10 @@ class Declaration:
                 rows += runs.pop()[0]
             runs.append((rows, format))
         target = Matrix.empty(n, k, runs, self.store.layout, n_matrices, self.store.empty)
-        known = (dataclasses.replace(one, shape=one.shape or (sum(one.sizes), k)) for one in stored)
+        known = (
+            one if one.shape else Stored(one.name, one.sizes, one.n_groups, one.first, (sum(one.sizes), k))
+            for one in stored
+        )
         self.plan.append(Planned(target, tuple(known)))
         return target
 
@@ -319,27 +353,37 @@ def read_headers(path: Path) -> dict[str, Header]:
     return headers
 
 
-def open_tensors(path: Path) -> dict[str, StoredTensor]:
+def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, a directory or a file, by the names of its bfloat16 release.
 
+    Those of unused parts may be in formats that are not supported; of safetensors they are as in the files.
     Raises CheckpointError.
     """
+    prefixes = tuple(prefix for each in unused.values() for prefix in each)
     if is_gguf(path):
-        return tensors_of_gguf(open_gguf(path))
+        return tensors_of_gguf(open_gguf(path), prefixes)
     config = (path if path.is_dir() else path.parent) / "config.json"
-    return tensors_of_files(read_headers(path), read_json(config) if config.exists() else {})
+    headers, files = read_headers(path), MappedFiles()
+    skipped = {name: headers.pop(name) for name in list(headers) if name.startswith(prefixes)}
+    found = tensors_of_files(headers, read_json(config) if config.exists() else {})
+    return found | {name: Plain(files, name, header) for name, header in skipped.items()}
 
 
-def stored_formats(directory: Path) -> dict[str, WeightFormat]:
+def stored_formats(directory: Path, unused: Unused = _ALL_USED) -> dict[str, WeightFormat]:
     """The formats of a model's quantised tensors (`stored.formats_of`), in a packed model too.
 
     Raises CheckpointError.
     """
     packed = directory / PACKED
     if not packed.exists():
-        return formats_of(open_tensors(directory))
+        return formats_of(open_tensors(directory, unused))
     _, metadata = read_header(packed)
-    return {name: WEIGHT_FORMATS[format] for name, format in json.loads(metadata.get("formats", "{}")).items()}
+    try:
+        return {name: WEIGHT_FORMATS[format] for name, format in json.loads(metadata.get("formats", "{}")).items()}
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{packed}: packed in formats that are not known here ({error}); it must be packed again"
+        ) from error
 
 
 def copy_parts(
@@ -446,15 +490,9 @@ def format_of(role: Role, quantize: str | None) -> WeightFormat:
 
 
 def check_plan(
-    plan: list[Planned],
-    tensors: Mapping[str, StoredTensor],
-    path: Path,
-    unused: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    plan: list[Planned], tensors: Mapping[str, StoredTensor], path: Path, unused: Unused = _ALL_USED
 ) -> list[str]:
-    """Compare what is stored with what is needed, before anything is read; returns notices for the user.
-
-    unused: parts of the model that may be stored and are not run, with the prefixes of their names.
-    """
+    """Compares what is stored with what is needed, before anything is read; returns notices for the user."""
     converted: Counter[str] = Counter()
     needed = [(stored, part.target) for part in plan for stored in part.stored]
     for stored, target in needed:
@@ -469,7 +507,8 @@ def check_plan(
                 f"{tensor.where} has the wrong shape: expected {list(stored.shape)} by config.json, found {list(tensor.shape)}; "
                 "configuration and weights do not belong together, get both anew"
             )
-        if tensor.dtype not in _STORED_DTYPES and not (tensor.format and isinstance(target, Matrix)):
+        taken = [piece.format for piece in target.pieces] if isinstance(target, Matrix) else []
+        if tensor.dtype not in _STORED_DTYPES and tensor.format not in taken:
             raise CheckpointError(
                 f"{tensor.where} has the wrong dtype: expected {', '.join(_STORED_DTYPES)}, found {tensor.dtype}"
             )

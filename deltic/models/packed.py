@@ -19,6 +19,7 @@ import os
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -26,14 +27,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import ENV_PREFIX, ConfigError, EngineConfig
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, stored_formats
+from deltic.models.gguf import is_gguf, open_gguf
+from deltic.models.gguf_config import document
+from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, shares_text, stored_formats
 from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import Weights, empty_weights, load_weights, weight_bytes
+from deltic.models.qwen.weights import UNUSED, Weights, empty_weights, load_weights, weight_bytes
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
@@ -100,24 +103,51 @@ def save_packed(
         part_file.unlink(missing_ok=True)
 
 
-def resolve_quantize(config: EngineConfig, directory: Path) -> str | None:
-    """The format that the weights will have.
+def resolve_quantize(
+    config: EngineConfig, directory: Path, formats: Mapping[str, WeightFormat] = MappingProxyType({})
+) -> EngineConfig:
+    """The settings with what is rounded at load, or was when the model was packed.
 
-    Raises ConfigError when a packed model is asked to be another, and CheckpointError when it cannot be read.
+    formats: of the tensors that are stored quantised. A DELTIC_ variable that is for the other kind of
+    checkpoint is left out. Raises ConfigError for such a flag, and when a packed model is asked to be
+    another, CheckpointError when it cannot be read.
     """
+    if formats:
+        if config.quantize is not None and f"{ENV_PREFIX}QUANTIZE" not in os.environ:
+            names = ", ".join(name for name, _ in Counter(format.name for format in formats.values()).most_common(4))
+            raise ConfigError(
+                f"--quantize {config.quantize}: {directory} is quantised already ({names}), and runs as it is stored; leave "
+                "the flag out, or give --quantize-rest, int8 or int4, on a GPU also fp8, for the matrices that it left in 16 bits"
+            )
+        config = dataclasses.replace(config, quantize=None)
+    else:
+        if config.quantize_rest is not None and f"{ENV_PREFIX}QUANTIZE_REST" not in os.environ:
+            raise ConfigError(
+                f"--quantize-rest {config.quantize_rest}: {config.dummy or directory} is not quantised; leave the flag out, or "
+                "give --quantize, which rounds all matrices"
+            )
+        config = dataclasses.replace(config, quantize_rest=None)
     if config.dummy is not None or not (directory / PACKED).exists():
-        return config.quantize
+        return config
     packed, _ = _metadata(directory / PACKED)
-    if config.quantize not in (None, packed):
+    if config.rounded not in (None, packed):
+        flag = "--quantize-rest" if formats else "--quantize"
         raise ConfigError(
-            f"--quantize {config.quantize}: {directory} holds weights packed as {packed or 'bf16'}; leave the flag out, or "
-            "give the original checkpoint"
+            f"{flag} {config.rounded}: {directory} holds weights packed as {packed or 'bf16'}; leave the flag out, or give "
+            "the original checkpoint"
         )
-    return packed
+    return dataclasses.replace(config, **{"quantize_rest" if formats else "quantize": packed})  # type: ignore[arg-type]
 
 
-def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, float], None]) -> list[str]:
-    """Writes a model directory of packed weights; gives the notices of loading, which the file keeps as well.
+def check_rounded(config: EngineConfig) -> None:
+    """Raises ConfigError for what the CPU cannot make of weights."""
+    if config.rounded == "fp8":
+        raise ConfigError("--quantize-rest fp8 is for a GPU; on the CPU give int8 or int4")
+
+
+def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, float], None]) -> tuple[str, list[str]]:
+    """Writes a model directory of packed weights; gives their formats, for people, and the notices of
+    loading, which the file keeps as well.
 
     progress: the stage, and how much of it is done. Raises ConfigError, and a loader's other ValueErrors,
     before anything is written; and ConfigError when it cannot be.
@@ -137,19 +167,22 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     source, shape = locate(config)
     if (source / PACKED).exists():
         raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
-    shape = dataclasses.replace(shape, formats=stored_formats(source))
-    largest = max(p.n * p.k * 2 for p in _matrices(shape, config.quantize))  # whole while it is packed
-    needed, free = weight_bytes(shape, config.quantize) + largest, free_memory_bytes()
+    shape = dataclasses.replace(shape, formats=stored_formats(source, UNUSED))
+    config = resolve_quantize(config, source, shape.formats)
+    check_rounded(config)
+    largest = max(p.n * p.k * 2 for p in _matrices(shape, config.rounded))  # whole while it is packed
+    needed, free = weight_bytes(shape, config.rounded) + largest, free_memory_bytes()
     if needed > free:
+        smaller = "" if shape.formats else "--quantize int4, or "
         raise ConfigError(
-            f"packing takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{memory_bound()}; take --quantize int4, or a "
+            f"packing takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{memory_bound()}; take {smaller}a "
             "machine with more"
         )
     weights, notices = load_weights(
         source,
         shape,
         lambda done, total: progress("packing", done / total),
-        quantize=config.quantize,
+        quantize=config.rounded,
         store=Host(config.threads or n_usable_cpus()),
     )
     try:
@@ -157,19 +190,14 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
         _copy_model_files(source, target)
         file = target / PACKED
         save_packed(
-            weights,
-            file,
-            config.quantize,
-            notices,
-            lambda done, total: progress("writing", done / total),
-            shape.formats,
+            weights, file, config.rounded, notices, lambda done, total: progress("writing", done / total), shape.formats
         )
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
         if isinstance(error, OSError):
             raise ConfigError(f"--out {target}: cannot be written ({error})") from error
         raise
-    return notices
+    return shares_text(weights.formats()) if shape.formats else config.quantize or "bfloat16", notices
 
 
 def _matrices(shape: ModelShape, quantize: str | None) -> list[Matrix]:
@@ -254,14 +282,15 @@ def cache_file(config: EngineConfig, directory: Path) -> Path:
     if config.dummy is not None:
         what: list[object] = [config.dummy, config.seed]
     else:
-        files = [
-            *sorted(checkpoint_files(directory)),
-            *sorted(directory.glob("*.index.json")),
-            directory / "config.json",
-        ]
+        if is_gguf(directory):
+            files = list(open_gguf(directory).files)
+        else:
+            files = sorted(checkpoint_files(directory))
+            files += [*sorted(directory.glob("*.index.json")), directory / "config.json"]
         what = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(json.dumps([VERSION, config.quantize, what]).encode()).hexdigest()[:16]
-    return config.weights_cache / f"{Path(model_name(config)).name}-{config.quantize or 'bf16'}-{key}.safetensors"
+    key = hashlib.sha256(json.dumps([VERSION, config.rounded, what]).encode()).hexdigest()[:16]
+    kind = config.quantize or ("bf16" if config.quantize_rest is None else f"rest-{config.quantize_rest}")
+    return config.weights_cache / f"{Path(model_name(config)).name}-{kind}-{key}.safetensors"
 
 
 def through_cache(
@@ -289,7 +318,7 @@ def through_cache(
         cache_notices.append(f"--weights-cache: {error}")
     weights, notices = load()
     try:
-        save_packed(weights, cached, config.quantize, notices, progress)
+        save_packed(weights, cached, config.rounded, notices, progress)
         cache_notices += [f"--weights-cache: packed again as {cached}"] if cache_notices else []
     except OSError as error:
         cache_notices.append(f"--weights-cache: {error}; the next start loads again")
@@ -297,8 +326,15 @@ def through_cache(
 
 
 def _copy_model_files(source: Path, target: Path) -> None:
-    """Everything of a checkpoint directory but its weights: configuration, tokenizer, templates, licence."""
+    """Everything of a checkpoint directory but its weights: configuration, tokenizer, templates, licence; of
+    a GGUF file what its metadata says.
+    """
     target.mkdir(parents=True, exist_ok=True)
+    if is_gguf(source):
+        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+            text = json.dumps(document(source, name), ensure_ascii=False)
+            (target / name).write_text(text, encoding="utf-8")
+        return
     for file in source.iterdir():
         is_weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(
             ".index.json"

@@ -1,7 +1,8 @@
 """A tensor of a checkpoint, however its files hold it: plain values, or quantised rows with their scales.
 
-What reads a kind of files (models/tensors.py: safetensors; models/gguf.py) gives these by the names of the bfloat16
-checkpoint, such as `model.layers.3.mlp.down_proj.weight`, so that the model's `weights.py` knows one set of names.
+What reads a kind of files (models/tensors.py: safetensors; models/gguf_tensors.py: GGUF) gives these by the
+names of the bfloat16 checkpoint, such as `model.layers.3.mlp.down_proj.weight`, so that a model's weights
+(models/qwen/weights.py) know one set of names.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class StoredTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of plain values as safetensors names it ("BF16", "F16", "F32"); of quantised ones the format's name."""
+        """Of plain values as safetensors names it ("BF16", "F16", "F32"); of others the format's name."""
 
     def read(self, begin: int, end: int) -> Array | Quantised:
-        """Rows [begin, end) of all [rows, K] (the last dimension is K, those before it are rows; of one dimension: one
-        row). Plain values keep their dtype. Raises CheckpointError for a file that cannot be read, and for scales that are
-        not finite.
+        """Rows [begin, end) of all [rows, K]: the last dimension is K, those before it are rows; of one
+        dimension: one row. Plain values keep their dtype. Raises CheckpointError for a file that cannot be
+        read, and for scales that are not finite.
         """
 
 
@@ -45,8 +46,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def one_name(name: str) -> str:
-    """The name under which all that has one format is known: experts without their number, and the names of a wrapped
-    checkpoint as those of a flat one.
+    """The name under which all that has one format is known: experts without their number, and the names of
+    a wrapped checkpoint as those of a flat one.
     """
     return _EXPERT.sub(".experts.*.", name.replace("model.language_model.", "model.", 1))
 

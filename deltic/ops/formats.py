@@ -1,22 +1,23 @@
 """The formats of a matrix's weights, and rows in such a format as a file holds them.
 
-A weight is `scale * code + least` in float32: a code of few bits, and a scale (and least value) that a group of
-weights along K shares. Every format that is published is one choice of codes and one of scales:
+A weight is `scale * code + least` in float32: a code of few bits, and a scale (and least value) that a group
+of weights along K shares. Every format that is published is one choice of codes and one of scales:
 
-    codes    uint2 .. uint6   unsigned; without a least value half their range is subtracted: code - 2^(bits - 1)
+    codes    uint2 .. uint6   unsigned; without a least value 2^(bits - 1), half their range, is subtracted
              int8             signed
              iq4, e2m1        an index of 4 bits into a table of signed integers (of e2m1: twice its values)
              e4m3             an 8-bit float
              bf16             the weight itself, no scale
     scales   float32, float16, bfloat16: the scale itself; with ".least": and the least value;
              with ".zero": and the code that stands for 0 (uint8, of int8 codes int8 as its bits)
-             k                scale = outer * an int8; k.least: and least = -outer' * a uint8, scale's a uint8, too;
-                              outer is float16, one for 256 weights
+             k                scale = outer * an int8; outer is float16, one for 256 weights
+             k.least          scale = outer * a uint8, least = -outer' * a uint8
              e8m0             2^(byte - 128): half of what the byte says, since e2m1 counts in halves
              e4m3             an 8-bit float * outer / outer', float32, of the row, halved likewise
 
-In float32 each scale, least value and weight above is rounded at most once, as the published packages do, so that
-`values` equals their dequantisation to the bit (tests/null/test_formats.py says which and how).
+In float32 each scale, least value and weight above is rounded at most once, as the published packages do, so
+that `values` equals their dequantisation to the bit (tests/null/test_gguf.py and test_quantised_files.py say
+which and how).
 
 Sources: ggml's quantised blocks (llama.cpp, ggml-common.h), the OCP Microscaling specification (MXFP4), the
 compressed-tensors, AutoAWQ, GPTQ and ModelOpt checkpoints.
@@ -114,9 +115,9 @@ class WeightFormat:
 class Quantised:
     """n rows of k weights as a file holds them, one code a byte.
 
-    codes: uint8 [n, k] (int8 and e4m3: their bits); scale [n, groups], least or None, of the same size; outer: k: float16
-    [n, k / 256, 1 or 2] (of scale and of least), e4m3: float32 [n, 2] (multiplied with, then divided by). dtypes: those of
-    the format.
+    codes: uint8 [n, k] (int8 and e4m3: their bits); scale [n, groups], least or None, of the same size;
+    outer: k: float16 [n, k / 256, 1 or 2] (of scale and of least), e4m3: float32 [n, 2] (multiplied with,
+    then divided by). dtypes: those of the format.
     """
 
     format: WeightFormat

@@ -1,8 +1,8 @@
 """Packed matrices: what the linears, the experts and the embedding read as their weights.
 
-A matrix is one piece or several: runs of its rows, each in one format of ops/formats.py. A checkpoint mixes formats
-within what the forward multiplies at once, such as a Q6_K v below a Q4_K q and k. The CPU's kernels read strips of 16
-rows (csrc/format.h says how), the GPU's read rows (ops/gpu/weight.py).
+A matrix is one piece or several: runs of its rows, each in one format of ops/formats.py. A checkpoint mixes
+formats within what the forward multiplies at once, such as a Q6_K v below a Q4_K q and k. The CPU's kernels
+read strips of 16 rows (csrc/format.h says how), the GPU's read rows (ops/gpu/weight.py).
 
 --quantize makes two formats of bfloat16 weights:
 
@@ -10,8 +10,9 @@ rows (csrc/format.h says how), the GPU's read rows (ops/gpu/weight.py).
     int4   4.5 bits a weight: groups of 64 along K with a bfloat16 scale and least value, fitted by least
            squares; int4-symmetric has only the scale, its least is -8 scale
 
-Rows multiplied with integers are themselves rounded to int8 on a CPU, with a scale per row and group; the sums within
-a group are exact integers. The layout does not depend on the machine, so a packed file can be kept and moved.
+Rows multiplied with integers are themselves rounded to int8 on a CPU, with a scale per row and group; the
+sums within a group are exact integers. The layout does not depend on the machine, so a packed file can be
+kept and moved.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PLANE = 256
 
 @dataclass(frozen=True)
 class Piece:
-    """n_matrices of n rows (the same rows of the experts of a layer, or of one matrix) of width k in one format.
+    """n_matrices of n rows (the same rows of a layer's experts, or of one matrix) of width k in one format.
 
     data: uint8 [n_matrices, bytes of one], an array of numpy's in strips, a tensor of torch's in rows.
     """
@@ -86,8 +87,8 @@ class Piece:
         return dataclasses.replace(self, data=self.data[i : i + 1])
 
     def pack(self, values: Array | Quantised, n_threads: int = 1) -> None:
-        """Stores the rows of one matrix, in strips: bfloat16 [n, k], which are quantised as the format says, or rows in
-        this format. For several matrices: `one`.
+        """Stores the rows of one matrix, in strips: bfloat16 [n, k], which are quantised as the format says,
+        or rows in this format. For several matrices: `one`.
         """
         program = Program(n_threads)
         if isinstance(values, Quantised):
@@ -110,7 +111,7 @@ class Piece:
         program.run()
 
     def unpack(self) -> Array:
-        """float32 [n_matrices, n, k]: the values that stand for the rows. For tests, and to see what a format loses."""
+        """float32 [n_matrices, n, k]: the values that stand for the rows, to see what a format loses."""
         out = np.empty((self.n_matrices, self.n, self.k), np.float32)
         rows, count = np.arange(self.n, dtype=np.int32), np.array(self.n, np.int32)
         program = Program(1)
@@ -121,8 +122,8 @@ class Piece:
 
 
 def planes(n: int, k: int, format: WeightFormat) -> dict[str, tuple[int, int]]:
-    """Where the parts of n rows stand in the rows layout, (first byte, bytes) by name, in their order: the codes by the
-    bits that stand together (codes16, codes8, codes4, codes2, codes1), then scale, least, outer.
+    """Where the parts of n rows stand in the rows layout, (first byte, bytes) by name, in their order: the
+    codes by the bits that stand together (codes16, codes8, codes4, codes2, codes1), then scale, least, outer.
     """
     names = {16: (16,), 8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}[format.bits]
     sizes = {f"codes{bits}": n * k * bits // 8 for bits in names}
@@ -155,7 +156,7 @@ class Matrix:
         n_matrices: int = 1,
         make: Callable[[tuple[int, ...], DTypeLike], Any] = zeros,
     ) -> Matrix:
-        """Room for the matrices, of `make`; `pack` fills it. format: of all rows, or of each run of (rows, format).
+        """Room for the matrices, of `make`; `pack` fills it. format: of all rows, or of each run of rows.
 
         Raises KernelError unless k is a multiple of 32.
         """
@@ -187,7 +188,10 @@ class Matrix:
         return self.pieces[0]
 
     def pack(self, values: Array, n_threads: int = 1) -> Matrix:
-        """Stores bfloat16 values [n_matrices * n, k], in strips, each piece as its format says; gives itself."""
+        """Stores bfloat16 values [n_matrices * n, k], in strips, each piece as its format says.
+
+        Gives itself.
+        """
         check(
             "pack",
             values.dtype == bfloat16 and values.size == self.n_matrices * self.n * self.k,

@@ -18,11 +18,13 @@ from deltic.engine.stopwatch import stopwatch
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.loading import PACKED, Store, stored_formats
-from deltic.models.qwen.weights import dummy_weights, load_weights
+from deltic.models.packed import resolve_quantize
+from deltic.models.qwen.weights import UNUSED, dummy_weights, load_weights
 from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
 from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
+from deltic.runtime.info import precision
 from deltic.runtime.plan import Plan, make_plan
 from deltic.runtime.voices import open_voices
 
@@ -68,18 +70,18 @@ def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
 
 
 def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tuple[EngineConfig, Path, Plan[Any]]:
-    """The configuration with the format that the weights will have, the checkpoint's directory, and the plan
-    in free_bytes of the device's memory. Raises ValueError subclasses: a bad checkpoint, a plan that does not
+    """The configuration with what the weights will be rounded to, the checkpoint's directory, and the plan in
+    free_bytes of the device's memory. Raises ValueError subclasses: a bad checkpoint, a plan that does not
     fit.
     """
     if speaks(config):
         directory, speech = locate_speech(config)
-        config = device.prepare(config, directory)
+        config = device.prepare(resolve_quantize(config, directory), directory)
         return config, directory, make_plan(config, speech, device.speech, speech.n_drawn, free_bytes)
     directory, shape = locate(config)
     if config.dummy is None:
-        shape = replace(shape, formats=stored_formats(directory))
-    config = device.prepare(config, directory)
+        shape = replace(shape, formats=stored_formats(directory, UNUSED))
+    config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     return config, directory, make_plan(config, shape, device.text, n_real, free_bytes)
 
@@ -122,8 +124,14 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     else:
         notices = notices + _open_tiers(runner, config, directory, device.kernels(runner), progress)
     lap("cache")
+    kind, said = precision(plan, weights)
     runner.info = msgspec.structs.replace(
-        runner.info, model_name=model_name(config), notices=notices, prefix_cache=config.prefix_cache, start_s=spent
+        runner.info,
+        model_name=model_name(config),
+        precision=kind,
+        notices=said + notices,
+        prefix_cache=config.prefix_cache,
+        start_s=spent,
     )
     built: StepRunner = runner
     return built

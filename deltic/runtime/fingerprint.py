@@ -2,11 +2,11 @@
 
 Data computed under another fingerprint is of no use.
 
-That is the content of the checkpoint (or which random weights), how it is quantised, the compiled kernels,
-and the Python code that lays out the memory and records the steps, with the versions of the libraries it
-calculates with. The processor is in it through the kernels that were chosen for it. In doubt a thing is
-included: one too many costs an empty cache, one too few gives wrong answers. Hashing a large checkpoint takes
-seconds, so each file's hash is remembered, by size and time of change.
+That is the content of the checkpoint with its formats (or which random weights), what is rounded of it, the
+compiled kernels, and the Python code that lays out the memory and records the steps, with the versions of the
+libraries it calculates with. The processor is in it through the kernels that were chosen for it. In doubt a
+thing is included: one too many costs an empty cache, one too few gives wrong answers. Hashing a large
+checkpoint takes seconds, so each file's hash is remembered, by size and time of change.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from deltic.config import EngineConfig
 from deltic.models.fields import CheckpointError
+from deltic.models.gguf import is_gguf, open_gguf
 
 MEMORY = "hashes.json"
 """In the cache directory: resolved path -> [size, mtime_ns, hash]."""
@@ -47,8 +48,8 @@ Progress = Callable[[int, int], None]  # bytes hashed, bytes to hash
 
 
 def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_progress: Progress | None = None) -> str:
-    """32 hex digits. config.quantize: resolved, as a packed model has it. directory: the checkpoint's, or one
-    safetensors file. kernels: the library in use; or, of kernels that are sources here, a text with
+    """32 hex digits. config.rounded: resolved, as a packed model has it. directory: the checkpoint's, or one
+    safetensors or GGUF file. kernels: the library in use; or, of kernels that are sources here, a text with
     everything else that they depend on.
 
     Raises CheckpointError for a file that cannot be read.
@@ -59,7 +60,7 @@ def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_p
     sources = sorted(path for part in _CODE for path in (package / part).rglob("*.py"))
     content = {
         "weights": weights or [config.dummy, config.seed],
-        "quantize": config.quantize,
+        "quantize": config.rounded,
         "kernels": _hash(kernels) if isinstance(kernels, Path) else kernels,
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},
         "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},
@@ -76,7 +77,10 @@ def _version(distribution: str) -> str:
 
 def _weight_hashes(directory: Path, memory_file: Path | None, on_progress: Progress | None) -> dict[str, str]:
     """Of the configuration and of every file of weights that the loader may read, by name."""
-    if directory.is_dir():
+    small: list[Path] = []
+    if is_gguf(directory):
+        files = list(open_gguf(directory).files)
+    elif directory.is_dir():
         files = sorted(directory.glob("*.safetensors"))
         small = [directory / "config.json", *sorted(directory.glob("*.index.json"))]
     else:

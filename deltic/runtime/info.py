@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from deltic.engine.messages import EngineInfo
+from deltic.models.loading import shares_text
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import Weights
 from deltic.runtime.plan import Plan
 
 
 def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
     """What follows from a plan. of_device: fields that follow from the device.
 
-    `build.build_runner` adds what only it knows: the model's name, notices, whether there is a prefix cache,
-    and the times of the start.
+    `build.build_runner` adds what only it knows: the model's name, notices, the precision, whether there is a
+    prefix cache, and the times of the start.
     """
     shape = plan.shape
     of_kind: dict[str, Any] = (
@@ -37,10 +39,18 @@ def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
         page_bytes=plan.page_bytes,
         state_bytes=plan.state_bytes,
         device=device,
-        precision=plan.quantize or "bf16",
         **of_kind,
         **of_device,
     )
+
+
+def precision(plan: Plan[Any], weights: Weights) -> tuple[str, list[str]]:
+    """What EngineInfo says of the precision; and, for the log, the formats of a quantised checkpoint."""
+    if plan.speaks or not plan.shape.formats:
+        return plan.quantize or "bf16", []
+    formats = weights.formats()
+    most = max(formats, key=lambda name: formats[name].n_weights)
+    return most, [f"weights as they are stored: {shares_text(formats)}"]
 
 
 def even_context(shape: ModelShape) -> float:

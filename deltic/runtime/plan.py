@@ -46,6 +46,7 @@ class Plan(Generic[S]):
 
     shape: S
     quantize: str | None
+    """What matrices that are stored in 16 bits become."""
     weight_bytes: int
     vocoder_bytes: int
     """Weights of a speech model's vocoder, on a GPU its activations, too; 0 for other models."""
@@ -172,7 +173,7 @@ class Kind(Generic[S]):
     check: Callable[[S], None]
     """Raises UnsupportedModelError for a geometry that the device's kernels cannot run."""
     weight_bytes: Callable[[S, str | None], int]
-    """In the format of --quantize."""
+    """By what matrices that are stored in 16 bits become."""
     state_bytes: Callable[[S], int]
     measure: Callable[[Plan[S]], dict[str, int]]
     """Bytes of every buffer of a step by its name.
@@ -267,8 +268,8 @@ def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_byte
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
     plan = Plan(
         shape=shape,
-        quantize=config.quantize,
-        weight_bytes=kind.weight_bytes(shape, config.quantize),
+        quantize=config.rounded,
+        weight_bytes=kind.weight_bytes(shape, config.rounded),
         vocoder_bytes=kind.vocoder_bytes(shape),
         n_real=n_real,
         max_model_len=length,
@@ -426,6 +427,8 @@ def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
         needed -= plan.workspace_bytes
     n_gb = math.ceil((needed + kind.reserve_bytes) / kind.free_share / 1e9)
     smaller = {None: "--quantize int8, ", "int8": "--quantize int4, "}.get(plan.quantize, "")
+    if isinstance(plan.shape, ModelShape) and plan.shape.formats:
+        smaller = "a quantisation of fewer bits, "
     first, where = ("--device cpu, ", "GPU") if kind.on_gpu else (smaller, "machine")
     return ConfigError(
         f"the model does not fit: {sizes}, and {have} may be used{'' if kind.on_gpu else memory_bound()}; take {first}a smaller "

@@ -31,7 +31,8 @@ from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import RECIPES, meaning_of, tiny_quantised
 
 TYPES = (
-    "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4 BF16 F16".split()
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "BF16",
+    "F16",
 )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def test_company_chunks_and_prefixes_keep_bits(name: str) -> None:
     tokens, expected = run(inner, ids)
     drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)
     others = [(0, prompt(2, 70), drawn), (0, prompt(3, 5), drawn), (2, prompt(4, 131), drawn)]
-    for circumstances in ({"others": others}, {"step_tokens": 64}, {"preempt_at": 4}, {"after": [ids[:128] + [7]]}):
+    for circumstances in ({"others": others}, {"step_tokens": 64}, {"preempt_at": 4}, {"after": [[*ids[:128], 7]]}):
         again, logits = run(inner, ids, **circumstances)  # type: ignore[arg-type]
         assert again == tokens and np.array_equal(logits, expected), circumstances
 

@@ -192,9 +192,19 @@ def test_wrong_shape(edited: Callable[..., Path]) -> None:
         load(edited(**{UP: torch.zeros(3, 4, dtype=torch.bfloat16)}))
 
 
-def test_wrong_dtype(edited: Callable[..., Path]) -> None:
-    with pytest.raises(CheckpointError, match=r"up_proj.*wrong dtype: expected BF16, F16, F32, found I8"):
-        load(edited(**{UP: torch.zeros(512, 256, dtype=torch.int8)}))
+@pytest.mark.parametrize(
+    ("name", "dtype", "fault"),
+    [
+        (UP, torch.int8, "has no weight_scale beside it"),
+        (UP, torch.int32, "holds I32, which is not supported"),
+        ("model.norm.weight", torch.int32, "holds I32, which is not supported"),
+        ("model.layers.0.linear_attn.A_log", torch.int32, "wrong dtype: expected BF16, F16, F32, found I32"),
+    ],
+)
+def test_wrong_dtype(edited: Callable[..., Path], name: str, dtype: torch.dtype, fault: str) -> None:
+    size = {UP: (512, 256), "model.norm.weight": (256,)}.get(name, (6,))
+    with pytest.raises(CheckpointError, match=rf"'{name}'.*{fault}"):
+        load(edited(**{name: torch.zeros(size, dtype=dtype)}))
 
 
 def test_unexpected_tensors_are_listed_and_buffers_ignored(edited: Callable[..., Path]) -> None:
@@ -205,15 +215,20 @@ def test_unexpected_tensors_are_listed_and_buffers_ignored(edited: Callable[...,
         load(edited(**extra))
 
 
-def test_quantised_checkpoint_is_refused_by_method(tmp_path: Path) -> None:
-    for nested in (False, True):
-        path = tmp_path / str(nested)
-        shutil.copytree(tiny_checkpoint("dense"), path)
-        config = json.loads((path / "config.json").read_text())
-        (config["text_config"] if nested else config)["quantization_config"] = {"quant_method": "fp8"}
-        (path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(CheckpointError, match=r"quantised \(quant_method 'fp8'\)"):
-            load(path)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_method_that_is_not_known_is_refused(tmp_path: Path, nested: bool) -> None:
+    """Of one that is known the tensors decide: here all of them are plain."""
+    path = tmp_path / "dense"
+    shutil.copytree(tiny_checkpoint("dense"), path)
+    config = json.loads((path / "config.json").read_text())
+    said = (config["text_config"] if nested else config).setdefault("quantization_config", {})
+    said["quant_method"] = "bitsandbytes"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"quant_method 'bitsandbytes' is not supported"):
+        load(path)
+    said["quant_method"] = "fp8"
+    (path / "config.json").write_text(json.dumps(config))
+    assert set(load(path)[0].formats()) == {"bf16"}
 
 
 def copied(tmp_path: Path, **options: Any) -> Path:

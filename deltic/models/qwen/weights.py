@@ -10,6 +10,7 @@ Left out: the vision tower and the MTP head.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ from deltic.ops.matrix import Matrix
 _WRAPPED_PREFIX = "model.language_model."
 _FLAT_PREFIX = "model."
 
-_UNUSED = {"vision": ("model.visual.", "visual."), "MTP": ("mtp.",)}
+UNUSED = {"vision": ("model.visual.", "visual."), "MTP": ("mtp.",)}
 """Parts that are not run, and how their names begin."""
 
 
@@ -123,21 +124,21 @@ def load_weights(
     quantize: str | None = None,
     store: Store = HOST,
 ) -> tuple[Weights, list[str]]:
-    """Load a checkpoint directory, or one safetensors file, into the internal layout.
+    """Load a checkpoint directory, or one safetensors or GGUF file, into the internal layout.
 
-    Stored bf16, f16 and f32 are accepted; matrices become bf16, then what `quantize` says ("int8", "int4"),
-    in the layout that the device's kernels read; norms and gates become float32. The store says where. The
-    second result holds notices for the user: what was skipped or converted. Raises
-    CheckpointError, naming the tensor, what was expected, what was found and the file, for a missing,
-    unexpected, misshapen or quantised tensor and for a damaged or missing file.
+    Matrices that are stored quantised keep their format, by shape.formats; those in bf16, f16 and f32 become
+    bf16, then what `quantize` says ("int8", "int4"), in the layout that the device's kernels read; norms and
+    gates become float32. The store says where. The second result holds notices for the user: what was skipped
+    or converted. Raises CheckpointError, naming the tensor, what was expected, what was found and the file,
+    for a missing, unexpected or misshapen tensor and for a damaged or missing file.
     """
     path = Path(path)
-    tensors = open_tensors(path)
+    tensors = open_tensors(path, UNUSED)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
     parts = Declaration(quantize, store, shape.formats)
     weights = _declare(parts, shape, tied, prefix, tensors)
-    notices = check_plan(parts.plan, tensors, path, _UNUSED)
+    notices = check_plan(parts.plan, tensors, path, UNUSED)
     copy_parts(parts.plan, tensors, store, progress)
     if shape.tie_word_embeddings and not tied:
         embed, head = weights.embed.whole, weights.lm_head.whole
@@ -146,6 +147,17 @@ def load_weights(
         else:
             notices.append("the config ties the embeddings, but a different lm_head.weight is stored: used")
     return weights, notices
+
+
+def active_weights(weights: Weights, shape: ModelShape) -> dict[str, int]:
+    """Weights that one token is multiplied with, by the name of their format."""
+    found: Counter[str] = Counter()
+    for _, part in weights.named_parts():
+        if isinstance(part, Matrix) and (part is not weights.embed or part is weights.lm_head):
+            n_matrices = shape.n_experts_per_tok if part.n_matrices > 1 else 1
+            for piece in part.pieces:
+                found[piece.format.name] += n_matrices * piece.n * piece.k
+    return dict(found)
 
 
 def dummy_weights(
@@ -212,7 +224,7 @@ def _declare_gdn(d: Declaration, shape: ModelShape, p: str, down: Role, names: C
     if shape.family == "qwen3_next":
         ba = Stored(f"{m}in_proj_ba.weight", (hv, hv), n_groups=shape.gdn_n_k_heads)
         qkvz = Stored(f"{m}in_proj_qkvz.weight", (kd, kd, vd, vd), n_groups=shape.gdn_n_k_heads)
-        in_gguf = qkv.name in names or one_name(qkv.name) in d.formats
+        in_gguf = any(part.name in names or one_name(part.name) in d.formats for part in (qkv, z))
         projections = [qkv, z, ba] if in_gguf else [qkvz, ba]
     return GdnLayer(
         input_norm=d.vector(f"{p}input_layernorm.weight", h),
@@ -252,8 +264,8 @@ def _declare_feed_forward(d: Declaration, shape: ModelShape, p: str, down: Role,
         return d.mlp(p, shape.intermediate_size, h, down)
     router = d.matrix(h, Stored(f"{p}gate.weight", (e,)), Stored(f"{p}shared_expert_gate.weight", (1,)), role="kept")
     shared = d.mlp(f"{p}shared_expert.", shape.shared_intermediate_size, h, down)
-    first = f"{p}experts.0.gate_proj.weight"
-    if first in names or one_name(first) in d.formats:
+    first = [f"{p}experts.0.{part}_proj.weight" for part in ("gate", "up", "down")]
+    if any(name in names or one_name(name) in d.formats for name in first):
         experts = [f"{p}experts.{i}." for i in range(e)]
         gate_up = [Stored(f"{x}{name}_proj.weight", (m,)) for x in experts for name in ("gate", "up")]
         downs = [Stored(f"{x}down_proj.weight", (h,)) for x in experts]

@@ -12,7 +12,7 @@ from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
 from deltic.machine import free_memory_bytes
 from deltic.models.loading import PACKED, Host, Store
-from deltic.models.packed import map_packed, map_parts, resolve_quantize, through_cache
+from deltic.models.packed import check_rounded, map_packed, map_parts, through_cache
 from deltic.models.qwen.cpu import check_kernels
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import weight_bytes
@@ -142,11 +142,9 @@ class Cpu:
     """The stage of a start under which making a runner is reported."""
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
-        """The configuration with the format that the weights will have.
-
-        Raises ConfigError, CheckpointError.
-        """
-        return replace(config, quantize=resolve_quantize(config, directory))
+        """The configuration as it is. Raises ConfigError for weights that the CPU does not make."""
+        check_rounded(config)
+        return config
 
     def free_bytes(self) -> int:
         return free_memory_bytes()
