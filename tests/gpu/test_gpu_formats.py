@@ -9,7 +9,9 @@ from torch import Tensor
 
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.gpu import linear
 from deltic.ops.gpu.blocks import PlaceState, Rows
+from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import Narrow, narrow_linear, narrow_swiglu, product, wide_linear
 from deltic.ops.gpu.norm import begin_decode, embed
@@ -166,3 +168,16 @@ def test_dummy_weights_are_as_large_as_they_would_be(device: str, name: str) -> 
     found = unpack(w.whole)
     assert 0.012 < float(found.std()) < 0.035 and abs(float(found.mean())) < 0.006
     assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])
+def test_configurations_fit(monkeypatch: pytest.MonkeyPatch, sms: int, shared: int) -> None:
+    monkeypatch.setattr(linear, "_chip", lambda: (sms, shared))
+    for m, k, splits in ((34816, 5120, 1), (5120, 17408, 4), (1024, 3584, 8), (8224, 1024, 1), (72, 96, 1)):
+        for name in ("fp8", "Q4_K", "Q6_K", "int4-g128-bfloat16"):
+            format = WEIGHT_FORMATS[name]
+            for n in (1, 8, 16, 48, 128, 256, 1024, 8192):
+                width = k // splits if n <= 256 else k
+                c = linear.decoded_config(n, m, width, splits if n <= 256 else 1, format)
+                assert width % c.block_k == 0 and (name != "fp8" or c.block_k == k_block(width))
+                assert c.num_stages * linear.decoded_stage_bytes(c.block_m, c.block_k, c.tokens, format) <= shared

@@ -261,12 +261,18 @@ def rows_from(
 
 
 @triton.jit
-def _groups(p, first, n, HALF: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """[M, groups] of the block at column `first`; of groups of 16 the first or the second of each two."""
+def _groups(p, first, n, HALF: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr):
+    """[M, groups] of the block at column `first`; of groups of 16 the first or the second of each two.
+
+    A group alone is there twice, but of e4m3: so Triton has a reason to bring it, and not the decoded tile, into another
+    layout.
+    """
     if GROUP == 0:
         p_groups = p[:, None]
     elif GROUP >= BLOCK_K:
         p_groups = (p + tl.cast(first // GROUP, tl.int64) * n)[:, None]
+        if CODES != E4M3:
+            p_groups += tl.arange(0, 2)[None, :] * 0
     else:
         EACH: tl.constexpr = 2 if GROUP == 16 else 1
         o_group = first // GROUP + HALF + EACH * tl.arange(0, BLOCK_K // GROUP // EACH)
@@ -275,31 +281,41 @@ def _groups(p, first, n, HALF: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """What memory holds of BLOCK_K columns from first_k + i_k on, i_k a multiple of BLOCK_K, for `add_block` or
-    `values`: codes, their high bits; scales and least values [M, groups], of groups of 16 those of the first and the
-    second of each two; outer scales [M], two.
-    """
+def load_codes(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """The codes of BLOCK_K columns from first_k + i_k on, i_k a multiple of BLOCK_K, and their high bits."""
     if CODES == BF16:
         block = (tl.load(w[0] + i_k),)
     else:
-        p_low, p_high, p_scale, p_least, p_outer, first_k, n = w
-        first, i_code = first_k + i_k, tl.multiple_of(i_k // 8, 4)
-        b_low = tl.load(p_low + i_code)
+        i_code = tl.multiple_of(i_k // 8, 4)
+        b_low = tl.load(w[0] + i_code)
         b_high = b_low
         if _high_bits(CODES):
-            b_high = tl.load(p_high + i_code)
-        b_scale = _groups(p_scale, first, n, 0, BLOCK_K, GROUP)
+            b_high = tl.load(w[1] + i_code)
+        block = (b_low, b_high)  # type: ignore[assignment]
+    return block
+
+
+@triton.jit
+def load_scales(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """What `add_block` and `values` want behind the codes: scales and least values [M, groups], of groups of 16 those
+    of the first and the second of each two; outer scales [M], two.
+    """
+    if CODES == BF16:
+        block: tl.tuple = ()
+    else:
+        _, _, p_scale, p_least, p_outer, first_k, n = w
+        first = first_k + i_k
+        b_scale = _groups(p_scale, first, n, 0, BLOCK_K, CODES, GROUP)
         b_scale_2 = b_scale
         if GROUP == 16:
-            b_scale_2 = _groups(p_scale, first, n, 1, BLOCK_K, GROUP)
+            b_scale_2 = _groups(p_scale, first, n, 1, BLOCK_K, CODES, GROUP)
         b_least = b_scale
         b_least_2 = b_scale_2
         if _has_least(SCALES):
-            b_least = _groups(p_least, first, n, 0, BLOCK_K, GROUP)
+            b_least = _groups(p_least, first, n, 0, BLOCK_K, CODES, GROUP)
             b_least_2 = b_least
             if GROUP == 16:
-                b_least_2 = _groups(p_least, first, n, 1, BLOCK_K, GROUP)
+                b_least_2 = _groups(p_least, first, n, 1, BLOCK_K, CODES, GROUP)
         b_outer = b_scale
         b_outer_2 = b_scale
         if _is_k(SCALES):
@@ -309,8 +325,14 @@ def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.co
                 b_outer_2 = tl.load(p_outer + n)
         elif SCALES == E4M3_SCALE:
             b_outer, b_outer_2 = p_outer[0], (p_outer[1], p_outer[2])
-        block = (b_low, b_high, b_scale, b_scale_2, b_least, b_least_2, b_outer, b_outer_2)  # type: ignore[assignment]
+        block = (b_scale, b_scale_2, b_least, b_least_2, b_outer, b_outer_2)
     return block
+
+
+@triton.jit
+def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """Both."""
+    return load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + load_scales(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
 
 
 # What it stands for.
