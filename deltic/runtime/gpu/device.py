@@ -11,9 +11,10 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
+from deltic.models.checkpoint import speaks
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.gpu import RING
@@ -172,7 +173,13 @@ class Gpu:
         self.text, self.speech = text(self.levers), speech(self.levers)
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
-        """The configuration as it is. Raises CheckpointError for weights that only the CPU reads."""
+        """The configuration as it is. Raises CheckpointError for weights that only the CPU reads, ConfigError
+        for a speech model that is to be rounded.
+        """
+        if config.quantize is not None and speaks(config):
+            raise ConfigError(
+                f"--quantize {config.quantize}: speech models are rounded on the CPU only; leave it out, or give --device cpu"
+            )
         if config.dummy is None and (directory / PACKED).exists():
             raise CheckpointError(
                 f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
