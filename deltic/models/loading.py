@@ -29,7 +29,6 @@ from deltic.models.mapped import Header, read_header
 from deltic.models.stored import StoredTensor, formats_of, one_name
 from deltic.models.tensors import stored_tensors as tensors_of_files
 from deltic.ops.arrays import Array, bfloat16, copy, nothing, zeros
-from deltic.ops.contract import check
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
 from deltic.ops.matrix import Layout, Matrix, Piece
 
@@ -282,7 +281,7 @@ class Declaration:
         others in that of the role.
         """
         n = sum(sum(one.sizes) for one in stored) // n_matrices
-        asked = format_of(role, self.quantize, self.store.layout)
+        asked = format_of(role, self.quantize)
         runs: list[tuple[int, WeightFormat]] = []
         in_one = stored[: max(1, len(stored) // n_matrices)]
         for one in in_one:
@@ -437,14 +436,10 @@ def fill_dummy(
             progress(done, total)
 
 
-def format_of(role: Role, quantize: str | None, layout: Layout = "strips") -> WeightFormat:
+def format_of(role: Role, quantize: str | None) -> WeightFormat:
     """The format of a matrix of this role that is stored in 16 or 32 bits. quantize: the precision asked for,
     None: bfloat16.
-
-    Raises KernelError for a precision that the layout does not have.
     """
-    if layout == "rows":
-        check("weights", quantize is None, f"bfloat16: there are no rows in {quantize}")
     if quantize is None or role == "kept":
         return WEIGHT_FORMATS["bf16"]
     return WEIGHT_FORMATS["int8" if role == "sensitive" else quantize]

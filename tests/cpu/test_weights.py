@@ -28,7 +28,6 @@ from deltic.models.qwen.weights import (
     load_weights,
     weight_bytes,
 )
-from deltic.ops.contract import KernelError
 from deltic.ops.matrix import Matrix
 from tests.plain import rows
 from tests.tensors import tensor_of
@@ -313,8 +312,8 @@ def test_the_precision_of_a_matrix_is_that_of_its_role() -> None:
     rows_of = empty_weights(shape, None, tied=False, store=COUNTED_ROWS)
     parts = [part.whole for _, part in rows_of.named_parts() if isinstance(part, Matrix)]
     assert {(part.layout, part.format.name) for part in parts} == {("rows", "bf16")}
-    with pytest.raises(KernelError, match="no rows in int8"):
-        empty_weights(shape, "int8", tied=False, store=COUNTED_ROWS)
+    names = {name: part for name, part in empty_weights(shape, "fp8", tied=False, store=COUNTED_ROWS).named_parts()}
+    assert names["layers.0.mlp.gate_up"].whole.format.name == "fp8" and names["embed"].whole.format.name == "int8"
 
 
 def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Triton's interpreter, mended where it is not what a GPU does: version 3.6 multiplies bfloat16 as integers and rounds to it
-towards 0, and with NumPy 2.4 no loop ends at a bound that was loaded."""
+towards 0, rounds twice in a fused multiply-add, and with NumPy 2.4 no loop ends at a bound that was loaded."""
 
 from __future__ import annotations
 
@@ -37,9 +37,17 @@ def _rounding(self: Any, source: Any, to: Any) -> Any:
     return _cast(self, source, to)
 
 
+def _fma(self: Any, a: Any, b: Any, c: Any) -> Any:
+    if c.dtype.scalar != tl.float32:
+        return interpreter.TensorHandle(a.data * b.data + c.data, c.dtype.scalar)
+    sum_ = a.data.astype(np.float64) * b.data.astype(np.float64) + c.data.astype(np.float64)
+    return interpreter.TensorHandle(sum_.astype(np.float32), tl.float32)
+
+
 def mend() -> None:
     """For the whole process; to be called before a kernel runs."""
     interpreter._patch_lang_tensor = _patched
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpreterBuilder.cast_impl = _rounding
     interpreter.InterpreterBuilder.create_fp_trunc = _rounding
+    interpreter.InterpreterBuilder.create_fma = _fma

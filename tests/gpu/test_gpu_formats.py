@@ -5,12 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.gpu import linear
+from deltic.ops.gpu.blocks import PlaceState, Rows
+from deltic.ops.gpu.decode import k_block
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.linear import Narrow, narrow_linear, narrow_swiglu, product, wide_linear
+from deltic.ops.gpu.norm import begin_decode, embed
 from deltic.ops.gpu.weight import DeviceStore, unpack
 from deltic.ops.matrix import Matrix
 from tests.quantised_rows import random_rows
 
+LEVERS = Levers()
 NAMES = [name for name in WEIGHT_FORMATS if name != "bf16"]
 
 
@@ -23,4 +32,152 @@ def test_rows_are_read_back(device: str, name: str) -> None:
         for i, each in enumerate(rows):
             store.put(w.whole.one(i), each)
         found = unpack(w.whole).cpu().numpy()
-        assert np.array_equal(found.view(np.int32), np.stack([each.values() for each in rows]).view(np.int32))
+        assert np.array_equal(found, np.stack([each.values() for each in rows]))  # but for the sign of a zero
+
+
+def put(device: str, n: int, k: int, *runs: tuple[int, str]) -> tuple[Matrix, Tensor]:
+    """A matrix of random rows in these formats, and what it is multiplied as: float64, rounded as the kernels do."""
+    store, rows = DeviceStore(device), []
+    w = Matrix.empty(n, k, [(height, WEIGHT_FORMATS[name]) for height, name in runs], "rows", 1, store.empty)
+    for piece in w.pieces:
+        if piece.format.name == "bf16":
+            values = torch.randn(piece.n, k).bfloat16()
+            store.put(piece, values.view(torch.int16).numpy().view(bfloat16))
+        else:
+            found = random_rows(piece.format.name, piece.n, k)
+            store.put(piece, found)
+            values = torch.from_numpy(found.values())
+            if piece.format.codes != "e4m3":
+                values = values.bfloat16()
+        rows.append(values.double())
+    return w, torch.cat(rows).to(device)
+
+
+def exact(x: Tensor, w: Tensor) -> Tensor:
+    return x.double() @ w.t()
+
+
+def close(out: Tensor, x: Tensor, w: Tensor) -> None:
+    """Float32 sums: next to the sum of what is added."""
+    size = x.double().abs() @ w.abs().t()
+    assert ((out.double() - exact(x, w)).abs() <= 1e-6 * size + 1e-12).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_linears_of_every_format(device: str, name: str) -> None:
+    """Narrow, wide and SwiGLU, of ugly shapes; a row has the same bits in any of them."""
+    w, values = put(device, 74, 192, (74, name))
+    x = torch.randn(64, 192).bfloat16().to(device)
+    sums = torch.full((1, 64, 74), torch.nan, device=device)
+    narrow_linear(x, w, sums, levers=LEVERS)
+    close(sums[0], x, values)
+    alone = torch.full((1, 1, 74), torch.nan, device=device)
+    narrow_linear(x[3:4].contiguous(), w, alone, levers=LEVERS)
+    wide = torch.full((64, 74), torch.nan, device=device, dtype=torch.bfloat16)
+    wide_linear(x, w, wide, levers=LEVERS)
+    if device != "cpu":  # the interpreter's sums have numpy's order, which follows the shape
+        assert torch.equal(alone[0, 0], sums[0, 3]) and torch.equal(wide, sums[0].bfloat16())
+    close(alone[0], x[3:4], values)
+    rounded = sums[0].bfloat16().float()
+    torch.testing.assert_close(wide.float(), rounded, rtol=2**-7, atol=1e-5)
+    out, gate_up = torch.empty(2, 37, device=device, dtype=torch.bfloat16), torch.empty_like(sums[:, :2])
+    narrow_swiglu(x[:2], w, out, levers=LEVERS, gate_up=gate_up)
+    gate, up = exact(x[:2], values).chunk(2, 1)
+    torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4-g128-bfloat16", "Q4_K", "NVFP4"])
+def test_slices_and_blocks_of_k(device: str, name: str) -> None:
+    """Slices that begin within a group, and blocks of any size."""
+    w, values = put(device, 16, 640, (16, name))
+    x = torch.randn(3, 640).bfloat16().to(device)
+    for splits, block_k in ((1, 0), (2, 0), (2, 32), (10, 0)):
+        out = torch.full((splits, 3, 16), torch.nan, device=device)
+        config = Narrow(64, block_k, 4, 2) if block_k and name != "fp8" else None
+        narrow_linear(x, w, out, levers=LEVERS, config=config)
+        width = 640 // splits
+        for s in range(splits):
+            part = slice(s * width, (s + 1) * width)
+            close(out[s], x[:, part], values[:, part])
+
+
+def test_a_matrix_in_several_formats(device: str) -> None:
+    w, values = put(device, 100, 256, (40, "Q4_K"), (10, "bf16"), (30, "Q6_K"), (20, "fp8"))
+    x = torch.randn(64, 256).bfloat16().to(device)
+    sums, few = torch.full((2, 64, 100), torch.nan, device=device), x[:5].contiguous()
+    narrow_linear(x, w, sums, levers=LEVERS)
+    close(sums.sum(0), x, values)
+    wide = torch.full((64, 100), torch.nan, device=device)
+    wide_linear(x, w, wide, levers=LEVERS)
+    close(wide, x, values)
+    out, gate_up = torch.empty(5, 50, device=device, dtype=torch.bfloat16), torch.empty(1, 5, 100, device=device)
+    narrow_swiglu(few, w, out, levers=LEVERS, gate_up=gate_up)
+    gate, up = exact(few, values).chunk(2, 1)
+    torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=2**-7, atol=1e-4)
+    rounded = torch.cat([*values[:80], *values[80:].bfloat16().double()]).view(100, 256)
+    close(product(few, w), few, rounded)
+
+
+@pytest.mark.parametrize("name", ["int8", "Q6_K", "NVFP4", "fp8", "MXFP4"])
+def test_an_embedding_in_any_format(device: str, name: str) -> None:
+    """Not rounded."""
+    w, _ = put(device, 20, 544, (20, name))
+    expected = unpack(w.whole)[0][[19, 0, 7]]
+    found = torch.full((3, 544), torch.nan, device=device)
+    ids = torch.tensor([19, -1, 7], device=device, dtype=torch.int32)
+    embed(ids, w, found)
+    assert torch.equal(found, expected)
+    rows = Rows(*(torch.zeros_like(ids) for _ in range(3)))
+    begun, places = torch.full_like(found, torch.nan), torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
+    begin_decode(places, PlaceState(ids, ids, ids, ids, ids), w, rows=rows, residual=begun, levers=LEVERS)
+    assert torch.equal(begun, expected)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-symmetric"])
+@pytest.mark.parametrize("k", [32, 288, 1024])
+def test_what_is_rounded_at_load_is_what_a_cpu_makes(device: str, name: str, k: int) -> None:
+    values = (np.random.default_rng(k).standard_normal((21, k)) * 0.05).astype(bfloat16)
+    values[3], values[4, :40] = 0.0, 1.0
+    w = Matrix.empty(21, k, WEIGHT_FORMATS[name], "rows", 1, DeviceStore(device).empty)
+    DeviceStore(device).put(w.whole, values)
+    assert np.array_equal(
+        unpack(w.whole).cpu().numpy(), Matrix.empty(21, k, WEIGHT_FORMATS[name]).pack(values).unpack()
+    )
+
+
+def test_e4m3_is_rounded_by_groups(device: str) -> None:
+    values = (np.random.default_rng(0).standard_normal((9, 160)) * 0.05).astype(bfloat16)
+    values[3] = 0.0
+    w = Matrix.empty(9, 160, WEIGHT_FORMATS["fp8"], "rows", 1, DeviceStore(device).empty)
+    DeviceStore(device).put(w.whole, values)
+    found, floats = unpack(w.whole)[0].cpu().numpy(), values.astype(np.float32)
+    for group in (slice(0, 128), slice(128, 160)):
+        largest = np.abs(floats[:, group]).max(1, keepdims=True)
+        assert (
+            np.abs(found[:, group] - floats[:, group])
+            <= np.maximum(np.abs(floats[:, group]) / 16, largest / 448 / 1024 * 1.01)
+        ).all()
+        assert np.allclose(np.abs(found[:, group]).max(1, keepdims=True), largest, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dummy_weights_are_as_large_as_they_would_be(device: str, name: str) -> None:
+    store, block = DeviceStore(device), (np.random.default_rng(0).standard_normal(40_009) * 0.02).astype(bfloat16)
+    w = Matrix.empty(24, 512, WEIGHT_FORMATS[name], "rows", 5, store.empty)
+    store.tile(w.whole, block, 77)
+    found = unpack(w.whole)
+    assert 0.012 < float(found.std()) < 0.035 and abs(float(found.mean())) < 0.006
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])
+def test_configurations_fit(monkeypatch: pytest.MonkeyPatch, sms: int, shared: int) -> None:
+    monkeypatch.setattr(linear, "_chip", lambda: (sms, shared))
+    for m, k, splits in ((34816, 5120, 1), (5120, 17408, 4), (1024, 3584, 8), (8224, 1024, 1), (72, 96, 1)):
+        for name in ("fp8", "Q4_K", "Q6_K", "int4-g128-bfloat16"):
+            format = WEIGHT_FORMATS[name]
+            for n in (1, 8, 16, 48, 128, 256, 1024, 8192):
+                width = k // splits if n <= 256 else k
+                c = linear.decoded_config(n, m, width, splits if n <= 256 else 1, format)
+                assert width % c.block_k == 0 and (name != "fp8" or c.block_k == k_block(width))
+                assert c.num_stages * linear.decoded_stage_bytes(c.block_m, c.block_k, c.tokens, format) <= shared

@@ -10,14 +10,14 @@ thread holds in a tile of the tensor cores; an element of b bits a code has 8 b 
 
     codesB        [n, K / 32, 4]: code j of element t is column 2 t + j % 2 + 8 (j / 2 % 2) + 16 (j / 4) of its 32
     codes8        code j in byte j; of int8 with the sign bit flipped
-    codes4        code j at bit 4 j
-    codes2        code j at bit 4 (j % 4) + 2 (j / 4)
+    codes4        code j at bit 8 (j % 4) + 4 (j / 4)
+    codes2        codes 4, 6, 0, 2, then 5, 7, 1, 3
     codes1        code j at bit j
     scale, least  [groups, n]
-    outer         of k [K / 256, 1 or 2, n], of e4m3 [2, n]
+    outer         of k [K / 256, 1 or 2, n], of e4m3 [2, n], divided by the power of 2 that makes the first 0.5 .. 1
 
-so that an integer becomes a float where it stands, by a mask and a subtraction, and a tile's scales are
-neighbours.
+so that a few operations on words make bytes of all codes, a byte permutation makes a float of each, and a tile's
+scales are neighbours.
 
 A kernel takes the address of the first matrix (`address`: of bf16 a pointer to bfloat16, else to bytes; the next
 begins `matrix_elements` behind it), its rows n and width k, and the constants of its format (`constants`). Then
@@ -110,13 +110,46 @@ def _has_zero(scales):
 def _minus(codes, scales):
     """What is subtracted from a code; bytes are 128 more than the integers."""
     name = formats.CODES[codes]
-    return 128.0 if name in ("int8", "iq4", "e2m1") else 0.0 if _has_least(scales) else 2.0 ** (int(name[-1]) - 1)
+    if not name.startswith("uint"):
+        return 128.0
+    return 0.0 if _has_least(scales) else 2.0 ** (int(name[-1]) - 1)
+
+
+@triton.constexpr_function
+def _bit(codes, scales):
+    """Where a code stands in the float that it becomes: high in it, where 2^(23 - bit) times a scale can be exact."""
+    if formats.CODES[codes].startswith("uint"):
+        return 16
+    return 8 if _is_exact(codes, scales) else 0
+
+
+@triton.constexpr_function
+def _is_exact(codes, scales):
+    """Whether 2^(23 - bit) and what is subtracted from a code, times the scale, is exact in float32: of bfloat16 and
+    float16, and of k with codes of few bits.
+    """
+    kind = formats.SCALES[scales]
+    if formats.CODES[codes].startswith("uint"):
+        return not kind.endswith(".least")
+    return kind in ("float16", "bfloat16")
+
+
+@triton.constexpr_function
+def _less(codes, scales):
+    """What is too much in the float of a code."""
+    return 2.0 ** (23 - _bit(codes, scales)) + _minus(codes, scales)
+
+
+@triton.constexpr_function
+def _byte(j, codes):
+    """Which of the bytes is code j; those of a table come as the indices stand in memory."""
+    return j % 4 * 2 + j // 4 if _has_table(codes) else j
 
 
 @triton.constexpr_function
 def _element(bits):
     """What holds 8 codes of so many bits."""
-    return tl.dtype(f"int{8 * bits}")
+    return tl.dtype({8: "int64", 4: "int32", 2: "uint16", 1: "uint8"}[bits])
 
 
 @triton.constexpr_function
@@ -215,18 +248,31 @@ def rows_from(
         p_least = p_scale
         if _has_least(SCALES):
             p_least = _at(p_w, least, _least_type(CODES, SCALES)) + o_row
-        p_outer = _at(p_w, outer, tl.float32 if SCALES == E4M3_SCALE else tl.float16) + o_row
+        if SCALES == E4M3_SCALE:
+            p_pair = _at(p_w, outer, tl.float32) + o_row
+            b_divisor = tl.load(p_pair + n)
+            # 2^119: half of what `_e4m3_bits` lack
+            b_outer = tl.load(p_pair) * 664613997892457936451903530140172288.0
+            p_outer = (b_outer, b_divisor, tl.div_rn(tl.zeros_like(b_divisor) + 1.0, b_divisor))
+        else:
+            p_outer = _at(p_w, outer, tl.float16) + o_row
         w = (p_low, p_high, p_scale, p_least, p_outer, first_k, n)  # type: ignore[assignment]
     return w
 
 
 @triton.jit
-def _groups(p, first, n, HALF: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """[M, groups] of the block at column `first`; of groups of 16 the first or the second of each two."""
+def _groups(p, first, n, HALF: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr):
+    """[M, groups] of the block at column `first`; of groups of 16 the first or the second of each two.
+
+    A group alone is there twice, but of e4m3: so Triton has a reason to bring it, and not the decoded tile, into another
+    layout.
+    """
     if GROUP == 0:
         p_groups = p[:, None]
     elif GROUP >= BLOCK_K:
         p_groups = (p + tl.cast(first // GROUP, tl.int64) * n)[:, None]
+        if CODES != E4M3:
+            p_groups += tl.arange(0, 2)[None, :] * 0
     else:
         EACH: tl.constexpr = 2 if GROUP == 16 else 1
         o_group = first // GROUP + HALF + EACH * tl.arange(0, BLOCK_K // GROUP // EACH)
@@ -235,55 +281,77 @@ def _groups(p, first, n, HALF: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """What memory holds of BLOCK_K columns from first_k + i_k on, i_k a multiple of BLOCK_K, for `add_block` or
-    `values`: codes, their high bits; scales and least values [M, groups], of groups of 16 those of the first and the
-    second of each two; outer scales [M], two.
-    """
+def load_codes(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """The codes of BLOCK_K columns from first_k + i_k on, i_k a multiple of BLOCK_K, and their high bits."""
     if CODES == BF16:
         block = (tl.load(w[0] + i_k),)
     else:
-        p_low, p_high, p_scale, p_least, p_outer, first_k, n = w
-        first, i_code = first_k + i_k, tl.multiple_of(i_k // 8, 4)
-        b_low = tl.load(p_low + i_code)
+        i_code = tl.multiple_of(i_k // 8, 4)
+        b_low = tl.load(w[0] + i_code)
         b_high = b_low
         if _high_bits(CODES):
-            b_high = tl.load(p_high + i_code)
-        b_scale = _groups(p_scale, first, n, 0, BLOCK_K, GROUP)
+            b_high = tl.load(w[1] + i_code)
+        block = (b_low, b_high)  # type: ignore[assignment]
+    return block
+
+
+@triton.jit
+def load_scales(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """What `add_block` and `values` want behind the codes: scales and least values [M, groups], of groups of 16 those
+    of the first and the second of each two; outer scales [M], two.
+    """
+    if CODES == BF16:
+        block: tl.tuple = ()
+    else:
+        _, _, p_scale, p_least, p_outer, first_k, n = w
+        first = first_k + i_k
+        b_scale = _groups(p_scale, first, n, 0, BLOCK_K, CODES, GROUP)
         b_scale_2 = b_scale
         if GROUP == 16:
-            b_scale_2 = _groups(p_scale, first, n, 1, BLOCK_K, GROUP)
+            b_scale_2 = _groups(p_scale, first, n, 1, BLOCK_K, CODES, GROUP)
         b_least = b_scale
         b_least_2 = b_scale_2
         if _has_least(SCALES):
-            b_least = _groups(p_least, first, n, 0, BLOCK_K, GROUP)
+            b_least = _groups(p_least, first, n, 0, BLOCK_K, CODES, GROUP)
             b_least_2 = b_least
             if GROUP == 16:
-                b_least_2 = _groups(p_least, first, n, 1, BLOCK_K, GROUP)
+                b_least_2 = _groups(p_least, first, n, 1, BLOCK_K, CODES, GROUP)
         b_outer = b_scale
         b_outer_2 = b_scale
         if _is_k(SCALES):
             p_outer += tl.cast(first // 256, tl.int64) * n * _n_outer(SCALES)
-        if _n_outer(SCALES) > 0:
             b_outer = tl.load(p_outer)
-        if _n_outer(SCALES) == 2:
-            b_outer_2 = tl.load(p_outer + n)
-        block = (b_low, b_high, b_scale, b_scale_2, b_least, b_least_2, b_outer, b_outer_2)  # type: ignore[assignment]
+            if _n_outer(SCALES) == 2:
+                b_outer_2 = tl.load(p_outer + n)
+        elif SCALES == E4M3_SCALE:
+            b_outer, b_outer_2 = p_outer[0], (p_outer[1], p_outer[2])
+        block = (b_scale, b_scale_2, b_least, b_least_2, b_outer, b_outer_2)
     return block
+
+
+@triton.jit
+def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """Both."""
+    return load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + load_scales(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
 
 
 # What it stands for.
 
 
 @triton.jit
-def _e4m3(b_top):
-    """float32: the e4m3 code in the upper 8 bits of an int32, exact (not of NaN, which no reader lets through)."""
-    b_float = ((b_top >> 4) & -0x78100000).to(tl.float32, bitcast=True)
-    return b_float * 1329227995784915872903807060280344576.0  # 2^120
+def _e4m3_bits(b_top):
+    """float32: 2^-120 of the e4m3 code in the upper 8 bits of an int32 (not of NaN, which no reader lets through)."""
+    return ((b_top >> 4) & -0x78100000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _bytes_of(b_index, CODES: tl.constexpr):
+def _e4m3(b_top):
+    """float32: the code, exact."""
+    return _e4m3_bits(b_top) * 1329227995784915872903807060280344576.0  # 2^120
+
+
+@triton.jit
+def _looked_up(b_index, CODES: tl.constexpr):
     """The bytes that the lower and the upper 4 indices in an int32 stand for."""
     if _INTERPRETED:
         b_low = b_index * 0
@@ -303,34 +371,66 @@ def _bytes_of(b_index, CODES: tl.constexpr):
 
 
 @triton.jit
-def _float_at(b_bits, BIT: tl.constexpr, MINUS: tl.constexpr):
-    """float32: the integer that stands at BIT in b_bits, less MINUS; the other bits are 0. Exact: the integer is
-    put behind the one of 2^(23 - BIT).
-    """
-    ONE: tl.constexpr = (150 - BIT) << 23
-    return (b_bits | ONE).to(tl.float32, bitcast=True) - (2.0 ** (23 - BIT) + MINUS)
+def _bytes(b_low, b_high, CODES: tl.constexpr):
+    """int32, int32: the codes as bytes, 0 .. 3 and 4 .. 7 (of tables 0, 4, 1, 5 and 2, 6, 3, 7)."""
+    LOW: tl.constexpr = _low_bits(CODES)
+    HIGH: tl.constexpr = _high_bits(CODES)
+    if _has_table(CODES):
+        words = _looked_up(b_low, CODES)
+    elif LOW == 8:
+        words = (b_low.to(tl.int32), (b_low >> 32).to(tl.int32))
+    else:
+        if LOW == 4:
+            b_first, b_second = b_low & 0x0F0F0F0F, (b_low >> 4) & 0x0F0F0F0F
+        else:
+            b_two = b_low.to(tl.int32)
+            b_two |= b_two << 14
+            b_first, b_second = (b_two >> 4) & 0x03030303, b_two & 0x03030303
+        if HIGH == 2:
+            b_two = b_high.to(tl.int32)
+            b_two |= b_two << 14
+            b_first |= b_two & 0x30303030
+            b_second |= (b_two << 4) & 0x30303030
+        elif HIGH == 1:
+            # bit i comes to byte i
+            b_one = b_high.to(tl.int32)
+            b_first |= ((b_one & 15) * (0x204081 << LOW)) & (0x01010101 << LOW)
+            b_second |= ((b_one >> 4) * (0x204081 << LOW)) & (0x01010101 << LOW)
+        words = (b_first, b_second)
+    return words
+
+
+@triton.constexpr_function
+def _permutation(byte, bit):
+    """PTX: a byte of the first operand at this bit of the second, the other bytes as they are."""
+    picked = [byte if i == bit // 8 else 4 + i for i in range(4)]
+    return f"prmt.b32 $0, $1, $2, {sum(pick << (4 * i) for i, pick in enumerate(picked))};"
 
 
 @triton.jit
-def _code(b_word, b_high, j: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr):
-    """float32: code j of 8. b_word: int32, of bytes the four among which it is."""
-    LOW: tl.constexpr = _low_bits(CODES)
-    HIGH: tl.constexpr = _high_bits(CODES)
-    if CODES == E4M3:
-        b_code = _e4m3(b_word << (24 - j % 4 * 8))
-    elif _has_bytes(CODES):
-        b_code = _float_at(
-            (b_word >> (j % 4 // 2 * 16)) & (255 << (j % 2 * 8)), j % 2 * 8, _minus(CODES, SCALES)
-        )
+def _with_byte(b_word, b_float, BYTE: tl.constexpr, BIT: tl.constexpr):
+    """int32: the bits of a float that has another byte at BIT of its mantissa, one of a word's."""
+    if _INTERPRETED:
+        b_bits = (((b_word >> (8 * BYTE)) & 255) << BIT) | (b_float & ~(255 << BIT))
     else:
-        BIT: tl.constexpr = j % 4 * 4 + (j // 4 * 2 if LOW == 2 else 0)
-        b_bits = (b_word >> (j // 4 * 16 if LOW == 4 else 0)) & (((1 << LOW) - 1) << BIT)
-        if HIGH == 2:
-            b_bits |= (b_high << (4 - j // 4 * 2)) & (3 << (BIT + 4))
-        elif HIGH == 1:
-            b_bits |= (b_high << (BIT + LOW - j)) & (1 << (BIT + LOW))
-        b_code = _float_at(b_bits, BIT, _minus(CODES, SCALES))
-    return b_code
+        b_bits = tl.inline_asm_elementwise(
+            _permutation(BYTE, BIT), "=r,r,r", [b_word, b_float], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return b_bits
+
+
+@triton.jit
+def _floats(words, CODES: tl.constexpr, SCALES: tl.constexpr):
+    """float32 x 8: 2^(23 - bit) and each code. All but the first have the bits of 2^(23 - bit) from the first: the
+    assembler would move a constant before each permutation.
+    """
+    BIT: tl.constexpr = _bit(CODES, SCALES)
+    b_first = _with_byte(words[0], tl.zeros_like(words[0]) + ((150 - BIT) << 23), 0, BIT)
+    floats: tl.tuple = (b_first.to(tl.float32, bitcast=True),)
+    for j in tl.static_range(1, 8):
+        b_bits = _with_byte(words[_byte(j, CODES) // 4], b_first, _byte(j, CODES) % 4, BIT)
+        floats += (b_bits.to(tl.float32, bitcast=True),)
+    return floats
 
 
 @triton.jit
@@ -340,23 +440,16 @@ def _scale(b_scale, b_outer, b_divisor, SCALES: tl.constexpr):
         b_e = b_scale.to(tl.int32)
         b_float = tl.where(b_e < 2, 0x00200000 << b_e, (b_e - 1) << 23).to(tl.float32, bitcast=True)
     elif SCALES == E4M3_SCALE:
-        b_product = _e4m3(b_scale.to(tl.int32) << 24) * b_outer[:, None]
-        b_float = tl.div_rn(b_product, b_divisor[:, None] + tl.zeros_like(b_product)) * 0.5
+        # divided by way of the divisor's inverse, and rounded as a division is
+        b_divisor, b_inverse = b_divisor
+        b_product = _e4m3_bits(b_scale.to(tl.int32) << 24) * b_outer[:, None]
+        b_quotient = b_product * b_inverse[:, None]
+        b_rest = tl.fma(b_quotient, -b_divisor[:, None] + tl.zeros_like(b_product), b_product)
+        b_float = tl.fma(b_rest, b_inverse[:, None] + tl.zeros_like(b_rest), b_quotient)
     else:
         b_float = b_scale.to(tl.float32)
         if _is_k(SCALES):
             b_float = b_outer[:, None].to(tl.float32) * b_float
-    return b_float
-
-
-@triton.jit
-def _least(b_least, b_scale, b_outer, SCALES: tl.constexpr):
-    """float32 [M, groups]: the least values. b_scale: of the groups, float32."""
-    b_float = b_least.to(tl.float32)
-    if SCALES == K_LEAST:
-        b_float = b_outer[:, None].to(tl.float32) * b_float * -1.0
-    elif _has_zero(SCALES):
-        b_float = b_scale * b_float * -1.0  # Triton's -x is 0 - x
     return b_float
 
 
@@ -379,40 +472,73 @@ def _joined(codes, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def values(
-    block, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
-    SCALED: tl.constexpr = True,
-):
-    """float32 [M, BLOCK_K]: what a block stands for, as `Quantised.values`. SCALED: False for the codes."""
+def _added(b_least, b_scale, b_outer, CODES: tl.constexpr, SCALES: tl.constexpr):
+    """float32 [M, groups]: what `_value` adds."""
+    b_added = b_least.to(tl.float32)
+    if _is_k(SCALES):
+        b_added = b_outer[:, None].to(tl.float32) * b_added * -1.0  # -x would be 0 - x
+    if _has_zero(SCALES):
+        b_added = -_less(CODES, SCALES) - b_added
+    elif not _has_least(SCALES):
+        b_added = b_scale * 0.0 - _less(CODES, SCALES)
+    return b_added * b_scale if _is_exact(CODES, SCALES) else b_added
+
+
+@triton.jit
+def _value(b_float, b_scale, b_added, CODES: tl.constexpr, SCALES: tl.constexpr):
+    """float32: what a code stands for, rounded once. b_float: of `_floats`, of e4m3 the code."""
+    if CODES == E4M3:
+        b_value = b_float * b_scale
+    elif _is_exact(CODES, SCALES):
+        b_value = tl.fma(b_float, b_scale, b_added)
+    elif _has_zero(SCALES):
+        b_value = (b_float + b_added) * b_scale
+    elif _has_least(SCALES):
+        b_value = tl.fma(b_float - _less(CODES, SCALES), b_scale, b_added)
+    else:
+        b_value = (b_float - _less(CODES, SCALES)) * b_scale
+    return b_value
+
+
+@triton.jit
+def _e4m3_codes(words):
+    """float32 x 8: the codes."""
+    codes: tl.tuple = ()
+    for j in tl.static_range(8):
+        codes += (_e4m3(words[j // 4] << (24 - j % 4 * 8)),)
+    return codes
+
+
+@triton.jit
+def values(block, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """float32 [M, BLOCK_K]: what a block stands for, as `Quantised.values`, but for the sign of a zero."""
     if CODES == BF16:
         b_values = block[0].to(tl.float32)
     else:
-        b_low, b_high = block[0], block[1]
-        words = (b_low.to(tl.int32), b_low.to(tl.int32))
-        if _has_table(CODES):
-            words = _bytes_of(b_low, CODES)
-        elif _low_bits(CODES) == 8:
-            words = (b_low.to(tl.int32), (b_low >> 32).to(tl.int32))
-        if _high_bits(CODES):
-            b_high = b_high.to(tl.int32)
-        scales: tl.tuple = ()
-        leasts: tl.tuple = ()
+        words = _bytes(block[0], block[1], CODES)
+        codes = _e4m3_codes(words) if CODES == E4M3 else _floats(words, CODES, SCALES)
         HALVES: tl.constexpr = 2 if GROUP == 16 else 1
+        scales: tl.tuple = ()
+        added: tl.tuple = ()
         for half in tl.static_range(HALVES):
             b_scale = _scale(block[2 + half], block[6], block[7], SCALES)
             scales += (_spread(b_scale, BLOCK_K),)
-            if _has_least(SCALES):
-                leasts += (_spread(_least(block[4 + half], b_scale, block[7], SCALES), BLOCK_K),)
-        codes: tl.tuple = ()
+            added += (_spread(_added(block[4 + half], b_scale, block[7], CODES, SCALES), BLOCK_K),)
+        all: tl.tuple = ()
         for j in tl.static_range(8):
-            b_code = _code(words[j // 4], b_high, j, CODES, SCALES)
-            if SCALED:
-                b_code = scales[j * HALVES // 8] * b_code
-            if SCALED and _has_least(SCALES):
-                b_code += leasts[j * HALVES // 8]
-            codes += (b_code,)
-        b_values = _joined(codes, BLOCK_K)
+            all += (_value(codes[j], scales[j * HALVES // 8], added[j * HALVES // 8], CODES, SCALES),)
+        b_values = _joined(all, BLOCK_K)
     return b_values
+
+
+@triton.jit
+def _ended(b_sum):
+    """The same, of a product that has ended. Left under way until the next, with its weights in registers, the
+    assembler would run its instructions one at a time.
+    """
+    if not _INTERPRETED:
+        b_sum = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_sum], dtype=tl.float32, is_pure=True, pack=1)
+    return b_sum
 
 
 @triton.jit
@@ -423,11 +549,11 @@ def add_block(
     if CODES == BF16:
         b_sum = tl.dot(block[0], b_x, b_acc)
     else:
-        b_w = values(block, BLOCK_K, CODES, SCALES, GROUP, CODES != E4M3).to(tl.bfloat16)
         if CODES == E4M3:
-            b_sum = tl.fma(tl.dot(b_w, b_x), block[2] + tl.zeros_like(b_acc), b_acc)
+            b_part = tl.dot(_joined(_e4m3_codes(_bytes(block[0], block[1], CODES)), BLOCK_K).to(tl.bfloat16), b_x)
+            b_sum = tl.fma(b_part, block[2] + tl.zeros_like(b_acc), b_acc)
         else:
-            b_sum = tl.dot(b_w, b_x, b_acc)
+            b_sum = _ended(tl.dot(values(block, BLOCK_K, CODES, SCALES, GROUP).to(tl.bfloat16), b_x, b_acc))
     return b_sum
 
 

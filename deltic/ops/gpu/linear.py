@@ -30,7 +30,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.formats import WeightFormat
-from deltic.ops.gpu.decode import add_block, address, constants, decode, k_block, load_block, rows_from
+from deltic.ops.gpu.decode import add_block, address, constants, decode, k_block, load_codes, load_scales, rows_from
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix, Piece
@@ -135,10 +135,13 @@ def _narrow_kernel(
     b_used = o_n < n
     b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     p_x_tile = p_x + o_n[:, None] * k + (first_k + o_k)[None, :]
+    scales = load_scales(w, 0, BLOCK_K, CODES, SCALES, GROUP)
     for i_k in range(0, k_slice, BLOCK_K):
         b_x = tl.load(p_x_tile + i_k, mask=b_used[:, None], other=0.0)
-        block = load_block(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
-        b_acc = add_block(b_acc, block, tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
+        codes = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
+        ahead = load_scales(w, tl.minimum(i_k + BLOCK_K, k_slice - BLOCK_K), BLOCK_K, CODES, SCALES, GROUP)
+        b_acc = add_block(b_acc, codes + scales, tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
+        scales = ahead
 
     if SWIGLU:
         b_acc = tl.permute(tl.reshape(b_acc, (BLOCK_M // 16, 2, 8, BLOCK_N)), (0, 2, 3, 1))
@@ -254,33 +257,36 @@ def _token_tile(n: int) -> int:
 
 
 def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightFormat) -> Narrow:
-    """As `narrow_config`, for a weight that is decoded on its way.
+    """As `narrow_config`, for a weight that is decoded on its way. Only an e4m3's block of K changes bits (decode.py),
+    and it follows the weight's shape.
 
-    Only an e4m3's block of K changes bits (decode.py), and follows the weight's shape. Decoding needs warps: 16 and
-    more an SM. A tile of x is read again by each program, so tiles have many weight rows as long as every SM has one.
+    Decoding keeps 16 warps of an SM busy. Few rows: the tile whose programs fill the SMs best, but a low one only if
+    it reads at most half as much of x as of the weight. Many: the largest that gives every SM one.
     """
     sms, shared = _chip()
-    block_k = k_block(k_slice)
-    for tokens, block_m in _decoded_tiles(n, format):
-        programs = -(-m // block_m) * splits * -(-n // tokens)
-        if programs >= sms - 12:
-            break
-    if tokens == 256:
-        block_k = min(block_k, 64)
+    block_k, tokens = k_block(k_slice), _token_tile(n)
+
+    def programs(block_m: int) -> int:
+        return -(-m // block_m) * splits * -(-n // tokens)
+
+    def filled(block_m: int) -> float:
+        return programs(block_m) / (-(-programs(block_m) // sms) * sms)
+
+    if n > 256:
+        # of e4m3, sums of a block are apart from those before: twice the registers
+        for tokens, block_m in ((256, 128), (128, 128), (64, 128), (64, 64)):
+            if programs(block_m) >= sms - 12 and (tokens < 256 or format.codes != "e4m3"):
+                break
+        block_k = min(block_k, 64) if tokens == 256 else block_k
+    elif programs(128) < sms - 12:
+        block_m = 64
+    else:
+        block_m = max((b for b in (128, 64) if b == 128 or b * format.bits >= 32 * n), key=filled)
     warps = block_m // 16
-    per_sm = 1 if tokens * block_m > 128 * 64 else min(16 // warps, max(1, -(-programs // sms)))
-    a_stage = decoded_stage_bytes(block_m, block_k, tokens, format)
-    stages = max(2, min((shared // per_sm - 2048) // a_stage, 6, k_slice // block_k + 1))
+    per_sm = 1 if tokens * block_m > 128 * 64 else min(16 // warps, max(1, -(-programs(block_m) // sms)))
+    stages = (shared // per_sm - 6144) // decoded_stage_bytes(block_m, block_k, tokens, format)
+    stages = max(2, min(stages, 6, k_slice // block_k + 1))
     return Narrow(block_m, block_k, warps, stages, tokens, 8 if n > 256 else 0)
-
-
-def _decoded_tiles(n: int, format: WeightFormat) -> list[tuple[int, int]]:
-    """(rows of x, weight rows) of tiles for n rows, the largest first."""
-    if n <= 256:
-        return [(_token_tile(n), 128), (_token_tile(n), 64)]
-    # sums of a block are added apart from those before: twice the registers
-    largest = [] if format.codes == "e4m3" else [(256, 128)]
-    return [*largest, (128, 128), (64, 128), (64, 64)]
 
 
 def decoded_stage_bytes(block_m: int, block_k: int, tokens: int, format: WeightFormat) -> int:

@@ -85,10 +85,10 @@ def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
     if format.bits == 8:
         found["codes8"] = unit
     if 4 <= format.bits < 8:
-        found["codes4"] = unit[..., 0::2] & 15 | (unit[..., 1::2] & 15) << 4
+        found["codes4"] = unit[..., :4] & 15 | (unit[..., 4:] & 15) << 4
     if format.bits in (2, 3, 6):
         two = (unit >> (4 if format.bits == 6 else 0)) & 3
-        found["codes2"] = two[..., 0:4:2] | two[..., 4::2] << 2 | two[..., 1:4:2] << 4 | two[..., 5::2] << 6
+        found["codes2"] = two[..., 4:6] | two[..., 6:] << 2 | two[..., :2] << 4 | two[..., 2:4] << 6
     if format.bits in (3, 5):
         bits = ((unit >> (format.bits - 1)) & 1) << torch.arange(8, dtype=torch.uint8, device=codes.device)
         found["codes1"] = bits.sum(-1, dtype=torch.uint8)
@@ -115,6 +115,8 @@ def _put_rows(piece: Piece, rows: Array | Quantised, device: torch.device | str)
         if isinstance(rows, Quantised):
             part = rows.take(some)
             named = {"scale": part.scale, "least": part.least, "outer": part.outer}
+            if piece.format.scales == "e4m3" and part.outer is not None:
+                named["outer"] = np.ldexp(part.outer, -np.frexp(part.outer[:, :1])[1])
             parts = {name: _bytes_of(array, device) for name, array in named.items() if array is not None}
             _store(piece, begin, to_device(part.codes, device), parts)
         else:
@@ -150,8 +152,9 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
     step = float(values.astype(np.float32).std()) / wide.get(format.codes, 2**format.bits / 12**0.5)
     kind, _, with_ = format.scales.partition(".")
     scale: float = {"k": 32, "e8m0": 128 + round(np.log2(step)), "e4m3": 0x38}.get(kind, step)
-    least = {"k": 32, "e4m3": None}.get(kind, -step * middle if with_ == "least" else 0 if format.bits == 8 else middle)
-    outer = [step / 32, step * middle / 32][: 1 + bool(with_)] if kind == "k" else [2 * step, 1]
+    half = middle - 0.5
+    least = {"k": 32, "e4m3": None}.get(kind, -step * half if with_ == "least" else 0 if format.bits == 8 else middle)
+    outer = [step / 32, step * half / 32][: 1 + bool(with_)] if kind == "k" else [2 * step, 1]
     filled: list[Any] = [
         None if dtype is None or size is None else np.broadcast_to(np.array(value, dtype), (n, *size))
         for value, dtype, size in zip((scale, least, outer), dtypes, sizes, strict=True)

@@ -1,0 +1,143 @@
+"""How fast are linears whose weights are quantised, next to what the memory gives?
+
+For three weights of 27B and the formats that are published most: narrow_linear by rows of x, as packed bytes a second and
+as a share of the read bandwidth of the same run; wide_linear by rows, as operations a second and as a share of the vendor's
+bfloat16 product. Weights are cold: a graph walks through copies that do not fit into the L2 cache. Each product is checked
+against float32 on the device, a row alone against the same row among 128, and the wide product against the unsplit narrow
+one, bit for bit. Kernels are compiled first, by all cores. `python -m bench.gpu.formats [--format NAME ...]`
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from bench.gpu.experiment import DEVICE, graph_us, parser, run
+from deltic.machine import n_usable_cpus
+from deltic.ops.arrays import bfloat16
+from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.gpu.decode import decode
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.linear import k_splits, narrow_linear, wide_linear
+from deltic.ops.gpu.roofs import GpuRoofs
+from deltic.ops.gpu.weight import DeviceStore
+from deltic.ops.matrix import Matrix
+from deltic.runtime.gpu.compile import Compilation, collecting, fix_keys
+
+SHAPES = {"gate_up": (34816, 5120), "down": (5120, 17408), "in_proj": (16480, 5120)}
+FORMATS = ("bf16", "fp8", "int4-g128-bfloat16", "Q4_K", "Q6_K", "Q8_0", "NVFP4", "MXFP4")
+NARROW, WIDE = (1, 4, 16, 64, 128), (1024, 8192)
+COLD_BYTES = 256 << 20
+LEVERS = Levers(pdl=False)
+
+
+def copies(m: int, k: int, name: str, device: str = DEVICE) -> list[Matrix]:
+    """The same matrix again and again, until the L2 cache does not hold them."""
+    format = WEIGHT_FORMATS[name]
+    n = max(2, -(-COLD_BYTES // Matrix.empty(m, k, format, "rows", 1, DeviceStore("meta").empty).n_bytes))
+    store = DeviceStore(device)
+    w = Matrix.empty(m, k, format, "rows", n, store.empty)
+    if device == DEVICE:
+        block = (np.random.default_rng(0).standard_normal(4_194_301, np.float32) * k**-0.5).astype(bfloat16)
+        store.tile(w.whole.one(0), block, 0)
+        w.whole.data[1:] = w.whole.data[0]
+    return [Matrix(m, k, (w.whole.one(i),)) for i in range(n)]
+
+
+def calls(w: Matrix, n: int, device: str = DEVICE) -> Callable[[Matrix], torch.Tensor]:
+    """A product of n rows with a matrix like w, into one out."""
+    x = torch.empty(n, w.k, device=device, dtype=torch.bfloat16)
+    if device == DEVICE:
+        x.copy_(
+            torch.randn(max(NARROW), w.k, generator=torch.Generator().manual_seed(n))[torch.arange(n) % max(NARROW)]
+        )
+    if n in NARROW:
+        out = torch.empty(k_splits(w.n, w.k, LEVERS), n, w.n, device=device)
+    else:
+        out = torch.empty(n, w.n, device=device, dtype=torch.bfloat16)
+
+    def call(matrix: Matrix) -> torch.Tensor:
+        (narrow_linear if n in NARROW else wide_linear)(x, matrix, out, levers=LEVERS)
+        return out
+
+    return call
+
+
+def compile_all(names: tuple[str, ...]) -> None:
+    fix_keys()
+    with collecting() as jobs:
+        for m, k in SHAPES.values():
+            for name in names:
+                w = copies(m, k, name, "meta")[0]
+                for n in (*NARROW, *WIDE):
+                    calls(w, n, "meta")(w)
+    compilation = Compilation(n_usable_cpus())
+    compilation.give(list(jobs))
+    report = compilation.wait(lambda stage, done: None)
+    print(
+        f"{report.n_kernels} kernels, {report.n_failed} failed {compilation.errors[:2]}, {report.seconds:.1f} s",
+        flush=True,
+    )
+
+
+def check(w: Matrix) -> dict[str, object]:
+    """How far a product is from float32's, relative to the sum of what is added, and which bits agree."""
+    x = torch.randn(128, w.k, device=DEVICE).bfloat16()
+    values = torch.empty(1, w.n, w.k, device=DEVICE)
+    decode(w.whole, values)
+    if w.whole.format.codes != "e4m3":
+        values = values.bfloat16().float()
+    splits = k_splits(w.n, w.k, LEVERS)
+    sums, alone = (torch.empty(splits, n, w.n, device=DEVICE) for n in (128, 1))
+    narrow_linear(x, w, sums, levers=LEVERS)
+    narrow_linear(x[:1], w, alone, levers=LEVERS)
+    size = x.float().abs() @ values[0].abs().t()
+    error = ((sums.sum(0) - x.float() @ values[0].t()) / size).abs().max().item()
+    narrow, wide = (torch.empty(n, w.n, device=DEVICE, dtype=torch.bfloat16) for n in (128, 1024))
+    narrow_linear(x, w, narrow, levers=LEVERS)
+    wide_linear(x.repeat(8, 1), w, wide, levers=LEVERS)
+    return {
+        "error": error,
+        "alone": torch.equal(alone[:, 0], sums[:, 0]),
+        "wide": torch.equal(wide, narrow.repeat(8, 1)),
+    }
+
+
+def measure(shape: str, names: tuple[str, ...], roofs: GpuRoofs, row: Callable[..., None]) -> None:
+    m, k = SHAPES[shape]
+    for name in names:
+        all_ = copies(m, k, name)
+        row(shape=shape, format=name, **check(all_[0]))
+        for n in (*NARROW, *WIDE):
+            some = all_ if n in NARROW else all_[:2]
+            call = calls(some[0], n)
+            us = graph_us(lambda some=some, call=call: [call(w) for w in some], len(some))  # type: ignore[misc]
+            if n in NARROW:
+                rate = some[0].n_bytes / us * 1e6
+                row(shape=shape, format=name, n=n, us=us, GB_s=rate / 1e9, share=rate / roofs.read)
+            else:
+                rate = 2 * n * m * k / us * 1e6
+                row(shape=shape, format=name, n=n, us=us, TFLOP_s=rate / 1e12, share=rate / roofs.multiply)
+        del all_
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--format", action="append", metavar="NAME", choices=tuple(WEIGHT_FORMATS), help="only these")
+    flags.add_argument("--shape", action="append", metavar="NAME", choices=tuple(SHAPES), help="only these")
+    arguments: argparse.Namespace = flags.parse_args()
+    names = tuple(arguments.format or FORMATS)
+    compile_all(names)
+    roofs = GpuRoofs.measured()
+    print(f"roofs: {roofs.read / 1e9:.0f} GB/s read, {roofs.multiply / 1e12:.0f} TFLOP/s", flush=True)
+    parts = {
+        shape: lambda row, shape=shape: measure(shape, names, roofs, row) for shape in arguments.shape or tuple(SHAPES)
+    }
+    run("formats", parts, arguments)
+
+
+if __name__ == "__main__":
+    main()
