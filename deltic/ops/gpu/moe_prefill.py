@@ -273,17 +273,18 @@ def down_tile(acts, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row
               H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
     """BLOCK_M rows of act by BLOCK_N of H."""
-    o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if FORMAT == _PLAIN:
         b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, M, BLOCK_K):
             b_x = load_tile(acts, act_row, k, BLOCK_M, BLOCK_K)
             b_acc = dot(b_x, load_tile(weights, expert * H + i_tile * BLOCK_N, k, BLOCK_N, BLOCK_K).T, b_acc)
     else:
+        o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         p_x_row = p_act + (act_row + o_m).to(tl.int64) * INNER
         p_matrix = matrix_at(p_w, expert, H, M, FORMAT)
         b_acc = tl.trans(product_of_rows(p_x_row, o_m < n, p_matrix, o_h, H, M, BLOCK_K, FORMAT))
     b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
+    o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(tl.bfloat16), mask=(o_m < n)[:, None])
 
 
