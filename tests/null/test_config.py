@@ -282,7 +282,6 @@ def test_a_variable_is_left_out_where_it_means_nothing(device: str, kind: str, m
     assert without_foreign(general, device, kind) == general
     for setting, means in (
         ({"threads": 4}, device == "cpu"),
-        ({"quantize": "int8"}, device == "cpu"),
         ({"lever": ("pdl=off",)}, device == "cuda"),
         ({"n_checkpoints": 3}, kind == "text"),
         ({"voices_dir": Path("/here")}, kind == "speech"),
