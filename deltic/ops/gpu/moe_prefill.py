@@ -399,12 +399,14 @@ def moe_prefill(
         raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
     pdl, splits, e2 = levers.pdl, router_splits(hidden, levers), next_power_of_2(n_experts)
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
-    router_n = largest_block(c.router_n, t)
+    router_n, part = largest_block(c.router_n, t), hidden // splits
+    router_k = largest_block(c.router_k, part)
+    a_stage = 2 * (c.router_m + router_n) * (part if part <= _UNROLLED.value else router_k)
     launch(
         prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", w.router), s.logits,
         s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
-        BLOCK_K=largest_block(c.router_k, hidden // splits), **experts,
-        num_warps=c.router_warps, num_stages=c.router_stages if hidden // splits <= 256 else 4, pdl=pdl,
+        BLOCK_K=router_k, **experts, num_warps=c.router_warps,
+        num_stages=chip().stages(a_stage, c.router_stages if part <= _UNROLLED.value else 4), pdl=pdl,
     )
     launch(
         prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
