@@ -191,8 +191,8 @@ def _cut(table: Matrix) -> tuple[int, Piece, dict[str, Any]]:
 
 
 def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
-    """residual[t] = float32(table[token_ids[t]]), not rounded. token_ids: int32 [T]; table: [V, H] in rows; residual:
-    float32 [T, H].
+    """residual[t] = float32(table[token_ids[t]]), not rounded. token_ids: int32 [T]; table: [V, H] in rows;
+    residual: float32 [T, H].
 
     A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary. Raises KernelError
     for a table in strips, or in several formats.
