@@ -31,7 +31,7 @@ from deltic.models.stored import StoredTensor, formats_of, one_name
 from deltic.models.tensors import stored_tensors as tensors_of_files
 from deltic.ops.arrays import Array, bfloat16, copy, nothing, zeros
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
-from deltic.ops.matrix import Layout, Matrix, Piece
+from deltic.ops.matrix import STRIP, Layout, Matrix, Piece
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -65,6 +65,11 @@ Unused = Mapping[str, tuple[str, ...]]
 """Parts of a model that may be stored and are not run, with the prefixes of their names."""
 
 _ALL_USED: Unused = MappingProxyType({})
+
+_BLOCK = 1 << 22
+"""Weights of one stored tensor that are read and packed at a time: they are larger in between, and stay in the
+caches.
+"""
 
 _DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
 
@@ -250,11 +255,14 @@ class Stored:
     shape: tuple[int, ...] = ()
     """As stored; (): [all rows, K]."""
 
-    def read(self, tensor: StoredTensor, i: int, n_matrices: int) -> Array | Quantised:
-        """Its rows of a part, [all sizes together, K]; of a tensor of several matrices those of matrix i."""
+    def read(self, tensor: StoredTensor, i: int, n_matrices: int, begin: int, end: int) -> Array | Quantised:
+        """Its rows of a part, [all sizes together, K]; of a tensor of several matrices those of matrix i. begin
+        and end: not all of them, where it is one group.
+        """
         n = sum(self.sizes) // n_matrices
         if self.n_groups == 1:
-            return tensor.read(self.first + i * n, self.first + (i + 1) * n)
+            first = self.first + i * n
+            return tensor.read(first + begin, first + min(end, n))
         n_rows = math.prod(self.shape[:-1])
         group = np.arange(0, n_rows, n_rows // self.n_groups)[:, None]
         start, order = self.first, []
@@ -424,24 +432,33 @@ def _copy_matrix(part: Planned, target: Matrix, tensors: Mapping[str, StoredTens
     for i in range(n_matrices):
         stored = list(part.stored if shared > 1 else part.stored[i * in_one : (i + 1) * in_one])
         for piece in target.pieces:
-            found: list[Array | Quantised] = []
-            n = 0
+            n, own = 0, list[Stored]()
             while n < piece.n:
-                one = stored.pop(0)
-                found.append(one.read(tensors[one.name], i if shared > 1 else 0, shared))
-                n += sum(one.sizes) // shared
-            quantised = [rows for rows in found if isinstance(rows, Quantised)]
-            if quantised:
-                store.put(piece.one(i), Quantised.joined(quantised))
-            else:
-                rows, begin = np.empty((piece.n, piece.k), bfloat16), 0
-                for values in found:
-                    assert not isinstance(values, Quantised)
-                    values = _rows(values, piece.k)
-                    copy(rows[begin : begin + len(values)], values)
-                    begin += len(values)
-                store.put(piece.one(i), rows)
-            yield piece.data[i : i + 1].nbytes
+                own.append(stored.pop(0))
+                n += sum(own[-1].sizes) // shared
+            step = piece.n
+            if len(own) == 1 and own[0].n_groups == 1 and piece.layout == "strips":
+                step = max(_BLOCK // piece.k // STRIP, 1) * STRIP
+            for begin in range(0, piece.n, step):
+                end = min(begin + step, piece.n)
+                run = piece.one(i) if step >= piece.n else piece.one(i).rows(begin, end)
+                nth = i if shared > 1 else 0
+                store.put(run, _joined([one.read(tensors[one.name], nth, shared, begin, end) for one in own], run))
+                yield run.data.nbytes
+
+
+def _joined(found: list[Array | Quantised], piece: Piece) -> Array | Quantised:
+    """The rows of a piece, one run below the other: bfloat16, or in its format."""
+    quantised = [rows for rows in found if isinstance(rows, Quantised)]
+    if quantised:
+        return Quantised.joined(quantised)
+    rows, begin = np.empty((piece.n, piece.k), bfloat16), 0
+    for values in found:
+        assert not isinstance(values, Quantised)
+        values = _rows(values, piece.k)
+        copy(rows[begin : begin + len(values)], values)
+        begin += len(values)
+    return rows
 
 
 def _n_bytes(part: Any | Matrix) -> int:

@@ -86,6 +86,12 @@ class Piece:
         """Matrix i alone."""
         return dataclasses.replace(self, data=self.data[i : i + 1])
 
+    def rows(self, begin: int, end: int) -> Piece:
+        """Rows [begin, end) of one matrix in strips, alone: whole strips, but for the last."""
+        strip = self.n_bytes_of(STRIP, self.k, self.format, self.layout)
+        data = self.data[:, begin // STRIP * strip : -(-end // STRIP) * strip]
+        return dataclasses.replace(self, n=end - begin, data=data)
+
     def pack(self, values: Array | Quantised, n_threads: int = 1) -> None:
         """Stores the rows of one matrix, in strips: bfloat16 [n, k], which are quantised as the format says,
         or rows in this format. For several matrices: `one`.

@@ -427,9 +427,9 @@ def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
         needed -= plan.workspace_bytes
     n_gb = math.ceil((needed + kind.reserve_bytes) / kind.free_share / 1e9)
     smaller = {None: "--quantize int8, ", "int8": "--quantize int4, "}.get(plan.quantize, "")
-    if isinstance(plan.shape, ModelShape) and plan.shape.formats:
-        smaller = "a quantisation of fewer bits, "
     first, where = ("--device cpu, ", "GPU") if kind.on_gpu else (smaller, "machine")
+    if isinstance(plan.shape, ModelShape) and plan.shape.formats:
+        first = "a quantisation of fewer bits, "
     return ConfigError(
         f"the model does not fit: {sizes}, and {have} may be used{'' if kind.on_gpu else memory_bound()}; take {first}a smaller "
         f"model, or a {where} with at least {n_gb} GB free"
