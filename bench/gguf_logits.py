@@ -1,10 +1,11 @@
-"""Logits of tiny GGUF files in Deltic and in llama.cpp, beside the float32 oracle: `python -m bench.gguf_logits`.
+"""Logits of tiny GGUF files in Deltic and in llama.cpp, beside the float32 oracle.
 
     python -m bench.gguf_logits --types BF16,Q8_0,Q4_K
 
-Needs llama-cpp-python beside the test extra. Each file is read by both engines; the oracle (tests/reference) runs the
-weights that the file means in float32. Printed is the error of the logits after 97 tokens, |a - b| / |b|. Value heads in
-tiled order, experts, and the interleaving of Qwen3-Next are among what both must read alike.
+Needs llama-cpp-python beside the test extra. Each file is read by both engines; the oracle (tests/reference)
+runs the weights that the file means in float32. Printed is the error of the logits after 97 tokens,
+|a - b| / |b|. Value heads in tiled order, experts, and the interleaving of Qwen3-Next are among what both
+must read alike.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import moe
 from deltic.ops.cpu.program import Program, instruction_set
 from deltic.ops.cpu.sample import logprobs, sample
+from deltic.ops.formats import WeightFormat
 from deltic.ops.geometry import PAGE_SIZE, GdnWeights
-from deltic.ops.matrix import Matrix, MatrixFormat
+from deltic.ops.matrix import Matrix, Piece
 from deltic.roofs import multiply_peak, read_bandwidth
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.sampler import Sampler
@@ -88,7 +89,7 @@ class Roofs:
     @classmethod
     def measured(cls, n_threads: int, quantize: str | None) -> Roofs:
         """In bfloat16, and in what a model so quantised has besides."""
-        formats = ["bf16", format_of("plain", quantize).precision, format_of("sensitive", quantize).precision]
+        formats = ["bf16", format_of("plain", quantize).name, format_of("sensitive", quantize).name]
         read = read_bandwidth(n_threads)
         return cls(read, {name: multiply_peak(n_threads, name) for name in dict.fromkeys(formats)})
 
@@ -155,7 +156,7 @@ class Workload:
         format.
         """
         format = format_of(role, self.quantize)
-        weight = Matrix.n_bytes_of(n_out, n_in, format)
+        weight = Piece.n_bytes_of(n_out, n_in, format, "strips")
         n_copies = max(1, min(MAX_COPIES, min(CACHE_BYTES, self.weight_bytes) // weight))
         program = Program(self.n_threads)
         n_rows = self.batch.inputs.n_tokens
@@ -173,7 +174,7 @@ class Workload:
             n_copies,
             lambda m: weight + m * (2 * n_in + 4 * n_out),
             lambda m: 2.0 * m * n_in * n_out,
-            format=format.precision,
+            format=format.name,
         )
 
     def cases(self) -> Iterator[Case]:
@@ -355,7 +356,7 @@ class Workload:
         program = Program(self.n_threads)
         record(program)
         return Case(
-            "moe", size, shape.n_layers, program, 1, n_bytes, lambda m: 6.0 * m * k * inner * h, format=format.precision
+            "moe", size, shape.n_layers, program, 1, n_bytes, lambda m: 6.0 * m * k * inner * h, format=format.name
         )
 
     def _sample_cases(self) -> Iterator[Case]:
@@ -402,15 +403,15 @@ def _randomise(array: Array) -> Array:
     return array
 
 
-def _packed(n: int, k: int, format: MatrixFormat, n_matrices: int = 1) -> Matrix:
-    return Matrix.empty(n, k, format, n_matrices).pack(_matrix(n_matrices * n, k))
+def _packed(n: int, k: int, format: WeightFormat, n_matrices: int = 1) -> Matrix:
+    return Matrix.empty(n, k, format, n_matrices=n_matrices).pack(_matrix(n_matrices * n, k))
 
 
 def _copied(matrix: Matrix) -> Matrix:
     """The matrix in memory of its own."""
-    data = zeros(matrix.data.shape, np.uint8)
-    data[:] = matrix.data
-    return replace(matrix, data=data)
+    data = zeros(matrix.whole.data.shape, np.uint8)
+    data[:] = matrix.whole.data
+    return replace(matrix, pieces=(replace(matrix.whole, data=data),))
 
 
 def best_s(program: Program, seconds: float) -> float:

@@ -67,8 +67,8 @@ Unused = Mapping[str, tuple[str, ...]]
 _ALL_USED: Unused = MappingProxyType({})
 
 _BLOCK = 1 << 22
-"""Weights of one stored tensor that are read and packed at a time: they are larger in between, and stay in the
-caches.
+"""Weights of one stored tensor that are read and packed at a time: they are larger in between, and stay
+in the caches.
 """
 
 _DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
@@ -256,8 +256,8 @@ class Stored:
     """As stored; (): [all rows, K]."""
 
     def read(self, tensor: StoredTensor, i: int, n_matrices: int, begin: int, end: int) -> Array | Quantised:
-        """Its rows of a part, [all sizes together, K]; of a tensor of several matrices those of matrix i. begin
-        and end: not all of them, where it is one group.
+        """Its rows of a part, [all sizes together, K]; of a tensor of several matrices those of matrix i.
+        begin and end: not all of them, where it is one group.
         """
         n = sum(self.sizes) // n_matrices
         if self.n_groups == 1:

@@ -58,7 +58,7 @@ def _read_row(
         _widen_row(p_table + token * width, p_to, width, LANES, PIECES)
     else:
         first = tl.program_id(1) * BLOCK_K
-        # And the row behind it: Triton, which is told what the rows of a tile are multiples of, fails on one alone.
+        # And the row behind it: Triton fails on one alone, of which it is told what it is a multiple of.
         o_two = tl.arange(0, 2)
         o_row = tl.minimum(token + o_two, n - 1)
         w = rows_from(p_table, o_row, first, n, width, BLOCK_K, CODES, SCALES, GROUP)

@@ -175,8 +175,10 @@ class Gpu:
         self.text, self.speech = text(self.levers), speech(self.levers)
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
-        """The configuration, without a DELTIC_QUANTIZE that a speech model does not have here. Raises
-        CheckpointError for weights that only the CPU reads, ConfigError for a speech model that is to be rounded.
+        """The configuration, without a DELTIC_QUANTIZE that a speech model does not have here.
+
+        Raises CheckpointError for weights that only the CPU reads, ConfigError for a speech model that is to
+        be rounded.
         """
         if config.quantize is not None and speaks(config):
             if f"{ENV_PREFIX}QUANTIZE" in os.environ:
