@@ -88,9 +88,8 @@ class EngineConfig:
     dummy: str | None = knob(None, "random weights at a published shape, e.g. qwen3.5-0.8b", metavar="SHAPE")
     quantize: str | None = knob(
         None,
-        "round the weights at load, to 8.25 or 4.5 bits (default: as stored)",
-        choices=("int8", "int4", "int4-symmetric"),
-        device="cpu",
+        "round the weights at load, to 8.25 or 4.5 bits; fp8 is for a GPU, where --device cuda is given (default: as stored)",
+        choices=("fp8", "int8", "int4", "int4-symmetric"),
     )
     quantize_rest: str | None = knob(
         None,
@@ -180,7 +179,7 @@ class EngineConfig:
     @property
     def may_use_gpu(self) -> bool:
         """Whether none of these says that the model runs on the CPU."""
-        return self.quantize is None if self.device is None else self.device == "cuda"
+        return self.quantize in (None, "fp8") if self.device is None else self.device == "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)

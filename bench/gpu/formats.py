@@ -1,16 +1,18 @@
 """How fast are linears whose weights are quantised, next to what the memory gives?
 
-For three weights of 27B and the formats that are published most: narrow_linear by rows of x, as packed bytes a second and
-as a share of the read bandwidth of the same run; wide_linear by rows, as operations a second and as a share of the vendor's
-bfloat16 product. Weights are cold: a graph walks through copies that do not fit into the L2 cache. Each product is checked
-against float32 on the device, a row alone against the same row among 128, and the wide product against the unsplit narrow
-one, bit for bit. Kernels are compiled first, by all cores. `python -m bench.gpu.formats [--format NAME ...]`
+For three weights of 27B and the formats that are published most: narrow_linear by rows of x, as packed bytes
+a second and as a share of the read bandwidth of the same run; wide_linear by rows, as operations a second and
+as a share of the vendor's bfloat16 product. Weights are cold: a graph walks through copies that do not fit
+into the L2 cache. Each product is checked against float32 on the device, a row alone against the same row
+among 128, and the wide product against the unsplit narrow one, bit for bit. Kernels are compiled first, by
+all cores. `python -m bench.gpu.formats [--format NAME ...]`
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -47,7 +49,9 @@ def copies(m: int, k: int, name: str, device: str = DEVICE) -> list[Matrix]:
     return [Matrix(m, k, (w.whole.one(i),)) for i in range(n)]
 
 
-def calls(w: Matrix, n: int, device: str = DEVICE) -> Callable[[Matrix], torch.Tensor]:
+def calls(
+    w: Matrix, n: int, device: str = DEVICE, scratch: torch.Tensor | None = None
+) -> Callable[[Matrix], torch.Tensor]:
     """A product of n rows with a matrix like w, into one out."""
     x = torch.empty(n, w.k, device=device, dtype=torch.bfloat16)
     if device == DEVICE:
@@ -60,10 +64,21 @@ def calls(w: Matrix, n: int, device: str = DEVICE) -> Callable[[Matrix], torch.T
         out = torch.empty(n, w.n, device=device, dtype=torch.bfloat16)
 
     def call(matrix: Matrix) -> torch.Tensor:
-        (narrow_linear if n in NARROW else wide_linear)(x, matrix, out, levers=LEVERS)
+        if n in NARROW:
+            narrow_linear(x, matrix, out, levers=LEVERS)
+        else:
+            wide_linear(x, matrix, out, levers=LEVERS, scratch=scratch)
         return out
 
     return call
+
+
+def cold_us(call: Callable[[Matrix], torch.Tensor], matrices: list[Matrix]) -> float:
+    def step() -> None:
+        for w in matrices:
+            call(w)
+
+    return graph_us(step, len(matrices))
 
 
 def compile_all(names: tuple[str, ...]) -> None:
@@ -74,6 +89,8 @@ def compile_all(names: tuple[str, ...]) -> None:
                 w = copies(m, k, name, "meta")[0]
                 for n in (*NARROW, *WIDE):
                     calls(w, n, "meta")(w)
+                for dtype in (torch.float32, torch.bfloat16):
+                    decode(w.whole, torch.empty(1, m, k, device="meta", dtype=dtype))
     compilation = Compilation(n_usable_cpus())
     compilation.give(list(jobs))
     report = compilation.wait(lambda stage, done: None)
@@ -99,10 +116,13 @@ def check(w: Matrix) -> dict[str, object]:
     narrow, wide = (torch.empty(n, w.n, device=DEVICE, dtype=torch.bfloat16) for n in (128, 1024))
     narrow_linear(x, w, narrow, levers=LEVERS)
     wide_linear(x.repeat(8, 1), w, wide, levers=LEVERS)
+    scratch, by_vendor = torch.empty(w.n * w.k, device=DEVICE, dtype=torch.bfloat16), torch.empty_like(wide)
+    wide_linear(x.repeat(8, 1), w, by_vendor, levers=LEVERS, scratch=scratch)
     return {
         "error": error,
         "alone": torch.equal(alone[:, 0], sums[:, 0]),
         "wide": torch.equal(wide, narrow.repeat(8, 1)),
+        "decoded_first": torch.equal(by_vendor, wide),
     }
 
 
@@ -114,13 +134,18 @@ def measure(shape: str, names: tuple[str, ...], roofs: GpuRoofs, row: Callable[.
         for n in (*NARROW, *WIDE):
             some = all_ if n in NARROW else all_[:2]
             call = calls(some[0], n)
-            us = graph_us(lambda some=some, call=call: [call(w) for w in some], len(some))  # type: ignore[misc]
+            us = cold_us(call, some)
             if n in NARROW:
                 rate = some[0].n_bytes / us * 1e6
                 row(shape=shape, format=name, n=n, us=us, GB_s=rate / 1e9, share=rate / roofs.read)
             else:
-                rate = 2 * n * m * k / us * 1e6
-                row(shape=shape, format=name, n=n, us=us, TFLOP_s=rate / 1e12, share=rate / roofs.multiply)
+                rate = 2e6 * n * m * k
+                row(shape=shape, format=name, n=n, us=us, TFLOP_s=rate / us / 1e12, share=rate / us / roofs.multiply)
+                if name != "bf16" and WEIGHT_FORMATS[name].codes != "e4m3":
+                    scratch = torch.empty(m * k, device=DEVICE, dtype=torch.bfloat16)
+                    call = calls(some[0], n, scratch=scratch)
+                    us = cold_us(call, some)
+                    row(shape=shape, format=name, n=n, decoded_first_us=us, share=rate / us / roofs.multiply)
         del all_
 
 
@@ -133,9 +158,7 @@ def main() -> None:
     compile_all(names)
     roofs = GpuRoofs.measured()
     print(f"roofs: {roofs.read / 1e9:.0f} GB/s read, {roofs.multiply / 1e12:.0f} TFLOP/s", flush=True)
-    parts = {
-        shape: lambda row, shape=shape: measure(shape, names, roofs, row) for shape in arguments.shape or tuple(SHAPES)
-    }
+    parts = {shape: partial(measure, shape, names, roofs) for shape in arguments.shape or SHAPES}
     run("formats", parts, arguments)
 
 

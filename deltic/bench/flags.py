@@ -68,7 +68,7 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     add("--prefill", default="8192", metavar="T,T,...", help="tokens of cold prompts (default: 8192)")
     add("--rounds", type=int, default=1, metavar="R", help="default: 1")
     add("--out", metavar="DIR", help=OUT_HELP)
-    add_some(sub, "dummy", "lever", "memory_gb", "max_model_len", "max_step_tokens", "seed")
+    add_some(sub, "dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "seed")
 
 
 def ablate(sub: argparse.ArgumentParser) -> None:

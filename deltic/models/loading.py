@@ -39,9 +39,10 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Role = Literal["plain", "sensitive", "kept"]
 """How much a matrix may lose when weights are quantised.
 
-A plain one takes the precision that is asked for. A sensitive one keeps 8 bits of int4: the head and the last
-layer's `down`, whose errors nothing evens out any more, and the embedding, which is often the head. One that
-is kept stays as stored: a router, whose near-ties decide which experts run, and what is read for few rows.
+A plain one takes the precision that is asked for. A sensitive one keeps 8 bits of int4, and 16 of fp8: the
+head and the last layer's `down`, whose errors nothing evens out any more, and the embedding, which is often
+the head. One that is kept stays as stored: a router, whose near-ties decide which experts run, and what is
+read for few rows.
 """
 
 
@@ -503,7 +504,9 @@ def format_of(role: Role, quantize: str | None) -> WeightFormat:
     """
     if quantize is None or role == "kept":
         return WEIGHT_FORMATS["bf16"]
-    return WEIGHT_FORMATS["int8" if role == "sensitive" else quantize]
+    if role == "sensitive":
+        return WEIGHT_FORMATS["bf16" if quantize == "fp8" else "int8"]
+    return WEIGHT_FORMATS[quantize]
 
 
 def check_plan(

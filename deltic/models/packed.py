@@ -142,7 +142,8 @@ def resolve_quantize(
 def check_rounded(config: EngineConfig) -> None:
     """Raises ConfigError for what the CPU cannot make of weights."""
     if config.rounded == "fp8":
-        raise ConfigError("--quantize-rest fp8 is for a GPU; on the CPU give int8 or int4")
+        flag = "--quantize" if config.quantize else "--quantize-rest"
+        raise ConfigError(f"{flag} fp8 is for a GPU; on the CPU give int8 or int4")
 
 
 def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, float], None]) -> tuple[str, list[str]]:

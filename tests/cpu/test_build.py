@@ -99,7 +99,7 @@ def test_a_variable_that_means_nothing_here_changes_no_plan(
     kind = kind_of(device, name)
     shape: Any = PUBLISHED["qwen3.5-0.8b"] if name == "text" else PUBLISHED_SPEECH["qwen3-tts-0.6b"]
     settings: dict[str, Any] = {"n_checkpoints": 3} if name == "speech" else {"voices_dir": Path("/here")}
-    settings |= {"quantize": "int8", "threads": 3} if device == "cuda" else {"lever": ("pdl=off",)}
+    settings |= {"pin_threads": True, "threads": 3} if device == "cuda" else {"lever": ("pdl=off",)}
     for setting in settings:
         monkeypatch.setenv(f"DELTIC_{setting.upper()}", "given")
     plain, given = (
@@ -145,7 +145,7 @@ def test_a_plan_passes_over_variables_that_mean_nothing_to_it(
 ) -> None:
     kind = kind_of(device, name)
     shape: Any = PUBLISHED["qwen3.5-0.8b"] if name == "text" else PUBLISHED_SPEECH["qwen3-tts-0.6b"]
-    settings: dict[str, Any] = {"quantize": "int8"} if device == "cuda" else {"n_checkpoints": 7}
+    settings: dict[str, Any] = {"threads": 3} if device == "cuda" else {"n_checkpoints": 7}
     for setting in settings:
         monkeypatch.setenv(f"DELTIC_{setting.upper()}", "given")
     given, none = (

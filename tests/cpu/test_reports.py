@@ -56,7 +56,7 @@ def test_plan_of_a_speech_model(device: str, without_gpu: None) -> None:
     [
         ({}, "say with --memory-gb how much"),
         ({"memory_gb": 1.0}, "the model does not fit: weights 1.5 GB"),
-        ({"memory_gb": 20.0, "quantize": "int8"}, "--quantize int8 is for the CPU"),
+        ({"memory_gb": 20.0, "threads": 3}, "--threads 3 is for the CPU"),
         ({"memory_gb": 20.0, "lever": ("pdl=maybe",)}, "must be one of pdl=on, pdl=off"),
     ],
 )

@@ -60,7 +60,7 @@ def exact(x: Tensor, w: Tensor) -> Tensor:
 def close(out: Tensor, x: Tensor, w: Tensor) -> None:
     """Float32 sums: next to the sum of what is added."""
     size = x.double().abs() @ w.abs().t()
-    assert ((out.double() - exact(x, w)).abs() <= 1e-6 * size + 1e-12).all()
+    assert ((out.double() - exact(x, w)).abs() <= 4e-6 * size + 1e-12).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.language.target_info import is_hip
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -71,14 +72,14 @@ described = _Described()
 
 
 def chip() -> Chip:
-    """The chip of this process; Hopper where there is none."""
-    if described.chip is not None:
-        return described.chip
-    return _device() if torch.cuda.is_available() and not triton.knobs.runtime.interpret else HOPPER
+    """The chip of this process; Hopper where there is none, and in the interpreter."""
+    return described.chip or _device()
 
 
 @cache
 def _device() -> Chip:
+    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
+        return HOPPER
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     shared = getattr(device, "shared_memory_per_block_optin", 64 * 1024)
     return Chip(triton.runtime.driver.active.get_current_target(), device.multi_processor_count, shared)
@@ -102,3 +103,13 @@ def load_tile(tiles, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         o_row = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         b_tile = tl.load(tiles[0] + o_row * tiles[1] + (column + tl.arange(0, COLUMNS))[None, :])
     return b_tile
+
+
+@triton.jit
+def either(b_first, p_first, p_second):
+    """p_first where b_first, else p_second. AMD's compiler has no choice between tensors' pointers: integers."""
+    if is_hip():
+        p_either = tl.where(b_first, p_first.to(tl.int64), p_second.to(tl.int64)).to(p_first.dtype.scalar)
+    else:
+        p_either = tl.where(b_first, p_first, p_second)
+    return p_either

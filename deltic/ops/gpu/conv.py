@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
+from deltic.ops.gpu.chip import either
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch
 
 MAX_PARTS = 1024
@@ -234,7 +235,7 @@ def _summed(
             src = row - back
             inside = src >= 0
             p_old = p_from + slot_from + history_row(src, oldest, (taps - 1) * dilation).to(tl.int64) * c
-            p_row = tl.where(inside, p_x_row - back * c, p_old)
+            p_row = either(inside, p_x_row - back * c, p_old)
             here = used & (inside | (src + before >= 0))
             plane = tl.where(inside, x_plane, from_plane)
         else:

@@ -1,32 +1,38 @@
 """Weights in any format as operands of a product: one decoder, for every kernel that reads rows.
 
-A weight is `scale * code + least` in float32, to the bit as `Quantised.values` (ops/formats.py) has it, rounded
-once to bfloat16. An e4m3 code is a bfloat16 already: its tile holds the codes, and `add_block` multiplies the sums
-of BLOCK_K products with their scale, in float32, so that no weight is rounded. There BLOCK_K is part of what
-defines the bits: it is `k_block` of the columns that are walked, 128 or what divides them.
+A weight is `scale * code + least` in float32, to the bit as `Quantised.values` (ops/formats.py) has it,
+rounded once to bfloat16. An e4m3 code is a bfloat16 already: its tile holds the codes, and `add_block`
+multiplies the sums of BLOCK_K products with their scale, in float32, so that no weight is rounded. There
+BLOCK_K is part of what defines the bits: it is `k_block` of the columns that are walked, 128 or what divides
+them.
 
-Rows in memory: the parts stand where `planes` (ops/matrix.py) says. Codes stand in elements of 8, those that one
-thread holds in a tile of the tensor cores; an element of b bits a code has 8 b bits:
+Rows in memory: the parts stand where `planes` (ops/matrix.py) says. Codes stand in elements of 8, those that
+one thread holds in a tile of the tensor cores; an element of b bits a code has 8 b bits:
 
-    codesB        [n, K / 32, 4]: code j of element t is column 2 t + j % 2 + 8 (j / 2 % 2) + 16 (j / 4) of its 32
+    codesB        [n, K / 32, 4]: code j of element t is of its 32 columns
+                  2 t + j % 2 + 8 (j / 2 % 2) + 16 (j / 4)
     codes8        code j in byte j; of int8 with the sign bit flipped
     codes4        code j at bit 8 (j % 4) + 4 (j / 4)
     codes2        codes 4, 6, 0, 2, then 5, 7, 1, 3
     codes1        code j at bit j
     scale, least  [groups, n]
-    outer         of k [K / 256, 1 or 2, n], of e4m3 [2, n], divided by the power of 2 that makes the first 0.5 .. 1
+    outer         of k [K / 256, 1 or 2, n]; of e4m3 [2, n], divided by the power of 2 that
+                  makes the first 0.5 .. 1
 
-so that a few operations on words make bytes of all codes, a byte permutation makes a float of each, and a tile's
-scales are neighbours.
+so that a few operations on words make bytes of all codes, a byte permutation makes a float of each, and a
+tile's scales are neighbours.
 
-A kernel takes the address of the first matrix (`address`: of bf16 a pointer to bfloat16, else to bytes; the next
-begins `matrix_elements` behind it), its rows n and width k, and the constants of its format (`constants`). Then
+A kernel takes the address of the first matrix (`address`: of bf16 a pointer to bfloat16, else to bytes; the
+next begins `matrix_elements` behind it), its rows n and width k, and the constants of its format
+(`constants`). Then
 
     w = rows_from(p_w, o_row, first_k, n, k, BLOCK_K, CODES, SCALES, GROUP)       before the loop over K
     block = load_block(w, i_k, BLOCK_K, CODES, SCALES, GROUP)                     in it: i_k = 0, BLOCK_K, ...
     b_acc = add_block(b_acc, block, b_x, BLOCK_K, CODES, SCALES, GROUP)
 
-W is the left side of the product, [M, K] x [K, N]: tensor cores take it from registers, where it is decoded.
+where `load_block` is `load_codes` + `load_scales`, so that a kernel can fetch the scales a block ahead:
+Triton puts the loads of codes into its pipeline, but few of the smaller ones. W is the left side, [M, K] x
+[K, N]: tensor cores take it from registers, where it is decoded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -117,7 +123,7 @@ def _minus(codes, scales):
 
 @triton.constexpr_function
 def _bit(codes, scales):
-    """Where a code stands in the float that it becomes: high in it, where 2^(23 - bit) times a scale can be exact."""
+    """Where a code stands in the float that it becomes: 16, or where it takes 8 bits 8 or 0."""
     if formats.CODES[codes].startswith("uint"):
         return 16
     return 8 if _is_exact(codes, scales) else 0
@@ -125,8 +131,8 @@ def _bit(codes, scales):
 
 @triton.constexpr_function
 def _is_exact(codes, scales):
-    """Whether 2^(23 - bit) and what is subtracted from a code, times the scale, is exact in float32: of bfloat16 and
-    float16, and of k with codes of few bits.
+    """Whether 2^(23 - bit) and what is subtracted from a code, times the scale, is exact in float32: of
+    bfloat16 and float16, and of k with codes of few bits.
     """
     kind = formats.SCALES[scales]
     if formats.CODES[codes].startswith("uint"):
@@ -176,7 +182,9 @@ def _table(codes):
 
 @triton.constexpr_function
 def _look_up(codes):
-    """PTX: two words with the bytes for the 8 indices in a word; a byte permutation looks up 4 of 8 at a time."""
+    """PTX: two words with the bytes for the 8 indices in a word; a byte permutation looks up 4 of 8 at a
+    time.
+    """
     a, b, c, d = _table(codes)
     half = f"prmt.b32 x, {a}, {b}, i; prmt.b32 y, {c}, {d}, i; prmt.b32 ${{}}, x, y, s;"
     begin = "{ .reg .b32 i, s, x, y; and.b32 i, $2, 0x77777777; and.b32 s, $2, 0x88888888; shr.u32 s, s, 1;"
@@ -195,7 +203,9 @@ def _plane(n_bytes):
 
 @triton.jit
 def _planes(n, k, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """int64: where the high bits of codes, the scales, the least values and the outer scales begin, and the end."""
+    """int64: where the high bits of codes, the scales, the least values and the outer scales begin, and the
+    end.
+    """
     n = tl.cast(n, tl.int64)
     n_groups = n * (tl.cdiv(k, GROUP) if GROUP else 1)
     high = _plane(n * k * _low_bits(CODES) // 8)
@@ -264,8 +274,8 @@ def rows_from(
 def _groups(p, first, n, HALF: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr):
     """[M, groups] of the block at column `first`; of groups of 16 the first or the second of each two.
 
-    A group alone is there twice, but of e4m3: so Triton has a reason to bring it, and not the decoded tile, into another
-    layout.
+    A group alone is there twice, but of e4m3: so Triton has a reason to bring it, and not the decoded tile,
+    into another layout.
     """
     if GROUP == 0:
         p_groups = p[:, None]
@@ -297,8 +307,8 @@ def load_codes(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.co
 
 @triton.jit
 def load_scales(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """What `add_block` and `values` want behind the codes: scales and least values [M, groups], of groups of 16 those
-    of the first and the second of each two; outer scales [M], two.
+    """What `add_block` and `values` want behind the codes: scales and least values [M, groups], of groups of
+    16 those of the first and the second of each two; outer scales [M], two.
     """
     if CODES == BF16:
         block: tl.tuple = ()
@@ -340,7 +350,9 @@ def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.co
 
 @triton.jit
 def _e4m3_bits(b_top):
-    """float32: 2^-120 of the e4m3 code in the upper 8 bits of an int32 (not of NaN, which no reader lets through)."""
+    """float32: 2^-120 of the e4m3 code in the upper 8 bits of an int32 (not of NaN, which no reader lets
+    through).
+    """
     return ((b_top >> 4) & -0x78100000).to(tl.float32, bitcast=True)
 
 
@@ -421,8 +433,8 @@ def _with_byte(b_word, b_float, BYTE: tl.constexpr, BIT: tl.constexpr):
 
 @triton.jit
 def _floats(words, CODES: tl.constexpr, SCALES: tl.constexpr):
-    """float32 x 8: 2^(23 - bit) and each code. All but the first have the bits of 2^(23 - bit) from the first: the
-    assembler would move a constant before each permutation.
+    """float32 x 8: 2^(23 - bit) and each code. All but the first have the bits of 2^(23 - bit) from the
+    first: the assembler would move a constant before each permutation.
     """
     BIT: tl.constexpr = _bit(CODES, SCALES)
     b_first = _with_byte(words[0], tl.zeros_like(words[0]) + ((150 - BIT) << 23), 0, BIT)
@@ -467,7 +479,8 @@ def _joined(codes, BLOCK_K: tl.constexpr):
     M: tl.constexpr = codes[0].shape[0]
     b_even = tl.join(tl.join(codes[0], codes[4]), tl.join(codes[2], codes[6]))
     b_odd = tl.join(tl.join(codes[1], codes[5]), tl.join(codes[3], codes[7]))
-    b_all = tl.reshape(tl.join(b_even, b_odd), (M, BLOCK_K // 32, 4, 2, 2, 2))  # unit, t, j / 4, j / 2 % 2, j % 2
+    # 32 columns, t, j / 4, j / 2 % 2, j % 2
+    b_all = tl.reshape(tl.join(b_even, b_odd), (M, BLOCK_K // 32, 4, 2, 2, 2))
     return tl.reshape(tl.permute(b_all, (0, 1, 3, 4, 2, 5)), (M, BLOCK_K))
 
 
@@ -533,8 +546,8 @@ def values(block, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constex
 
 @triton.jit
 def _ended(b_sum):
-    """The same, of a product that has ended. Left under way until the next, with its weights in registers, the
-    assembler would run its instructions one at a time.
+    """The same, of a product that has ended. Left under way until the next, with its weights in registers,
+    the assembler would run its instructions one at a time.
     """
     if not _INTERPRETED:
         b_sum = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_sum], dtype=tl.float32, is_pure=True, pack=1)

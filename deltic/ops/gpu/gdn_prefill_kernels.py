@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_hip
+
+from deltic.ops.gpu.chip import either
 
 # Of these only scalars are loaded: one compiled kernel will do, wherever they lie in a step's inputs.
 _INDICES = ["p_n", "p_position", "p_segment", "p_begin", "p_start_slot", "p_slot", "p_snapshot"]
@@ -40,18 +41,10 @@ def _inputs(
     o_row = tl.arange(0, 16) * 4 + AHEAD
     p_row = p_block + o_row * stride
     inside = o_row < n
-    if AHEAD < 0 and is_hip():
-        # two loads: AMD's compiler has no choice between pointers of two tensors
-        b_ring = ((o_row < 0) & from_ring)[:, None] & in_head[None, :]
-        b_old = tl.load((p_ring + (o_row + 4) * C)[:, None] + o_channel[None, :], mask=b_ring, other=0.0)
-        inside = inside & ((o_row >= 0) | (first == 0))
-        b_x = tl.load(p_row[:, None] + o_channel[None, :], mask=inside[:, None] & in_head[None, :], other=0.0)
-        b_x = tl.where(b_ring, b_old, b_x)
-    else:
-        if AHEAD < 0:
-            p_row = tl.where((o_row < 0) & from_ring, p_ring + (o_row + 4) * C, p_row)
-            inside = inside & ((o_row >= 0) | (first == 0) | from_ring)
-        b_x = tl.load(p_row[:, None] + o_channel[None, :], mask=inside[:, None] & in_head[None, :], other=0.0)
+    if AHEAD < 0:
+        p_row = either((o_row < 0) & from_ring, p_ring + (o_row + 4) * C, p_row)
+        inside = inside & ((o_row >= 0) | (first == 0) | from_ring)
+    b_x = tl.load(p_row[:, None] + o_channel[None, :], mask=inside[:, None] & in_head[None, :], other=0.0)
     return b_x.to(tl.float32)
 
 

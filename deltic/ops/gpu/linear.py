@@ -95,8 +95,8 @@ def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.c
 
 @triton.jit
 def _group_of(i_program, n_t, n_m, GROUP: tl.constexpr):
-    """Which (token tile, weight tile) a program has: GROUP token tiles, then the next weight tile, so that programs
-    that run together share rows of x and of w.
+    """Which (token tile, weight tile) a program has: GROUP token tiles, then the next weight tile, so that
+    programs that run together share rows of x and of w.
     """
     i_group = i_program // (GROUP * n_m)
     group_size = tl.minimum(n_t - i_group * GROUP, GROUP)
@@ -113,7 +113,7 @@ def _narrow_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     n_blocks = tl.cdiv(n, BLOCK_N)
     if TOGETHER == 0:
-        # the token tiles of one weight tile are neighbours, so that the second finds the weights in the L2 cache
+        # the token tiles of one weight tile are neighbours: the second finds the weights in the L2 cache
         i_m = tl.program_id(0) // n_blocks
         i_n = tl.program_id(0) % n_blocks
     else:
@@ -253,11 +253,11 @@ def _token_tile(n: int) -> int:
 
 
 def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightFormat) -> Narrow:
-    """As `narrow_config`, for a weight that is decoded on its way. Only an e4m3's block of K changes bits (decode.py),
-    and it follows the weight's shape.
+    """As `narrow_config`, for a weight that is decoded on its way. Only an e4m3's block of K changes bits
+    (decode.py), and it follows the weight's shape.
 
-    Decoding keeps 16 warps of an SM busy. Few rows: the tile whose programs fill the SMs best, but a low one only if
-    it reads at most half as much of x as of the weight. Many: the largest that gives every SM one.
+    Decoding keeps 16 warps of an SM busy. Few rows: the tile whose programs fill the SMs best, but a low one
+    only if it reads at most half as much of x as of the weight. Many: the largest that gives every SM one.
     """
     sms, shared = _chip()
     block_k, tokens = k_block(k_slice), _token_tile(n)
@@ -394,14 +394,16 @@ def wide_config(t: int, m: int) -> Wide:
 
 
 def wide_linear(
-    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Wide | None = None, decoded: Narrow | None = None
+    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, scratch: Tensor | None = None, config: Wide | None = None,
+    decoded: Narrow | None = None,
 ) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
 
     x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
-    are independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. config, decoded:
-    for measurements, of bf16 and of other formats.
-    Raises KernelError for weights in strips.
+    are independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. scratch:
+    bfloat16; where it holds a piece, which is not e4m3, that is decoded into it for the vendor's library, if
+    that pays. config, decoded: for measurements, of bf16 and of other formats. Raises KernelError for weights
+    in strips.
     """
     (t, k), m = x.shape, w.n
     check("linear", x.dtype == torch.bfloat16, "bfloat16 x")
@@ -409,18 +411,23 @@ def wide_linear(
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
     check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
     for piece, columns in _columns(w, out):
+        by_vendor = config is None and decoded is None and out.dtype == torch.bfloat16 and vendor_pays(t, piece.n)
         if piece.format.codes == "bf16":
-            _wide(x, piece, columns, levers, config)
+            if by_vendor:
+                matmul(x, rows_of("linear", piece), columns)
+            else:
+                _wide(x, piece, columns, levers, config)
+        elif by_vendor and scratch is not None and scratch.numel() >= piece.n * k and piece.format.codes != "e4m3":
+            rows = scratch[: piece.n * k].view(1, piece.n, k)
+            decode(piece, rows)
+            matmul(x, rows[0], columns)
         else:
             _multiply(x, piece, columns if out.dtype == torch.bfloat16 else columns[None], False, levers, decoded)
 
 
 def _wide(x: Tensor, piece: Piece, out: Tensor, levers: Levers, config: Wide | None) -> None:
-    """wide_linear of a piece in bf16; out's rows may lie apart."""
+    """The wide kernel, of a piece in bf16; out's rows may lie apart."""
     (t, k), m, rows = x.shape, piece.n, rows_of("linear", piece)
-    if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, m):
-        matmul(x, rows, out)
-        return
     c = config or wide_config(t, m)
     launch(
         _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, out, t, m, k, out.stride(0),

@@ -38,6 +38,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.experts import (
     NONE,
     PLAIN,
@@ -647,7 +648,7 @@ def moe_decode(
         router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, rows_of("moe", w.router),
         s.logits, s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
         AHEAD=t.router_ahead, LINES=largest_block(32, hidden // splits // 64),
-        EARLY=t.early, **routing, num_warps=4, num_stages=3, pdl=pdl,
+        EARLY=t.early, **routing, num_warps=4, num_stages=chip().stages(2 * block_k * (64 + block_n), 3), pdl=pdl,
     )
     if not t.alone:
         launch(

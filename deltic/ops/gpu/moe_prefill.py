@@ -273,17 +273,18 @@ def down_tile(acts, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row
               H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
     """BLOCK_M rows of act by BLOCK_N of H."""
-    o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if FORMAT == _PLAIN:
         b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, M, BLOCK_K):
             b_x = load_tile(acts, act_row, k, BLOCK_M, BLOCK_K)
             b_acc = dot(b_x, load_tile(weights, expert * H + i_tile * BLOCK_N, k, BLOCK_N, BLOCK_K).T, b_acc)
     else:
+        o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         p_x_row = p_act + (act_row + o_m).to(tl.int64) * INNER
         p_matrix = matrix_at(p_w, expert, H, M, FORMAT)
         b_acc = tl.trans(product_of_rows(p_x_row, o_m < n, p_matrix, o_h, H, M, BLOCK_K, FORMAT))
     b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
+    o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(tl.bfloat16), mask=(o_m < n)[:, None])
 
 
@@ -398,12 +399,14 @@ def moe_prefill(
         raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
     pdl, splits, e2 = levers.pdl, router_splits(hidden, levers), next_power_of_2(n_experts)
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
-    router_n = largest_block(c.router_n, t)
+    router_n, part = largest_block(c.router_n, t), hidden // splits
+    router_k = largest_block(c.router_k, part)
+    a_stage = 2 * (c.router_m + router_n) * (part if part <= _UNROLLED.value else router_k)
     launch(
         prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", w.router), s.logits,
         s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
-        BLOCK_K=largest_block(c.router_k, hidden // splits), **experts,
-        num_warps=c.router_warps, num_stages=c.router_stages if hidden // splits <= 256 else 4, pdl=pdl,
+        BLOCK_K=router_k, **experts, num_warps=c.router_warps,
+        num_stages=chip().stages(a_stage, c.router_stages if part <= _UNROLLED.value else 4), pdl=pdl,
     )
     launch(
         prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,

@@ -58,9 +58,13 @@ def _read_row(
         _widen_row(p_table + token * width, p_to, width, LANES, PIECES)
     else:
         first = tl.program_id(1) * BLOCK_K
-        w = rows_from(p_table, token + tl.arange(0, 1), first, n, width, BLOCK_K, CODES, SCALES, GROUP)
+        # And the row behind it: Triton, which is told what the rows of a tile are multiples of, fails on one alone.
+        o_two = tl.arange(0, 2)
+        o_row = tl.minimum(token + o_two, n - 1)
+        w = rows_from(p_table, o_row, first, n, width, BLOCK_K, CODES, SCALES, GROUP)
         b_row = values(load_block(w, tl.full((), 0, tl.int32), BLOCK_K, CODES, SCALES, GROUP), BLOCK_K, CODES, SCALES, GROUP)
-        tl.store(p_to + first + tl.arange(0, BLOCK_K)[None, :], b_row)
+        p_at = p_to + first + o_two[:, None] * 0 + tl.arange(0, BLOCK_K)[None, :]
+        tl.store(p_at, b_row, mask=(o_two == 0)[:, None])
 
 
 @triton.jit
@@ -191,8 +195,8 @@ def _cut(table: Matrix) -> tuple[int, Piece, dict[str, Any]]:
 
 
 def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
-    """residual[t] = float32(table[token_ids[t]]), not rounded. token_ids: int32 [T]; table: [V, H] in rows; residual:
-    float32 [T, H].
+    """residual[t] = float32(table[token_ids[t]]), not rounded. token_ids: int32 [T]; table: [V, H] in rows;
+    residual: float32 [T, H].
 
     A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary. Raises KernelError
     for a table in strips, or in several formats.

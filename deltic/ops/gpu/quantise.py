@@ -1,5 +1,5 @@
-"""Rounding bfloat16 rows to the formats of --quantize, on a device: the codes and scales of csrc/pack.cpp, bit for bit,
-and e4m3. Every sum has the order that it has there, and nothing is fused.
+"""Rounding bfloat16 rows to the formats of --quantize, on a device: the codes and scales of csrc/pack.cpp,
+bit for bit, and e4m3. Every sum has the order that it has there, and nothing is fused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _MAGIC = 12582912.0
 
 
 def quantise(format: WeightFormat, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and least values of bfloat16 rows [n, k]: uint8 [n, k], and [n, groups] of the format's dtype.
+    """Codes, scales and least values of bfloat16 rows [n, k]: uint8 [n, k], and [n, groups] of the format's
+    dtype.
 
     Raises KernelError for a format that is not made of bfloat16.
     """

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
+from deltic.ops.gpu.chip import either
 from deltic.ops.gpu.conv import Ring, Streams, history_row, ring_row, store_pair
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 
@@ -91,7 +92,7 @@ def _window_kernel(
     src = row - o_j
     here = in_window & (src + frames >= 0)
     p_old = p_from + tl.maximum(slot, 0).to(tl.int64) * from_stride + history_row(src, oldest, H) * (2 * A)
-    p_k = tl.where(src >= 0, p_q + A - o_j * (3 * A), p_old + i_head * D)[:, None]
+    p_k = either(src >= 0, p_q + A - o_j * (3 * A), p_old + i_head * D)[:, None]
     b_k = tl.load(p_k + o_h[None, :], mask=here[:, None], other=0.0)
     b_k2 = tl.load(p_k + HALF + o_h[None, :], mask=here[:, None], other=0.0)
     b_s = tl.sum((b_q * b_cos - b_q2 * b_sin) * b_k + (b_q2 * b_cos + b_q * b_sin) * b_k2, 1) * scale
@@ -119,7 +120,7 @@ def _depthwise_kernel(
     b_y = tl.load(p_bias + o_c, mask=mask, other=0.0)
     for j in tl.static_range(TAPS):
         src = row - (H - j)
-        p = tl.where(src >= 0, p_row - (H - j) * C, p_old + history_row(src, oldest, H) * C)
+        p = either(src >= 0, p_row - (H - j) * C, p_old + history_row(src, oldest, H) * C)
         b_x = tl.load(p + o_c, mask=mask & (src + before >= 0), other=0.0)
         b_y = tl.fma(tl.load(p_w + j * C + o_c, mask=mask, other=0.0), b_x, b_y)
     b_y -= tl.sum(b_y, 0) * inverse_width
@@ -148,7 +149,7 @@ def _wave_kernel(
         src = o_n % t - (H - j)
         inside = src >= 0
         p_row = p_x + (o_n.to(tl.int64) - (H - j)) * C
-        p = tl.where(inside, p_row, p_old + history_row(src, oldest, H) * C)[:, None] + o_c[None, :]
+        p = either(inside, p_row, p_old + history_row(src, oldest, H) * C)[:, None] + o_c[None, :]
         mask = (used & (inside | (src + before >= 0)))[:, None] & (o_c < C)[None, :]
         b_x = tl.load(p, mask=mask, other=0.0).to(tl.float32)
         b_x += tl.load(p + tl.where(inside, plane, from_plane)[:, None], mask=mask, other=0.0).to(tl.float32)

@@ -96,7 +96,9 @@ def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
 
 
 def _store(piece: Piece, begin: int, codes: Tensor, parts: Mapping[str, Tensor]) -> None:
-    """Writes rows of one matrix from row `begin` on. codes: uint8 [n, k]; parts: bytes [n, groups, bytes of one]."""
+    """Writes rows of one matrix from row `begin` on. codes: uint8 [n, k]; parts: bytes [n, groups, bytes of
+    one].
+    """
     where = _of_rows(piece)
     for name, rows in (_packed(piece.format, codes) | dict(parts)).items():
         where[name][begin : begin + len(rows)].copy_(rows)
@@ -143,7 +145,9 @@ def unpack(piece: Piece) -> Tensor:
 
 
 def _random(format: WeightFormat, values: Array) -> Quantised:
-    """Rows of random codes, the low bits of bfloat16 values [n, k], with one scale that makes them about as large."""
+    """Rows of random codes, the low bits of bfloat16 values [n, k], with one scale that makes them about as
+    large.
+    """
     n, dtypes, sizes = len(values), format.dtypes, format.sizes(values.shape[1])
     codes = values.view(np.uint8)[:, ::2] & np.uint8((1 << min(format.bits, 8)) - 1)
     if format.codes == "e4m3":
