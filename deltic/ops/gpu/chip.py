@@ -107,7 +107,8 @@ def load_tile(tiles, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def either(b_first, p_first, p_second):
-    """p_first where b_first, else p_second. AMD's compiler has no choice between tensors' pointers: integers."""
+    """p_first where b_first, else p_second; of two tensors, which AMD's compiler chooses between as integers.
+    """
     if is_hip():
         p_either = tl.where(b_first, p_first.to(tl.int64), p_second.to(tl.int64)).to(p_first.dtype.scalar)
     else:
