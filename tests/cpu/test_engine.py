@@ -353,7 +353,7 @@ def test_a_damaged_model_fails_its_sequences_only(runner: Runner) -> None:
     """Logits that are not finite twice end the sequence with an error; pages and slots come back, others go on."""
     embed = runner.model.weights.embed
     weight = (
-        tensor_of(embed.data).view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[0, :, 7]
+        tensor_of(embed.whole.data).view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[0, :, 7]
     )  # row 7 of the first strip
     kept = weight.clone()
     engine = Engine(runner)

@@ -126,4 +126,4 @@ def test_packed_weights_are_no_reference(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["bench", "quality", str(tmp_path / "packed"), "--quantize", "int8"]) == 2
     assert "holds int8 weights only" in " ".join(capsys.readouterr().err.split())
     assert main(["bench", "quality", "--quantize", "int3"]) == 2
-    assert "--quantize 'int3': must be one of int8" in capsys.readouterr().err
+    assert "--quantize 'int3': must be one of fp8, int8" in capsys.readouterr().err

@@ -328,7 +328,7 @@ def test_the_precision_of_a_matrix_is_that_of_its_role() -> None:
     parts = [part.whole for _, part in rows_of.named_parts() if isinstance(part, Matrix)]
     assert {(part.layout, part.format.name) for part in parts} == {("rows", "bf16")}
     names = {name: part for name, part in empty_weights(shape, "fp8", tied=False, store=COUNTED_ROWS).named_parts()}
-    assert names["layers.0.mlp.gate_up"].whole.format.name == "fp8" and names["embed"].whole.format.name == "int8"
+    assert names["layers.0.mlp.gate_up"].whole.format.name == "fp8" and names["embed"].whole.format.name == "bf16"
 
 
 def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
