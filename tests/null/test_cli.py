@@ -70,7 +70,7 @@ def test_every_command_is_where_the_table_says(command):
     [
         ("se", {"serve"}),
         ("bench q", {"quality"}),
-        ("serve --quantize ", {"int8", "int4", "int4-symmetric"}),
+        ("serve --quantize ", {"fp8", "int8", "int4", "int4-symmetric"}),
         ("serve --max-model", {"--max-model-len"}),
         ("serve a-dir", {"a-directory"}),
         ("run in", {"in.jsonl"}),
