@@ -26,7 +26,7 @@ SERVED = ("served", "openai_client", "anthropic_client", "constrained", "schemas
 TREE = ("architecture", "cli_docs", "deploy", "docs", "fingerprint", "layout", "package")
 """Of tests/null: those that read the sources."""
 BENCHES = ("agent_trace", "bench_serve", "bench_speech", "peers", "tables")
-TORCH = ("device_copy", "gguf")
+TORCH = ("device_copy", "gguf", "quantised_files")
 
 
 def path_without_compilers() -> str:
