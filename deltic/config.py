@@ -16,6 +16,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,14 @@ def knob(
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
     several: bool = False,
-    device: str | None = None,
+    device: str | Mapping[str, str] | None = None,
     kind: str | None = None,
 ) -> Any:
     """A dataclass field that is a command-line flag: its default and its help text.
 
     several: the flag may have several values behind it, beside being repeated. device, kind: the only device
     (cpu, cuda) and the only kind of model (text, speech) for which it means something; see `without_foreign`.
+    Where that device is another for each kind: by kind, those without one left out.
     """
     metadata = {
         "help": text,
@@ -90,6 +92,7 @@ class EngineConfig:
         None,
         "round the weights at load, to 8.25 or 4.5 bits; fp8 is for a GPU, where --device cuda is given (default: as stored)",
         choices=("fp8", "int8", "int4", "int4-symmetric"),
+        device={"speech": "cpu"},
     )
     quantize_rest: str | None = knob(
         None,
@@ -576,7 +579,8 @@ def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfi
     foreign: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, holds = getattr(config, field.name), field.metadata
-        is_elsewhere = holds["device"] not in (None, device)
+        only: Any = holds["device"].get(kind) if isinstance(holds["device"], Mapping) else holds["device"]
+        is_elsewhere = only not in (None, device)
         if value == field.default or not (is_elsewhere or holds["kind"] not in (None, kind)):
             continue
         if ENV_PREFIX + field.name.upper() in os.environ:
@@ -586,8 +590,8 @@ def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfi
         given = f"--{field.name.replace('_', '-')}{shown}"
         if is_elsewhere:
             raise ConfigError(
-                f"{given} is for {devices[holds['device']]}, and this model runs on {devices[device]}; leave it out, or give "
-                f"--device {holds['device']}"
+                f"{given} is for {devices[only]}, and this model runs on {devices[device]}; leave it out, or give "
+                f"--device {only}"
             )
         raise ConfigError(f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out")
     return dataclasses.replace(config, **foreign)

@@ -325,7 +325,7 @@ def test_memory_is_planned_and_refused() -> None:
     for free_gb, settings, message in (
         (3, {}, "the model does not fit"), (140, {"n_pages": 10**6}, r"--n-pages 1000000 .* give at most \d+"),
         (140, {"n_pages": 3, "max_model_len": 4096}, "at least 64"), (140, {"memory_gb": 139.8}, "of the device are free"),
-        (140, {"max_step_tokens": 100}, "multiple of 64"),
+        (140, {"quantize": "int8"}, "--quantize"), (140, {"max_step_tokens": 100}, "multiple of 64"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             plan(free_gb, **settings)

@@ -260,6 +260,7 @@ def test_a_download_of_the_whole_checkpoint_has_every_file_the_server_reads() ->
         ({"weights_cache": Path("/here")}, "cuda", "text", "--weights-cache /here is for the CPU, and this model runs on a GPU; leave it out"),
         ({"threads": 4}, "cuda", "speech", "--threads 4 is for the CPU"),
         ({"pin_threads": True}, "cuda", "text", "--pin-threads is for the CPU"),
+        ({"quantize": "int8"}, "cuda", "speech", "--quantize int8 is for the CPU, .* leave it out, or give --device cpu"),
         ({"lever": ("pdl=off",)}, "cpu", "text", "--lever pdl=off is for a GPU, .* leave it out, or give --device cuda"),
         ({"voices_dir": Path("/here")}, "cpu", "text", "--voices-dir /here is for a speech model, and this is a text model"),
         ({"n_checkpoints": 4}, "cuda", "speech", "--n-checkpoints 4 is for a text model, and this is a speech model"),
@@ -282,6 +283,7 @@ def test_a_variable_is_left_out_where_it_means_nothing(device: str, kind: str, m
     assert without_foreign(general, device, kind) == general
     for setting, means in (
         ({"threads": 4}, device == "cpu"),
+        ({"quantize": "int8"}, device == "cpu" or kind == "text"),
         ({"lever": ("pdl=off",)}, device == "cuda"),
         ({"n_checkpoints": 3}, kind == "text"),
         ({"voices_dir": Path("/here")}, kind == "speech"),

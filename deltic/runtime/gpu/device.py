@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from deltic.config import ENV_PREFIX, ConfigError, EngineConfig
+from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
-from deltic.models.checkpoint import speaks
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.gpu import RING
@@ -175,17 +172,7 @@ class Gpu:
         self.text, self.speech = text(self.levers), speech(self.levers)
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
-        """The configuration, without a DELTIC_QUANTIZE that a speech model does not have here.
-
-        Raises CheckpointError for weights that only the CPU reads, ConfigError for a speech model that is to
-        be rounded.
-        """
-        if config.quantize is not None and speaks(config):
-            if f"{ENV_PREFIX}QUANTIZE" in os.environ:
-                return replace(config, quantize=None)
-            raise ConfigError(
-                f"--quantize {config.quantize}: speech models are rounded on the CPU only; leave it out, or give --device cpu"
-            )
+        """The configuration as it is. Raises CheckpointError for weights that only the CPU reads."""
         if config.dummy is None and (directory / PACKED).exists():
             raise CheckpointError(
                 f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
