@@ -30,9 +30,9 @@ from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import locate, n_real_ids
-from deltic.models.loading import COUNTED_ROWS, stored_formats
+from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
+from deltic.models.qwen.weights import Weights, dummy_weights, load_weights, stored_shape
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
@@ -60,7 +60,7 @@ class Model:
         if config.dummy:
             weights = dummy_weights(shape, config.seed, **stored)
         else:
-            shape = replace(shape, formats=stored_formats(directory))
+            shape = stored_shape(directory, shape)
             weights, _ = load_weights(directory, shape, **stored)
         return cls(config, shape, n_real_ids(config, directory, shape), weights)
 

@@ -325,10 +325,8 @@ class Declaration:
         runs: list[tuple[int, WeightFormat]] = []
         in_one = stored[: max(1, len(stored) // n_matrices)]
         for one in in_one:
-            rows, format = (
-                sum(one.sizes) * len(stored) // len(in_one) // n_matrices,
-                self.formats.get(one_name(one.name), asked),
-            )
+            rows = sum(one.sizes) * len(stored) // len(in_one) // n_matrices
+            format = self.formats.get(one_name(one.name), asked)
             if runs and runs[-1][1] == format:
                 rows += runs.pop()[0]
             runs.append((rows, format))

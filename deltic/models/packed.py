@@ -33,10 +33,10 @@ from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_config import document
-from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, shares_text, stored_formats
+from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, shares_text
 from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import UNUSED, Weights, empty_weights, load_weights, weight_bytes
+from deltic.models.qwen.weights import Weights, empty_weights, load_weights, stored_shape, weight_bytes
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
@@ -168,7 +168,7 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     source, shape = locate(config)
     if (source / PACKED).exists():
         raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
-    shape = dataclasses.replace(shape, formats=stored_formats(source, UNUSED))
+    shape = stored_shape(source, shape)
     config = resolve_quantize(config, source, shape.formats)
     check_rounded(config)
     largest = max(p.n * p.k * 2 for p in _matrices(shape, config.rounded))  # whole while it is packed

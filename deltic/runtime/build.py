@@ -17,9 +17,9 @@ from deltic.engine.step import Progress
 from deltic.engine.stopwatch import stopwatch
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
-from deltic.models.loading import PACKED, Store, stored_formats
+from deltic.models.loading import PACKED, Store
 from deltic.models.packed import resolve_quantize
-from deltic.models.qwen.weights import UNUSED, dummy_weights, load_weights
+from deltic.models.qwen.weights import dummy_weights, load_weights, stored_shape
 from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
 from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
 from deltic.runtime.cpu.device import Cpu
@@ -80,7 +80,7 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
         return config, directory, make_plan(config, speech, device.speech, speech.n_drawn, free_bytes)
     directory, shape = locate(config)
     if config.dummy is None:
-        shape = replace(shape, formats=stored_formats(directory, UNUSED))
+        shape = stored_shape(directory, shape)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     return config, directory, make_plan(config, shape, device.text, n_real, free_bytes)

@@ -13,13 +13,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, positive_float, positive_int, read_flag, read_json
 from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import document
-from deltic.ops.formats import WeightFormat
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads
+
+if TYPE_CHECKING:
+    from deltic.ops.formats import WeightFormat  # brings numpy, which the HTTP process has no use for
 
 LINEAR_ATTENTION = "linear_attention"
 FULL_ATTENTION = "full_attention"

@@ -9,6 +9,7 @@ Left out: the vision tower and the MTP head.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Collection
@@ -33,6 +34,7 @@ from deltic.models.loading import (
     copy_parts,
     fill_dummy,
     open_tensors,
+    stored_formats,
     transposed,
 )
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
@@ -110,6 +112,11 @@ class Weights(Parts):
         super().replace(memory)
         if tied:
             self.lm_head = self.embed
+
+
+def stored_shape(directory: Path, shape: ModelShape) -> ModelShape:
+    """The shape with the formats of what the checkpoint holds quantised. Raises CheckpointError."""
+    return dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
 
 
 def weight_bytes(shape: ModelShape, quantize: str | None, store: Store = COUNTED) -> int:
