@@ -91,7 +91,10 @@ def test_blocks_mean_what_the_package_says(type: str) -> None:
     for part, dtype, size in zip(
         (rows.scale, rows.least, rows.outer), rows.format.dtypes, rows.format.sizes(1024), strict=True
     ):
-        assert (part is None and size is None) or (part.dtype, part.shape) == (np.dtype(dtype), (64, *size))  # type: ignore[union-attr,misc]
+        if part is None or size is None:
+            assert part is None and size is None
+        else:
+            assert (part.dtype, part.shape) == (np.dtype(dtype), (64, *size))
     assert rows.codes.dtype == np.uint8 and (type == "Q8_0" or rows.codes.max() < 1 << rows.format.bits)
 
 

@@ -306,6 +306,18 @@ def load_codes(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.co
 
 
 @triton.jit
+def _of_groups(p, first, n, BLOCK_K: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr):
+    """[M, groups] of the block at column `first`, of groups of 16 those of the first and of the second of
+    each two; else one of them twice.
+    """
+    b_first = _groups(p, first, n, 0, BLOCK_K, CODES, GROUP)
+    b_second = b_first
+    if GROUP == 16:
+        b_second = _groups(p, first, n, 1, BLOCK_K, CODES, GROUP)
+    return b_first, b_second
+
+
+@triton.jit
 def load_scales(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
     """What `add_block` and `values` want behind the codes: scales and least values [M, groups], of groups of
     16 those of the first and the second of each two; outer scales [M], two.
@@ -315,17 +327,10 @@ def load_scales(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.c
     else:
         _, _, p_scale, p_least, p_outer, first_k, n = w
         first = first_k + i_k
-        b_scale = _groups(p_scale, first, n, 0, BLOCK_K, CODES, GROUP)
-        b_scale_2 = b_scale
-        if GROUP == 16:
-            b_scale_2 = _groups(p_scale, first, n, 1, BLOCK_K, CODES, GROUP)
-        b_least = b_scale
-        b_least_2 = b_scale_2
+        b_scale, b_scale_2 = _of_groups(p_scale, first, n, BLOCK_K, CODES, GROUP)
+        b_least, b_least_2 = b_scale, b_scale_2
         if _has_least(SCALES):
-            b_least = _groups(p_least, first, n, 0, BLOCK_K, CODES, GROUP)
-            b_least_2 = b_least
-            if GROUP == 16:
-                b_least_2 = _groups(p_least, first, n, 1, BLOCK_K, CODES, GROUP)
+            b_least, b_least_2 = _of_groups(p_least, first, n, BLOCK_K, CODES, GROUP)
         b_outer = b_scale
         b_outer_2 = b_scale
         if _is_k(SCALES):
