@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 
@@ -46,3 +49,30 @@ def random_rows(name: str, n: int, k: int, seed: int = 0) -> Quantised:
             assert sizes[1] is not None
             least = rng.integers(0, 1 << format.bits, (n, *sizes[1])).astype(np.uint8)
     return Quantised(format, codes, scale, least, outer)
+
+
+def rounded(values: Array) -> Array:
+    """float64: the nearest bfloat16, ties to even; by way of float32 some would be rounded twice."""
+    bits = np.ascontiguousarray(values, np.float64).view(np.int64)
+    found: Array = ((bits + (1 << 44) - 1 + ((bits >> 45) & 1)) >> 45 << 45).view(np.float64)
+    return found
+
+
+def operands(rows: Quantised) -> Array:
+    """float64 [n, k]: what a GPU's products multiply with (ops/gpu/operands.py)."""
+    f, k = rows.format, rows.codes.shape[1]
+    if f.codes == "e4m3":
+        return rows.values().astype(np.float64)
+    scale, least = (None if part is None else part.astype(np.float64) for part in rows.scales())
+    assert scale is not None
+    ones = replace(
+        rows, format=replace(f, scales="float32"), scale=np.ones_like(scale, np.float32), least=None, outer=None
+    )
+    codes = ones.values().astype(np.float64) + (1 << (f.bits - 1) if f.has_least and f.codes != "int8" else 0)
+    spread = partial(np.repeat, repeats=f.group or k, axis=1)
+    if f.scales.endswith(".zero"):
+        assert rows.least is not None
+        zero = rows.least.view(np.int8) if f.codes == "int8" else rows.least
+        codes, least = codes - spread(zero.astype(np.float64))[:, :k], None
+    product = codes * spread(rounded(scale))[:, :k]
+    return rounded(product if least is None else product + spread(rounded(least))[:, :k])

@@ -3,9 +3,9 @@
 For three weights of 27B and the formats that are published most: narrow_linear by rows of x, as packed bytes
 a second and as a share of the read bandwidth of the same run; wide_linear by rows, as operations a second and
 as a share of the vendor's bfloat16 product. Weights are cold: a graph walks through copies that do not fit
-into the L2 cache. Each product is checked against float32 on the device, a row alone against the same row
-among 128, and the wide product against the unsplit narrow one, bit for bit. Kernels are compiled first, by
-all cores. `python -m bench.gpu.formats [--format NAME ...]`
+into the L2 cache. Each product is checked against float32 on the device; bit for bit a row alone against the
+same row among 128, and a wide product of 1024 rows against one of 64. Kernels are compiled first, by all
+cores. `python -m bench.gpu.formats [--format NAME ...]`
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from bench.gpu.experiment import DEVICE, graph_us, parser, run
 from deltic.machine import n_usable_cpus
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
-from deltic.ops.gpu.decode import decode
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.linear import k_splits, narrow_linear, wide_linear
+from deltic.ops.gpu.linear import k_splits, narrow_linear, wide_linear, wide_scratch
+from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.ops.matrix import Matrix
@@ -49,9 +49,7 @@ def copies(m: int, k: int, name: str, device: str = DEVICE) -> list[Matrix]:
     return [Matrix(m, k, (w.whole.one(i),)) for i in range(n)]
 
 
-def calls(
-    w: Matrix, n: int, device: str = DEVICE, scratch: torch.Tensor | None = None
-) -> Callable[[Matrix], torch.Tensor]:
+def calls(w: Matrix, n: int, device: str = DEVICE) -> Callable[[Matrix], torch.Tensor]:
     """A product of n rows with a matrix like w, into one out."""
     x = torch.empty(n, w.k, device=device, dtype=torch.bfloat16)
     if device == DEVICE:
@@ -62,6 +60,9 @@ def calls(
         out = torch.empty(k_splits(w.n, w.k, LEVERS), n, w.n, device=device)
     else:
         out = torch.empty(n, w.n, device=device, dtype=torch.bfloat16)
+    scratch = wide_scratch(
+        n, w.n * w.k, w.k, {w.whole.format.codes}, lambda _, size, dtype: torch.empty(size, device=device, dtype=dtype)
+    )
 
     def call(matrix: Matrix) -> torch.Tensor:
         if n in NARROW:
@@ -102,27 +103,34 @@ def compile_all(names: tuple[str, ...]) -> None:
 
 def check(w: Matrix) -> dict[str, object]:
     """How far a product is from float32's, relative to the sum of what is added, and which bits agree."""
-    x = torch.randn(128, w.k, device=DEVICE).bfloat16()
+    x = torch.randn(1024, w.k, device=DEVICE).bfloat16()
     values = torch.empty(1, w.n, w.k, device=DEVICE)
-    decode(w.whole, values)
-    if w.whole.format.codes != "e4m3":
-        values = values.bfloat16().float()
-    splits = k_splits(w.n, w.k, LEVERS)
+    if w.whole.format.codes == "e4m3":
+        decode(w.whole, values)
+    else:
+        operands = torch.empty_like(values, dtype=torch.bfloat16)
+        decode(w.whole, operands)
+        values.copy_(operands)
+    few, splits = x[:128], k_splits(w.n, w.k, LEVERS)
     sums, alone = (torch.empty(splits, n, w.n, device=DEVICE) for n in (128, 1))
-    narrow_linear(x, w, sums, levers=LEVERS)
-    narrow_linear(x[:1], w, alone, levers=LEVERS)
-    size = x.float().abs() @ values[0].abs().t()
-    error = ((sums.sum(0) - x.float() @ values[0].t()) / size).abs().max().item()
-    narrow, wide = (torch.empty(n, w.n, device=DEVICE, dtype=torch.bfloat16) for n in (128, 1024))
-    narrow_linear(x, w, narrow, levers=LEVERS)
-    wide_linear(x.repeat(8, 1), w, wide, levers=LEVERS)
-    scratch, by_vendor = torch.empty(w.n * w.k, device=DEVICE, dtype=torch.bfloat16), torch.empty_like(wide)
-    wide_linear(x.repeat(8, 1), w, by_vendor, levers=LEVERS, scratch=scratch)
+    narrow_linear(few, w, sums, levers=LEVERS)
+    narrow_linear(few[:1], w, alone, levers=LEVERS)
+    exact, size = few.float() @ values[0].t(), few.float().abs() @ values[0].abs().t()
+    many, some = (torch.empty(n, w.n, device=DEVICE, dtype=torch.bfloat16) for n in (1024, 64))
+    scratch = wide_scratch(
+        1024,
+        w.n * w.k,
+        w.k,
+        {w.whole.format.codes},
+        lambda _, size, dtype: torch.empty(size, device=DEVICE, dtype=dtype),
+    )
+    wide_linear(x, w, many, levers=LEVERS, scratch=scratch)
+    wide_linear(x[64:128], w, some, levers=LEVERS, scratch=scratch)
     return {
-        "error": error,
+        "error": ((sums.sum(0) - exact) / size).abs().max().item(),
         "alone": torch.equal(alone[:, 0], sums[:, 0]),
-        "wide": torch.equal(wide, narrow.repeat(8, 1)),
-        "decoded_first": torch.equal(by_vendor, wide),
+        "wide_error": ((many[:128].float() - exact).norm() / exact.norm()).item(),
+        "few_of_wide": torch.equal(some, many[64:128]),
     }
 
 
@@ -141,11 +149,6 @@ def measure(shape: str, names: tuple[str, ...], roofs: GpuRoofs, row: Callable[.
             else:
                 rate = 2e6 * n * m * k
                 row(shape=shape, format=name, n=n, us=us, TFLOP_s=rate / us / 1e12, share=rate / us / roofs.multiply)
-                if name != "bf16" and WEIGHT_FORMATS[name].codes != "e4m3":
-                    scratch = torch.empty(m * k, device=DEVICE, dtype=torch.bfloat16)
-                    call = calls(some[0], n, scratch=scratch)
-                    us = cold_us(call, some)
-                    row(shape=shape, format=name, n=n, decoded_first_us=us, share=rate / us / roofs.multiply)
         del all_
 
 

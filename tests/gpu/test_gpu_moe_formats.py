@@ -1,8 +1,7 @@
 """Experts whose weights are in any format: decode and prefill against float64 of the values that the weights stand for, and bits
 that neighbours cannot change.
 
-Weights are rounded once to bfloat16, but e4m3, whose codes are exact; so are activations, on both sides. What is left is what a sum
-next to a rounding border does to an activation: as in test_gpu_moe.py, whose tolerance this is.
+The float64 of the operands: weights rounded as ops/gpu/operands.py says, activations to bfloat16 and, beside e4m3, to that. What is left is what a sum next to a rounding border does to an activation: as in test_gpu_moe.py, whose tolerance this is.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.moe import MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import moe_prefill, moe_prefill_scratch
-from deltic.ops.gpu.weight import DeviceStore, unpack
+from deltic.ops.gpu.weight import DeviceStore
 from deltic.ops.matrix import Matrix
-from tests.gpu.matrices import in_rows
+from tests.gpu.matrices import e4m3_rows, in_rows
 from tests.gpu.test_gpu_moe import _blocks, _close
-from tests.quantised_rows import random_rows
+from tests.quantised_rows import operands, random_rows
 from tests.reference.layers import linear, route
 
 LEVERS = Levers()
@@ -84,15 +83,20 @@ class Layer:
         """float64 of the operands, too."""
         store, rows = DeviceStore(self.device), n // len(names)
         w = Matrix.empty(n, k, [(rows, WEIGHT_FORMATS[name]) for name in names], "rows", n_matrices, store.empty)
+        found = []
         for piece in w.pieces:
             for i in range(n_matrices):
                 self.seed += 1
                 if piece.format.name == "bf16":
-                    values = self.random(rows, k).mul_(k**-0.5).cpu().view(torch.int16)
-                    store.put(piece.one(i), values.numpy().view(bfloat16))
+                    values = self.random(rows, k).mul_(k**-0.5).cpu()
+                    store.put(piece.one(i), values.view(torch.int16).numpy().view(bfloat16))
                 else:
-                    store.put(piece.one(i), random_rows(piece.format.name, rows, k, self.seed))
-        return w, torch.cat([_operand(unpack(piece), piece.format.codes) for piece in w.pieces], 1)
+                    drawn = random_rows(piece.format.name, rows, k, self.seed)
+                    store.put(piece.one(i), drawn)
+                    values = torch.from_numpy(operands(drawn))
+                found.append(values.double())
+        values = torch.stack(found).view(len(names), n_matrices, rows, k).transpose(0, 1).reshape(n_matrices, n, k)
+        return w, values.to(self.device)
 
     def rows(self, n: int) -> Tensor:
         return self.random(n, HIDDEN).mul_(2)
@@ -100,13 +104,18 @@ class Layer:
     def parts(self, x: Tensor) -> Tensor:
         """[k + 1, N, H] float32: what each slot and the shared expert add."""
         gate_up, down, shared_gate_up, shared_down = self.values
+        w = self.weights
+        routed, shared = (
+            [_rounds(m) for m in (w.gate_up, w.down)],
+            [_rounds(m) for m in (w.shared_gate_up, w.shared_down)],
+        )
         weights, ids = route(x.float(), self.router[:-1], K, True, "bfloat16")
         parts = torch.zeros(K + 1, *x.shape, device=x.device)
         for expert in ids.unique().tolist():
             rows, slots = (ids == expert).nonzero(as_tuple=True)
-            parts[slots, rows] = weights[rows, slots, None] * _swiglu(x[rows], gate_up[expert], down[expert])
+            parts[slots, rows] = weights[rows, slots, None] * _swiglu(x[rows], gate_up[expert], down[expert], *routed)
         gate = torch.sigmoid(linear(x.float(), self.router[-1:], "bfloat16"))
-        parts[-1] = gate * _swiglu(x, shared_gate_up[0], shared_down[0])
+        parts[-1] = gate * _swiglu(x, shared_gate_up[0], shared_down[0], *shared)
         return parts
 
     def decode(self, x: Tensor, tiles: MoeTiles | None = None) -> Tensor:
@@ -119,24 +128,36 @@ class Layer:
 
     def prefill(self, x: Tensor, n_tokens: list[int]) -> Tensor:
         out = torch.full(x.shape, float("nan"), device=self.device)
-        scratch = moe_prefill_scratch(len(x), HIDDEN, N_EXPERTS, K, WIDTH, self.shared, self.allocate)
+        scratch = moe_prefill_scratch(len(x), HIDDEN, N_EXPERTS, K, WIDTH, self.shared, self.allocate, has_e4m3=True)
         blocks = _blocks(n_tokens, self.device)
         moe_prefill(x, self.weights, K, True, blocks=blocks, scratch=scratch, out=out, levers=LEVERS)
         return out
 
     def allocate(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        bad = 0 if "counters" in name else float("nan") if dtype.is_floating_point else 123_456_789
+        bad = (
+            0
+            if "counters" in name
+            else float("nan")
+            if dtype.is_floating_point
+            else 77
+            if dtype == torch.uint8
+            else 123_456_789
+        )
         return torch.full(size, bad, dtype=dtype, device=self.device)
 
 
-def _operand(values: Tensor, codes: str) -> Tensor:
-    return (values if codes == "e4m3" else values.bfloat16()).double()
+def _rounds(w: Matrix) -> list[bool]:
+    """Whether rows are rounded to e4m3 for each piece."""
+    return [piece.format.codes == "e4m3" for piece in w.pieces]
 
 
-def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = (x.double() @ gate_up.T).chunk(2, -1)
-    act = torch.nn.functional.silu(gate) * up
-    return (act.bfloat16().double() @ down.T).float()
+def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor, rounds_x: list[bool], rounds_act: list[bool]) -> Tensor:
+    gate, up = (
+        (e4m3_rows(x) if rounds else x.double()) @ w.T
+        for rounds, w in zip([rounds_x[0], rounds_x[-1]], gate_up.chunk(2, 0), strict=True)
+    )
+    act = (torch.nn.functional.silu(gate) * up).bfloat16()
+    return ((e4m3_rows(act) if rounds_act[0] else act.double()) @ down.T).float()
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
@@ -146,13 +167,15 @@ def test_experts_in_every_format(device: str, mix: Mix) -> None:
     counts = (160, 128, 33, 16, 4, 2, 1) if device == "cuda" else (5, 2, 1)
     x = layer.rows(64)[:5] if device == "cpu" else layer.rows(counts[0])
     expected, found = layer.parts(x), layer.decode(x)
-    _close(found, expected)
+    # a Hopper adds 8-bit products with 13 bits below the largest, which of random codes is as large as all others
+    coarse = device == "cuda" and any(any(_rounds(m)) for m in (layer.weights.gate_up, layer.weights.down))
+    _close(found, expected, 0.03 if coarse else 0.01)
     for n in counts[1:]:
         assert torch.equal(layer.decode(x[-n:].contiguous()), found[:, -n:]), n
     blocks = [5] if device == "cpu" else [64, 64, 32]
     padded = torch.cat([x, layer.rows(64 * len(blocks) - len(x))])
     many = layer.prefill(padded, blocks)
-    _close(many[: len(x)], expected.sum(0), 0.02)
+    _close(many[: len(x)], expected.sum(0), 0.03 if coarse else 0.02)
     if device == "cuda":
         assert torch.equal(layer.prefill(padded[64:128], [64]), many[64:128])
         assert torch.equal(layer.prefill(padded[:64], [9])[:9], many[:9])

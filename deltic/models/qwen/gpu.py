@@ -15,7 +15,7 @@ captured as a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +29,19 @@ from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks, PlaceState, PrefillInputs, Rows
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.linear import k_splits, narrow_linear, narrow_swiglu, silu_mul, wide_linear
+from deltic.ops.gpu.linear import (
+    WideScratch,
+    k_splits,
+    narrow_linear,
+    narrow_swiglu,
+    silu_mul,
+    wide_linear,
+    wide_scratch,
+)
 from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
@@ -70,6 +79,7 @@ class DecodeBuffers:
     partial: Tensor  # float32, flat: what is to be added to the residual
     attention: AttentionScratch
     moe: MoeScratch | None
+    fp8: Fp8Rows | None  # what is multiplied with e4m3
     logits: Tensor  # float32, flat, of twice as many rows: those behind keep what a later draw needs
 
 
@@ -86,12 +96,17 @@ class PrefillBuffers:
     query: Tensor  # bfloat16
     gdn: GdnScratch
     moe: MoePrefillScratch | None
+    wide: WideScratch
     final: Tensor  # bfloat16 [G, H]
     logits: Tensor  # float32 [G, V]
 
 
-def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int, allocate: Allocate) -> DecodeBuffers:
-    """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens."""
+def decode_buffers(
+    shape: ModelShape, codes: Collection[str], levers: Levers, n_rows: int, max_len: int, allocate: Allocate
+) -> DecodeBuffers:
+    """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens, of weights in these
+    codes.
+    """
     f32, bf16 = torch.float32, torch.bfloat16
     h, heads = shape.hidden_size, shape.heads
     rows = shape.gdn_in_proj_rows, heads.row
@@ -119,12 +134,15 @@ def decode_buffers(shape: ModelShape, levers: Levers, n_rows: int, max_len: int,
         partial=allocate("partial sums", (max(n_partials) * n_rows * h,), f32),
         attention=attention_scratch(heads, n_rows, max_len, allocate),
         moe=moe,
+        fp8=fp8_rows("e4m3 rows", n_rows, max(h, value, q_size, inner), allocate) if "e4m3" in codes else None,
         logits=allocate("logits", (2 * n_rows * shape.vocab_size,), f32),
     )
 
 
-def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate: Allocate) -> PrefillBuffers:
-    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments."""
+def prefill_buffers(
+    shape: ModelShape, codes: Collection[str], n_blocks: int, n_segments: int, allocate: Allocate
+) -> PrefillBuffers:
+    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments, of weights in these codes."""
     f32, bf16 = torch.float32, torch.bfloat16
     t, h, heads = n_blocks * BLOCK, shape.hidden_size, shape.heads
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
@@ -139,7 +157,10 @@ def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate:
             shape.moe_intermediate_size,
             shape.shared_intermediate_size,
             allocate,
+            has_e4m3="e4m3" in codes,
         )
+    many = [(shape.gdn_in_proj_rows, h), (heads.row, h), (h, value), (h, q_size)]
+    many += [(2 * shape.intermediate_size, h), (h, shape.intermediate_size)]
     return PrefillBuffers(
         residual=allocate("prefill residual", (t * h,), f32),
         normed=allocate("prefill normed", (t * h,), bf16),
@@ -152,6 +173,7 @@ def prefill_buffers(shape: ModelShape, n_blocks: int, n_segments: int, allocate:
         query=allocate("prefill queries", (t * q_size,), bf16),
         gdn=gdn_scratch(shape.gdn_heads, n_blocks, allocate),
         moe=moe,
+        wide=wide_scratch(t, max(m * k for m, k in many), max(k for _, k in many), codes, allocate),
         final=allocate("final", (n_segments, h), bf16),
         logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
     )
@@ -177,28 +199,28 @@ class Linears:
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
         self.levers = levers
 
-    def project(self, name: str, x: Tensor, out: Tensor) -> None:
+    def project(self, name: str, x: Tensor, out: Tensor, rows: Fp8Rows | None = None) -> None:
         """out = x W^T of few rows: x bfloat16 [N, K], out float32 [S, N, M] or bfloat16 [N, M] (see
         `narrow_linear`).
         """
-        narrow_linear(x, self.matrices[name], out, levers=self.levers)
+        narrow_linear(x, self.matrices[name], out, rows=rows, levers=self.levers)
 
-    def partial(self, name: str, x: Tensor, flat: Tensor) -> Tensor:
+    def partial(self, name: str, x: Tensor, flat: Tensor, rows: Fp8Rows | None = None) -> Tensor:
         """The partial sums of x W^T of few rows, float32 [S, N, M], in the front of `flat`."""
         w = self.matrices[name]
         out = front(flat, k_splits(w.n, w.k, self.levers), x.shape[0], w.n)
-        self.project(name, x, out)
+        self.project(name, x, out, rows)
         return out
 
-    def swiglu(self, name: str, x: Tensor, out: Tensor, gate_up: Tensor) -> None:
+    def swiglu(self, name: str, x: Tensor, out: Tensor, gate_up: Tensor, rows: Fp8Rows | None = None) -> None:
         """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F] (see
         `narrow_swiglu`).
         """
-        narrow_swiglu(x, self.matrices[name], out, gate_up=gate_up, levers=self.levers)
+        narrow_swiglu(x, self.matrices[name], out, gate_up=gate_up, rows=rows, levers=self.levers)
 
-    def project_many(self, name: str, x: Tensor, out: Tensor) -> None:
+    def project_many(self, name: str, x: Tensor, out: Tensor, scratch: WideScratch | None = None) -> None:
         """out = x W^T of whole blocks of rows: x bfloat16 [T, K], out bfloat16 [T, M] (see `wide_linear`)."""
-        wide_linear(x, self.matrices[name], out, levers=self.levers)
+        wide_linear(x, self.matrices[name], out, levers=self.levers, scratch=scratch)
 
 
 class QwenGpu:
@@ -233,7 +255,7 @@ class QwenGpu:
         for i, layer in enumerate(w.layers):
             add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
             if isinstance(layer, GdnLayer):
-                proj = linears.partial(f"layers.{i}.in_proj", normed, b.proj)
+                proj = linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8)
                 mixed = front(b.mixed, n, shape.gdn_value_size)
                 gdn_decode(
                     proj,
@@ -246,10 +268,10 @@ class QwenGpu:
                     out=mixed,
                     levers=levers,
                 )
-                partial = linears.partial(f"layers.{i}.out_proj", mixed, b.partial)
+                partial = linears.partial(f"layers.{i}.out_proj", mixed, b.partial, b.fp8)
                 i_gdn += 1
             else:
-                proj = linears.partial(f"layers.{i}.qkv", normed, b.proj)
+                proj = linears.partial(f"layers.{i}.qkv", normed, b.proj, b.fp8)
                 mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
                 attention_decode(
                     proj,
@@ -267,13 +289,13 @@ class QwenGpu:
                     out=mixed,
                     levers=levers,
                 )
-                partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial)
+                partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial, b.fp8)
                 i_attn += 1
             add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
             partial = self._decode_feed_forward(i, normed, b, rows)
         add_norm(residual, partial, w.norm, eps, normed, levers=levers)
         logits = front(b.logits, 1, n, shape.vocab_size)
-        linears.project("lm_head", normed, logits)
+        linears.project("lm_head", normed, logits, b.fp8)
         return logits[0]
 
     def _decode_feed_forward(self, i: int, normed: Tensor, b: DecodeBuffers, rows: Rows) -> Tensor:
@@ -283,8 +305,8 @@ class QwenGpu:
         if not isinstance(mlp, Moe):
             inner = front(b.inner, n, shape.intermediate_size)
             gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
-            self.linears.swiglu(f"layers.{i}.mlp.gate_up", normed, inner, gate_up)
-            return self.linears.partial(f"layers.{i}.mlp.down", inner, b.partial)
+            self.linears.swiglu(f"layers.{i}.mlp.gate_up", normed, inner, gate_up, b.fp8)
+            return self.linears.partial(f"layers.{i}.mlp.down", inner, b.partial, b.fp8)
         assert b.moe is not None
         partial = front(b.partial, shape.n_experts_per_tok + 1, n, shape.hidden_size)
         moe_decode(
@@ -317,7 +339,7 @@ class QwenGpu:
             if isinstance(layer, GdnLayer):
                 proj = front(b.proj, t, shape.gdn_in_proj_rows)
                 mixed = front(b.mixed, t, shape.gdn_value_size)
-                linears.project_many(f"layers.{i}.in_proj", normed, proj)
+                linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide)
                 gdn_prefill(
                     proj,
                     self.gdn_heads,
@@ -330,12 +352,12 @@ class QwenGpu:
                     out=mixed,
                     levers=levers,
                 )
-                linears.project_many(f"layers.{i}.out_proj", mixed, y)
+                linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide)
                 i_gdn += 1
             else:
                 proj = front(b.proj, t, self.heads.row)
                 mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
-                linears.project_many(f"layers.{i}.qkv", normed, proj)
+                linears.project_many(f"layers.{i}.qkv", normed, proj, b.wide)
                 attention_prefill(
                     proj,
                     self.heads,
@@ -351,7 +373,7 @@ class QwenGpu:
                     out=mixed,
                     levers=levers,
                 )
-                linears.project_many(f"layers.{i}.o_proj", mixed, y)
+                linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide)
                 i_attn += 1
             add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
             self._feed_forward(i, layer.mlp, normed, inputs.blocks, b, y)
@@ -364,9 +386,9 @@ class QwenGpu:
         shape, levers, t = self.shape, self.levers, normed.shape[0]
         if isinstance(mlp, Mlp):
             up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)
-            self.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up)
+            self.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up, b.wide)
             silu_mul(up, inner, levers=levers)
-            self.linears.project_many(f"layers.{i}.mlp.down", inner, y)
+            self.linears.project_many(f"layers.{i}.mlp.down", inner, y, b.wide)
         else:
             assert b.moe is not None
             moe_prefill(
@@ -388,5 +410,5 @@ class QwenGpu:
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
         residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
         add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
-        self.linears.project("lm_head", final, logits)
+        self.linears.project("lm_head", final, logits, b.wide.rows)
         return logits[0]

@@ -106,6 +106,16 @@ def load_tile(tiles, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def group_of(i_program, n_t, n_m, GROUP: tl.constexpr):
+    """Which (token tile, weight tile) a program has: GROUP token tiles, then the next weight tile, so that
+    programs that run together share rows of x and of w.
+    """
+    i_group = i_program // (GROUP * n_m)
+    group_size = tl.minimum(n_t - i_group * GROUP, GROUP)
+    return i_group * GROUP + i_program % (GROUP * n_m) % group_size, i_program % (GROUP * n_m) // group_size
+
+
+@triton.jit
 def either(b_first, p_first, p_second):
     """p_first where b_first, else p_second.
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from deltic.ops import formats
 from deltic.ops.contract import check
 from deltic.ops.formats import WeightFormat
-from deltic.ops.gpu.decode import add_block, address, load_block, matrix_elements, rows_from
+from deltic.ops.gpu.decode import address, codes_at, load_codes, load_more_scales, matrix_elements, rows_from
+from deltic.ops.gpu.operands import add_block
 from deltic.ops.matrix import Matrix, Piece
 
 NONE, PLAIN = -1, 0
@@ -51,6 +52,7 @@ def piece_of(w: Matrix) -> tuple[Tensor, int]:
     return memory, format
 
 
+@triton.constexpr_function
 def block_of(k: int, format: int, most: int) -> int:
     """Columns of a block of K. Only of e4m3 does it change bits, and follows k alone."""
     codes = formats.CODES[format % 16]
@@ -58,13 +60,22 @@ def block_of(k: int, format: int, most: int) -> int:
     return next(block for block in (256, 128, 64, 32) if block <= most and k % block == 0)
 
 
+@triton.constexpr_function
+def together(k: int, format: int, most: int, n_columns: int) -> int:
+    """Blocks of K whose scales are fetched together, of a product with so many rows of x."""
+    if formats.CODES[format % 16] == "bf16":
+        return 1
+    n_blocks = k // block_of(k, format, most)
+    return next(n for n in (4 if n_columns <= 32 else 2, 2, 1) if n_blocks % n == 0)
+
+
 def stage_bytes(n_rows: int, k: int, format: WeightFormat, most: int, n_columns: int) -> int:
-    """Shared memory of a block of n_rows weight rows, with all that is stored of them, and of x."""
+    """Shared memory of the blocks that are fetched together, of n_rows weight rows with all that is stored of
+    them, and of x.
+    """
     block = block_of(k, number(format), most)
-    return n_rows * (Piece.n_bytes_of(256, block, format, "rows") // 256) + 2 * block * n_columns
-
-
-_block = triton.constexpr_function(block_of)
+    one = n_rows * (Piece.n_bytes_of(256, block, format, "rows") // 256) + 2 * block * n_columns
+    return one * int(together(k, number(format), most, n_columns))
 
 
 @triton.jit
@@ -76,53 +87,72 @@ def matrix_at(p_w, i_matrix, n, k, FORMAT: tl.constexpr):
 @triton.jit
 def product_of_rows(
     p_x_row, b_used, p_w, o_row, n, K: tl.constexpr, MOST_K: tl.constexpr, FORMAT: tl.constexpr,
-    AHEAD: tl.constexpr = 0, WAIT: tl.constexpr = False, RELEASE: tl.constexpr = False,
+    AHEAD: tl.constexpr = False, WAIT: tl.constexpr = False, RELEASE: tl.constexpr = False, p_x_scale=None,
+    scale_step=None,
 ):
     """float32 [M, N]: rows o_row [M] of the matrix [n, K] at p_w times the rows of x at p_x_row [N], those in
     use.
 
-    AHEAD: so many blocks of weights are read first of all. WAIT, RELEASE: then the kernel waits for the one
-    in front, and lets the next one start, before x is read.
+    AHEAD: the first blocks of weights are read first of all. WAIT, RELEASE: then the kernel waits for the one
+    in front, and lets the next one start, before x is read. p_x_scale [N]: where x is e4m3 codes (fp8.py) its
+    scales, those of the next block scale_step behind.
     """
     CODES: tl.constexpr = FORMAT % 16
     SCALES: tl.constexpr = FORMAT // 16 % 16
     GROUP: tl.constexpr = FORMAT // 256
-    BLOCK_K: tl.constexpr = _block(K, FORMAT, MOST_K)
-    FIRST: tl.constexpr = AHEAD if AHEAD < K // BLOCK_K else K // BLOCK_K
+    BLOCK_K: tl.constexpr = block_of(K, FORMAT, MOST_K)
+    N: tl.constexpr = together(K, FORMAT, MOST_K, p_x_row.shape[0])
+    STEP: tl.constexpr = N * BLOCK_K
     w = rows_from(p_w, o_row, tl.full((), 0, tl.int32), n, K, BLOCK_K, CODES, SCALES, GROUP)
     p_x_tile = p_x_row[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    if p_x_scale is not None:
+        p_x_tile = codes_at(p_x_row)[:, None] + tl.arange(0, BLOCK_K)[None, :]
     b_acc = tl.zeros((o_row.shape[0], p_x_row.shape[0]), tl.float32)
-    blocks: tl.tuple = ()
-    for i in tl.static_range(FIRST):
-        blocks += (load_block(w, tl.full((), i * BLOCK_K, tl.int32), BLOCK_K, CODES, SCALES, GROUP),)
+    scales = load_more_scales(w, tl.full((), 0, tl.int32), N, BLOCK_K, CODES, SCALES, GROUP)
+    codes: tl.tuple = ()
+    if AHEAD:
+        for i in tl.static_range(N):
+            codes += (load_codes(w, tl.full((), i * BLOCK_K, tl.int32), BLOCK_K, CODES, SCALES, GROUP),)
     if WAIT:
         tl.extra.cuda.gdc_wait()
     if RELEASE:
         tl.extra.cuda.gdc_launch_dependents()
-    for i in tl.static_range(FIRST):
-        b_x = tl.load(p_x_tile + i * BLOCK_K, mask=b_used[:, None], other=0.0)
-        b_acc = add_block(b_acc, blocks[i], tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
-    for i_k in range(FIRST * BLOCK_K, K, BLOCK_K):
-        b_x = tl.load(p_x_tile + i_k, mask=b_used[:, None], other=0.0)
-        block = load_block(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
-        b_acc = add_block(b_acc, block, tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
+    if AHEAD:
+        ahead = load_more_scales(w, tl.full((), STEP if STEP < K else 0, tl.int32), N, BLOCK_K, CODES, SCALES, GROUP)
+        for i in tl.static_range(N):
+            b_acc = add_block(
+                b_acc, codes[i] + scales[i], p_x_tile + i * BLOCK_K, None, b_used, BLOCK_K, CODES, SCALES, GROUP
+            )
+        scales = ahead
+    for i_step in range(STEP if AHEAD else 0, K, STEP):
+        ahead = load_more_scales(w, tl.minimum(i_step + STEP, K - STEP), N, BLOCK_K, CODES, SCALES, GROUP)
+        for i in tl.static_range(N):
+            i_k = i_step + i * BLOCK_K
+            p_scale = p_x_scale
+            if p_x_scale is not None:
+                p_scale = p_x_scale + tl.cast(i_k // BLOCK_K, tl.int64) * scale_step
+            block = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + scales[i]
+            b_acc = add_block(b_acc, block, p_x_tile + i_k, p_scale, b_used, BLOCK_K, CODES, SCALES, GROUP)
+        scales = ahead
     return b_acc
 
 
 @triton.jit
 def gate_and_up(
     p_x_row, b_used, p_w, p_up, i_matrix, i_tile, H: tl.constexpr, M: tl.constexpr, BLOCK_F: tl.constexpr,
-    MOST_K: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr,
+    MOST_K: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, p_x_scale=None, scale_step=None,
 ):
-    """float32 [BLOCK_F, N]: gate and up of features i_tile * BLOCK_F on, of matrix i_matrix.
+    """float32 [BLOCK_F, N]: gate and up of features i_tile * BLOCK_F on, of matrix i_matrix. p_x_scale,
+    scale_step: where x is codes; not of two pieces.
 
     In one piece: eight gate rows and eight up rows take turns, so that one thread gets both of a feature.
     """
     if UP == _NONE:
         o_w = tl.arange(0, 2 * BLOCK_F)
         o_w = i_tile * BLOCK_F + o_w // 16 * 8 + o_w % 8 + o_w // 8 % 2 * M
+        p_matrix = matrix_at(p_w, i_matrix, 2 * M, H, FORMAT)
         b_acc = product_of_rows(
-            p_x_row, b_used, matrix_at(p_w, i_matrix, 2 * M, H, FORMAT), o_w, 2 * M, H, MOST_K, FORMAT
+            p_x_row, b_used, p_matrix, o_w, 2 * M, H, MOST_K, FORMAT, p_x_scale=p_x_scale, scale_step=scale_step
         )
         b_acc = tl.permute(tl.reshape(b_acc, (BLOCK_F // 8, 2, 8, p_x_row.shape[0])), (0, 2, 3, 1))
         b_gate, b_up = tl.split(b_acc)

@@ -130,5 +130,19 @@ def matmul_slices(x: Tensor, w: Tensor, out: Tensor) -> None:
     torch.bmm(x.view(n, n_slices, k // n_slices).transpose(0, 1), slices, out_dtype=torch.float32, out=out)
 
 
+def scaled_matmul(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor) -> None:
+    """out[t, m] = the sum over blocks of 128 of K of (sum of x[t, k] w[m, k]) x_scale[block, t]
+    w_scale[block, m], by the vendor's library: e4m3 codes as uint8 [T, K] and [M, K], float32 scales, bfloat16
+    out.
+    """
+    launches.n += 1
+    if launches.compile_only:
+        return
+    e4m3, recipe = torch.float8_e4m3fn, [torch.nn.functional.ScalingType.BlockWise1x128.value]
+    torch.ops.aten._scaled_mm_v2.out(
+        x.view(e4m3), w.view(e4m3).t(), [x_scale.t()], recipe, [], [w_scale.t()], recipe, [], None, torch.bfloat16, out=out
+    )
+
+
 def next_power_of_2(n: int) -> int:
     return int(triton.next_power_of_2(n))

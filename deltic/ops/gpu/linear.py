@@ -11,15 +11,15 @@ Wide: tokens are the M side. The vendor's library where there is enough work tha
 Triton kernel; both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
 
 A weight is a Matrix, whose pieces are multiplied one after another. In any format but bf16 the narrow kernel
-decodes it on its way to the tensor cores (decode.py), with wider tiles of tokens where there are many; the
-vendor's library takes no part.
+decodes it on its way to the tensor cores (operands.py). A wide product decodes it once into a workspace, and
+goes on as with bf16. Rows that are multiplied with e4m3 are rounded to e4m3 (fp8.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
-from deltic.ops.formats import WeightFormat
-from deltic.ops.gpu.chip import chip
-from deltic.ops.gpu.decode import add_block, address, constants, decode, k_block, load_codes, load_scales, rows_from
+from deltic.ops.formats import FLOATS, WeightFormat
+from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.chip import chip, group_of
+from deltic.ops.gpu.decode import address, codes_at, constants, k_block, load_codes, load_more_scales, rows_from
+from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, round_rows
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
+from deltic.ops.gpu.operands import add_block, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix, Piece
 
@@ -44,10 +47,8 @@ class Narrow:
     block_k: int
     num_warps: int
     num_stages: int
-    tokens: int = 0
-    """Rows of x in a tile; 0: as many as there are, up to 128."""
-    together: int = 0
-    """Token tiles that run together with many weight tiles; 0: all of them with one."""
+    unroll: int = 1
+    """Blocks of K whose scales are fetched together, while those before are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -93,31 +94,18 @@ def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.c
     return o_row
 
 
-@triton.jit
-def _group_of(i_program, n_t, n_m, GROUP: tl.constexpr):
-    """Which (token tile, weight tile) a program has: GROUP token tiles, then the next weight tile, so that
-    programs that run together share rows of x and of w.
-    """
-    i_group = i_program // (GROUP * n_m)
-    group_size = tl.minimum(n_t - i_group * GROUP, GROUP)
-    return i_group * GROUP + i_program % (GROUP * n_m) % group_size, i_program % (GROUP * n_m) // group_size
-
-
 @triton.jit(do_not_specialize=["n"])
 def _narrow_kernel(
-    p_x, p_w, p_out, n, m, k, k_slice, out_split, out_row,
+    p_x, p_x_scale, p_w, p_out, n, m, k, k_slice, out_split, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
-    TOGETHER: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    UNROLL: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n_blocks = tl.cdiv(n, BLOCK_N)
-    if TOGETHER == 0:
-        # the token tiles of one weight tile are neighbours: the second finds the weights in the L2 cache
-        i_m = tl.program_id(0) // n_blocks
-        i_n = tl.program_id(0) % n_blocks
-    else:
-        i_n, i_m = _group_of(tl.program_id(0), n_blocks, tl.cdiv(m, BLOCK_M), TOGETHER)
+    # the token tiles of one weight tile are neighbours: the second finds the weights in the L2 cache
+    i_m = tl.program_id(0) // n_blocks
+    i_n = tl.program_id(0) % n_blocks
     i_split = tl.program_id(1)
     first_k = i_split * k_slice
 
@@ -131,12 +119,21 @@ def _narrow_kernel(
     b_used = o_n < n
     b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     p_x_tile = p_x + o_n[:, None] * k + (first_k + o_k)[None, :]
-    scales = load_scales(w, 0, BLOCK_K, CODES, SCALES, GROUP)
-    for i_k in range(0, k_slice, BLOCK_K):
-        b_x = tl.load(p_x_tile + i_k, mask=b_used[:, None], other=0.0)
-        codes = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
-        ahead = load_scales(w, tl.minimum(i_k + BLOCK_K, k_slice - BLOCK_K), BLOCK_K, CODES, SCALES, GROUP)
-        b_acc = add_block(b_acc, codes + scales, tl.trans(b_x), BLOCK_K, CODES, SCALES, GROUP)
+    if p_x_scale is not None:  # codes
+        p_x_tile = codes_at(p_x) + o_n[:, None] * k + (first_k + o_k)[None, :]
+        p_x_scale += tl.minimum(o_n, n - 1)
+    STEP: tl.constexpr = UNROLL * BLOCK_K
+    scales = load_more_scales(w, 0, UNROLL, BLOCK_K, CODES, SCALES, GROUP)
+    for i_step in range(0, k_slice, STEP):
+        next_step = tl.minimum(i_step + STEP, k_slice - STEP)
+        ahead = load_more_scales(w, next_step, UNROLL, BLOCK_K, CODES, SCALES, GROUP)
+        for i in tl.static_range(UNROLL):
+            i_k = i_step + i * BLOCK_K
+            p_scale = p_x_scale
+            if p_x_scale is not None:
+                p_scale = p_x_scale + (first_k + i_k) // BLOCK_K * n
+            block = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + scales[i]
+            b_acc = add_block(b_acc, block, p_x_tile + i_k, p_scale, b_used, BLOCK_K, CODES, SCALES, GROUP)
         scales = ahead
 
     if SWIGLU:
@@ -164,7 +161,7 @@ def _wide_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    i_t, i_m = _group_of(tl.program_id(0), tl.cdiv(t, BLOCK_T), tl.cdiv(m, BLOCK_M), GROUP)
+    i_t, i_m = group_of(tl.program_id(0), tl.cdiv(t, BLOCK_T), tl.cdiv(m, BLOCK_M), GROUP)
 
     o_t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -254,45 +251,32 @@ def _token_tile(n: int) -> int:
 
 def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightFormat) -> Narrow:
     """As `narrow_config`, for a weight that is decoded on its way. Only an e4m3's block of K changes bits
-    (decode.py), and it follows the weight's shape.
+    (fp8.py), and it follows the weight's shape.
 
-    Decoding keeps 16 warps of an SM busy. Few rows: the tile whose programs fill the SMs best, but a low one
-    only if it reads at most half as much of x as of the weight. Many: the largest that gives every SM one.
+    Low tiles, as many programs as an SM takes: their waits for memory and for each other overlap. Of few rows
+    two blocks of K between two waits for scales; of many the rows of x take the room.
     """
     sms, shared = _chip()
-    block_k, tokens = k_block(k_slice), _token_tile(n)
-
-    def programs(block_m: int) -> int:
-        return -(-m // block_m) * splits * -(-n // tokens)
-
-    def filled(block_m: int) -> float:
-        return programs(block_m) / (-(-programs(block_m) // sms) * sms)
-
-    if n > 256:
-        # of e4m3, sums of a block are apart from those before: twice the registers
-        for tokens, block_m in ((256, 128), (128, 128), (64, 128), (64, 64)):
-            if programs(block_m) >= sms - 12 and (tokens < 256 or format.codes != "e4m3"):
-                break
-        block_k = min(block_k, 64) if tokens == 256 else block_k
-    elif programs(128) < sms - 12:
-        block_m = 64
-    else:
-        block_m = max((b for b in (128, 64) if b == 128 or b * format.bits >= 32 * n), key=filled)
-    warps = block_m // 16
-    per_sm = 1 if tokens * block_m > 128 * 64 else min(16 // warps, max(1, -(-programs(block_m) // sms)))
-    stages = (shared // per_sm - 6144) // decoded_stage_bytes(block_m, block_k, tokens, format)
-    stages = max(2, min(stages, 6, k_slice // block_k + 1))
-    return Narrow(block_m, block_k, warps, stages, tokens, 8 if n > 256 else 0)
+    block_m, block_k, tokens = 64, k_block(k_slice), _token_tile(n)
+    block = decoded_block_bytes(block_m, block_k, tokens, format)
+    per_sm = max(1, min(5 if tokens <= 32 else 2, -(-m // block_m) * splits * -(-n // tokens) // sms))
+    unroll = 2 if tokens <= 32 and k_slice // block_k % 2 == 0 else 1
+    stages = (shared // per_sm - 4096) // (block * unroll)
+    return Narrow(block_m, block_k, block_m // 16, max(2, min(stages, 3)), unroll)
 
 
-def decoded_stage_bytes(block_m: int, block_k: int, tokens: int, format: WeightFormat) -> int:
+def decoded_block_bytes(block_m: int, block_k: int, tokens: int, format: WeightFormat) -> int:
     """Shared memory of a block of weight rows, with all that is stored of them, and of x."""
     a_row = Piece.n_bytes_of(256, block_k, format, "rows") // 256
     return block_m * a_row + 2 * block_k * tokens
 
 
-def _multiply(x: Tensor, piece: Piece, out: Tensor, swiglu: bool, levers: Levers, config: Narrow | None) -> None:
-    """The narrow kernel. out: [S, N, M] float32, or [N, M] (of SwiGLU [N, M / 2]), S = 1."""
+def _multiply(
+    x: Tensor, piece: Piece, out: Tensor, swiglu: bool, levers: Levers, config: Narrow | None, rows: Fp8Rows | None = None
+) -> None:
+    """The narrow kernel. out: [S, N, M] float32, or [N, M] (of SwiGLU [N, M / 2]), S = 1. rows: x rounded, for
+    e4m3, by blocks of a slice.
+    """
     (n, k), m, splits = x.shape, piece.n, out.shape[0] if out.ndim == 3 else 1
     is_bf16 = piece.format.codes == "bf16"
     check("linear", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
@@ -307,13 +291,22 @@ def _multiply(x: Tensor, piece: Piece, out: Tensor, swiglu: bool, levers: Levers
         piece.format.codes != "e4m3" or c.block_k == k_block(k // splits),
         f"blocks of {k_block(k // splits)} of e4m3, whose sums are rounded",
     )
-    tokens = c.tokens or _token_tile(n)
+    tokens, operand = _token_tile(n), (x, None) if rows is None else (rows.codes, rows.scale)
     launch(
-        _narrow_kernel, (-(-m // c.block_m) * -(-n // tokens), splits),
-        x, address(piece), out, n, m, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2),
-        BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu,
-        TOGETHER=c.together, **constants(piece.format), pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
+        _narrow_kernel, (-(-m // c.block_m) * -(-n // tokens), splits), *operand, address(piece), out, n, m, k, k // splits,
+        out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k,
+        EVEN_M=m % c.block_m == 0, SWIGLU=swiglu, UNROLL=c.unroll, **constants(piece.format), pdl=levers.pdl,
+        num_warps=c.num_warps, num_stages=c.num_stages,
     )
+
+
+def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
+    """x rounded into `rows` where w has e4m3 and there are more rows than a narrow product rounds by itself."""
+    if len(x) <= ROUNDED_ROWS or all(piece.format.codes != "e4m3" for piece in w.pieces):
+        return None
+    assert rows is not None
+    round_rows(x, rows, k_block(w.k // splits), levers=levers)
+    return rows
 
 
 def _columns(w: Matrix, out: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -321,7 +314,9 @@ def _columns(w: Matrix, out: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     return zip(w.pieces, out.split([piece.n for piece in w.pieces], -1), strict=True)
 
 
-def narrow_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: Narrow | None = None) -> None:
+def narrow_linear(
+    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, rows: Fp8Rows | None = None, config: Narrow | None = None
+) -> None:
     """out[s, n, m] = the sum of x[n, k] w[m, k] over slice s of K, in order of k: few rows, any M.
 
     x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose
@@ -336,12 +331,14 @@ def narrow_linear(x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, config: 
     if vendor:
         matmul_slices(x, rows_of("linear", w), out)
         return
+    codes = _rounded(x, w, 1 if whole else out.shape[0], rows, levers)
     for piece, columns in _columns(w, out):
-        _multiply(x, piece, columns, False, levers, config)
+        _multiply(x, piece, columns, False, levers, config, codes if piece.format.codes == "e4m3" else None)
 
 
 def narrow_swiglu(
-    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, gate_up: Tensor | None = None, config: Narrow | None = None
+    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, gate_up: Tensor | None = None, rows: Fp8Rows | None = None,
+    config: Narrow | None = None,
 ) -> None:
     """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T.
 
@@ -356,10 +353,10 @@ def narrow_swiglu(
     if not levers.silu_epilogue or vendor or len(w.pieces) > 1:
         check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")
         assert gate_up is not None
-        narrow_linear(x, w, gate_up, levers=levers, config=config)
+        narrow_linear(x, w, gate_up, levers=levers, rows=rows, config=config)
         silu_mul(gate_up[0], out, levers=levers)
         return
-    _multiply(x, w.whole, out, True, levers, config)
+    _multiply(x, w.whole, out, True, levers, config, _rounded(x, w, 1, rows, levers))
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
@@ -393,41 +390,71 @@ def wide_config(t: int, m: int) -> Wide:
     return Wide(64, 64, 4, min(5, shared // (2 * 64 * 128)))
 
 
+@dataclass(frozen=True)
+class WideScratch:
+    """Workspaces of wide products with quantised weights."""
+
+    weights: Tensor | None  # bfloat16: the largest matrix that is not e4m3, decoded
+    rows: Fp8Rows | None  # of products with e4m3
+
+
+DECODED_ROWS = 256
+"""Up to so many rows a weight is decoded on its way to the product; of more, once."""
+
+
+def wide_scratch(n_rows: int, largest: int, widest: int, codes: Collection[str], allocate: Allocate) -> WideScratch:
+    """Workspaces for up to n_rows rows, matrices of up to `largest` elements and `widest` columns, and these
+    codes of weights. allocate(name, size, dtype) gives a tensor.
+    """
+    decodes = n_rows > DECODED_ROWS and bool(set(codes) - set(FLOATS))
+    return WideScratch(
+        allocate("decoded weights", (largest,), torch.bfloat16) if decodes else None,
+        fp8_rows("prefill e4m3 rows", n_rows, widest, allocate, largest) if "e4m3" in codes else None,
+    )
+
+
 def wide_linear(
-    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, scratch: Tensor | None = None, config: Wide | None = None,
-    decoded: Narrow | None = None,
+    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, scratch: WideScratch | None = None, config: Wide | None = None
 ) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
 
     x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
-    are independent of each other, bit for bit, and have the bits of an unsplit narrow_linear. scratch:
-    bfloat16; where it holds a piece, which is not e4m3, that is decoded into it for the vendor's library, if
-    that pays. config, decoded: for measurements, of bf16 and of other formats. Raises KernelError for weights
-    in strips.
+    are independent of each other, bit for bit. They have the bits of an unsplit narrow_linear, but for e4m3.
+    scratch: where w is quantised. config: for measurements, of bf16. Raises KernelError for weights in strips.
     """
     (t, k), m = x.shape, w.n
     check("linear", x.dtype == torch.bfloat16, "bfloat16 x")
     check("linear", t % 64 == 0 and k % 32 == 0 and w.k == k, f"whole blocks of 64 rows, K % 32 == 0, w [M, {k}]")
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
     check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
+    codes = _rounded(x, w, 1, None if scratch is None else scratch.rows, levers)
     for piece, columns in _columns(w, out):
-        by_vendor = config is None and decoded is None and out.dtype == torch.bfloat16 and vendor_pays(t, piece.n)
-        if piece.format.codes == "bf16":
-            if by_vendor:
-                matmul(x, rows_of("linear", piece), columns)
-            else:
-                _wide(x, piece, columns, levers, config)
-        elif by_vendor and scratch is not None and scratch.numel() >= piece.n * k and piece.format.codes != "e4m3":
-            rows = scratch[: piece.n * k].view(1, piece.n, k)
-            decode(piece, rows)
-            matmul(x, rows[0], columns)
+        if piece.format.codes == "e4m3":
+            assert codes is not None
+            fp8_linear(x, piece, columns, codes, levers=levers)
+        elif piece.format.codes != "bf16" and t <= DECODED_ROWS:
+            _multiply(x, piece, columns if out.dtype == torch.bfloat16 else columns[None], False, levers, None)
         else:
-            _multiply(x, piece, columns if out.dtype == torch.bfloat16 else columns[None], False, levers, decoded)
+            rows = _bf16_rows(piece, scratch)
+            if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, piece.n):
+                matmul(x, rows, columns)
+            else:
+                _wide(x, rows, columns, levers, config)
 
 
-def _wide(x: Tensor, piece: Piece, out: Tensor, levers: Levers, config: Wide | None) -> None:
-    """The wide kernel, of a piece in bf16; out's rows may lie apart."""
-    (t, k), m, rows = x.shape, piece.n, rows_of("linear", piece)
+def _bf16_rows(piece: Piece, scratch: WideScratch | None) -> Tensor:
+    """Those of a piece in bf16, or decoded."""
+    if piece.format.codes == "bf16":
+        return rows_of("linear", piece)
+    assert scratch is not None and scratch.weights is not None
+    rows = scratch.weights[: piece.n * piece.k].view(1, piece.n, piece.k)
+    decode(piece, rows)
+    return rows[0]
+
+
+def _wide(x: Tensor, rows: Tensor, out: Tensor, levers: Levers, config: Wide | None) -> None:
+    """The wide kernel; out's rows may lie apart."""
+    (t, k), m = x.shape, len(rows)
     c = config or wide_config(t, m)
     launch(
         _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, out, t, m, k, out.stride(0),

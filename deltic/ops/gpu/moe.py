@@ -538,21 +538,20 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
             b_x = tl.load(p_x_tile + k, mask=(o_n < n)[None, :] & (k + o_k < width)[:, None], other=0.0)
             b_acc = dot(b_w, b_x, b_acc)
     else:
-        N_AHEAD: tl.constexpr = 4 if AHEAD else 0
         p_x_row = p_act + b_line * INNER
         if FORMAT == SHARED and M == MS:
             p_matrix = matrix_at(tl.where(is_shared, p_shared, p_w), expert, H, M, FORMAT)
             b_acc = product_of_rows(
-                p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, N_AHEAD, PDL, PDL and not EARLY
+                p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, AHEAD, PDL, PDL and not EARLY
             )
         elif is_shared:
             b_acc = product_of_rows(
-                p_x_row, o_n < n, p_shared, o_h, H, MS, MOST_K, SHARED, N_AHEAD, PDL, PDL and not EARLY
+                p_x_row, o_n < n, p_shared, o_h, H, MS, MOST_K, SHARED, AHEAD, PDL, PDL and not EARLY
             )
         else:
             p_matrix = matrix_at(p_w, expert, H, M, FORMAT)
             b_acc = product_of_rows(
-                p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, N_AHEAD, PDL, PDL and not EARLY
+                p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, AHEAD, PDL, PDL and not EARLY
             )
     p_column = p_out + (b_slot * n_rows + b_row).to(tl.int64) * H
     tl.store(p_column[None, :] + o_h[:, None], b_acc * b_weight[None, :], mask=(o_n < n)[None, :])

@@ -12,7 +12,8 @@ Eight launches, all sizes on the device:
     combine   out[row] = sum over slots, in order, of p y, then the shared expert's part; in float32,
               rounded once
 
-gate_up and down are launched once more each for the shared expert, whose list is all rows. Integer counters
+gate_up and down are launched once more each for the shared expert, whose list is all rows. Where weights are
+e4m3, so are rows: x is rounded in front of gate_up, act in front of down (fp8.py). Integer counters
 decide where a pair stands in its list, so that may differ from run to run; a row of a product has its own sum
 over an unsplit K, so no bit depends on it, on the number of rows, or on whether a tile is 64 or 128 rows high
 (measured on Hopper). Rows of padding route nowhere and get zeros. Every program waits for the kernel in front
@@ -35,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
+from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.experts import (
     NONE,
     PLAIN,
@@ -45,6 +47,7 @@ from deltic.ops.gpu.experts import (
     product_of_rows,
     stage_bytes,
 )
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, round_rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.moe import MoeWeights, check_moe, dot, largest_block, logit_stride, route_rows, router_splits
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -70,24 +73,28 @@ class MoePrefillScratch:
     lists: Tensor  # int32 [E * T]: pairs of each expert, T (of the call) apart
     act: Tensor  # bfloat16, rows of max(M, Ms): 128 an entry, then a row a row of the shared expert
     y: Tensor  # bfloat16 [T * (k + 1) * H]: a row a pair, then a row a row of the shared expert
+    x8: Fp8Rows | None  # of x, and of act
+    act8: Fp8Rows | None
 
 
 def moe_prefill_scratch(
-    n_rows: int, hidden: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate
+    n_rows: int, hidden: int, n_experts: int, n_per_token: int, width: int, shared_width: int, allocate: Allocate,
+    has_e4m3: bool = False,
 ) -> MoePrefillScratch:
     """Workspaces for up to n_rows rows. allocate(name, size, dtype) gives a zeroed tensor."""
     f32, i32, bf16 = torch.float32, torch.int32, torch.bfloat16
-    lines = n_rows * (n_per_token + 1)
+    lines, inner = n_rows * (n_per_token + 1), max(width, shared_width)
+    act_rows = _act_rows(n_rows, n_experts, n_per_token)
     return MoePrefillScratch(
         logits=allocate("prefill router logits", (n_rows * logit_stride(n_experts),), f32),
         weight=allocate("prefill router weights", (lines,), f32),
         counters=allocate("prefill expert counters", (n_experts + 1,), i32),
         entries=allocate("prefill expert entries", (_n_entries(n_rows, n_experts, n_per_token),), i32),
         lists=allocate("prefill expert lists", (n_experts * n_rows,), i32),
-        act=allocate(
-            "prefill expert activations", (_act_rows(n_rows, n_experts, n_per_token) * max(width, shared_width),), bf16
-        ),
+        act=allocate("prefill expert activations", (act_rows * inner,), bf16),
         y=allocate("prefill expert outputs", (lines * hidden,), bf16),
+        x8=fp8_rows("prefill expert inputs", n_rows, hidden, allocate) if has_e4m3 else None,
+        act8=fp8_rows("prefill expert activations", act_rows, inner, allocate) if has_e4m3 else None,
     )
 
 
@@ -215,7 +222,7 @@ def tile_pairs(p_lists, expert, first, n, n_rows, SLOTS: tl.constexpr, SHARED: t
 
 
 @triton.jit
-def gate_up_tile(p_x, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+def gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                  H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
                  FORMAT: tl.constexpr, UP: tl.constexpr):
@@ -234,8 +241,11 @@ def gate_up_tile(p_x, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_ro
             b_acc = dot(tl.load(p_x_tile + k), tl.load(p_w_tile + k), b_acc)
         b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
     else:
+        p_scale = p_x_scale
+        if p_x_scale is not None:
+            p_scale = p_x_scale + b_row
         b_gate, b_up = gate_and_up(
-            p_x + b_row * H, o_m < n, p_w, p_up, expert, i_tile, H, M, BLOCK_F, BLOCK_K, FORMAT, UP
+            p_x + b_row * H, o_m < n, p_w, p_up, expert, i_tile, H, M, BLOCK_F, BLOCK_K, FORMAT, UP, p_scale, n_rows
         )
         b_gate, b_up = tl.trans(b_gate), tl.trans(b_up)
     b_act = (b_gate / (1.0 + tl.exp(-b_gate)) * b_up).to(tl.bfloat16)
@@ -245,13 +255,13 @@ def gate_up_tile(p_x, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_ro
 
 
 @triton.jit(do_not_specialize=["n_rows", "act_base"])
-def prefill_gate_up_kernel(p_x, p_w, p_up, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
+def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
                            H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
                            SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
                            FORMAT: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
     """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough.
 
-    FORMAT, UP: the formats of the pieces (experts.py).
+    FORMAT, UP: the formats of the pieces (experts.py). p_x_scale: of x in codes, else None.
     """
     i_tile, i_entry = tl.program_id(0) % (M // BLOCK_F), tl.program_id(0) // (M // BLOCK_F)
     if PDL:
@@ -261,15 +271,15 @@ def prefill_gate_up_kernel(p_x, p_w, p_up, p_counters, p_entries, p_lists, p_n, 
     if n == 0:
         return
     if n <= 64:
-        gate_up_tile(p_x, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+        gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                      H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, FORMAT, UP)
     else:
-        gate_up_tile(p_x, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
+        gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                      H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K, FORMAT, UP)
 
 
 @triton.jit
-def down_tile(acts, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+def down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first, n, act_row, n_act, n_rows, i_tile,
               H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
     """BLOCK_M rows of act by BLOCK_N of H."""
@@ -280,21 +290,27 @@ def down_tile(acts, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row
             b_acc = dot(b_x, load_tile(weights, expert * H + i_tile * BLOCK_N, k, BLOCK_N, BLOCK_K).T, b_acc)
     else:
         o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        p_x_row = p_act + (act_row + o_m).to(tl.int64) * INNER
-        p_matrix = matrix_at(p_w, expert, H, M, FORMAT)
-        b_acc = tl.trans(product_of_rows(p_x_row, o_m < n, p_matrix, o_h, H, M, BLOCK_K, FORMAT))
+        o_act, p_matrix = (act_row + o_m).to(tl.int64), matrix_at(p_w, expert, H, M, FORMAT)
+        p_scale = p_act_scale
+        if p_act_scale is not None:
+            p_scale = p_act_scale + o_act
+        STRIDE: tl.constexpr = INNER if p_act_scale is None else M
+        b_acc = tl.trans(product_of_rows(
+            p_act + o_act * STRIDE, o_m < n, p_matrix, o_h, H, M, BLOCK_K, FORMAT, p_x_scale=p_scale, scale_step=n_act
+        ))
     b_line, _ = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
     o_m, o_h = tl.arange(0, BLOCK_M), i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(p_y + b_line[:, None] * H + o_h[None, :], b_acc.to(tl.bfloat16), mask=(o_m < n)[:, None])
 
 
-@triton.jit(do_not_specialize=["n_rows", "act_base"])
-def prefill_down_kernel(acts, halves, weights, p_act, p_w, p_counters, p_entries, p_lists, p_n, p_y, n_rows, act_base,
+@triton.jit(do_not_specialize=["n_rows", "act_base", "n_act"])
+def prefill_down_kernel(acts, halves, weights, p_act, p_act_scale, p_w, p_counters, p_entries, p_lists, p_n, p_y, n_rows,
+                        act_base, n_act,
                         H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
                         SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
                         PDL: tl.constexpr):
     """Grid: entries by tiles of H. In bf16 acts, halves: act (`tiles_of`), tiles [128 or 64, BLOCK_K];
-    weights: of [E H, M]. In other formats their addresses: p_act, p_w.
+    weights: of [E H, M]. In other formats their addresses: p_act, p_w; of codes p_act_scale, n_act apart.
     """
     i_tile, i_entry = tl.program_id(0) % (H // BLOCK_N), tl.program_id(0) // (H // BLOCK_N)
     if PDL:
@@ -304,10 +320,10 @@ def prefill_down_kernel(acts, halves, weights, p_act, p_w, p_counters, p_entries
     if n == 0:
         return
     if n <= 64:
-        down_tile(halves, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+        down_tile(halves, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first, n, act_row, n_act, n_rows, i_tile,
                   H, M, INNER, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K, FORMAT)
     else:
-        down_tile(acts, weights, p_act, p_w, p_lists, p_y, expert, first, n, act_row, n_rows, i_tile,
+        down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first, n, act_row, n_act, n_rows, i_tile,
                   H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K, FORMAT)
 
 
@@ -364,6 +380,11 @@ def moe_prefill_tiles() -> MoePrefillTiles:
     return replace(c, up_stages=up, down_stages=down)
 
 
+def is_e4m3(w: Matrix) -> bool:
+    """Whether rows are rounded for it: of two pieces, e4m3 is multiplied as the decode does."""
+    return len(w.pieces) == 1 and w.whole.format.codes == "e4m3"
+
+
 def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
     """Those asked for, or the cut for a matrix of gate_up or down."""
     if tiles is not None or is_bf16(w):
@@ -371,6 +392,8 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
     # 128 weight rows a program, of two pieces of each
     k, room = 64, min(100 * 1024, chip().shared_bytes - 2048)
     largest = max(stage_bytes(128, w.k, piece.format, k, TILE) for piece in w.pieces)
+    if is_e4m3(w):
+        largest = 2 * 128 * TILE
     stages = max(2, min(4, room // largest))
     return MoePrefillTiles(
         block_f=64 * len(w.pieces), up_warps=8, up_stages=stages, up_k=k, down_warps=8, down_stages=stages, down_k=k
@@ -422,29 +445,41 @@ def moe_prefill(
 
     def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
         rows, ups, FORMAT, UP = pieces_of(matrix)
-        d = _tiles(matrix, tiles)
+        d, codes, scale = _tiles(matrix, tiles), x, None
+        if is_e4m3(matrix):
+            assert s.x8 is not None
+            codes, scale = s.x8.codes, s.x8.scale
         block_f = largest_block(d.block_f, m)
         launch(
-            prefill_gate_up_kernel, (n * (m // block_f),), x, rows, ups, s.counters, s.entries, s.lists, blocks.n, s.act, t,
-            act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_F=block_f, BLOCK_K=largest_block(d.up_k, hidden),
-            FORMAT=FORMAT, UP=UP, num_warps=d.up_warps, num_stages=d.up_stages, **products,
+            prefill_gate_up_kernel, (n * (m // block_f),), codes, scale, rows, ups, s.counters, s.entries, s.lists, blocks.n,
+            s.act, t, act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_F=block_f,
+            BLOCK_K=largest_block(d.up_k, hidden), FORMAT=FORMAT, UP=UP, num_warps=d.up_warps, num_stages=d.up_stages,
+            **products,
         )
 
     def down(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
         (rows, FORMAT), d = piece_of(matrix), _tiles(matrix, tiles)
         block_n, block_k = largest_block(d.block_n, hidden), largest_block(d.down_k, m)
-        operands: tuple[Any, ...] = (None, None, None, s.act, rows)
+        first, n_act = (act_base, n_tiles * TILE) if is_shared else (0, act_base)
+        operands: tuple[Any, ...] = (None, None, None, s.act, None, rows)
         if FORMAT == PLAIN:
-            n_act, rows = act_base + n_tiles * TILE, rows.view(-1, m)
-            acts, halves = (tiles_of(s.act, n_act, m, inner, (high, block_k)) for high in (TILE, 64))
+            rows = rows.view(-1, m)
+            acts, halves = (tiles_of(s.act, act_base + n_tiles * TILE, m, inner, (high, block_k)) for high in (TILE, 64))
             weights = tiles_of(rows, len(rows), m, m, (block_n, block_k))
-            operands = acts, halves, weights, None, None
+            operands = acts, halves, weights, None, None, None
+        elif is_e4m3(matrix):
+            assert s.act8 is not None
+            round_rows(s.act[first * inner : (first + n_act) * inner].view(n_act, inner)[:, :m], s.act8, k_block(m), levers=levers)
+            operands, first = (None, None, None, s.act8.codes, s.act8.scale, rows), 0
         launch(
             prefill_down_kernel, (n * (hidden // block_n),), *operands, s.counters, s.entries, s.lists, blocks.n, s.y, t,
-            act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k, FORMAT=FORMAT,
+            first, n_act, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k, FORMAT=FORMAT,
             num_warps=d.down_warps, num_stages=d.down_stages, **products,
         )
 
+    if is_e4m3(w.gate_up) or is_e4m3(w.shared_gate_up):
+        assert s.x8 is not None
+        round_rows(x, s.x8, k_block(hidden), levers=levers)
     up(w.gate_up, width, n_entries, False)
     up(w.shared_gate_up, shared, n_tiles, True)
     down(w.down, width, n_entries, False)

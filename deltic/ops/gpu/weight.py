@@ -13,7 +13,7 @@ from torch import Tensor
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.formats import Quantised, WeightFormat
-from deltic.ops.gpu.decode import decode
+from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.quantise import MADE, quantise
 from deltic.ops.matrix import Layout, Matrix, Piece, planes
 
@@ -75,23 +75,31 @@ def _of_rows(piece: Piece) -> dict[str, Tensor]:
     return found
 
 
+def _side_by_side(unit: Tensor, bits: int) -> Tensor:
+    """[..., 8] numbers of 1, 2 or 4 bits as bytes [..., bits]: 0, 2, 4, 6, 1, 3, 5, 7, from the lowest bit on."""
+    in_order = unit[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    each = in_order.view(*unit.shape[:-1], bits, 8 // bits) << torch.arange(0, 8, bits, dtype=torch.uint8, device=unit.device)
+    return each.sum(-1, dtype=torch.uint8)
+
+
 def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
     """Planes of codes, uint8 [n, bytes], of codes one a byte [n, k]."""
     n, k = codes.shape
+    if format.codes == "e4m3":
+        return {"codes8": codes}
     if format.codes == "int8":
         codes = codes ^ 0x80
+    # [n, k / 32, t, j]: code j of element t
     unit = codes.view(n, k // 32, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(n, k // 8, 8)
     found = {}
     if format.bits == 8:
-        found["codes8"] = unit
+        found["codes8"] = unit[..., [0, 2, 1, 3, 4, 6, 5, 7]]
     if 4 <= format.bits < 8:
-        found["codes4"] = unit[..., :4] & 15 | (unit[..., 4:] & 15) << 4
+        found["codes4"] = _side_by_side(unit & 15, 4)
     if format.bits in (2, 3, 6):
-        two = (unit >> (4 if format.bits == 6 else 0)) & 3
-        found["codes2"] = two[..., 4:6] | two[..., 6:] << 2 | two[..., :2] << 4 | two[..., 2:4] << 6
+        found["codes2"] = _side_by_side((unit >> (4 if format.bits == 6 else 0)) & 3, 2)
     if format.bits in (3, 5):
-        bits = ((unit >> (format.bits - 1)) & 1) << torch.arange(8, dtype=torch.uint8, device=codes.device)
-        found["codes1"] = bits.sum(-1, dtype=torch.uint8)
+        found["codes1"] = _side_by_side((unit >> (format.bits - 1)) & 1, 1)
     return {name: plane.reshape(n, -1) for name, plane in found.items()}
 
 

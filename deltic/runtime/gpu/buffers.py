@@ -11,6 +11,7 @@ from torch import Tensor
 from deltic.engine.messages import MAX_LOGPROBS
 from deltic.models.qwen.gpu import DecodeBuffers, PrefillBuffers, decode_buffers, prefill_buffers
 from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
+from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import PlaceState
 from deltic.ops.gpu.frames import FrameParameters
@@ -94,11 +95,14 @@ def _shared(
 def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWorkspace:
     """Allocates the buffers of a step; used to count them as well as to have them."""
     shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
+    codes = {format.codes for format in shape.formats.values()}
+    if plan.quantize is not None:
+        codes.add(WEIGHT_FORMATS[plan.quantize].codes)
     shared, _ = _shared(plan, shape.vocab_size, MAX_LOGPROBS, allocate)
     return GpuWorkspace(
         **shared,
-        decode=decode_buffers(shape, levers, plan.max_num_seqs, plan.max_model_len, allocate),
-        prefill=prefill_buffers(shape, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
+        decode=decode_buffers(shape, codes, levers, plan.max_num_seqs, plan.max_model_len, allocate),
+        prefill=prefill_buffers(shape, codes, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
     )
 
 

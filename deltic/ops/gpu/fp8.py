@@ -1,0 +1,231 @@
+"""Products of e4m3 weights with rows that are rounded to e4m3 as well, as the published FP8 checkpoints mean
+it (`weight_block_size`, dynamic activations): tensor cores multiply 8 bits twice as fast as 16.
+
+A row is rounded by BLOCK_K columns, `k_block` of the columns that are walked: 128, or what divides them. Their
+scale is the largest magnitude / 448, rounded up to a power of two: no division, and e4m3 loses nothing by it but
+one of its 17 powers of two below. A product's sums of BLOCK_K are added in float32, multiplied with both
+scales, in order of K: the tensor cores' own sums of 8-bit products keep 14 bits or so. So BLOCK_K is part of
+what defines the bits.
+
+A narrow product rounds rows on their way; of more than ROUNDED_ROWS they are rounded once, before it, to the
+same codes. A wide product runs in the vendor's library where it has one (Hopper), else here.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
+
+from deltic.ops.contract import check
+from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.chip import chip, group_of
+from deltic.ops.gpu.decode import address, codes_at, constants, e4m3, k_block, scale_plane
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, scaled_matmul
+from deltic.ops.matrix import Piece, planes
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+ROUNDED_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Rows of x in e4m3; a call with fewer uses the front of each."""
+
+    codes: Tensor  # uint8, flat [T, K]
+    scale: Tensor  # float32, flat [K / BLOCK_K, T]
+    weight_scale: Tensor  # float32, flat [K / 128, M]: the vendor's library wants the one scale of a row for each block
+
+
+def fp8_rows(name: str, n_rows: int, width: int, allocate: Allocate, largest: int = 0) -> Fp8Rows:
+    """Room for up to n_rows rows of up to `width` columns, and for wide products with matrices of up to
+    `largest` elements. allocate(name, size, dtype) gives a tensor.
+    """
+    return Fp8Rows(
+        allocate(f"{name} codes", (n_rows * width,), torch.uint8),
+        allocate(f"{name} scales", (n_rows * -(-width // 32),), torch.float32),  # 32: the smallest BLOCK_K
+        allocate(f"{name} weight scales", (-(-largest // 128),), torch.float32),
+    )
+
+
+@triton.jit
+def _nearest(b_x):
+    """The codes nearest to floats of magnitudes up to 448, ties to even."""
+    if not _INTERPRETED and cuda_capability_geq(8, 9):
+        b_codes = b_x.to(tl.float8e4nv)
+    else:
+        b_bits = b_x.to(tl.int32, bitcast=True)
+        b_most = b_bits & 0x7FFFFFFF
+        b_normal = ((b_most + 0x7FFFF + ((b_most >> 20) & 1)) >> 20) - 960
+        # below 2^-6 in steps of 2^-9: what is added rounds to those
+        b_small = (b_most.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
+        b_codes = (tl.where(b_most < 0x3C800000, b_small, b_normal) | ((b_bits >> 24) & 0x80)).to(tl.uint8)
+    return b_codes
+
+
+@triton.jit
+def rounded(b_x):
+    """Codes [N, BLOCK_K] and scales [N] of rows of bfloat16."""
+    b_float = b_x.to(tl.float32)
+    # the exponent of the largest, one more above 1.75 times a power of two; 2^-111 and less are as one
+    b_exponent = (tl.max(tl.abs(b_float), 1).to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
+    b_exponent = tl.maximum(b_exponent, 16)
+    b_inverse = ((262 - b_exponent) << 23).to(tl.float32, bitcast=True)
+    return _nearest(b_float * b_inverse[:, None]), ((b_exponent - 8) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_rows_kernel(
+    p_x, p_codes, p_scale, t, k, stride, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    o_t, o_k = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    i_k, b_used = tl.program_id(1), o_t < t
+    p_tile = p_x + o_t.to(tl.int64)[:, None] * stride + (i_k * BLOCK_K + o_k)[None, :]
+    b_codes, b_scale = rounded(tl.load(p_tile, mask=b_used[:, None], other=0.0))
+    p_at = codes_at(p_codes) + o_t.to(tl.int64)[:, None] * k + (i_k * BLOCK_K + o_k)[None, :]
+    tl.store(p_at, b_codes, mask=b_used[:, None])
+    tl.store(p_scale + i_k * t + o_t, b_scale, mask=b_used)
+
+
+def round_rows(x: Tensor, rows: Fp8Rows, block_k: int, *, levers: Levers) -> None:
+    """rows = x by block_k columns. x: bfloat16 [T, K], K a multiple of block_k; its rows may lie apart."""
+    t, k = x.shape
+    check("round_rows", x.dtype == torch.bfloat16 and x.stride(1) == 1 and k % block_k == 0, f"bfloat16 x, blocks of {block_k}")
+    fits = t * k <= rows.codes.numel() and t * (k // block_k) <= rows.scale.numel()
+    check("round_rows", fits, f"room for {t} rows of {k}")
+    block_t = 32 if t >= 1024 else 4
+    launch(
+        _round_rows_kernel, (-(-t // block_t), k // block_k), x, rows.codes, rows.scale, t, k, x.stride(0),
+        BLOCK_T=block_t, BLOCK_K=block_k, pdl=levers.pdl, num_warps=4 if t >= 1024 else 1,
+    )
+
+
+@triton.jit
+def load_rows(p_x_tile, p_x_scale, b_used):
+    """Codes and scales of rows that are codes already, or bfloat16: then p_x_scale is None."""
+    if p_x_scale is None:
+        b_codes, b_scale = rounded(tl.load(p_x_tile, mask=b_used[:, None], other=0.0))
+    else:
+        b_codes = tl.load(p_x_tile, mask=b_used[:, None], other=0.0)
+        b_scale = load_scales_once(p_x_scale)
+    return b_codes, b_scale
+
+
+@triton.jit
+def _side(b_codes):
+    """Codes as an operand; where tensor cores do not take them the same in bfloat16."""
+    b_side = b_codes
+    if b_codes.dtype == tl.uint8:
+        b_side = e4m3(b_codes).to(tl.bfloat16)
+    return b_side
+
+
+@triton.jit
+def load_scales_once(p_scale):
+    """[N]. Each is loaded twice: of as many as there are threads Triton loads one a thread, and brings them to
+    where they are multiplied by way of shared memory; of fewer each thread would load all that it multiplies.
+    """
+    b_scale, _ = tl.split(tl.load(p_scale[:, None] + tl.arange(0, 2)[None, :] * 0))
+    return b_scale
+
+
+@triton.jit
+def add_fp8_block(b_acc, b_left, b_left_scale, b_right, b_right_scale):
+    """b_acc + the product of codes [M, BLOCK_K] and [N, BLOCK_K], with their scales [M, 1] and [N]."""
+    b_part = tl.dot(_side(b_left), tl.trans(_side(b_right)))
+    return b_acc + b_part * (b_left_scale * b_right_scale[None, :])
+
+
+@triton.jit
+def _fp8_kernel(
+    p_x, p_x_scale, p_w, p_out, t, m, k, out_row, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOGETHER: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_t, i_m = group_of(tl.program_id(0), tl.cdiv(t, BLOCK_T), tl.cdiv(m, BLOCK_M), TOGETHER)
+
+    o_t, o_m = i_t * BLOCK_T + tl.arange(0, BLOCK_T), i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, BLOCK_K)
+    # rows past the end are read again instead of masked, and not stored
+    o_x, o_w = tl.minimum(o_t, t - 1), tl.minimum(o_m, m - 1)
+    p_x_tile = codes_at(p_x) + o_x.to(tl.int64)[:, None] * k + o_k[None, :]
+    p_w_tile = codes_at(p_w) + o_w.to(tl.int64)[:, None] * k + o_k[None, :]
+    p_w_scale = scale_plane(p_w, m, k, CODES, SCALES, GROUP) + o_w
+    p_x_scale += o_x
+    b_acc = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
+    b_x_scale, b_w_scale = load_scales_once(p_x_scale), load_scales_once(p_w_scale)
+    for i_k in range(0, k, BLOCK_K):
+        next_k = tl.minimum(i_k + BLOCK_K, k - BLOCK_K)
+        b_x_next = load_scales_once(p_x_scale + next_k // BLOCK_K * t)
+        b_w_next = load_scales_once(p_w_scale + (next_k // GROUP * m if GROUP else 0))
+        b_acc = add_fp8_block(b_acc, tl.load(p_x_tile + i_k), b_x_scale[:, None], tl.load(p_w_tile + i_k), b_w_scale)
+        b_x_scale, b_w_scale = b_x_next, b_w_next
+    p_y = p_out + o_t.to(tl.int64)[:, None] * out_row + o_m[None, :]
+    tl.store(p_y, b_acc.to(p_out.dtype.element_ty), mask=(o_t < t)[:, None] & (o_m < m)[None, :])
+
+
+@dataclass(frozen=True)
+class Fp8Tile:
+    """How a product is cut. None changes a bit."""
+
+    block_t: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+
+
+def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
+    """The largest tile that still gives every SM one. One whose sums leave registers to a second is as fast as
+    one of twice the size.
+    """
+    for block_t, block_m, warps in ((64, 256, 8), (64, 128, 4), (64, 64, 4)):
+        if -(-t // block_t) * -(-m // block_m) >= chip().n_sms - 12:
+            break
+    return Fp8Tile(block_t, block_m, warps, max(2, chip().stages(block_k * (block_t + block_m), 3, beside=8192)))
+
+
+def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
+    """Whether the vendor's library has this product: on Hopper, by blocks of 128."""
+    shaped = piece.k % 128 == 0 and piece.n % 16 == 0 and piece.format.group in (0, 128)
+    return shaped and out.is_contiguous() and out.dtype == torch.bfloat16 and chip().is_hopper and not INTERPRETED
+
+
+def fp8_linear(
+    x: Tensor, piece: Piece, out: Tensor, rows: Fp8Rows, *, levers: Levers, tile: Fp8Tile | None = None
+) -> None:
+    """out[t, m] = the sum over k of x[t, k] w[m, k]. rows: x by `round_rows`, `k_block` of K columns; piece:
+    e4m3 [M, K] in rows; out: bfloat16 or float32 [T, M], whose rows may lie apart. Rows are independent of
+    each other, bit for bit.
+    """
+    (t, k), m = x.shape, piece.n
+    check("linear", piece.format.codes == "e4m3" and piece.layout == "rows" and piece.k == k, f"e4m3 rows of {k}")
+    block_k, group = k_block(k), piece.format.group
+    check("linear", not group or group % block_k == 0, f"groups of whole blocks of {block_k}")
+    if tile is None and vendor_multiplies(piece, out):
+        at, size = planes(m, k, piece.format)["scale"]
+        scale = piece.data.view(-1)[at : at + size].view(torch.float32).view(-1, m)
+        if not group:
+            each = rows.weight_scale[: k // 128 * m].view(-1, m)
+            each.copy_(scale.expand_as(each))
+            scale = each
+        codes, x_scale = rows.codes[: t * k].view(t, k), rows.scale[: t * (k // 128)].view(-1, t)
+        scaled_matmul(codes, x_scale, piece.data.view(-1)[: m * k].view(m, k), scale, out)
+        return
+    c = tile or fp8_tile(t, m, block_k)
+    launch(
+        _fp8_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), rows.codes, rows.scale, address(piece), out, t, m, k,
+        out.stride(0), BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=block_k, TOGETHER=8, **constants(piece.format),
+        pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
+    )

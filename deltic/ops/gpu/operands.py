@@ -1,0 +1,265 @@
+"""Weights in any format as operands of a product: bfloat16 tiles of what decode.py reads, made in a few
+instructions a weight.
+
+In front of a product scales and least values are rounded to bfloat16, and so is
+
+    w = code * scale                   or     code * scale + least     or     (code - zero) * scale
+
+once: codes of up to 8 bits are exact in bfloat16. Products with e4m3 are in fp8.py.
+
+A number of up to 7 bits is exact as the low bits of a bfloat16 between 128 and 256. So the codes of two
+neighbouring columns become two bfloat16 of one word with a shift, a mask and a fused multiply-add that takes
+off the 128, and one more multiplies them. The bits of e2m1 are those of a bfloat16 that is a power of two too
+small. 8-bit integers become float32 by a byte permutation.
+
+W is the left side, [M, K] x [K, N]: tensor cores take it from registers, where it is made.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.target_info import is_hip
+
+from deltic.ops import formats
+from deltic.ops.contract import check
+from deltic.ops.gpu.decode import (
+    BF16,
+    E4M3,
+    INT8,
+    address,
+    code,
+    constants,
+    first_bit,
+    has_least,
+    has_table,
+    has_zero,
+    high_bits,
+    joined,
+    k_block,
+    least_of,
+    load_block,
+    low_bits,
+    rows_from,
+    scale_of,
+    spread,
+    table_words,
+    values,
+    zero_of,
+)
+from deltic.ops.gpu.fp8 import add_fp8_block, load_rows
+from deltic.ops.gpu.launch import INTERPRETED, launch
+from deltic.ops.matrix import Piece
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+# The assembly of an NVIDIA GPU that makes 8 bfloat16, $0 .. $7, of an element: $8, $9 its codes in two words,
+# or in one and their high bits; $10, $11 scale and least value (`_packed`) of the first and of the last four.
+
+
+@triton.constexpr_function
+def _assembly(codes, scales):
+    name = formats.CODES[codes]
+    if name == "e2m1":
+        lines = _of_e2m1()
+    elif name.startswith("uint"):
+        lines = _of_integers(codes, scales)
+    else:
+        lines = _of_bytes(codes, scales)
+    pairs = " ".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, v{i};" for i in range(4))
+    return f"{{ .reg .b32 t, u, x, y, i, one, none, s<2>, m<2>, f<2>, v<4>; {' '.join(lines)} {pairs} }}"
+
+
+@triton.constexpr_function
+def _shift(to, word, left):
+    return f"shl.b32 {to}, {word}, {left};" if left >= 0 else f"shr.u32 {to}, {word}, {-left};"
+
+
+@triton.constexpr_function
+def _constants():
+    """Pairs of bfloat16: 1 and -0; and of the scales."""
+    return ["mov.b32 one, 0x3F803F80;", "mov.b32 none, 0x80008000;"] + [
+        f"prmt.b32 s{half}, ${10 + half}, 0, 0x1010;" for half in (0, 1)
+    ]
+
+
+@triton.constexpr_function
+def _of_integers(codes, scales):
+    """Unsigned integers of 2 to 6 bits."""
+    low, high, lines = low_bits(codes), high_bits(codes), _constants()
+    lines += [f"prmt.b32 m{half}, ${10 + half}, 0, 0x3232;" for half in (0, 1)]
+    lines.append("shl.b32 x, $8, 8; or.b32 x, x, $8;" if low == 2 else "mov.b32 x, $8;")
+    lines.append(f"shl.b32 y, $9, {16 - 4 * high}; or.b32 y, y, $9;" if high else "")
+    for i in range(4):
+        lines.append(f"{_shift('t', 'x', -low * i)} lop3.b32 t, t, {((1 << low) - 1) * 0x10001}, 0x43004300, 0xEA;")
+        if high:
+            above = (((1 << high) - 1) << low) * 0x10001
+            lines.append(f"{_shift('u', 'y', low - high * i)} lop3.b32 t, u, {above}, t, 0xEA;")
+        if has_zero(scales):
+            lines.append(f"fma.rn.bf16x2 t, t, one, m{i // 2}; fma.rn.bf16x2 v{i}, t, s{i // 2}, none;")
+        else:
+            added = f"m{i // 2}" if has_least(scales) else "none"
+            lines.append(f"mov.b32 u, {(0xC300 | zero_of(codes, scales)) * 0x10001};")
+            lines.append(f"fma.rn.bf16x2 t, t, one, u; fma.rn.bf16x2 v{i}, t, s{i // 2}, {added};")
+    return lines
+
+
+@triton.constexpr_function
+def _of_e2m1():
+    """2^127 makes twice its value of the bits."""
+    lines = [*_constants(), "mov.b32 m0, 0x7F007F00;"]
+    for i in range(4):
+        lines.append(f"{_shift('t', '$8', 12 - 4 * i)} and.b32 t, t, 0x80008000;")
+        lines.append(f"{_shift('u', '$8', 6 - 4 * i)} lop3.b32 t, u, 0x01C001C0, t, 0xEA;")
+        lines.append(f"fma.rn.bf16x2 t, t, m0, none; fma.rn.bf16x2 v{i}, t, s{i // 2}, none;")
+    return lines
+
+
+@triton.constexpr_function
+def _of_bytes(codes, scales):
+    """Integers of 8 bits, or of a table. A float has the byte in its mantissa: 2^15 and the byte; what is
+    subtracted of its product is exact.
+    """
+    lines, words = [], ("$8", "$9")
+    if has_table(codes):
+        a, b, c, d = table_words(codes)
+        words = ("x", "y")
+        lines.append("and.b32 i, $8, 0x77777777; and.b32 t, $8, 0x88888888; shr.u32 t, t, 1; or.b32 t, t, 0x32103210;")
+        for word in words:
+            lines.append(f"prmt.b32 f0, {a}, {b}, i; prmt.b32 f1, {c}, {d}, i; prmt.b32 {word}, f0, f1, t;")
+            lines.append("shr.u32 i, i, 16; shr.u32 t, t, 16;")
+    for half in (0, 1):
+        lines.append(f"shl.b32 s{half}, ${10 + half}, 16;")
+        if has_zero(scales):
+            lines.append(f"and.b32 m{half}, ${10 + half}, 0xFFFF0000; add.rn.f32 m{half}, m{half}, 0f47008000;")
+            lines.append(f"neg.f32 t, s{half}; mul.rn.f32 m{half}, m{half}, t;")
+        else:
+            lines.append(f"mul.rn.f32 m{half}, s{half}, 0fC7008000;")
+    for j in range(8):
+        bit = first_bit(j, 4) // 4 * 8 if has_table(codes) else first_bit(j, 8)
+        lines.append(f"prmt.b32 f{j % 2}, {words[bit // 32]}, 0x47000000, 0x76{bit % 32 // 8}4;")
+        lines.append(f"fma.rn.f32 f{j % 2}, f{j % 2}, s{j // 4}, m{j // 4};")
+        if j % 2:
+            lines.append(f"cvt.rn.bf16x2.f32 v{j // 2}, f1, f0;")
+    return lines
+
+
+@triton.jit
+def _packed(block, HALF: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr):
+    """int32 [M, groups]: the bits of two bfloat16, the scale and above it the least value; of unsigned codes
+    with a zero -(128 + zero).
+    """
+    b_word = scale_of(block, HALF, SCALES).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    if has_least(SCALES):
+        b_least = least_of(block, HALF, SCALES)
+        if has_zero(SCALES) and CODES != INT8:
+            b_least = -128.0 - b_least
+        b_word |= b_least.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return b_word
+
+
+@triton.jit
+def _rounded(b_x):
+    return b_x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def operand(block, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
+    """bfloat16 [M, BLOCK_K]: a block, but of e4m3, as the operand of a product."""
+    HALVES: tl.constexpr = 2 if GROUP == 16 else 1
+    if CODES == BF16:
+        b_w = block[0]
+    elif _INTERPRETED or is_hip():
+        all: tl.tuple = ()
+        for j in tl.static_range(8):
+            b_value = code(block, j, CODES, SCALES)
+            b_scale = spread(_rounded(scale_of(block, j * HALVES // 8, SCALES)), BLOCK_K)
+            if has_zero(SCALES):
+                b_value = (b_value - spread(least_of(block, j * HALVES // 8, SCALES), BLOCK_K)) * b_scale
+            elif has_least(SCALES):
+                b_least = spread(_rounded(least_of(block, j * HALVES // 8, SCALES)), BLOCK_K)
+                b_value = tl.fma(b_value, b_scale, b_least)
+            else:
+                b_value = b_value * b_scale
+            all += (b_value.to(tl.bfloat16),)
+        b_w = joined(all, BLOCK_K)
+    else:
+        b_first = block[0].to(tl.int32)
+        b_second = b_first
+        if low_bits(CODES) == 8:
+            b_second = (block[0] >> 32).to(tl.int32)
+        elif high_bits(CODES):
+            b_second = block[1].to(tl.int32)
+        b_scale = spread(_packed(block, 0, CODES, SCALES), BLOCK_K)
+        b_scale_2 = b_scale
+        if GROUP == 16:
+            b_scale_2 = spread(_packed(block, 1, CODES, SCALES), BLOCK_K)
+        all = tl.inline_asm_elementwise(
+            _assembly(CODES, SCALES), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r", [b_first, b_second, b_scale, b_scale_2],
+            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+        )
+        b_w = joined(all, BLOCK_K)
+    return b_w
+
+
+@triton.jit
+def _ended(b_sum):
+    """The same, of a product that has ended. Left under way until the next, with its weights in registers,
+    the assembler would run its instructions one at a time.
+    """
+    if not _INTERPRETED and not is_hip():
+        b_sum = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_sum], dtype=tl.float32, is_pure=True, pack=1)
+    return b_sum
+
+
+@triton.jit
+def add_block(
+    b_acc, block, p_x_tile, p_x_scale, b_used, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """b_acc + W x^T: float32 [M, N], a block of W [M, BLOCK_K] and the rows of x at p_x_tile [N, BLOCK_K], those
+    in use. x: bfloat16 and p_x_scale None; or beside e4m3 codes, and p_x_scale [N] the scales of this block.
+    """
+    if CODES == E4M3:
+        b_x, b_x_scale = load_rows(p_x_tile, p_x_scale, b_used)
+        b_sum = add_fp8_block(b_acc, block[0], block[2], b_x, b_x_scale)
+    else:
+        b_x = tl.trans(tl.load(p_x_tile, mask=b_used[:, None], other=0.0))
+        b_sum = tl.dot(operand(block, BLOCK_K, CODES, SCALES, GROUP), b_x, b_acc)
+        if CODES != BF16:
+            b_sum = _ended(b_sum)
+    return b_sum
+
+
+@triton.jit
+def _decode_kernel(
+    p_w, p_out, n, k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    o_row = tl.minimum(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), n - 1)
+    first = tl.program_id(1) * BLOCK_K
+    w = rows_from(p_w, o_row, first, n, k, BLOCK_K, CODES, SCALES, GROUP)
+    block = load_block(w, tl.full((), 0, tl.int32), BLOCK_K, CODES, SCALES, GROUP)
+    if p_out.dtype.element_ty == tl.float32:
+        b_values = values(block, BLOCK_K, CODES, SCALES, GROUP)
+    elif CODES == E4M3:
+        b_values = values(block, BLOCK_K, CODES, SCALES, GROUP).to(tl.bfloat16)
+    else:
+        b_values = operand(block, BLOCK_K, CODES, SCALES, GROUP)
+    tl.store(p_out + o_row.to(tl.int64)[:, None] * k + first + tl.arange(0, BLOCK_K)[None, :], b_values)
+
+
+def decode(piece: Piece, out: Tensor) -> None:
+    """out[i] = the values of matrix i: float32, or in bfloat16 what products multiply with, of e4m3 the
+    values rounded once. out: [n_matrices, n, k].
+    """
+    check("decode", out.shape == (piece.n_matrices, piece.n, piece.k) and out.is_contiguous(), "out as large")
+    block_k = k_block(piece.k)
+    for data, to in zip(piece.data, out, strict=True):
+        launch(
+            _decode_kernel, (-(-piece.n // 32), piece.k // block_k), address(piece, data), to, piece.n, piece.k,
+            BLOCK_M=32, BLOCK_K=block_k, **constants(piece.format), num_warps=4,
+        )
