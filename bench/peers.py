@@ -171,7 +171,7 @@ def make_environment(directory: Path, wanted: Mapping[str, str], wheels: Path | 
     python = directory / "bin" / "python"
     if not python.exists():
         print(f"making an environment for the peers in {directory}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
         (directory / ".gitignore").write_text("*\n")
     if installed(python, wanted) is None:
         print("installing " + ", ".join(f"{k} {v}" for k, v in wanted.items()), flush=True)
@@ -184,7 +184,8 @@ def make_environment(directory: Path, wanted: Mapping[str, str], wheels: Path | 
             flags, source = (wheels / BUILT_WITH).read_text().strip(), ["--no-index", "--find-links", str(wheels)]
         is_new = installed(python, PACKAGES["llama.cpp"]) is None
         build = {"CMAKE_ARGS": flags, "CMAKE_BUILD_PARALLEL_LEVEL": str(n_usable_cpus())}
-        command = [str(python), "-m", "pip", "install", *source, *(f"{k}=={v}" for k, v in wanted.items())]
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]  # many systems' Python cannot make a pip
+        command = [*pip, "install", *source, *(f"{k}=={v}" for k, v in wanted.items())]
         subprocess.run(command, check=True, env=os.environ | build)
         if is_new:
             (directory / BUILT_WITH).write_text(flags + "\n")

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from bench import peers, peers_busy
+from bench import peers, peers_busy, peers_gguf
 from bench.peers import PeerFailed
 from bench.peers_quantise import FILE_TYPES, UD_Q4
 from bench.peers_report import (
@@ -27,8 +27,12 @@ from bench.peers_report import (
     speed_cells,
     summarise,
 )
-from deltic.config import ConfigError
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.config import ConfigError, EngineConfig
+from deltic.models.checkpoint import n_real_ids, tokenizer_json
+from deltic.models.gguf import open_gguf
+from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from tests.tiny import VOCAB_SIZE, tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf
 
 A, B = Lane(OURS, "bf16", 16), Lane("llama.cpp", "bf16", 16)
 
@@ -112,6 +116,26 @@ def test_every_matrix_of_the_mixed_file_has_a_type_of_its_kind() -> None:
     )
 
 
+def test_the_file_that_is_quantised_has_a_token_for_every_id(tmp_path) -> None:
+    """So that Deltic draws as many ids as from the checkpoint; the prompts are random ones."""
+    source = tiny_checkpoint("dense", tied=True, layout="flat")
+    file = tmp_path / "bf16.gguf"
+    peers_gguf.write_bf16(source, file)
+    shape = ModelShape.from_directory(file)
+    config = EngineConfig(model=str(file))
+    assert n_real_ids(config, file, shape) == shape.vocab_size == VOCAB_SIZE
+    assert shape.eos_token_ids == (VOCAB_SIZE - 1, VOCAB_SIZE - 2)
+    text = json.loads(tokenizer_json(config))
+    assert len(set(text["model"]["vocab"].values())) == VOCAB_SIZE - 2 and text["model"]["merges"]
+    tensors = open_gguf(file).tensors
+    assert {tensor.type for tensor in tensors.values()} == {"F32", "BF16"}
+    assert peers.bytes_per_step(file) == sum(tensor.end - tensor.begin for tensor in tensors.values())
+    untied = tiny_gguf("dense")
+    embedding = open_gguf(untied).tensors["token_embd.weight"]
+    all_bytes = sum(tensor.end - tensor.begin for tensor in open_gguf(untied).tensors.values())
+    assert peers.bytes_per_step(untied) == all_bytes - (embedding.end - embedding.begin)
+
+
 def test_the_environment_holds_what_the_lanes_need() -> None:
     assert peers.packages([A, B]) == {"llama-cpp-python": "0.3.36"}
     assert {"llama-cpp-python", "transformers", "torch"} <= peers.packages(LANES).keys()
@@ -132,7 +156,15 @@ def test_a_folder_of_wheels_says_how_llama_was_built(tmp_path, monkeypatch, caps
     (wheels / "llama-build").write_text("-DGGML_NATIVE=OFF\n")
     assert peers.make_environment(tmp_path / "env", peers.packages([B]), wheels)[1] == peers.packages([B])
     (command,) = ran
-    assert command[4:] == ["--no-index", "--find-links", str(wheels), "llama-cpp-python==0.3.36"]
+    assert command[3:] == [
+        "--python",
+        str(python),
+        "install",
+        "--no-index",
+        "--find-links",
+        str(wheels),
+        "llama-cpp-python==0.3.36",
+    ]
     assert peers.built_with(tmp_path / "env") == "-DGGML_NATIVE=OFF"
 
 
