@@ -2,6 +2,7 @@
 
     python -m bench.peers                     (from the root of a checkout with the CPU kernels built)
     python -m bench.peers --rounds 1 --n 1,16 --prefill 512 --engines deltic,llama.cpp-bf16
+    python -m bench.peers --threads 2 --engines q8_0,q4_k_m,q4_0,ud_q4     (both engines on the same files)
 
 Makes an environment of its own for the peers (llama.cpp is compiled for this machine: minutes to half an
 hour), writes the checkpoint and its GGUF forms, checks that all engines give the same logits, then measures
@@ -11,6 +12,11 @@ and all have computed a prompt of the same length before a prefill counts. Optio
 each of its formats and each number of sequences. Ours is timed with everything a step does, theirs without
 sampling. With --minutes no round begins that would end too late. Writes JSON, a table and a plot to
 bench/runs/.
+
+Without a network, --wheels names a folder to install from. It has the wheels of llama-cpp-python and of what
+that needs (numpy, jinja2, markupsafe, diskcache, typing-extensions), and a file `llama-build` with the
+CMAKE_ARGS that it was built with; with transformers, also that, torch and what they need. --prepare ends
+before anything is measured.
 """
 
 from __future__ import annotations
@@ -36,24 +42,25 @@ from rich.console import Console
 
 from bench import peers_busy as busy
 from bench import peers_report as report
-from bench.peers_report import LANES, MOST_OTHERS, OURS, Cost, Lane, Workload
+from bench.peers_report import FILES, LANES, MOST_OTHERS, OURS, Cost, Lane, Workload
 from deltic.bench.provenance import code, machine, machine_name, now, runs_directory
 from deltic.bench.sweep import numbers
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import ConfigError
 from deltic.machine import free_memory_bytes, n_usable_cpus
+from deltic.models.gguf import open_gguf
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.ops.cpu.program import cpu_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 
 PACKAGES = {
-    "llama-cpp-python": "0.3.36",
-    "gguf": "0.19.0",
-    "transformers": "5.23.0",
-    "torch": "2.13.0",
-    "safetensors": "0.8.0",
+    "llama.cpp": {"llama-cpp-python": "0.3.36"},
+    "transformers": {"transformers": "5.23.0", "torch": "2.13.0", "safetensors": "0.8.0"},
 }
-"""What the environment of the peers holds, from PyPI; llama-cpp-python is always built from source."""
+"""What the environment of the peers holds for each, from PyPI; llama-cpp-python is built from source."""
+
+BUILT_WITH = "llama-build"
+"""The file in an environment, and in a folder of wheels, that says how llama.cpp was built."""
 
 BUILD_FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
 """Of llama.cpp: all instructions of this machine, no vision tools."""
@@ -71,9 +78,17 @@ Its kernels for Q8_0 end this version with a general protection fault (LOG.md).
 """
 
 
-LEAST_COSINE = {16: 0.99, 8: 0.9, 4: 0.3}
+LEAST_COSINE = {16: 0.99, 8: 0.9, 6: 0.3, 4: 0.3}
 """By bits a weight: between the logits of an engine and those of transformers in bfloat16, for it to be the
 same model.
+"""
+
+LEAST_FILE_COSINE = 0.93
+"""Between two engines that read the same file.
+
+The weights are equal, but each rounds activations to 8 bits in its way, and random layers amplify that: at
+0.8B each engine's cosine to a float32 forward of the file is 0.97 to 0.99, and to each other 0.96 to 0.99.
+Two files, of 8 and of 4 bits, give 0.8 or less.
 """
 
 TUNE_TOKENS = 64
@@ -143,45 +158,67 @@ def build_flags() -> str:
     return f"{WITHOUT_AMX} -DLLAVA_BUILD=OFF" if "amx_int8" in cpu_flags() else BUILD_FLAGS
 
 
-def make_environment(directory: Path, n_jobs: int) -> tuple[Path, dict[str, str]]:
+def packages(lanes: Sequence[Lane]) -> dict[str, str]:
+    """What these lanes need of the environment of the peers; llama.cpp always, which makes the files."""
+    engines = [engine for engine in PACKAGES if engine == "llama.cpp" or any(engine == lane.engine for lane in lanes)]
+    return {name: version for engine in engines for name, version in PACKAGES[engine].items()}
+
+
+def make_environment(directory: Path, wanted: Mapping[str, str], wheels: Path | None) -> tuple[Path, dict[str, str]]:
     """The Python of an environment that holds the packages (made, or completed, when it does not) and their
-    versions.
+    versions. wheels: a folder to install from; else PyPI. Raises ConfigError for one that does not say how
+    llama.cpp was built.
     """
     python = directory / "bin" / "python"
     if not python.exists():
         print(f"making an environment for the peers in {directory}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
         (directory / ".gitignore").write_text("*\n")
-    if installed(python) is None:
-        print("installing " + ", ".join(f"{k} {v}" for k, v in PACKAGES.items()), flush=True)
-        flags = {"CMAKE_ARGS": build_flags(), "CMAKE_BUILD_PARALLEL_LEVEL": str(n_jobs)}
-        wanted = [f"{name}=={version}" for name, version in PACKAGES.items()]
-        command = [str(python), "-m", "pip", "install", "--no-binary", "llama-cpp-python", *wanted]
-        subprocess.run(command, check=True, env=os.environ | flags)
-    versions = installed(python)
+    if installed(python, wanted) is None:
+        print("installing " + ", ".join(f"{k} {v}" for k, v in wanted.items()), flush=True)
+        flags, source = build_flags(), ["--no-binary", "llama-cpp-python"]
+        if wheels is not None:
+            if not (wheels / BUILT_WITH).is_file():
+                raise ConfigError(
+                    f"--wheels {wheels}: has no file {BUILT_WITH} with the CMAKE_ARGS of llama-cpp-python"
+                )
+            flags, source = (wheels / BUILT_WITH).read_text().strip(), ["--no-index", "--find-links", str(wheels)]
+        is_new = installed(python, PACKAGES["llama.cpp"]) is None
+        build = {"CMAKE_ARGS": flags, "CMAKE_BUILD_PARALLEL_LEVEL": str(n_usable_cpus())}
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]  # many systems' Python cannot make a pip
+        command = [*pip, "install", *source, *(f"{k}=={v}" for k, v in wanted.items())]
+        subprocess.run(command, check=True, env=os.environ | build)
+        if is_new:
+            (directory / BUILT_WITH).write_text(flags + "\n")
+    versions = installed(python, wanted)
     if versions is None:
         raise PeerFailed(f"{directory}: packages are missing after pip install; remove the directory and start again")
     return python, versions
 
 
-def installed(python: Path) -> dict[str, str] | None:
+def built_with(directory: Path) -> str:
+    """What the llama.cpp of an environment was built with."""
+    said = directory / BUILT_WITH
+    return said.read_text().strip() if said.exists() else "unknown flags: the environment was made by other means"
+
+
+def installed(python: Path, wanted: Mapping[str, str]) -> dict[str, str] | None:
     """Versions of the peers in an environment; None when one is missing or another version."""
     script = (
         "import json, sys, importlib.metadata as m\n"
         "found = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()}\n"
         "print(json.dumps({name: found.get(name) for name in sys.argv[1:]}))"
     )
-    output = subprocess.run([python, "-c", script, *PACKAGES], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([python, "-c", script, *wanted], capture_output=True, text=True, check=True).stdout
     found: dict[str, str | None] = json.loads(output)
     versions = {name: version for name, version in found.items() if version is not None}
-    same = all((found[name] or "").partition("+")[0] == version for name, version in PACKAGES.items())
+    same = all((found[name] or "").partition("+")[0] == version for name, version in wanted.items())
     return versions if same else None
 
 
-def make_models(directory: Path, shape_name: str, python: Path, n_threads: int) -> dict[str, int]:
-    """Writes what is missing of the checkpoint and its GGUF forms.
-
-    The bytes of weights that a GGUF's step reads.
+def make_models(directory: Path, shape_name: str, python: Path) -> dict[str, int]:
+    """Writes what is missing of the checkpoint and its GGUF forms, on all CPUs; the bytes of weights that a
+    step reads of each.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory.parent / ".gitignore").write_text("*\n")
@@ -189,30 +226,38 @@ def make_models(directory: Path, shape_name: str, python: Path, n_threads: int) 
     if not (checkpoint / "config.json").exists():
         print(f"writing a random checkpoint of {shape_name} to {checkpoint}", flush=True)
         subprocess.run([sys.executable, "-m", "bench.peers_model", shape_name, checkpoint], cwd=ROOT, check=True)
-    if not sizes.exists():
+    known: dict[str, int] = json.loads(sizes.read_text()) if sizes.exists() else {}
+    if not {"bf16", *FILES} <= known.keys():  # those of an older version lack a vocabulary, too
         print("writing it as GGUF and quantising it", flush=True)
+        written = [sys.executable, "-m", "bench.peers_gguf", checkpoint, directory / "bf16.gguf"]
+        quantised = [python, "-m", "bench.peers_quantise", directory, str(n_usable_cpus())]
         with (directory / "gguf.log").open("w") as log:
-            command = [str(python), "-m", "bench.peers_gguf", str(checkpoint), str(directory), str(n_threads)]
-            subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
-    return dict(json.loads(sizes.read_text()))
+            for command in (written, quantised):
+                subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
+        known = {name: bytes_per_step(directory / f"{name}.gguf") for name in ("bf16", *FILES)}
+        sizes.write_text(json.dumps(known))
+    return known
+
+
+def bytes_per_step(file: Path) -> int:
+    """Bytes of weights that a decode step reads of a GGUF file: all but an embedding that is not the head
+    too.
+    """
+    tensors = {name: tensor.end - tensor.begin for name, tensor in open_gguf(file).tensors.items()}
+    return sum(tensors.values()) - (tensors["token_embd.weight"] if "output.weight" in tensors else 0)
 
 
 def chosen_lanes(text: str | None) -> list[Lane]:
-    """The lanes of --engines (engines or lanes, with commas between); of ours, those that this version can
-    run.
-
-    Raises ConfigError.
-    """
-    can_quantise = any(field.name == "quantize" for field in dataclasses.fields(EngineConfig))
-    lanes = [lane for lane in LANES if can_quantise or lane.engine != OURS or lane.format == "bf16"]
+    """The lanes of --engines: engines, formats or lanes, with commas between. Raises ConfigError."""
     if text is None:
-        return lanes
+        return list(LANES)
+    names = {lane: (lane.engine, lane.format, lane.name) for lane in LANES}
     wanted = [part.strip() for part in text.split(",") if part.strip()]
     for part in wanted:
-        if not any(part in (lane.engine, lane.name) for lane in lanes):
-            known = ", ".join(dict.fromkeys(name for lane in lanes for name in (lane.engine, lane.name)))
+        if not any(part in known for known in names.values()):
+            known = ", ".join(dict.fromkeys(name for each in names.values() for name in each))
             raise ConfigError(f"--engines: {part!r} is not known; known: {known}")
-    return [lane for lane in lanes if lane.engine in wanted or lane.name in wanted]
+    return [lane for lane in LANES if any(name in wanted for name in names[lane])]
 
 
 def check_memory(lanes: Sequence[Lane], shape: ModelShape) -> None:
@@ -235,14 +280,31 @@ def prompts(seed: str, n: int, length: int, vocab_size: int) -> list[list[int]]:
 def model_costs(
     lanes: Sequence[Lane], shape: ModelShape, gguf_bytes: Mapping[str, int], infos: Mapping[str, Any]
 ) -> dict[str, Cost]:
-    """What each lane's model must read and multiply."""
+    """What each lane's model must read and multiply; of a file that both engines read, its bytes."""
     head = shape.vocab_size * shape.hidden_size
     n_read = shape.n_params - (0 if shape.tie_word_embeddings else head)
     costs = {}
     for lane in lanes:
-        n_bytes = {OURS: infos[lane.name].get("weight_bytes"), "llama.cpp": gguf_bytes.get(lane.format)}
-        costs[lane.name] = Cost(n_bytes.get(lane.engine) or 2 * n_read, n_read - head, head)
+        is_ours = lane.engine == OURS and lane.format not in FILES
+        n_bytes = infos[lane.name]["weight_bytes"] if is_ours else gguf_bytes.get(lane.format)
+        costs[lane.name] = Cost(n_bytes or 2 * n_read, n_read - head, head)
     return costs
+
+
+def same_files(lanes: Sequence[Lane], logits: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """By file, the least cosine between the logits of the two engines that read it, [positions, V] by lane
+    and of length 1 each. Raises PeerFailed.
+    """
+    found = {}
+    for ours, theirs in report.pairs([lane for lane in lanes if lane.format in FILES]):
+        cosine = float((logits[ours.name] * logits[theirs.name]).sum(axis=1).min())
+        found[ours.format] = round(cosine, 5)
+        print(f"{ours.format}.gguf: cosine between {ours.engine} and {theirs.engine} at least {cosine:.4f}")
+        if not cosine >= LEAST_FILE_COSINE:  # nor when it is no number
+            raise PeerFailed(
+                f"{ours.name} and {theirs.name} read the same file and give other logits; nothing is compared"
+            )
+    return found
 
 
 class Comparison:
@@ -283,9 +345,10 @@ class Comparison:
         }
         self._start("machine", OURS, {"n_threads": a.threads})
         for lane in self.lanes:
-            file = f"{lane.format}.gguf" if lane.engine == "llama.cpp" else "hf"
+            is_gguf = lane.engine == "llama.cpp" or lane.format in FILES
+            file = f"{lane.format}.gguf" if is_gguf else "hf"
             config = limits | {"model": str((self.models / file).resolve())}
-            if lane.engine == OURS and lane.format != "bf16":
+            if lane.engine == OURS and lane.format in ("int8", "int4"):
                 config["quantize"] = lane.format
             print(f"loading {lane.name}", flush=True)
             self._start(lane.name, lane.engine, config)
@@ -302,7 +365,7 @@ class Comparison:
         found = {}
         for n in self.arguments.n:
             batch = prompts("tune", n, TUNE_TOKENS, vocab_size)
-            take = partial(worker.ask, "tune", prompts=batch, prompt=prompt)
+            take = partial(worker.ask, "tune", prompts=batch, prompt=prompt if not found else None)
             found[n] = self.calmly(worker, lambda attempt, take=take: take())  # type: ignore[misc]
         print(f"{worker.name} runs with { ({n: tried['options'] for n, tried in found.items()}) }", flush=True)
         return found
@@ -317,8 +380,8 @@ class Comparison:
 
     def check(self) -> dict[str, Any]:
         """Each lane's logits against those of transformers, or else of another engine than ours: least cosine
-        over the positions, and at how many of them the likeliest token is the same. Raises PeerFailed when
-        bfloat16 lanes disagree.
+        over the positions, and at how many of them the likeliest token is the same; and each file's logits in
+        both engines. Raises PeerFailed when they disagree.
         """
         (prompt,) = prompts("check", 1, 48, self.shape.vocab_size)
         (follow,) = prompts("follow", 1, 8, self.shape.vocab_size)
@@ -343,7 +406,7 @@ class Comparison:
                 raise PeerFailed(
                     f"{lane.name} gives other logits than {first}: not the same model, nothing is compared"
                 )
-        return {"reference": first, "lanes": result}
+        return {"reference": first, "lanes": result, "files": same_files(self.lanes, found)}
 
     def calmly(self, worker: Worker, take: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
         """What `take` (given the attempt) finds, with `others`: the attempt with the least other work beside
@@ -464,12 +527,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="M",
         help="begin no round that would end later; 0: all rounds (default: 0)",
     )
-    parser.add_argument("--engines", help="engines or lanes, such as deltic,llama.cpp-q8_0 (default: all)")
+    parser.add_argument("--engines", help="engines, formats or lanes, such as deltic,llama.cpp-q8_0 (default: all)")
     parser.add_argument("--shape", default="qwen3.5-0.8b", help="a published dense shape (default: qwen3.5-0.8b)")
     parser.add_argument(
         "--threads", type=int, default=n_usable_cpus(), help="threads of every engine (default: the usable CPUs)"
     )
     parser.add_argument("--env", type=Path, default=Path("bench/.peers-venv"), help="environment of the peers")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="folder that an environment is installed from (default: from PyPI)"
+    )
+    parser.add_argument("--prepare", action="store_true", help="make the environment and the checkpoints, and end")
     parser.add_argument(
         "--models", type=Path, default=Path("bench/.peers-models"), help="where checkpoints are written"
     )
@@ -505,9 +572,11 @@ def compare(arguments: argparse.Namespace) -> int:
     if shape.is_moe:
         raise ConfigError(f"--shape {arguments.shape}: only dense shapes are compared, such as qwen3.5-4b")
     check_memory(lanes, shape)
-    python, versions = make_environment(arguments.env.absolute(), arguments.threads)
-    models = arguments.models.absolute() / arguments.shape.lower()
-    gguf_bytes = make_models(models, arguments.shape, python, arguments.threads)
+    env, models = arguments.env.absolute(), arguments.models.absolute() / arguments.shape.lower()
+    python, versions = make_environment(env, packages(lanes), arguments.wheels)
+    gguf_bytes = make_models(models, arguments.shape, python)
+    if arguments.prepare:
+        return 0
     comparison = Comparison(arguments, lanes, python, models)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: with what was measured
     try:
@@ -530,7 +599,7 @@ def compare(arguments: argparse.Namespace) -> int:
         "machine": machine(),
         "code": code(),
         "versions": versions,
-        "llama_build": build_flags(),
+        "llama_build": built_with(env),
         "command": command(arguments),
         "threads": arguments.threads,
         "rounds": len({figure["round"] for figure in figures}),

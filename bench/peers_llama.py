@@ -99,9 +99,9 @@ class Llama:
         self.prefill_options: dict[str, bool] = {}
         self.info = {"n_ubatch": UBATCH, "system": ll.llama_print_system_info().decode()}
 
-    def tune(self, prompts: list[list[int]], prompt: list[int]) -> dict[str, Any]:
+    def tune(self, prompts: list[list[int]], prompt: list[int] | None) -> dict[str, Any]:
         """Chooses the faster settings of flash attention and, for decodes of so many sequences, of one cache
-        for all, by a quick trial of each; they hold from here on.
+        for all, by a quick trial of each; they hold from here on. Those of prefills only with a prompt.
         """
         decode: list[dict[str, Any]] = []
         for flash, unified in itertools.product((False, True), (False, True) if len(prompts) > 1 else (False,)):
@@ -109,16 +109,14 @@ class Llama:
             step_s = statistics.median(self._decode(prompts, 5, trial))
             decode.append({"step_s": round(step_s, 5), "options": trial})
         prefill: list[dict[str, Any]] = []
-        for flash in (False, True):
+        for flash in (False, True) if prompt is not None else ():
             trial = {"flash": flash, "unified": False}
             seconds = min(self._prefill(prompt, trial) for _ in range(2))
             prefill.append({"seconds": round(seconds, 5), "options": trial})
-        options = {
-            "decode": min(decode, key=lambda row: row["step_s"])["options"],
-            "prefill": min(prefill, key=lambda row: row["seconds"])["options"],
-        }
+        if prefill:
+            self.prefill_options = min(prefill, key=lambda row: row["seconds"])["options"]
+        options = {"decode": min(decode, key=lambda row: row["step_s"])["options"], "prefill": self.prefill_options}
         self.decode_options[len(prompts)] = options["decode"]
-        self.prefill_options = options["prefill"]
         return {"options": options, "tried": {"decode": decode, "prefill": prefill}}
 
     def _decode(self, prompts: list[list[int]], n_steps: int, options: dict[str, bool]) -> list[float]:

@@ -25,12 +25,16 @@ MOST_OTHERS = 0.15
 
 OURS = "deltic"
 
+FILES = ("q8_0", "q4_k_m", "q4_0", "ud_q4")
+"""Formats that are one GGUF file, which both engines read; int8 and int4 are ours, made of the checkpoint."""
+
 
 @dataclass(frozen=True)
 class Lane:
     """One engine with one weight format.
 
-    `width`: bits of a weight, by which formats are set against each other.
+    `width`: bits of a weight by its name, of the mixed file rounded. Formats that are not one file are set
+    against each other by it.
     """
 
     engine: str
@@ -47,10 +51,15 @@ LANES = (
     Lane("llama.cpp", "bf16", 16),
     Lane("transformers", "bf16", 16),
     Lane(OURS, "int8", 8),
+    Lane(OURS, "q8_0", 8),
     Lane("llama.cpp", "q8_0", 8),
     Lane(OURS, "int4", 4),
+    Lane(OURS, "q4_k_m", 4),
     Lane("llama.cpp", "q4_k_m", 4),
+    Lane(OURS, "q4_0", 4),
     Lane("llama.cpp", "q4_0", 4),
+    Lane(OURS, "ud_q4", 6),
+    Lane("llama.cpp", "ud_q4", 6),
 )
 
 
@@ -86,8 +95,12 @@ class Cost:
 
 
 def pairs(lanes: Sequence[Lane]) -> list[tuple[Lane, Lane]]:
-    """Ours and theirs of the same width."""
-    return [(a, b) for a in lanes for b in lanes if a.engine == OURS != b.engine and a.width == b.width]
+    """Ours and theirs: of the same file where ours reads one, else of the same width."""
+
+    def meet(a: Lane, b: Lane) -> bool:
+        return a.format == b.format if a.format in FILES else a.width == b.width
+
+    return [(a, b) for a in lanes for b in lanes if a.engine == OURS != b.engine and meet(a, b)]
 
 
 def rotated(lanes: Sequence[Lane], turn: int) -> list[Lane]:
@@ -194,7 +207,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def draw(summary: Row, lanes: Sequence[Lane], title: str, picture: Path) -> None:
     """Writes `picture` (PNG): a column for each weight width, decode above and prefill below."""
-    widths = [width for width in (16, 8, 4) if any(lane.width == width for lane in lanes)]
+    widths = sorted({lane.width for lane in lanes}, reverse=True)
     kinds = [k for k in ("decode", "prefill") if any(s["workload"].startswith(k) for s in summary["speeds"])]
     figure = Figure(figsize=(5 * len(widths), 4 * len(kinds)))
     axes = figure.subplots(len(kinds), len(widths), squeeze=False)

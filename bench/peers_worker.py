@@ -4,7 +4,7 @@ stdout.
     {"do": "decode", "prompts": [[id, ...], ...], "n_steps": 24}   ->  {"step_s": [seconds, ...]}
     {"do": "prefill", "prompt": [id, ...]}                         ->  {"seconds": s}
     {"do": "check", "prompt": ..., "follow": [id, ...], "file": f} ->  {}
-    {"do": "tune", "prompts": [...], "prompt": [...]}              ->  {"options": ..., "tried": ...}
+    {"do": "tune", "prompts": [...], "prompt": [...] or null}      ->  {"options": ..., "tried": ...}
     {"do": "roofs"}                                                ->  what the machine can do
 
 The file of a check gets float32 [1 + follow, V]: the logits after the prompt and after each token that

@@ -129,8 +129,13 @@ def constrained(runs: Runs) -> str:
     return "\n\n".join((grid(header, rows), source(found, again)))
 
 
-WIDTHS = {16: "bfloat16", 8: "8 bits", 4: "4 bits"}
-OURS = {"deltic-bf16": 16, "deltic-int8": 8, "deltic-int4": 4}
+FORMATS = {"bf16": "bfloat16", "int8": "8 bits", "int4": "4 bits"}
+
+
+def lane_format(lane: str) -> str:
+    """What our lane's weights are called; those that are not in FORMATS are a file that both engines read."""
+    form = lane.rpartition("-")[2]
+    return FORMATS.get(form, f"one {form.upper()} file")
 
 
 def workload_name(name: str) -> str:
@@ -139,12 +144,12 @@ def workload_name(name: str) -> str:
 
 
 def peer_rows(data: Row) -> Iterator[tuple[Row, list[Row], list[Row]]]:
-    """(our speed, theirs, ratios) of each workload and width.
+    """(our speed, theirs, ratios) of each workload and lane of ours.
 
     Prefills count where all engines had been warmed up alike.
     """
     summary = data["summary"]
-    for ours in (row for row in summary["speeds"] if row["lane"] in OURS):
+    for ours in (row for row in summary["speeds"] if row["lane"].startswith("deltic-")):
         if ours["workload"].startswith("prefill") and "prefill_warm_up" not in data:
             continue
         ratios = [
@@ -178,7 +183,7 @@ def peers(runs: Runs) -> str:
         return missing(again)
     data, rows = run.data, []
     for ours, theirs, ratios in peer_rows(data):
-        name = f"{workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"
+        name = f"{workload_name(ours['workload'])}, {lane_format(ours['lane'])}"
         peers_cell = " · ".join(f"{peer_name(row['lane'])} {spread(row['tok_s'])}{star(row)}" for row in theirs)
         rows.append(
             [
@@ -268,7 +273,7 @@ def headline(runs: Runs) -> str:
     for ours, _, ratios in peer_rows(run.data) if run else ():
         if (ours["workload"], ours["lane"]) in wanted:
             beside = " · ".join(f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios)
-            name = f"{run.data['shape']}, {run.data['threads']} CPU threads, {workload_name(ours['workload'])}, {WIDTHS[OURS[ours['lane']]]}"  # type: ignore[union-attr]
+            name = f"{run.data['shape']}, {run.data['threads']} CPU threads, {workload_name(ours['workload'])}, {lane_format(ours['lane'])}"  # type: ignore[union-attr]
             rows.append([name, f"{spread(ours['tok_s'])} tok/s", beside])
     return grid(["random weights", "Deltic, median (least .. most)", "beside it"], rows)
 

@@ -1,6 +1,6 @@
-"""Tiny GGUF files, made of tiny checkpoints as llama.cpp's converter makes them, by the published gguf package.
+"""GGUF files, made of checkpoints as llama.cpp's converter makes them, by the published gguf package.
 
-    path = tiny_gguf("moe", "Q4_K", n_files=2, has_mtp=True)
+    path = tiny_gguf("moe", "Q4_K", n_files=2, has_mtp=True)      (bench/peers_gguf.py writes large ones)
 
 The converter's changes are made here: 1 + w, -exp(A_log), tiled value heads, Next's q | k | v | z set apart, experts in
 one tensor. gguf's quantiser makes the blocks; of the types that it cannot make, random blocks of the right size stand
@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from tests.tiny import tiny_checkpoint
 
@@ -86,24 +86,29 @@ def write_gguf(
     n_files: int = 1,
     has_mtp: bool = False,
     is_fused: bool = False,
+    text: Path | None = None,
     change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """Writes a checkpoint directory, of flat names and fused experts, as GGUF; gives its first file.
 
-    change: adds to the metadata.
+    One tensor at a time is in memory in float32, all of them as they are written. text: where the tokenizer and the
+    template are, if not in `source`. change: adds to the metadata.
     """
     config = json.loads((source / "config.json").read_text())
-    tensors = checkpoint_values(source)
-    if has_mtp:
-        tensors |= mtp_values(tensors, config)
+
+    def tensors() -> Iterator[tuple[str, str, Array]]:
+        yield from converted(stored_values(source), config, is_fused)
+        if has_mtp:
+            yield from converted(mtp_values(checkpoint_values(source), config).items(), config, is_fused)
+
     arch = ARCHITECTURES[config["architectures"][0][:8]]
-    n_tensors = -(-len(list(converted(tensors, config, is_fused))) // n_files)
-    writer = gguf.GGUFWriter(target, arch, split_max_tensors=n_tensors if n_files > 1 else 0)
+    n_tensors = -(-sum(1 for _ in tensors()) // n_files) if n_files > 1 else 0
+    writer = gguf.GGUFWriter(target, arch, split_max_tensors=n_tensors)
     _write_metadata(writer, arch, config, has_mtp)
-    _write_text(writer, source, config["vocab_size"], "qwen2" if arch == "qwen3next" else "qwen35")
+    _write_text(writer, text or source, config["vocab_size"], "qwen2" if arch == "qwen3next" else "qwen35")
     change(writer)
     pick = type if callable(type) else _of_matrices(type)
-    for hf_name, name, values in converted(tensors, config, is_fused):
+    for hf_name, name, values in tensors():
         data, kind = blocks_of(values, pick(hf_name, values.shape), seed=len(name))
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
@@ -115,10 +120,15 @@ def write_gguf(
 
 def checkpoint_values(source: Path) -> dict[str, Array]:
     """float32 tensors of a checkpoint directory, by their names."""
-    tensors: dict[str, Array] = {}
+    return dict(stored_values(source))
+
+
+def stored_values(source: Path) -> Iterator[tuple[str, Array]]:
+    """The same, one after another in the files' order."""
     for file in sorted(source.glob("*.safetensors")):
-        tensors |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
-    return tensors
+        with safe_open(str(file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 -- not a dict
+                yield name, opened.get_tensor(name).float().numpy()
 
 
 def mtp_values(tensors: dict[str, Array], config: dict[str, Any]) -> dict[str, Array]:
@@ -143,13 +153,13 @@ def tiled(values: Array, n_k: int, n_v: int, axis: int = 0) -> Array:
 
 
 def converted(
-    tensors: dict[str, Array], config: dict[str, Any], is_fused: bool = False
+    tensors: Iterable[tuple[str, Array]], config: dict[str, Any], is_fused: bool = False
 ) -> Iterator[tuple[str, str, Array]]:
     """Tensors as the converter leaves them: the name in the checkpoint, the one in the file, and the values."""
     n_k, n_v, dim = (config[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "value_head_dim"))
     keys = 2 * n_k * config["linear_key_head_dim"]
     is_next = config["architectures"][0] == "Qwen3NextForCausalLM"
-    for name, values in tensors.items():
+    for name, values in tensors:
         block, prefix, base = _place(name, config["num_hidden_layers"])
         if base == "linear_attn.in_proj_qkvz":
             q, k, v, z = np.split(values.reshape(n_k, -1, values.shape[-1]), np.cumsum([128, 128, n_v // n_k * dim]), 1)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 
+import numpy as np
 import pytest
 
-from bench import peers, peers_busy
+from bench import peers, peers_busy, peers_gguf
+from bench.peers import PeerFailed
+from bench.peers_quantise import FILE_TYPES, UD_Q4
 from bench.peers_report import (
+    FILES,
     LANES,
     OURS,
     Cost,
@@ -22,8 +27,12 @@ from bench.peers_report import (
     speed_cells,
     summarise,
 )
-from deltic.config import ConfigError
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.config import ConfigError, EngineConfig
+from deltic.models.checkpoint import n_real_ids, tokenizer_json
+from deltic.models.gguf import open_gguf
+from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from tests.tiny import VOCAB_SIZE, tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf
 
 A, B = Lane(OURS, "bf16", 16), Lane("llama.cpp", "bf16", 16)
 
@@ -55,13 +64,108 @@ def test_every_lane_comes_first_once_and_neighbours_stay() -> None:
     assert rotated([], 3) == []
 
 
-def test_pairs_are_ours_with_theirs_of_the_same_width() -> None:
+def test_pairs_are_of_the_same_file_or_else_of_the_same_width() -> None:
     found = {(a.format, b.name) for a, b in pairs(LANES)}
     assert found == {
         ("bf16", "llama.cpp-bf16"), ("bf16", "transformers-bf16"), ("int8", "llama.cpp-q8_0"),
         ("int4", "llama.cpp-q4_k_m"), ("int4", "llama.cpp-q4_0"),
+        ("q8_0", "llama.cpp-q8_0"), ("q4_k_m", "llama.cpp-q4_k_m"), ("q4_0", "llama.cpp-q4_0"), ("ud_q4", "llama.cpp-ud_q4"),
     }  # fmt: skip
     assert pairs([B]) == []
+    assert FILE_TYPES.keys() == set(FILES)
+
+
+def test_engines_that_read_one_file_must_agree() -> None:
+    lanes = [lane for lane in LANES if lane.format == "ud_q4"]
+    (ours, theirs), same = (lane.name for lane in lanes), np.array([[0.6, 0.8], [1.0, 0.0]])
+    assert peers.same_files(lanes, {ours: same, theirs: same}) == {"ud_q4": 1.0}
+    for other in (np.array([[0.6, 0.8], [0.8, 0.6]]), same * np.nan):
+        with pytest.raises(PeerFailed, match=r"deltic-ud_q4 and llama\.cpp-ud_q4 read the same file and give other"):
+            peers.same_files(lanes, {ours: same, theirs: other})
+    assert peers.same_files([A, B], {}) == {}
+
+
+def test_both_lanes_of_a_file_have_its_bytes_as_roof() -> None:
+    shape = PUBLISHED["qwen3.5-0.8b"]
+    infos = {lane.name: {"weight_bytes": 7} if lane.engine == OURS else {} for lane in LANES}
+    costs = peers.model_costs(LANES, shape, {"bf16": 160, **{name: i for i, name in enumerate(FILES, 1)}}, infos)
+    for i, name in enumerate(FILES, 1):
+        assert costs[f"deltic-{name}"].weight_bytes == costs[f"llama.cpp-{name}"].weight_bytes == i
+    assert costs["deltic-int8"].weight_bytes == costs["deltic-bf16"].weight_bytes == 7
+    assert costs["llama.cpp-bf16"].weight_bytes == 160
+
+
+def test_every_matrix_of_the_mixed_file_has_a_type_of_its_kind() -> None:
+    """The first pattern that is found counts; tables, vectors and the convolution have none."""
+    kinds = ("attn_qkv", "attn_gate", "ssm_out", "ssm_alpha", "ssm_beta", "attn_q", "attn_k", "attn_v", "attn_output")
+
+    def type_of(name: str) -> str | None:
+        return next((type for pattern, type in UD_Q4 if re.search(pattern, name)), None)
+
+    found = {
+        (layer, kind): type_of(f"blk.{layer}.{kind}.weight")
+        for layer in (0, 3, 10, 11, 23)
+        for kind in (*kinds, "ffn_gate", "ffn_up", "ffn_down")
+    }
+    assert set(found.values()) == {"Q8_0", "Q5_K", "Q6_K", "IQ4_XS", "Q4_K"}
+    expected = {(3, "attn_qkv"): "Q8_0", (10, "attn_qkv"): "Q5_K", (23, "ssm_out"): "Q6_K", (11, "ffn_down"): "Q5_K"}
+    expected |= {(0, "ffn_down"): "Q6_K", (10, "ffn_up"): "IQ4_XS", (11, "ffn_up"): "Q4_K", (23, "attn_output"): "Q5_K"}
+    assert {at: found[at] for at in expected} == expected
+    assert not any(
+        map(type_of, ("token_embd.weight", "output_norm.weight", "blk.3.ssm_conv1d.weight", "blk.3.ssm_norm.weight"))
+    )
+
+
+def test_the_file_that_is_quantised_has_a_token_for_every_id(tmp_path) -> None:
+    """So that Deltic draws as many ids as from the checkpoint; the prompts are random ones."""
+    source = tiny_checkpoint("dense", tied=True, layout="flat")
+    file = tmp_path / "bf16.gguf"
+    peers_gguf.write_bf16(source, file)
+    shape = ModelShape.from_directory(file)
+    config = EngineConfig(model=str(file))
+    assert n_real_ids(config, file, shape) == shape.vocab_size == VOCAB_SIZE
+    assert shape.eos_token_ids == (VOCAB_SIZE - 1, VOCAB_SIZE - 2)
+    text = json.loads(tokenizer_json(config))
+    assert len(set(text["model"]["vocab"].values())) == VOCAB_SIZE - 2 and text["model"]["merges"]
+    tensors = open_gguf(file).tensors
+    assert {tensor.type for tensor in tensors.values()} == {"F32", "BF16"}
+    assert peers.bytes_per_step(file) == sum(tensor.end - tensor.begin for tensor in tensors.values())
+    untied = tiny_gguf("dense")
+    embedding = open_gguf(untied).tensors["token_embd.weight"]
+    all_bytes = sum(tensor.end - tensor.begin for tensor in open_gguf(untied).tensors.values())
+    assert peers.bytes_per_step(untied) == all_bytes - (embedding.end - embedding.begin)
+
+
+def test_the_environment_holds_what_the_lanes_need() -> None:
+    assert peers.packages([A, B]) == {"llama-cpp-python": "0.3.36"}
+    assert {"llama-cpp-python", "transformers", "torch"} <= peers.packages(LANES).keys()
+
+
+def test_a_folder_of_wheels_says_how_llama_was_built(tmp_path, monkeypatch, capsys) -> None:
+    """The flags of the build are in the result; a folder that does not have them is refused before pip runs."""
+    python, wheels = tmp_path / "env" / "bin" / "python", tmp_path / "wheels"
+    python.parent.mkdir(parents=True)
+    python.write_text("")
+    wheels.mkdir()
+    ran: list[list[str]] = []
+    monkeypatch.setattr(peers, "installed", lambda python, wanted: dict(wanted) if ran else None)
+    monkeypatch.setattr(peers.subprocess, "run", lambda command, **more: ran.append(command))
+    with pytest.raises(ConfigError, match="llama-build"):
+        peers.make_environment(tmp_path / "env", peers.packages([B]), wheels)
+    assert not ran and peers.built_with(tmp_path / "env").startswith("unknown")
+    (wheels / "llama-build").write_text("-DGGML_NATIVE=OFF\n")
+    assert peers.make_environment(tmp_path / "env", peers.packages([B]), wheels)[1] == peers.packages([B])
+    (command,) = ran
+    assert command[3:] == [
+        "--python",
+        str(python),
+        "install",
+        "--no-index",
+        "--find-links",
+        str(wheels),
+        "llama-cpp-python==0.3.36",
+    ]
+    assert peers.built_with(tmp_path / "env") == "-DGGML_NATIVE=OFF"
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -123,7 +227,8 @@ def test_lanes_are_chosen_by_engine_or_by_name() -> None:
         "transformers-bf16", "llama.cpp-q8_0",
     ]  # fmt: skip
     assert peers.chosen_lanes("deltic")[0] == A
-    with pytest.raises(ConfigError, match=r"'vllm' is not known; known: deltic, deltic-bf16"):
+    assert [lane.name for lane in peers.chosen_lanes("ud_q4")] == ["deltic-ud_q4", "llama.cpp-ud_q4"]
+    with pytest.raises(ConfigError, match=r"'vllm' is not known; known: deltic, bf16, deltic-bf16"):
         peers.chosen_lanes("deltic,vllm")
 
 

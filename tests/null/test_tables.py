@@ -106,6 +106,12 @@ def test_prefills_count_where_all_were_warmed_up_alike(tmp_path: Path) -> None:
         in made
     )
     assert "decodes of 256 tokens behind prompts of 128, the same for all" in made
+    one_file = json.loads(json.dumps(peers_run()).replace("bf16", "ud_q4"))
+    (tmp_path / "b").mkdir()
+    keep(tmp_path / "b" / "a", "peers-1.json", **one_file)
+    assert "| decode, N = 1, one UD_Q4 file | 30.0 (29.0 .. 31.0), 50 % | llama.cpp UD_Q4 20.0" in tables.peers(
+        Runs(tmp_path / "b")
+    )
     keep(tmp_path / "a", "peers-2.json", **peers_run(prefill_warm_up="same", date="2026-01-02", rounds=5))
     (prefill,) = [line for line in tables.peers(Runs(tmp_path)).splitlines() if "prefill of 512" in line]
     assert prefill.endswith(r"| 1.50 (0.500 .. 2.50) \* |"), "the CPUs were shared in every round"
