@@ -22,6 +22,7 @@ from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.text import Tokenizer
 from tests.tiny import tiny_checkpoint
+from tests.tiny_gguf import write_gguf
 from training import held_out
 
 TOKENIZER = Tokenizer.load(DEMO)
@@ -127,3 +128,36 @@ def test_packed_weights_are_no_reference(tmp_path: Path, capsys: pytest.CaptureF
     assert "holds int8 weights only" in " ".join(capsys.readouterr().err.split())
     assert main(["bench", "quality", "--quantize", "int3"]) == 2
     assert "--quantize 'int3': must be one of fp8, int8" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def q8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model as a GGUF file."""
+    return write_gguf(DEMO, tmp_path_factory.mktemp("gguf") / "small-Q8_0.gguf", "Q8_0")
+
+
+def test_checkpoints_that_others_quantised_stand_beside(
+    tmp_path: Path, q8: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "short.jsonl"
+    text.write_text("".join(quality.TEXT.read_text().splitlines(keepends=True)[1:5]))
+    assert main(["pack", "--quantize", "int4", "--out", str(tmp_path / "packed")]) == 0
+    flags = ["--threads", "1", "--text", str(text), "--out", str(tmp_path)]
+    assert main(["bench", "quality", *flags, "--quantize", "int8", "--beside", str(q8), str(tmp_path / "packed")]) == 0
+    rows = {row["format"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
+    assert list(rows) == ["bf16", "int8", "small-Q8_0", "packed"]
+    assert rows["small-Q8_0"]["holds"].startswith("Q8_0 100 %") and rows["packed"]["holds"].startswith("int4")
+    assert 0 < rows["small-Q8_0"]["kl_mean"] < 1e-3 and rows["small-Q8_0"]["kl_mean"] < rows["packed"]["kl_mean"]
+    assert main(["bench", "quality", *flags, "--beside", str(q8)]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["format"] for row in rows] == ["bf16", "small-Q8_0"], "no other format unless it is asked for"
+
+
+def test_what_cannot_stand_beside_is_refused(tmp_path: Path, q8: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*given: str) -> str:
+        assert main(["bench", "quality", *given]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "reads the text as other tokens" in said("--beside", str(tiny_checkpoint("dense")))
+    assert "another is called small-Q8_0" in said("--beside", str(q8), str(q8))
+    assert "holds Q8_0 weights only" in said(str(q8), "--beside", str(q8))
