@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from bench import quality_tables
 from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source, spread
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md", "docs/formats.md")
 MARKED = re.compile(r"(<!-- table (?P<name>[a-z-]+) -->)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -559,6 +560,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "prefix": prefix,
     "agent": agent,
     "quality": quality,
+    "formats": quality_tables.formats,
     "serve": serve,
     "served": served,
     "host": host,

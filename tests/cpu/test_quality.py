@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import quality_peers
 from deltic.__main__ import main
 from deltic.bench import quality
 from deltic.bench.quality import Document, Losses, compare, read_documents
@@ -161,3 +162,28 @@ def test_what_cannot_stand_beside_is_refused(tmp_path: Path, q8: Path, capsys: p
     assert "reads the text as other tokens" in said("--beside", str(tiny_checkpoint("dense")))
     assert "another is called small-Q8_0" in said("--beside", str(q8), str(q8))
     assert "holds Q8_0 weights only" in said(str(q8), "--beside", str(q8))
+
+
+def test_two_engines_are_held_to_the_trained_model_token_by_token() -> None:
+    log_p = np.log([[0.6, 0.4], [0.9, 0.1], [0.5, 0.5]])
+    targets = np.array([0, 0, 1])
+    same = quality_peers.Reading(log_p, log_p, targets)
+    other = quality_peers.Reading(np.log([[0.25, 0.75], [0.9, 0.1], [0.5, 0.5]]), log_p, targets)
+    assert same.summary()["kl_mean"] == 0 and same.summary()["same_argmax"] == 1
+    found = quality_peers.apart(other, same)
+    first = 0.6 * math.log(0.6 / 0.25) + 0.4 * math.log(0.4 / 0.75)
+    assert found["kl"] == pytest.approx(first / 3) and found["kl_error"] == pytest.approx(first / 3)
+    assert found["nll"] == pytest.approx(math.log(0.6 / 0.25) / 3) and found["same"] == pytest.approx(-1 / 3)
+
+
+def test_the_built_in_model_is_read_as_the_published_implementation_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    files = quality_peers.make_gguf(tmp_path)
+    documents = read_documents(quality.TEXT, TOKENIZER)[1:4]
+    log_p = quality_peers.trained(documents, TOKENIZER.n_tokens)
+    models = {name: files[name] for name in ("gguf-BF16", "gguf-Q8_0")}
+    readings, held = quality_peers.read_ours(models, documents, log_p, 1)
+    assert list(readings) == ["bf16", "gguf-BF16", "gguf-Q8_0"]
+    assert held["gguf-Q8_0"]["holds"].startswith("Q8_0 100 %")
+    assert readings["bf16"].kl.max() < 1e-4 and (readings["bf16"].kl == readings["gguf-BF16"].kl).all()
+    assert 0 < readings["gguf-Q8_0"].kl.mean() < 1e-4
