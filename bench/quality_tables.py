@@ -33,7 +33,7 @@ def line(row: Row) -> list[str]:
 
 
 def verdict(rows: list[Row]) -> str:
-    """In how many files ours loses less than theirs and in how many more, by two standard errors."""
+    """In how many files ours is better than theirs and in how many worse, by two standard errors."""
     both = [row for row in rows if "apart" in row]
     said = []
     for name, sign, words in (("kl", 1, "KL"), ("nll", 1, "perplexity"), ("same", -1, "the most likely token")):
@@ -41,9 +41,9 @@ def verdict(rows: list[Row]) -> str:
         worse = [f"{file}, by {sigma:.1f}" for file, sigma in sigmas.items() if sigma > 2]
         n_better = sum(sigma < -2 for sigma in sigmas.values())
         named = f" ({'; '.join(worse)})" if worse else ""
-        said.append(f"in {words} closer in {n_better}, farther in {len(worse)}{named}")
+        said.append(f"in {words} better in {n_better}, worse in {len(worse)}{named}")
     n = f"Of the {len(both)} files that both read, by more than two standard errors of the paired difference, Deltic is "
-    return n + "; ".join(said) + "; in the others there is no difference to be seen." if both else ""
+    return n + "; ".join(said) + "; the others do not differ so much." if both else ""
 
 
 def formats_table(run: Run) -> str:
