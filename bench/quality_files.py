@@ -74,7 +74,7 @@ def compressed(source: Path, ids: Ids, out: Path, scheme: str, by: str = "neares
 def rounded(source: Path, ids: Ids, out: Path, format: str, symmetric: bool = True, bits: int = 4) -> None:
     """auto-round by the nearest code, in one of the layouts that it writes.
 
-    Its tuned rounding hands this family's attention a mask of integers, which torch refuses.
+    Its modes that calibrate hand this family's attention a mask of integers, which torch refuses.
     """
     from auto_round import AutoRound
 

@@ -79,3 +79,17 @@ def formats(runs: Runs) -> str:
     if not found:
         return missing(AGAIN)
     return "\n\n".join((formats_table(found[-1]), source(found[-1:], AGAIN)))
+
+
+def formats_again(runs: Runs) -> str:
+    """The verdict on another and longer text, of GGUF files only."""
+    again = (
+        "python -m training.held_out 9000019 200000 > long.jsonl",
+        "python -m bench.quality_peers --llama PYTHON --text long.jsonl",
+    )
+    found = runs.newest("quality-long-*.json")
+    if not found:
+        return missing(*again)
+    data = found[-1].data
+    text = f"On another text, of {data['tokens']:,} tokens: {verdict(data['rows'])}"
+    return "\n\n".join((text, source(found[-1:], *again)))

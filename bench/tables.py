@@ -561,6 +561,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "agent": agent,
     "quality": quality,
     "formats": quality_tables.formats,
+    "formats-again": quality_tables.formats_again,
     "serve": serve,
     "served": served,
     "host": host,

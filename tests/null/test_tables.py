@@ -216,3 +216,6 @@ def test_a_format_that_is_worse_than_the_peers_is_named(tmp_path: Path) -> None:
     assert "| NVFP4 | a tool 1, nearest | 4.50 | 32 ± 1 |  |  | 1.13500 | 97.5 % |" in made
     assert "| 32 ± 1 | 32 ± 1 | -0.4 ± 0.1 | 1.13500 · 1.13500 | 97.5 · 97.5 % |" in made
     assert "in KL better in 1, worse in 0; in perplexity better in 0, worse in 1 (Q4_0, by 2.5);" in made
+    keep(tmp_path / "a", "quality-long-1.json", rows=rows, **more | {"tokens": 29_702})
+    made = tables.TABLES["formats-again"](Runs(tmp_path))
+    assert made.startswith("On another text, of 29,702 tokens: Of the 1 files that both read, ")
