@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from bench import quality_tables
 from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source, spread
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md", "docs/formats.md")
 MARKED = re.compile(r"(<!-- table (?P<name>[a-z-]+) -->)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -564,6 +565,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "prefix": prefix,
     "agent": agent,
     "quality": quality,
+    "formats": quality_tables.formats,
+    "formats-again": quality_tables.formats_again,
     "serve": serve,
     "served": served,
     "host": host,

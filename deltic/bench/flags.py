@@ -85,9 +85,10 @@ def quality(sub: argparse.ArgumentParser) -> None:
     """Of `deltic bench quality`."""
     add_model(sub)
     add = sub.add_argument
-    formats = "int8,int4,int4-symmetric"
-    text = f"formats to measure (default: {formats})"
-    add("--quantize", dest="formats", default=formats, metavar="FORMAT,...", help=text)
+    text = "formats to measure (default: int8,int4,int4-symmetric; with --beside none)"
+    add("--quantize", dest="formats", default=None, metavar="FORMAT,...", help=text)
+    text = "quantised checkpoints of the same model to measure, too: directories, GGUF files or hub names"
+    add("--beside", nargs="+", default=[], metavar="MODEL", help=text)
     text = (
         "plain text, or .jsonl with a document in each line: [[text, does it count], ...] (default: "
         "conversations that the built-in model knows)"

@@ -1,8 +1,8 @@
 """`deltic bench quality`: what quantising loses, against the same model in bfloat16 on the same text.
 
-Every format reads the text through the kernels that serve, teacher-forced, 64 tokens a step, beside the
-bfloat16 model. For each token that counts, with p the bfloat16 distribution over the vocabulary and q the
-quantised one:
+Formats are those of --quantize, and checkpoints of the same model that others quantised (--beside). Each
+reads the text through the kernels that serve, teacher-forced, 64 tokens a step, beside the bfloat16 model.
+For each token that counts, with p the bfloat16 distribution over the vocabulary and q the quantised one:
 
     perplexity  exp(mean(-log q[token]))
     KL          sum p (log p - log q), in nats: mean with its standard error, 99th percentile, greatest
@@ -21,7 +21,7 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.checkpoint import model_name, text_directory
+from deltic.models.loading import shares_text
 from deltic.models.qwen.weights import Weights
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import instruction_set
@@ -54,6 +55,7 @@ Floats = NDArray[np.float64]
 
 TEXT = Path(__file__).with_name("quality.jsonl")
 REFERENCE = "bf16"
+FORMATS = "int8,int4,int4-symmetric"
 WINDOW = 2048
 """Tokens of the longest document; a longer text is cut into several."""
 N_ANSWERS, ANSWER_TOKENS, LEAST_PROMPT = 3, 96, 8
@@ -138,6 +140,20 @@ def compare(
     advance: called with the tokens done.
     """
     losses = {name: Losses() for name in runners}
+    for targets, found, n_tokens in distributions(runners, documents):
+        log_p = next(iter(found.values()))
+        for name, log_q in found.items():
+            losses[name].add(log_q, log_p, targets)
+        advance(n_tokens)
+    return {name: each.summary() for name, each in losses.items()}
+
+
+def distributions(
+    runners: dict[str, Runner], documents: list[Document]
+) -> Iterator[tuple[NDArray[np.int64], dict[str, Floats], int]]:
+    """Of each step: the tokens that count [n], each runner's log-probabilities of them [n, V], and how many
+    tokens it read.
+    """
     n_real = next(iter(runners.values())).plan.n_real
     for document in documents:
         ids, pages = document.ids, list(range(pages_for(len(document.ids))))
@@ -148,15 +164,11 @@ def compare(
             step = Step(chunks=[Chunk(sequence, start, n_tokens, prompt_logprobs=True)])
             counts, following = (each[start + 1 : start + 1 + n_tokens] for each in (document.counts, ids))
             rows = [row for row, counted in enumerate(counts) if counted]
-            targets = np.array([following[row] for row in rows], np.int64)
-            log_p = None
+            found = {}
             for name, runner in runners.items():
                 runner.step(step)
-                log_q = _log_softmax(runner.logits(n_tokens)[rows, :n_real])
-                log_p = log_q if log_p is None else log_p
-                losses[name].add(log_q, log_p, targets)
-            advance(n_tokens)
-    return {name: each.summary() for name, each in losses.items()}
+                found[name] = _log_softmax(runner.logits(n_tokens)[rows, :n_real])
+            yield np.array([following[row] for row in rows], np.int64), found, n_tokens
 
 
 def _log_softmax(logits: Array) -> Floats:
@@ -202,30 +214,55 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     return out
 
 
-def _load(config: EngineConfig, formats: list[str], progress: Progress) -> dict[str, Runner]:
-    """A runner of each format, the reference first.
+def load(configs: dict[str, EngineConfig], progress: Progress) -> dict[str, Runner]:
+    """A runner of each configuration, the reference first.
 
-    Raises ConfigError for a model that has no bfloat16 weights.
+    Raises ConfigError for a reference whose weights are not bfloat16, and for a model with other ids.
     """
-    runners = {}
-    for name in (REFERENCE, *formats):
+    runners: dict[str, Runner] = {}
+    for name, config in configs.items():
         bar = progress.add_task(f"loading {name}", total=1.0)
-        one = dataclasses.replace(config, quantize=None if name == REFERENCE else name)
-        runner = build_runner(one, lambda stage, done, bar=bar: progress.update(bar, completed=done), Cpu())  # type: ignore[misc]
+        runner = build_runner(config, lambda stage, done, bar=bar: progress.update(bar, completed=done), Cpu())  # type: ignore[misc]
         assert isinstance(runner, Runner)
         progress.update(bar, completed=1.0)
-        if (runner.plan.quantize or REFERENCE) != name:
+        held = runner.plan.quantize or ", ".join(runner.model.weights.formats())
+        if not runners and (runner.plan.quantize or runner.plan.shape.formats):
             raise ConfigError(
-                f"{config.model} holds {runner.plan.quantize} weights only, so nothing says what they lost; give the "
-                "original checkpoint"
+                f"{config.model} holds {held} weights only, so nothing says what they lost; give the original checkpoint"
             )
         runners[name] = runner
+        n, expected = runner.plan.n_real, runners[REFERENCE].plan.n_real
+        if n != expected:
+            raise ConfigError(
+                f"--beside {config.model}: has {n} tokens, and the reference {expected}; it is another model"
+            )
     return runners
+
+
+def chosen(config: EngineConfig, formats: list[str], beside: list[str], file: Path) -> dict[str, EngineConfig]:
+    """The configuration of the reference, of each format and of each model beside it, by their names.
+
+    file: the text, which all have to read as the same ids. Raises ConfigError.
+    """
+    found = {REFERENCE: dataclasses.replace(config, quantize=None)}
+    found |= {name: dataclasses.replace(config, quantize=name) for name in formats}
+    documents = read_documents(file, Tokenizer.load(text_directory(config)))
+    for model in beside:
+        other = dataclasses.replace(config, model=model, quantize=None, dummy=None)
+        name = model_name(other)
+        if name in found:
+            raise ConfigError(f"--beside {model}: another is called {name}; rename one of them")
+        if read_documents(file, Tokenizer.load(text_directory(other))) != documents:
+            raise ConfigError(f"--beside {model}: its tokenizer reads the text as other tokens; it is another model")
+        found[name] = other
+    return found
 
 
 def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     """The command: a table, a JSON file with greedy answers of each format, and a last line of JSON."""
-    formats = [name.strip() for name in arguments.formats.split(",")]
+    wanted = FORMATS if arguments.formats is None and not arguments.beside else arguments.formats or ""
+    formats = [name.strip() for name in wanted.split(",") if name]
+    config = resolve(EngineConfig, given | {"quantize": None})
     for name in formats:
         config = resolve(EngineConfig, given | {"quantize": name})
     tokenizer = Tokenizer.load(text_directory(config))
@@ -235,12 +272,16 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     config = dataclasses.replace(config, max_num_seqs=1, max_step_tokens=PAGE_SIZE, max_model_len=longest, n_pages=None)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        runners = _load(config, formats, progress)
+        runners = load(chosen(config, formats, arguments.beside, file), progress)
         bar = progress.add_task("reading", total=sum(len(document.ids) for document in documents))
         summaries = compare(runners, documents, lambda n: progress.advance(bar, n))
         prompts = [document.prompt for document in documents[:N_ANSWERS]]
         answers = {name: [answer(runner, prompt) for prompt in prompts] for name, runner in runners.items()}
-    rows = [{"format": name, **sizes(runner.model.weights), **summaries[name]} for name, runner in runners.items()]
+    rows = [
+        {"format": name, **sizes(runner.model.weights), **summaries[name]}
+        | {"holds": shares_text(runner.model.weights.formats())}
+        for name, runner in runners.items()
+    ]
     n_tokens = sum(sum(document.counts) for document in documents)
     model = model_name(config)
     head = {

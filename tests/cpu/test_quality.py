@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import quality_peers
 from deltic.__main__ import main
 from deltic.bench import quality
 from deltic.bench.quality import Document, Losses, compare, read_documents
@@ -22,6 +23,7 @@ from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.text import Tokenizer
 from tests.tiny import tiny_checkpoint
+from tests.tiny_gguf import write_gguf
 from training import held_out
 
 TOKENIZER = Tokenizer.load(DEMO)
@@ -127,3 +129,61 @@ def test_packed_weights_are_no_reference(tmp_path: Path, capsys: pytest.CaptureF
     assert "holds int8 weights only" in " ".join(capsys.readouterr().err.split())
     assert main(["bench", "quality", "--quantize", "int3"]) == 2
     assert "--quantize 'int3': must be one of fp8, int8" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def q8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model as a GGUF file."""
+    return write_gguf(DEMO, tmp_path_factory.mktemp("gguf") / "small-Q8_0.gguf", "Q8_0")
+
+
+def test_checkpoints_that_others_quantised_stand_beside(
+    tmp_path: Path, q8: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "short.jsonl"
+    text.write_text("".join(quality.TEXT.read_text().splitlines(keepends=True)[1:5]))
+    assert main(["pack", "--quantize", "int4", "--out", str(tmp_path / "packed")]) == 0
+    flags = ["--threads", "1", "--text", str(text), "--out", str(tmp_path)]
+    assert main(["bench", "quality", *flags, "--quantize", "int8", "--beside", str(q8), str(tmp_path / "packed")]) == 0
+    rows = {row["format"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
+    assert list(rows) == ["bf16", "int8", "small-Q8_0", "packed"]
+    assert rows["small-Q8_0"]["holds"].startswith("Q8_0 100 %") and rows["packed"]["holds"].startswith("int4")
+    assert 0 < rows["small-Q8_0"]["kl_mean"] < 1e-3 and rows["small-Q8_0"]["kl_mean"] < rows["packed"]["kl_mean"]
+    assert main(["bench", "quality", *flags, "--beside", str(q8)]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["format"] for row in rows] == ["bf16", "small-Q8_0"], "no other format unless it is asked for"
+
+
+def test_what_cannot_stand_beside_is_refused(tmp_path: Path, q8: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*given: str) -> str:
+        assert main(["bench", "quality", *given]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "reads the text as other tokens" in said("--beside", str(tiny_checkpoint("dense")))
+    assert "another is called small-Q8_0" in said("--beside", str(q8), str(q8))
+    assert "holds Q8_0 weights only" in said(str(q8), "--beside", str(q8))
+
+
+def test_two_engines_are_held_to_the_trained_model_token_by_token() -> None:
+    log_p = np.log([[0.6, 0.4], [0.9, 0.1], [0.5, 0.5]])
+    targets = np.array([0, 0, 1])
+    same = quality_peers.Reading(log_p, log_p, targets)
+    other = quality_peers.Reading(np.log([[0.25, 0.75], [0.9, 0.1], [0.5, 0.5]]), log_p, targets)
+    assert same.summary()["kl_mean"] == 0 and same.summary()["same_argmax"] == 1
+    found = quality_peers.apart(other, same)
+    first = 0.6 * math.log(0.6 / 0.25) + 0.4 * math.log(0.4 / 0.75)
+    assert found["kl"] == pytest.approx(first / 3) and found["kl_error"] == pytest.approx(first / 3)
+    assert found["nll"] == pytest.approx(math.log(0.6 / 0.25) / 3) and found["same"] == pytest.approx(-1 / 3)
+
+
+def test_the_built_in_model_is_read_as_the_published_implementation_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    files = quality_peers.make_gguf(tmp_path)
+    documents = read_documents(quality.TEXT, TOKENIZER)[1:4]
+    log_p = quality_peers.trained(documents, TOKENIZER.n_tokens)
+    models = {name: files[name] for name in ("gguf-BF16", "gguf-Q8_0")}
+    readings, held = quality_peers.read_ours(models, documents, log_p, 1)
+    assert list(readings) == ["bf16", "gguf-BF16", "gguf-Q8_0"]
+    assert held["gguf-Q8_0"]["holds"].startswith("Q8_0 100 %")
+    assert readings["bf16"].kl.max() < 1e-4 and (readings["bf16"].kl == readings["gguf-BF16"].kl).all()
+    assert 0 < readings["gguf-Q8_0"].kl.mean() < 1e-4

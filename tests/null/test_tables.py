@@ -209,3 +209,19 @@ def test_a_changed_tree_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(figures, "code", lambda: {"modified": True})
     assert figures.main(["cpu"]) == 1
     assert "commit them" in capsys.readouterr().err
+
+
+def test_a_format_that_is_worse_than_the_peers_is_named(tmp_path: Path) -> None:
+    read = {"perplexity": 1.135, "kl_mean": 3.21e-4, "kl_error": 1.2e-5, "same_argmax": 0.975}
+    apart = {"kl": -4e-6, "kl_error": 1e-6, "nll": 1e-4, "nll_error": 4e-5, "same": -0.01, "same_error": 0.01}
+    row = {"by": "a tool 1", "how": "nearest", "bits_per_weight": 4.5, "ours": read}
+    rows = [row | {"format": "NVFP4"}, row | {"format": "Q4_0", "theirs": read, "apart": apart}]
+    more = {"tokens": 7501, "text": "quality.jsonl", "llama": {"version": "0.3"}, "failed_to_make": {}}
+    keep(tmp_path / "a", "quality-formats-1.json", rows=rows, **more)
+    made = tables.TABLES["formats"](Runs(tmp_path))
+    assert "| NVFP4 | a tool 1, nearest | 4.50 | 32 ± 1 |  |  | 1.13500 | 97.5 % |" in made
+    assert "| 32 ± 1 | 32 ± 1 | -0.4 ± 0.1 | 1.13500 · 1.13500 | 97.5 · 97.5 % |" in made
+    assert "in KL better in 1, worse in 0; in perplexity better in 0, worse in 1 (Q4_0, by 2.5);" in made
+    keep(tmp_path / "a", "quality-long-1.json", rows=rows, **more | {"tokens": 29_702})
+    made = tables.TABLES["formats-again"](Runs(tmp_path))
+    assert made.startswith("On another text, of 29,702 tokens: Of the 1 files that both read, ")
