@@ -231,5 +231,5 @@ def test_configurations_fit(monkeypatch: pytest.MonkeyPatch, sms: int, shared: i
                 width = k // splits
                 c = linear.decoded_config(n, m, width, splits, format)
                 assert width % (c.block_k * c.unroll) == 0 and (name != "fp8" or c.block_k == k_block(width))
-                a_stage = c.unroll * linear.decoded_block_bytes(c.block_m, c.block_k, min(128, max(16, n)), format)
+                a_stage = c.unroll * linear.decoded_block_bytes(c.block_m, c.block_k, n, format)
                 assert c.num_stages * a_stage <= shared

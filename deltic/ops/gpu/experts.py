@@ -75,7 +75,7 @@ def stage_bytes(n_rows: int, k: int, format: WeightFormat, most: int, n_columns:
     """
     block = block_of(k, number(format), most)
     one = n_rows * (Piece.n_bytes_of(256, block, format, "rows") // 256) + 2 * block * n_columns
-    return one * int(together(k, number(format), most, n_columns))
+    return int(one * together(k, number(format), most, n_columns))
 
 
 @triton.jit

@@ -190,10 +190,8 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
     """The largest tile that still gives every SM one. One whose sums leave registers to a second is as fast as
     one of twice the size.
     """
-    for block_t, block_m, warps in ((64, 256, 8), (64, 128, 4), (64, 64, 4)):
-        if -(-t // block_t) * -(-m // block_m) >= chip().n_sms - 12:
-            break
-    return Fp8Tile(block_t, block_m, warps, max(2, chip().stages(block_k * (block_t + block_m), 3, beside=8192)))
+    block_m = next(b for b in (256, 128, 64) if b == 64 or -(-t // 64) * -(-m // b) >= chip().n_sms - 12)
+    return Fp8Tile(64, block_m, max(4, block_m // 32), max(2, chip().stages(block_k * (64 + block_m), 3, beside=8192)))
 
 
 def vendor_multiplies(piece: Piece, out: Tensor) -> bool:

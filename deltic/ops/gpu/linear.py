@@ -253,22 +253,34 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     """As `narrow_config`, for a weight that is decoded on its way. Only an e4m3's block of K changes bits
     (fp8.py), and it follows the weight's shape.
 
-    Low tiles, as many programs as an SM takes: their waits for memory and for each other overlap. Of few rows
-    two blocks of K between two waits for scales; of many the rows of x take the room.
+    Low tiles, and as many programs as an SM takes: their waits for memory and for each other overlap. Few
+    rows want long blocks of K, of many the rows of x take the room.
     """
     sms, shared = _chip()
-    block_m, block_k, tokens = 64, k_block(k_slice), _token_tile(n)
-    block = decoded_block_bytes(block_m, block_k, tokens, format)
-    per_sm = max(1, min(5 if tokens <= 32 else 2, -(-m // block_m) * splits * -(-n // tokens) // sms))
-    unroll = 2 if tokens <= 32 and k_slice // block_k % 2 == 0 else 1
-    stages = (shared // per_sm - 4096) // (block * unroll)
-    return Narrow(block_m, block_k, block_m // 16, max(2, min(stages, 3)), unroll)
+    block_m, tokens = 64, _token_tile(n)
+    few, most = tokens <= 32, 128
+    if format.codes != "e4m3" and tokens > 64:
+        most = 64
+    elif format.bits <= 5 and (few or format.group >= 64):
+        most = 256
+    block_k = k_block(k_slice, most)
+    unroll = 2 if few and block_k == 128 and k_slice % 256 == 0 else 1
+    block = unroll * decoded_block_bytes(block_m, block_k, n, format)
+    if few and block_k <= 128:
+        programs = -(-m // block_m) * splits
+        shared //= max(1, min(5, programs // sms))
+    return Narrow(block_m, block_k, 4, max(2, min((shared - 4096) // block, 3 if block_k > 64 else 4)), unroll)
 
 
-def decoded_block_bytes(block_m: int, block_k: int, tokens: int, format: WeightFormat) -> int:
-    """Shared memory of a block of weight rows, with all that is stored of them, and of x."""
+def decoded_block_bytes(block_m: int, block_k: int, n: int, format: WeightFormat) -> int:
+    """Shared memory of a block of weight rows, with all that is stored of them, and of n rows of x."""
     a_row = Piece.n_bytes_of(256, block_k, format, "rows") // 256
-    return block_m * a_row + 2 * block_k * tokens
+    return block_m * a_row + (1 if is_rounded(n, format) else 2) * block_k * _token_tile(n)
+
+
+def is_rounded(n: int, format: WeightFormat) -> bool:
+    """Whether n rows of x are rounded to e4m3 before they are multiplied with such weights."""
+    return format.codes == "e4m3" and n > ROUNDED_ROWS
 
 
 def _multiply(

@@ -596,16 +596,20 @@ _ROOM = 48 * 1024
 
 
 def _decoded_tiles(n_rows: int, w: MoeWeights) -> MoeTiles:
-    few, block_n, k = n_rows <= FEW_ROWS, 16 if n_rows <= 64 else 32, 128
+    few, block_n, k = n_rows <= FEW_ROWS, 16, 128
 
-    def stages(*matrices: Matrix) -> int:
-        largest = max(stage_bytes(64, m.k, piece.format, k, block_n) for m in matrices for piece in m.pieces)
-        return max(2, min(4, _ROOM // largest))
+    def largest(block_m: int, *matrices: Matrix) -> int:
+        return max(stage_bytes(block_m, m.k, piece.format, k, block_n) for m in matrices for piece in m.pieces)
+
+    def stages(n_bytes: int) -> int:
+        return max(2, min(4, _ROOM // n_bytes))
 
     in_pieces = len(w.gate_up.pieces) + len(w.shared_gate_up.pieces) > 2
+    block_m = 128 if 2 * largest(128, w.down, w.shared_down) <= chip().shared_bytes else 64
     return MoeTiles(
-        block_f=64 if in_pieces else 32, block_n=block_n, up_k=k, up_stages=stages(w.gate_up, w.shared_gate_up),
-        down_k=k, down_stages=stages(w.down, w.shared_down), down_ahead=n_rows <= 4, router_k=256 if few else 128,
+        block_f=64 if in_pieces else 32, block_m=block_m, block_n=block_n, up_k=k,
+        up_stages=stages(largest(64, w.gate_up, w.shared_gate_up)), down_k=k,
+        down_stages=stages(largest(block_m, w.down, w.shared_down)), down_ahead=n_rows <= 4, router_k=256 if few else 128,
         router_ahead=few, early=few, alone=n_rows == 1,
     )  # fmt: skip
 
