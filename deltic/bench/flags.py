@@ -67,6 +67,11 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     add("--output", type=int, default=256, metavar="TOKENS", help="default: 256")
     add("--prefill", default="8192", metavar="T,T,...", help="tokens of cold prompts (default: 8192)")
     add("--rounds", type=int, default=1, metavar="R", help="default: 1")
+    add(
+        "--format",
+        metavar="NAME",
+        help="of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4",
+    )
     add("--out", metavar="DIR", help=OUT_HELP)
     add_some(sub, "dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "seed")
 

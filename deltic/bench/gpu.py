@@ -33,6 +33,8 @@ from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights, stored_shape
+from deltic.models.stored import InFormat
+from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
@@ -53,10 +55,15 @@ class Model:
     weights: Weights
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Model:
+    def load(cls, config: EngineConfig, format: str | None = None) -> Model:
+        """format: of a dummy's projections. Raises ConfigError for one that there is not."""
         config = without_foreign(config, "cuda", "text")
         directory, shape = locate(config)
         stored: dict[str, Any] = {"quantize": config.quantize, "store": DeviceStore("cuda")}
+        if format is not None:
+            if not config.dummy or format not in WEIGHT_FORMATS:
+                raise ConfigError(f"--format {format}: with --dummy, and one of {', '.join(WEIGHT_FORMATS)}")
+            shape = replace(shape, formats=InFormat(WEIGHT_FORMATS[format]))
         if config.dummy:
             weights = dummy_weights(shape, config.seed, **stored)
         else:
@@ -163,7 +170,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     roofs, shape_name = GpuRoofs.measured(), config.dummy or config.model
     begin = time.perf_counter()
-    model = Model.load(config)
+    model = Model.load(config, arguments.format)
     weights_s = time.perf_counter() - begin
     begin = time.perf_counter()
     engine = model.engine(parse_levers(config.lever), max(rows))
@@ -183,6 +190,8 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     context = arguments.prompt + arguments.output // 2
     measured = [decode_row(engine, model.shape, roofs, n, found, context) for n, found in decodes.items()]
     prefill = {n: prefill_row(model.shape, roofs, n, found) for n, found in prefills.items()}
+    if arguments.format or config.quantize:
+        shape_name += f"-{arguments.format or config.quantize}"
     title = (
         f"{shape_name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
     )

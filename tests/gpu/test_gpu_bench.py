@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from bench import tables
 from bench.kept import Runs
 from deltic.bench import gpu
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.models.qwen.shape import published_shape
 from deltic.runtime.gpu.text import GpuTextRunner
 
@@ -38,11 +38,14 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(gpu, "_need_gpu", lambda: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
-    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config: model))
+    load = gpu.Model.load
+    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, format: model))
     monkeypatch.setattr(gpu, "decode", decode)
     monkeypatch.setattr(gpu, "prefill_ms", prefill)
     out = tmp_path / "2026-01-01-h200"
-    arguments = argparse.Namespace(n="1,128", prompt=128, output=256, prefill="8192", rounds=3, out=str(out))
+    arguments = argparse.Namespace(
+        n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out)
+    )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
     assert order == [("decode", 1), ("decode", 128), *one_round * 3], "each number once before, then rounds"
@@ -52,6 +55,8 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     assert len(found["rows"][0]["round_ms"]) == len(found["prefill"]["8192"]["round_ms"]) == 3
     found["code"]["modified"] = False  # where this test runs the tree may have changes
     file.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match="--format Q9: with --dummy, and one of bf16, int8"):
+        load(EngineConfig(dummy="qwen3.5-27b"), "Q9")
     made = tables.gpu(Runs(tmp_path))
     assert "| qwen3.5-27b | 16.0 (13.0 .. 19.0) |" in made and "608 (605 .. 611) |" in made
     assert "128 prompt and 256 generated tokens each" in made

@@ -24,6 +24,7 @@ import pytest
 import triton
 
 from deltic.machine import n_usable_cpus
+from deltic.models.stored import InFormat
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import AttentionHeads
@@ -140,16 +141,6 @@ def test_what_a_chip_has() -> None:
 # What runs in the other processes.
 
 
-class _InFormat(dict[str, Any]):
-    """A checkpoint whose projections are all quantised in one format: what `stored_formats` gives of it."""
-
-    def __contains__(self, name: object) -> bool:
-        return "_proj" in str(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self["format"] if name in self else default
-
-
 @cache
 def _plan(model: str) -> Any:
     """A tiny model, or a published shape with all the memory it may want."""
@@ -179,7 +170,7 @@ def _jobs(model: str, format: str = "bf16") -> list[Any]:
 
     plan = _plan(model)
     if format != "bf16":
-        plan = replace(plan, shape=replace(plan.shape, formats=_InFormat(format=WEIGHT_FORMATS[format])))
+        plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
     try:
         return collect(plan, Levers())
     except KernelError:

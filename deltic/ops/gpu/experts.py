@@ -63,9 +63,9 @@ def block_of(k: int, format: int, most: int) -> int:
 @triton.constexpr_function
 def together(k: int, format: int, most: int, n_columns: int) -> int:
     """Blocks of K whose scales are fetched together, of a product with so many rows of x."""
-    if formats.CODES[format % 16] == "bf16":
+    codes, n_blocks = formats.CODES[format % 16], k // block_of(k, format, most)
+    if codes == "bf16" or (codes == "e4m3" and n_columns > 32):
         return 1
-    n_blocks = k // block_of(k, format, most)
     return next(n for n in (4 if n_columns <= 32 else 2, 2, 1) if n_blocks % n == 0)
 
 

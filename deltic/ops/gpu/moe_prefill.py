@@ -270,7 +270,11 @@ def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_l
     expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
     if n == 0:
         return
-    if n <= 64:
+    if p_x_scale is not None:  # of 8-bit products sums of a block stand beside all: there is room for 64 rows
+        for i in range(0, n, 64):
+            gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first + i, n - i, act_row + i, n_rows, i_tile,
+                         H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, FORMAT, UP)
+    elif n <= 64:
         gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                      H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, FORMAT, UP)
     else:
@@ -319,7 +323,11 @@ def prefill_down_kernel(acts, halves, weights, p_act, p_act_scale, p_w, p_counte
     expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
     if n == 0:
         return
-    if n <= 64:
+    if p_act_scale is not None:
+        for i in range(0, n, 64):
+            down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first + i, n - i, act_row + i, n_act, n_rows,
+                      i_tile, H, M, INNER, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K, FORMAT)
+    elif n <= 64:
         down_tile(halves, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first, n, act_row, n_act, n_rows, i_tile,
                   H, M, INNER, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K, FORMAT)
     else:
@@ -391,9 +399,10 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
         return tiles or moe_prefill_tiles()
     # 128 weight rows a program, of two pieces of each
     k, room = 64, min(100 * 1024, chip().shared_bytes - 2048)
-    largest = max(stage_bytes(128, w.k, piece.format, k, TILE) for piece in w.pieces)
     if is_e4m3(w):
-        largest = 2 * 128 * TILE
+        stages = chip().stages(128 * (128 + 64), 3, beside=8192)
+        return MoePrefillTiles(block_f=64, up_warps=4, up_stages=stages, down_warps=4, down_stages=stages)
+    largest = max(stage_bytes(128, w.k, piece.format, k, TILE) for piece in w.pieces)
     stages = max(2, min(4, room // largest))
     return MoePrefillTiles(
         block_f=64 * len(w.pieces), up_warps=8, up_stages=stages, up_k=k, down_warps=8, down_stages=stages, down_k=k
