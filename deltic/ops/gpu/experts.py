@@ -18,6 +18,7 @@ from deltic.ops import formats
 from deltic.ops.contract import check
 from deltic.ops.formats import WeightFormat
 from deltic.ops.gpu.decode import address, codes_at, load_codes, load_more_scales, matrix_elements, rows_from
+from deltic.ops.gpu.fp8 import load_more_scales_once
 from deltic.ops.gpu.operands import add_block
 from deltic.ops.matrix import Matrix, Piece
 
@@ -64,7 +65,7 @@ def block_of(k: int, format: int, most: int) -> int:
 def together(k: int, format: int, most: int, n_columns: int) -> int:
     """Blocks of K whose scales are fetched together, of a product with so many rows of x."""
     codes, n_blocks = formats.CODES[format % 16], k // block_of(k, format, most)
-    if codes == "bf16" or (codes == "e4m3" and n_columns > 32):
+    if codes == "bf16" or (codes == "e4m3" and n_columns > 32):  # sums of a block take the registers
         return 1
     return next(n for n in (4 if n_columns <= 32 else 2, 2, 1) if n_blocks % n == 0)
 
@@ -121,19 +122,22 @@ def product_of_rows(
         ahead = load_more_scales(w, tl.full((), STEP if STEP < K else 0, tl.int32), N, BLOCK_K, CODES, SCALES, GROUP)
         for i in tl.static_range(N):
             b_acc = add_block(
-                b_acc, codes[i] + scales[i], p_x_tile + i * BLOCK_K, None, b_used, BLOCK_K, CODES, SCALES, GROUP
+                b_acc, codes[i] + scales[i], p_x_tile + i * BLOCK_K, 0, b_used, BLOCK_K, CODES, SCALES, GROUP
             )
         scales = ahead
+    x_scales = load_more_scales_once(p_x_scale, scale_step, N)
     for i_step in range(STEP if AHEAD else 0, K, STEP):
-        ahead = load_more_scales(w, tl.minimum(i_step + STEP, K - STEP), N, BLOCK_K, CODES, SCALES, GROUP)
+        i_next = tl.minimum(i_step + STEP, K - STEP)
+        ahead = load_more_scales(w, i_next, N, BLOCK_K, CODES, SCALES, GROUP)
+        p_x_next = p_x_scale
+        if p_x_scale is not None:
+            p_x_next = p_x_scale + tl.cast(i_next // BLOCK_K, tl.int64) * scale_step
+        x_ahead = load_more_scales_once(p_x_next, scale_step, N)
         for i in tl.static_range(N):
             i_k = i_step + i * BLOCK_K
-            p_scale = p_x_scale
-            if p_x_scale is not None:
-                p_scale = p_x_scale + tl.cast(i_k // BLOCK_K, tl.int64) * scale_step
             block = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + scales[i]
-            b_acc = add_block(b_acc, block, p_x_tile + i_k, p_scale, b_used, BLOCK_K, CODES, SCALES, GROUP)
-        scales = ahead
+            b_acc = add_block(b_acc, block, p_x_tile + i_k, x_scales[i], b_used, BLOCK_K, CODES, SCALES, GROUP)
+        scales, x_scales = ahead, x_ahead
     return b_acc
 
 

@@ -111,17 +111,6 @@ def round_rows(x: Tensor, rows: Fp8Rows, block_k: int, *, levers: Levers) -> Non
 
 
 @triton.jit
-def load_rows(p_x_tile, p_x_scale, b_used):
-    """Codes and scales of rows that are codes already, or bfloat16: then p_x_scale is None."""
-    if p_x_scale is None:
-        b_codes, b_scale = rounded(tl.load(p_x_tile, mask=b_used[:, None], other=0.0))
-    else:
-        b_codes = tl.load(p_x_tile, mask=b_used[:, None], other=0.0)
-        b_scale = load_scales_once(p_x_scale)
-    return b_codes, b_scale
-
-
-@triton.jit
 def _side(b_codes):
     """Codes as an operand; where tensor cores do not take them the same in bfloat16."""
     b_side = b_codes
@@ -137,6 +126,18 @@ def load_scales_once(p_scale):
     """
     b_scale, _ = tl.split(tl.load(p_scale[:, None] + tl.arange(0, 2)[None, :] * 0))
     return b_scale
+
+
+@triton.jit
+def load_more_scales_once(p_scale, step, N: tl.constexpr):
+    """Of N blocks, `step` apart; zeros in the place of scales where p_scale is None."""
+    scales: tl.tuple = ()
+    for i in tl.static_range(N):
+        if p_scale is None:
+            scales += (tl.full((), 0, tl.int32),)
+        else:
+            scales += (load_scales_once(p_scale + tl.cast(i * step, tl.int64)),)
+    return scales
 
 
 @triton.jit
@@ -197,7 +198,7 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
 def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
     """Whether the vendor's library has this product: on Hopper, by blocks of 128."""
     shaped = piece.k % 128 == 0 and piece.n % 16 == 0 and piece.format.group in (0, 128)
-    return shaped and out.is_contiguous() and out.dtype == torch.bfloat16 and chip().is_hopper and not INTERPRETED
+    return shaped and out.stride(1) == 1 and out.dtype == torch.bfloat16 and chip().is_hopper and not INTERPRETED
 
 
 def fp8_linear(

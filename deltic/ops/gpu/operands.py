@@ -50,7 +50,7 @@ from deltic.ops.gpu.decode import (
     values,
     zero_of,
 )
-from deltic.ops.gpu.fp8 import add_fp8_block, load_rows
+from deltic.ops.gpu.fp8 import add_fp8_block, rounded
 from deltic.ops.gpu.launch import INTERPRETED, launch
 from deltic.ops.matrix import Piece
 
@@ -162,7 +162,7 @@ def _packed(block, HALF: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr
 
 
 @triton.jit
-def _rounded(b_x):
+def _near(b_x):
     return b_x.to(tl.bfloat16).to(tl.float32)
 
 
@@ -176,11 +176,11 @@ def operand(block, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.conste
         all: tl.tuple = ()
         for j in tl.static_range(8):
             b_value = code(block, j, CODES, SCALES)
-            b_scale = spread(_rounded(scale_of(block, j * HALVES // 8, SCALES)), BLOCK_K)
+            b_scale = spread(_near(scale_of(block, j * HALVES // 8, SCALES)), BLOCK_K)
             if has_zero(SCALES):
                 b_value = (b_value - spread(least_of(block, j * HALVES // 8, SCALES), BLOCK_K)) * b_scale
             elif has_least(SCALES):
-                b_least = spread(_rounded(least_of(block, j * HALVES // 8, SCALES)), BLOCK_K)
+                b_least = spread(_near(least_of(block, j * HALVES // 8, SCALES)), BLOCK_K)
                 b_value = tl.fma(b_value, b_scale, b_least)
             else:
                 b_value = b_value * b_scale
@@ -217,14 +217,16 @@ def _ended(b_sum):
 
 @triton.jit
 def add_block(
-    b_acc, block, p_x_tile, p_x_scale, b_used, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
+    b_acc, block, p_x_tile, b_x_scale, b_used, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """b_acc + W x^T: float32 [M, N], a block of W [M, BLOCK_K] and the rows of x at p_x_tile [N, BLOCK_K], those
-    in use. x: bfloat16 and p_x_scale None; or beside e4m3 codes, and p_x_scale [N] the scales of this block.
+    in use. x: bfloat16; or beside e4m3 codes, and b_x_scale [N] the scales of this block.
     """
     if CODES == E4M3:
-        b_x, b_x_scale = load_rows(p_x_tile, p_x_scale, b_used)
+        b_x = tl.load(p_x_tile, mask=b_used[:, None], other=0.0)
+        if b_x.dtype == tl.bfloat16:
+            b_x, b_x_scale = rounded(b_x)
         b_sum = add_fp8_block(b_acc, block[0], block[2], b_x, b_x_scale)
     else:
         b_x = tl.trans(tl.load(p_x_tile, mask=b_used[:, None], other=0.0))

@@ -154,7 +154,8 @@ def unpack(piece: Piece) -> Tensor:
 
 def _random(format: WeightFormat, values: Array) -> Quantised:
     """Rows of random codes, the low bits of bfloat16 values [n, k], with one scale that makes them about as
-    large.
+    large. Its sign changes from row to row, where it has one: codes have not quite the mean 0, and a mean that
+    all rows share would grow from layer to layer until all tokens are alike.
     """
     n, dtypes, sizes = len(values), format.dtypes, format.sizes(values.shape[1])
     codes = values.view(np.uint8)[:, ::2] & np.uint8((1 << min(format.bits, 8)) - 1)
@@ -168,9 +169,12 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
     least = {"k": 32, "e4m3": None}.get(kind, -step * half if with_ == "least" else 0 if format.bits == 8 else middle)
     outer = [step / 32, step * half / 32][: 1 + bool(with_)] if kind == "k" else [2 * step, 1]
     filled: list[Any] = [
-        None if dtype is None or size is None else np.broadcast_to(np.array(value, dtype), (n, *size))
+        None if dtype is None or size is None else np.broadcast_to(np.array(value, dtype), (n, *size)).copy()
         for value, dtype, size in zip((scale, least, outer), dtypes, sizes, strict=True)
     ]
+    signed = [part for part, dtype in zip(filled, dtypes, strict=True) if dtype is not None and np.dtype(dtype).kind in "fV"]
+    for part in signed:
+        part[::2] *= -1
     return Quantised(format, codes, *filled)
 
 
