@@ -69,8 +69,8 @@ def formats_of(tensors: Mapping[str, StoredTensor]) -> dict[str, WeightFormat]:
 
 
 class InFormat(dict[str, WeightFormat]):
-    """`formats_of` a checkpoint whose projections are all in one format, as published ones are; embedding, head
-    and routers are not, nor are the DeltaNet's b and a. For random weights.
+    """`formats_of` a checkpoint whose projections are all in one format, as published ones are; embedding,
+    head and routers are not, nor are the DeltaNet's b and a. For random weights.
     """
 
     def __init__(self, format: WeightFormat) -> None:

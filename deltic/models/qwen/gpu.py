@@ -142,7 +142,10 @@ def decode_buffers(
 def prefill_buffers(
     shape: ModelShape, codes: Collection[str], n_blocks: int, n_segments: int, allocate: Allocate
 ) -> PrefillBuffers:
-    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments, of weights in these codes."""
+    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments.
+
+    codes: those of the weights.
+    """
     f32, bf16 = torch.float32, torch.bfloat16
     t, h, heads = n_blocks * BLOCK, shape.hidden_size, shape.heads
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim

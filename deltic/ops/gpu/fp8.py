@@ -1,11 +1,11 @@
 """Products of e4m3 weights with rows that are rounded to e4m3 as well, as the published FP8 checkpoints mean
 it (`weight_block_size`, dynamic activations): tensor cores multiply 8 bits twice as fast as 16.
 
-A row is rounded by BLOCK_K columns, `k_block` of the columns that are walked: 128, or what divides them. Their
-scale is the largest magnitude / 448, rounded up to a power of two: no division, and e4m3 loses nothing by it but
-one of its 17 powers of two below. A product's sums of BLOCK_K are added in float32, multiplied with both
-scales, in order of K: the tensor cores' own sums of 8-bit products keep 14 bits or so. So BLOCK_K is part of
-what defines the bits.
+A row is rounded by BLOCK_K columns, `k_block` of the columns that are walked: 128, or what divides them.
+Their scale is the largest magnitude / 448, rounded up to a power of two: that takes no division, and costs
+e4m3 one of its 17 powers of two, below. A product's sums of BLOCK_K are added in float32, multiplied with
+both scales, in order of K: the tensor cores' own sums of 8-bit products keep 14 bits or so. So BLOCK_K is
+part of what defines the bits.
 
 A narrow product rounds rows on their way; of more than ROUNDED_ROWS they are rounded once, before it, to the
 same codes. A wide product runs in the vendor's library where it has one (Hopper), else here.
@@ -41,7 +41,7 @@ class Fp8Rows:
 
     codes: Tensor  # uint8, flat [T, K]
     scale: Tensor  # float32, flat [K / BLOCK_K, T]
-    weight_scale: Tensor  # float32, flat [K / 128, M]: the vendor's library wants the one scale of a row for each block
+    weight_scale: Tensor  # float32, flat [K / 128, M]: where a row has one, for the vendor's library
 
 
 def fp8_rows(name: str, n_rows: int, width: int, allocate: Allocate, largest: int = 0) -> Fp8Rows:
@@ -121,8 +121,9 @@ def _side(b_codes):
 
 @triton.jit
 def load_scales_once(p_scale):
-    """[N]. Each is loaded twice: of as many as there are threads Triton loads one a thread, and brings them to
-    where they are multiplied by way of shared memory; of fewer each thread would load all that it multiplies.
+    """[N]. Each is loaded twice: of as many as there are threads Triton loads one a thread, and brings them
+    to where they are multiplied by way of shared memory; of fewer each thread would load all that it
+    multiplies.
     """
     b_scale, _ = tl.split(tl.load(p_scale[:, None] + tl.arange(0, 2)[None, :] * 0))
     return b_scale
@@ -188,11 +189,12 @@ class Fp8Tile:
 
 
 def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
-    """The largest tile that still gives every SM one. One whose sums leave registers to a second is as fast as
-    one of twice the size.
+    """The largest tile that still gives every SM one. One whose sums leave registers to a second is as fast
+    as one of twice the size.
     """
     block_m = next(b for b in (256, 128, 64) if b == 64 or -(-t // 64) * -(-m // b) >= chip().n_sms - 12)
-    return Fp8Tile(64, block_m, max(4, block_m // 32), max(2, chip().stages(block_k * (64 + block_m), 3, beside=8192)))
+    warps = max(4, block_m // (32 if chip().multiplies_from_shared else 16))
+    return Fp8Tile(64, block_m, warps, max(2, chip().stages(block_k * (64 + block_m), 3, beside=8192)))
 
 
 def vendor_multiplies(piece: Piece, out: Tensor) -> bool:

@@ -132,8 +132,8 @@ def matmul_slices(x: Tensor, w: Tensor, out: Tensor) -> None:
 
 def scaled_matmul(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor) -> None:
     """out[t, m] = the sum over blocks of 128 of K of (sum of x[t, k] w[m, k]) x_scale[block, t]
-    w_scale[block, m], by the vendor's library: e4m3 codes as uint8 [T, K] and [M, K], float32 scales, bfloat16
-    out.
+    w_scale[block, m], by the vendor's library: e4m3 codes as uint8 [T, K] and [M, K], float32 scales,
+    bfloat16 out.
     """
     launches.n += 1
     if launches.compile_only:

@@ -288,8 +288,8 @@ def is_rounded(n: int, format: WeightFormat) -> bool:
 def _multiply(
     x: Tensor, piece: Piece, out: Tensor, swiglu: bool, levers: Levers, config: Narrow | None, rows: Fp8Rows | None = None
 ) -> None:
-    """The narrow kernel. out: [S, N, M] float32, or [N, M] (of SwiGLU [N, M / 2]), S = 1. rows: x rounded, for
-    e4m3, by blocks of a slice.
+    """The narrow kernel. out: [S, N, M] float32, or [N, M] (of SwiGLU [N, M / 2]), S = 1. rows: x rounded,
+    for e4m3, by blocks of a slice.
     """
     (n, k), m, splits = x.shape, piece.n, out.shape[0] if out.ndim == 3 else 1
     is_bf16 = piece.format.codes == "bf16"
@@ -315,7 +315,7 @@ def _multiply(
 
 
 def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
-    """x rounded into `rows` where w has e4m3 and there are more rows than a narrow product rounds by itself."""
+    """x rounded into `rows` where w has e4m3, and more rows than a narrow product rounds by itself."""
     if len(x) <= ROUNDED_ROWS or all(piece.format.codes != "e4m3" for piece in w.pieces):
         return None
     assert rows is not None
@@ -434,7 +434,8 @@ def wide_linear(
 
     x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
     are independent of each other, bit for bit. They have the bits of an unsplit narrow_linear, but for e4m3.
-    scratch: where w is quantised. config: for measurements, of bf16. Raises KernelError for weights in strips.
+    scratch: where w is quantised. config: for measurements, of bf16.
+    Raises KernelError for weights in strips.
     """
     (t, k), m = x.shape, w.n
     check("linear", x.dtype == torch.bfloat16, "bfloat16 x")

@@ -220,8 +220,8 @@ def add_block(
     b_acc, block, p_x_tile, b_x_scale, b_used, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """b_acc + W x^T: float32 [M, N], a block of W [M, BLOCK_K] and the rows of x at p_x_tile [N, BLOCK_K], those
-    in use. x: bfloat16; or beside e4m3 codes, and b_x_scale [N] the scales of this block.
+    """b_acc + W x^T: float32 [M, N], a block of W [M, BLOCK_K] and the rows of x at p_x_tile [N, BLOCK_K],
+    those in use. x: bfloat16; or beside e4m3 codes, and b_x_scale [N] the scales of this block.
     """
     if CODES == E4M3:
         b_x = tl.load(p_x_tile, mask=b_used[:, None], other=0.0)

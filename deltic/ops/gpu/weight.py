@@ -76,7 +76,8 @@ def _of_rows(piece: Piece) -> dict[str, Tensor]:
 
 
 def _side_by_side(unit: Tensor, bits: int) -> Tensor:
-    """[..., 8] numbers of 1, 2 or 4 bits as bytes [..., bits]: 0, 2, 4, 6, 1, 3, 5, 7, from the lowest bit on."""
+    """[..., 8] numbers of 1, 2 or 4 bits as bytes [..., bits]: 0, 2, 4, 6, 1, 3, 5, 7, the lowest bit first.
+    """
     in_order = unit[..., [0, 2, 4, 6, 1, 3, 5, 7]]
     each = in_order.view(*unit.shape[:-1], bits, 8 // bits) << torch.arange(0, 8, bits, dtype=torch.uint8, device=unit.device)
     return each.sum(-1, dtype=torch.uint8)
@@ -154,8 +155,8 @@ def unpack(piece: Piece) -> Tensor:
 
 def _random(format: WeightFormat, values: Array) -> Quantised:
     """Rows of random codes, the low bits of bfloat16 values [n, k], with one scale that makes them about as
-    large. Its sign changes from row to row, where it has one: codes have not quite the mean 0, and a mean that
-    all rows share would grow from layer to layer until all tokens are alike.
+    large. Its sign changes from row to row, where it has one: codes have not quite the mean 0, and a mean
+    that all rows share would grow from layer to layer until all tokens are alike.
     """
     n, dtypes, sizes = len(values), format.dtypes, format.sizes(values.shape[1])
     codes = values.view(np.uint8)[:, ::2] & np.uint8((1 << min(format.bits, 8)) - 1)
