@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,15 +31,18 @@ def vector(part: Any) -> Tensor:
     return part.cpu() if isinstance(part, Tensor) else tensor_of(part)
 
 
-def plain(weights: Weights) -> Any:
-    """The same structure with tensors in the place of matrices, and the shared expert's gate apart from the router."""
+def plain(weights: Weights, of_matrix: Callable[[Matrix], Any] = rows) -> Any:
+    """The same structure with tensors in the place of matrices, and the shared expert's gate apart from the router.
+
+    of_matrix: what stands in the place of a matrix, if not `rows`.
+    """
 
     def fields(owner: Any) -> Any:
         out = type(owner).__new__(type(owner))
         for field in dataclasses.fields(owner):
             value = getattr(owner, field.name)
             if isinstance(value, Matrix):
-                value = rows(value)
+                value = of_matrix(value)
             elif dataclasses.is_dataclass(value):
                 value = fields(value)
             else:
@@ -49,8 +53,8 @@ def plain(weights: Weights) -> Any:
         return out
 
     return SimpleNamespace(
-        embed=rows(weights.embed),
+        embed=of_matrix(weights.embed),
         norm=vector(weights.norm),
-        lm_head=rows(weights.lm_head),
+        lm_head=of_matrix(weights.lm_head),
         layers=[fields(layer) for layer in weights.layers],
     )
