@@ -2,8 +2,8 @@
 
 A model declares each part once (`Declaration`): sizes, and the stored tensors that fill it, whose formats it
 keeps. From this follow empty weights, their bytes, and the plan of loading: stored tensors are checked
-against the files, put together one matrix at a time from mapped memory, and packed at once, so the peak stays
-near the size of the packed weights.
+against the files, and put together from mapped memory a block of rows at a time, on several threads. A block
+is packed at once, so the peak stays near the size of the packed weights.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import dataclasses
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -67,9 +69,10 @@ Unused = Mapping[str, tuple[str, ...]]
 _ALL_USED: Unused = MappingProxyType({})
 
 _BLOCK = 1 << 22
-"""Weights of one stored tensor that are read and packed at a time: they are larger in between, and stay
-in the caches.
-"""
+"""Weights that a thread reads and packs at a time: they are larger in between, and stay in the caches."""
+
+_MOST_THREADS = 8
+"""That read: Python's lock keeps more of them waiting."""
 
 _DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
 
@@ -181,12 +184,17 @@ class Store(Protocol):
     def layout(self) -> Layout:
         """Of the matrices."""
 
+    @property
+    def n_threads(self) -> int:
+        """How many may put values at once."""
+
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Uninitialised memory of a part."""
 
-    def put(self, part: Any | Piece, rows: Array | Quantised) -> None:
-        """Stores rows on the host, [all rows, k], in a vector or table, or packed in a piece of one matrix:
-        bfloat16, quantised as the piece's format says, or in that format.
+    def put(self, part: Any | Piece, rows: Array | Quantised, first: int = 0) -> None:
+        """Stores rows on the host, [rows, k], in a vector or table, or packed in a piece: bfloat16, quantised
+        as the piece's format says, or in that format. first: where in the piece, at whole strips; of several
+        matrices: as many rows for each.
         """
 
     def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
@@ -205,12 +213,17 @@ class Host:
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Array:
         return zeros(size, dtype)
 
-    def put(self, part: Any | Piece, rows: Array | Quantised) -> None:
-        if isinstance(part, Piece):
-            part.pack(rows, self.n_threads)
-        else:
+    def put(self, part: Any | Piece, rows: Array | Quantised, first: int = 0) -> None:
+        if not isinstance(part, Piece):
             assert not isinstance(rows, Quantised)
             copy(part.reshape(rows.shape), rows)
+            return
+        rows = rows if isinstance(rows, Quantised) else _rows(rows, part.k)
+        n = len(rows) // part.n_matrices
+        for i in range(part.n_matrices):
+            some = slice(i * n, (i + 1) * n)
+            own = rows.take(some) if isinstance(rows, Quantised) else rows[some]
+            part.one(i).rows(first, first + n).pack(own, self.n_threads)
 
     def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
         n = part.n_matrices * part.n * part.k if isinstance(part, Piece) else part.size
@@ -219,11 +232,7 @@ class Host:
         copy(flat[:at], block[offset : offset + at])
         for begin in range(at, n, len(block)):
             copy(flat[begin : begin + len(block)], block[: n - begin])
-        if not isinstance(part, Piece):
-            self.put(part, flat)
-            return
-        for i, rows in enumerate(flat.reshape(part.n_matrices, -1)):
-            self.put(part.one(i), rows)
+        self.put(part, flat)
 
 
 class Counted(Host):
@@ -255,22 +264,23 @@ class Stored:
     shape: tuple[int, ...] = ()
     """As stored; (): [all rows, K]."""
 
-    def read(self, tensor: StoredTensor, i: int, n_matrices: int, begin: int, end: int) -> Array | Quantised:
-        """Its rows of a part, [all sizes together, K]; of a tensor of several matrices those of matrix i.
-        begin and end: not all of them, where it is one group.
+    def runs(self, i: int, n_matrices: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Ranges of the tensor's rows that are rows [begin, end) of a part; of a tensor of several matrices
+        those of matrix i.
         """
-        n = sum(self.sizes) // n_matrices
         if self.n_groups == 1:
-            first = self.first + i * n
-            return tensor.read(first + begin, first + min(end, n))
-        n_rows = math.prod(self.shape[:-1])
-        group = np.arange(0, n_rows, n_rows // self.n_groups)[:, None]
-        start, order = self.first, []
+            first = self.first + i * (sum(self.sizes) // n_matrices)
+            yield first + begin, first + end
+            return
+        height, first, at = math.prod(self.shape[:-1]) // self.n_groups, self.first, 0
         for size in self.sizes:
-            order.append((group + np.arange(start, start + size // self.n_groups)).reshape(-1))
-            start += size // self.n_groups
-        rows, index = tensor.read(0, n_rows), np.concatenate(order)
-        return rows.take(index) if isinstance(rows, Quantised) else _rows(rows, self.shape[-1])[index]
+            share, row = size // self.n_groups, max(begin, at)
+            while row < min(end, at + size):
+                group, within = divmod(row - at, share)
+                n, start = min(share - within, end - row), group * height + first + within
+                yield start, start + n
+                row += n
+            first, at = first + share, at + size
 
 
 def _rows(values: Array, k: int) -> Array:
@@ -289,9 +299,17 @@ class Planned:
     minus: float = 0.0
     """What is subtracted from every value."""
 
-    @property
-    def n_rows(self) -> int:
-        return sum(sum(stored.sizes) for stored in self.stored)
+    def runs(self, n_matrices: int, i: int, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
+        """Names of stored tensors and ranges of their rows: together rows [begin, end) of matrix i."""
+        in_one = max(1, len(self.stored) // n_matrices)
+        shared = n_matrices if in_one == len(self.stored) else 1  # matrices in one stored tensor
+        at = 0
+        for one in self.stored if shared > 1 else self.stored[i * in_one : (i + 1) * in_one]:
+            n = sum(one.sizes) // shared
+            if at < end and begin < at + n:
+                for run in one.runs(i if shared > 1 else 0, shared, max(begin - at, 0), min(end - at, n)):
+                    yield one.name, *run
+            at += n
 
 
 class Declaration:
@@ -396,67 +414,93 @@ def stored_formats(directory: Path, unused: Unused = _ALL_USED) -> dict[str, Wei
 def copy_parts(
     plan: list[Planned], tensors: Mapping[str, StoredTensor], store: Store, progress: Progress | None
 ) -> None:
-    """Puts every part together, a matrix a piece at a time, and stores it."""
+    """Puts every part together, a matrix a block at a time, and stores it."""
     total, done = sum(_n_bytes(part.target) for part in plan), 0
-    for part in plan:
-        if isinstance(part.target, Matrix):
-            for n_bytes in _copy_matrix(part, part.target, tensors, store):
-                done += n_bytes
-                if progress is not None:
-                    progress(done, total)
-            continue
-        target, n = part.target, part.n_rows
-        width = math.prod(target.shape[1:])
-        in_place = isinstance(target, np.ndarray)
-        rows: Array = target.reshape(n, width) if in_place else np.empty((n, width), part.dtype)
-        (stored,) = part.stored
-        found = tensors[stored.name].read(0, math.prod(stored.shape[:-1]))
-        assert not isinstance(found, Quantised)  # check_plan
-        copy(rows, found.reshape(n, width))
-        if part.minus:
-            rows -= np.float32(part.minus)
-        if not in_place:
-            store.put(target, rows)
-        done += target.nbytes
+    for n_bytes in _done(
+        (job for part in plan for job in _jobs(part, tensors, store)), min(store.n_threads, _MOST_THREADS)
+    ):
+        done += n_bytes
         if progress is not None:
             progress(done, total)
 
 
-def _copy_matrix(part: Planned, target: Matrix, tensors: Mapping[str, StoredTensor], store: Store) -> Iterator[int]:
-    """Stores a matrix, or several; gives the bytes of each piece that is done."""
-    n_matrices = target.n_matrices
-    in_one = max(1, len(part.stored) // n_matrices)
-    shared = n_matrices if in_one == len(part.stored) else 1  # matrices in one stored tensor
-    for i in range(n_matrices):
-        stored = list(part.stored if shared > 1 else part.stored[i * in_one : (i + 1) * in_one])
-        for piece in target.pieces:
-            n, own = 0, list[Stored]()
-            while n < piece.n:
-                own.append(stored.pop(0))
-                n += sum(own[-1].sizes) // shared
-            step = piece.n
-            if len(own) == 1 and own[0].n_groups == 1 and piece.layout == "strips":
-                step = max(_BLOCK // piece.k // STRIP, 1) * STRIP
+def _done(jobs: Iterable[Callable[[], int]], n_threads: int) -> Iterator[int]:
+    """What jobs give, in their order. Some more than the threads are made at a time."""
+    waiting = deque[Future[int]]()
+    with ThreadPoolExecutor(n_threads, "load") as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(job))
+                if len(waiting) > 2 * n_threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _jobs(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> Iterator[Callable[[], int]]:
+    """Each reads and stores a block of the part, and gives its bytes there."""
+    target = part.target
+    if not isinstance(target, Matrix):
+        yield partial(_copy_values, part, tensors, store)
+        return
+    top = 0
+    for piece in target.pieces:
+        step = max(_BLOCK // piece.k // STRIP, 1) * STRIP
+        together = max(_BLOCK // piece.k // piece.n, 1)
+        for i in range(0, piece.n_matrices, together):
+            some = dataclasses.replace(piece, data=piece.data[i : i + together])
             for begin in range(0, piece.n, step):
                 end = min(begin + step, piece.n)
-                run = piece.one(i) if step >= piece.n else piece.one(i).rows(begin, end)
-                nth = i if shared > 1 else 0
-                store.put(run, _joined([one.read(tensors[one.name], nth, shared, begin, end) for one in own], run))
-                yield run.data.nbytes
+                runs = [
+                    run
+                    for one in range(i, i + some.n_matrices)
+                    for run in part.runs(target.n_matrices, one, top + begin, top + end)
+                ]
+                yield partial(_copy_rows, some, begin, end, runs, tensors, store)
+        top += piece.n
 
 
-def _joined(found: list[Array | Quantised], piece: Piece) -> Array | Quantised:
-    """The rows of a piece, one run below the other: bfloat16, or in its format."""
+def _copy_rows(
+    piece: Piece,
+    begin: int,
+    end: int,
+    runs: list[tuple[str, int, int]],
+    tensors: Mapping[str, StoredTensor],
+    store: Store,
+) -> int:
+    """Stores rows [begin, end) of each matrix of a piece; gives their part of its bytes."""
+    found = [tensors[name].read(*run) for name, *run in runs]
     quantised = [rows for rows in found if isinstance(rows, Quantised)]
     if quantised:
-        return Quantised.joined(quantised)
-    rows, begin = np.empty((piece.n, piece.k), bfloat16), 0
-    for values in found:
-        assert not isinstance(values, Quantised)
-        values = _rows(values, piece.k)
-        copy(rows[begin : begin + len(values)], values)
-        begin += len(values)
-    return rows
+        store.put(piece, Quantised.joined(quantised), begin)
+    else:
+        rows, at = np.empty((piece.n_matrices * (end - begin), piece.k), bfloat16), 0
+        for values in found:
+            assert not isinstance(values, Quantised)
+            values = _rows(values, piece.k)
+            copy(rows[at : at + len(values)], values)
+            at += len(values)
+        store.put(piece, rows, begin)
+    n_bytes: int = piece.data.nbytes
+    return n_bytes * end // piece.n - n_bytes * begin // piece.n
+
+
+def _copy_values(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> int:
+    """Stores a vector or table; gives its bytes."""
+    (stored,), target = part.stored, part.target
+    size = sum(stored.sizes), math.prod(target.shape[1:])
+    in_place = isinstance(target, np.ndarray)
+    rows: Array = target.reshape(size) if in_place else np.empty(size, part.dtype)
+    found = tensors[stored.name].read(0, math.prod(stored.shape[:-1]))
+    assert not isinstance(found, Quantised)  # check_plan
+    copy(rows, found.reshape(size))
+    if part.minus:
+        rows -= np.float32(part.minus)
+    if not in_place:
+        store.put(target, rows)
+    return _n_bytes(target)
 
 
 def _n_bytes(part: Any | Matrix) -> int:

@@ -74,7 +74,10 @@ def read_header(file: Path, advice: str = "") -> tuple[dict[str, Header], dict[s
 
 
 class MappedFiles:
-    """Reads tensors of any number of files, which stay mapped for as long as an array of them is used."""
+    """Reads tensors of any number of files, which stay mapped for as long as an array of them is used.
+
+    Several threads may read.
+    """
 
     def __init__(self) -> None:
         self._mapped: dict[Path, mmap.mmap] = {}
@@ -91,10 +94,11 @@ class MappedFiles:
         if not n_bytes:
             return np.empty(header.shape, DTYPES[header.dtype])
         try:
-            if header.file not in self._mapped:
+            mapped = self._mapped.get(header.file)
+            if mapped is None:
                 with header.file.open("rb") as file:
-                    self._mapped[header.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            flat = np.frombuffer(self._mapped[header.file], np.uint8, n_bytes, header.begin)
+                    mapped = self._mapped[header.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            flat = np.frombuffer(mapped, np.uint8, n_bytes, header.begin)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{header.file}: cannot be read ({error}); {mending(header.file)}") from error
         self._n_read += n_bytes

@@ -126,6 +126,9 @@ class Quantised:
     least: Array | None = None
     outer: Array | None = None
 
+    def __len__(self) -> int:
+        return len(self.codes)
+
     def take(self, rows: Array | slice) -> Quantised:
         """These rows, in this order."""
         least, outer = (None if part is None else part[rows] for part in (self.least, self.outer))

@@ -10,16 +10,13 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
+from deltic.machine import n_usable_cpus
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.formats import Quantised, WeightFormat
 from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.quantise import MADE, quantise
 from deltic.ops.matrix import Layout, Matrix, Piece, planes
-
-_CHUNK = 1 << 25
-"""Weights that are packed at a time: it takes up to 50 bytes for each."""
-
 
 def rows_of(operator: str, w: Matrix | Piece) -> Tensor:
     """The matrix itself, bfloat16 [n, k], of several matrices [n_matrices, n, k], for an operator whose
@@ -45,13 +42,16 @@ def is_bf16(w: Matrix) -> bool:
 
 def to_device(array: Array, device: torch.device | str) -> Tensor:
     """The array as a tensor on the device, on "meta" only its size."""
-    if torch.device(device).type == "meta":
+    kind = torch.device(device).type
+    if kind == "meta":
         return torch.empty(array.shape, dtype=_dtype(array.dtype), device=device)
-    if not array.flags.writeable:  # of a mapped file; torch has no such tensors
-        array = array.copy()
-    if array.dtype == bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(array).to(device)
+    plain = array.view(np.int16) if array.dtype == bfloat16 else array
+    if kind == "cuda":  # through memory that the device reads by itself
+        host = torch.empty(plain.shape, dtype=_dtype(plain.dtype), pin_memory=True)
+        host.numpy()[...] = plain
+    else:  # torch has no tensors that are only read, as mapped files are
+        host = torch.from_numpy(plain if plain.flags.writeable else plain.copy())
+    return (host.view(torch.bfloat16) if plain is not array else host).to(device, non_blocking=True)
 
 
 def _dtype(dtype: DTypeLike) -> torch.dtype:
@@ -63,84 +63,96 @@ def _dtype(dtype: DTypeLike) -> torch.dtype:
 
 
 def _of_rows(piece: Piece) -> dict[str, Tensor]:
-    """The parts of one matrix as bytes, rows first: codes [n, bytes], scales [n, groups, bytes of one]."""
-    found, data = {}, piece.data.view(-1)
-    itemsize = dict(zip(("scale", "least", "outer"), piece.format.dtypes, strict=True))
+    """The parts, rows first: codes, bytes [n_matrices, n, bytes of a row]; scales as integers of their width
+    [n_matrices, n, groups].
+    """
+    found, data = {}, piece.data.view(piece.n_matrices, -1)
+    dtypes = dict(zip(("scale", "least", "outer"), piece.format.dtypes, strict=True))
     for name, (at, size) in planes(piece.n, piece.k, piece.format).items():
-        plane = data[at : at + size]
-        if name in itemsize:
-            found[name] = plane.view(-1, piece.n, np.dtype(itemsize[name]).itemsize).transpose(0, 1)
+        plane = data[:, at : at + size]
+        if name in dtypes:
+            plane = plane.view(_integer(np.dtype(dtypes[name]).itemsize))
+            found[name] = plane.view(piece.n_matrices, -1, piece.n).transpose(1, 2)
         else:
-            found[name] = plane.view(piece.n, -1)
+            found[name] = plane.view(piece.n_matrices, piece.n, -1)
     return found
 
 
-def _side_by_side(unit: Tensor, bits: int) -> Tensor:
-    """[..., 8] numbers of 1, 2 or 4 bits as bytes [..., bits]: 0, 2, 4, 6, 1, 3, 5, 7, the lowest bit first.
-    """
-    in_order = unit[..., [0, 2, 4, 6, 1, 3, 5, 7]]
-    each = in_order.view(*unit.shape[:-1], bits, 8 // bits) << torch.arange(0, 8, bits, dtype=torch.uint8, device=unit.device)
-    return each.sum(-1, dtype=torch.uint8)
+def _integer(itemsize: int) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[itemsize]
+
+
+def _lanes(value: int, n_bytes: int = 2) -> int:
+    """An int64 with the value in each lane of so many bytes."""
+    return int.from_bytes(value.to_bytes(n_bytes, "little") * (8 // n_bytes), "little", signed=True)
+
+
+def _side_by_side(units: Tensor, shift: int, mask: int, bits: int) -> Tensor:
+    """int64 [...] of [..., 4]: what the mask takes of each, shifted to the right before, side by side."""
+    found = units[..., 0] >> shift & mask
+    for i in range(1, 4):
+        found |= (units[..., i] >> shift & mask) << bits * i
+    return found
+
+
+def _pairs(low: Tensor, high: Tensor) -> Tensor:
+    """int16 [..., n, 2] of the lanes of two, int64 [..., n / 4]."""
+    return torch.stack((low.view(torch.int16), high.view(torch.int16)), -1)
 
 
 def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
-    """Planes of codes, uint8 [n, bytes], of codes one a byte [n, k]."""
+    """Planes of codes, uint8 [n, bytes], of codes one a byte [n, k].
+
+    32 codes are four int64 of four lanes: code 8 i + 2 t + c is byte c in lane t of the i-th.
+    """
     n, k = codes.shape
     if format.codes == "e4m3":
         return {"codes8": codes}
-    if format.codes == "int8":
-        codes = codes ^ 0x80
-    # [n, k / 32, t, j]: code j of element t
-    unit = codes.view(n, k // 32, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(n, k // 8, 8)
+    units = codes.contiguous().view(torch.int64).view(n, k // 32, 4)
     found = {}
     if format.bits == 8:
-        found["codes8"] = unit[..., [0, 2, 1, 3, 4, 6, 5, 7]]
+        units = units ^ _lanes(0x80, 1)
+        first, second = units[..., ::2], units[..., 1::2]
+        low = first & _lanes(0xFF) | (second & _lanes(0xFF)) << 8
+        high = first >> 8 & _lanes(0xFF) | second & _lanes(0xFF00)
+        found["codes8"] = _pairs(low, high).view(n, k // 32, 2, 4, 2).transpose(2, 3).contiguous()
     if 4 <= format.bits < 8:
-        found["codes4"] = _side_by_side(unit & 15, 4)
+        low, high = (_side_by_side(units, shift, _lanes(0xF), 4) for shift in (0, 8))
+        found["codes4"] = _pairs(low, high)
     if format.bits in (2, 3, 6):
-        found["codes2"] = _side_by_side((unit >> (4 if format.bits == 6 else 0)) & 3, 2)
+        found["codes2"] = _side_by_side(units, 4 if format.bits == 6 else 0, _lanes(3, 1), 2)
     if format.bits in (3, 5):
-        found["codes1"] = _side_by_side((unit >> (format.bits - 1)) & 1, 1)
-    return {name: plane.reshape(n, -1) for name, plane in found.items()}
+        nibbles = _side_by_side(units, format.bits - 1, _lanes(1, 1), 1)
+        found["codes1"] = ((nibbles | nibbles >> 4) & _lanes(0xFF)).view(torch.int16).to(torch.uint8)
+    return {name: plane.view(n, -1).view(torch.uint8) for name, plane in found.items()}
 
 
-def _store(piece: Piece, begin: int, codes: Tensor, parts: Mapping[str, Tensor]) -> None:
-    """Writes rows of one matrix from row `begin` on. codes: uint8 [n, k]; parts: bytes [n, groups, bytes of
-    one].
-    """
+def _store(piece: Piece, first: int, codes: Tensor, parts: Mapping[str, Tensor]) -> None:
+    """Writes rows from row `first` of each matrix on. codes: uint8 [rows, k]; parts: integers [rows, groups]."""
     where = _of_rows(piece)
     for name, rows in (_packed(piece.format, codes) | dict(parts)).items():
-        where[name][begin : begin + len(rows)].copy_(rows)
+        each = rows.view(piece.n_matrices, len(rows) // piece.n_matrices, -1)
+        where[name][:, first : first + each.shape[1]].copy_(each)
 
 
-def _bytes_of(array: Array, device: torch.device | str) -> Tensor:
-    """[n, groups, bytes of one]."""
+def _integers(array: Array, device: torch.device | str) -> Tensor:
+    """[rows, all the rest] as integers."""
     flat = np.ascontiguousarray(array).reshape(len(array), -1)
-    return to_device(flat.view(np.uint8).reshape(*flat.shape, array.itemsize), device)
+    return to_device(flat.view(f"{'u' if flat.itemsize == 1 else 'i'}{flat.itemsize}"), device)
 
 
-def _put_rows(piece: Piece, rows: Array | Quantised, device: torch.device | str) -> None:
-    step = max(1, _CHUNK // piece.k)
-    for begin in range(0, piece.n, step):
-        some = slice(begin, begin + step)
-        if isinstance(rows, Quantised):
-            part = rows.take(some)
-            named = {"scale": part.scale, "least": part.least, "outer": part.outer}
-            if piece.format.scales == "e4m3" and part.outer is not None:
-                named["outer"] = np.ldexp(part.outer, -np.frexp(part.outer[:, :1])[1])
-            parts = {name: _bytes_of(array, device) for name, array in named.items() if array is not None}
-            _store(piece, begin, to_device(part.codes, device), parts)
-        else:
-            _put_quantised(piece, begin, to_device(rows.reshape(piece.n, piece.k)[some], device))
-
-
-def _put_quantised(piece: Piece, begin: int, values: Tensor) -> None:
-    codes, scale, least = quantise(piece.format, values)
-    named = {"scale": scale, "least": least}
-    parts = {
-        name: part.contiguous().unsqueeze(-1).view(torch.uint8) for name, part in named.items() if part is not None
-    }
-    _store(piece, begin, codes, parts)
+def _put_rows(piece: Piece, first: int, rows: Array | Quantised, device: torch.device | str) -> None:
+    if not isinstance(rows, Quantised):
+        codes, *scales = quantise(piece.format, to_device(rows.reshape(-1, piece.k), device))
+        named = dict(zip(("scale", "least"), scales, strict=True))
+        parts = {name: part.contiguous().view(_integer(part.itemsize)) for name, part in named.items() if part is not None}
+    else:
+        codes, outer = to_device(rows.codes, device), rows.outer
+        if piece.format.scales == "e4m3" and outer is not None:
+            outer = np.ldexp(outer, -np.frexp(outer[:, :1])[1])
+        arrays = {"scale": rows.scale, "least": rows.least, "outer": outer}
+        parts = {name: _integers(array, device) for name, array in arrays.items() if array is not None}
+    _store(piece, first, codes, parts)
 
 
 def unpack(piece: Piece) -> Tensor:
@@ -185,7 +197,7 @@ def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | st
     values = np.resize(block, n * k).reshape(n, k)
     memory = torch.empty((1, Piece.n_bytes_of(n, k, format, "rows")), dtype=torch.uint8, device=device)
     piece = Piece(n, k, format, "rows", memory)
-    _put_rows(piece, values if format.name in MADE else _random(format, values), device)
+    _put_rows(piece, 0, values if format.name in MADE else _random(format, values), device)
     return piece
 
 
@@ -197,7 +209,7 @@ def _repeat(piece: Piece, drawn: Piece, at: int) -> None:
         while begin < piece.n:
             n = min(piece.n - begin, drawn.n - at)
             for name, rows in source.items():
-                target[name][begin : begin + n].copy_(rows[at : at + n])
+                target[name][0, begin : begin + n].copy_(rows[0, at : at + n])
             begin, at = begin + n, (at + n) % drawn.n
 
 
@@ -205,6 +217,7 @@ class DeviceStore:
     """A device's memory as a `Store` of weights (models/loading.py), matrices in rows."""
 
     layout: Layout = "rows"
+    n_threads = n_usable_cpus()
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = device
@@ -214,13 +227,14 @@ class DeviceStore:
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Tensor:
         return torch.empty(size, dtype=_dtype(dtype), device=self.device)
 
-    def put(self, part: Any | Piece, rows: Array | Quantised) -> None:
+    def put(self, part: Any | Piece, rows: Array | Quantised, first: int = 0) -> None:
         """Raises KernelError for bfloat16 rows and a piece whose format is not made of them."""
         if isinstance(part, Piece) and part.format.codes != "bf16":
-            _put_rows(part, rows, self.device)
+            _put_rows(part, first, rows, self.device)
         else:
             assert not isinstance(rows, Quantised)
-            _flat(part).copy_(to_device(rows, "cpu").view(-1))
+            begin = first * part.k if isinstance(part, Piece) else 0
+            _flat(part)[begin : begin + rows.size].copy_(to_device(rows, self.device).view(-1))
 
     def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
         """In a format that is not made of bfloat16: with random codes, as large as the block's values."""
