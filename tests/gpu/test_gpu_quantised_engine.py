@@ -50,11 +50,12 @@ STEP_TOKENS = 768 if HAS_GPU else DECODED_ROWS + 64
 
 TOLERANCE = 0.06
 TOLERANCE_E4M3 = 0.25
-"""Of log-probabilities, which here have a deviation of 1, the root of the mean square error: where rows stay in bfloat16, and
-where the oracle rounds them to e4m3 as well. There a difference in the last bit of bfloat16 may become one of e4m3's, and these
-random layers make ten times as much of it. A row in a wrong place, or another scale, makes it 1 or more."""
+"""Of log-probabilities, which here have a deviation of 1, the root of the mean square error: where rows stay in bfloat16 (0.005 to
+0.03 in the interpreter), and where the oracle rounds them to e4m3 as well (0.10 to 0.16). There a difference in the last bit of
+bfloat16 may become one of e4m3's, and these random layers make ten times as much of it. Rows of one matrix a place too far make
+it 1 or more, twice the scale of 128 x 128 weights 0.3."""
 TOLERANCE_MOE = 0.15
-"""Beside it, of experts: where another one of nearly equal weight is chosen."""
+"""Beside it, of experts, where another one of nearly equal weight is chosen (0.01 to 0.08 in all, with e4m3 up to 0.24)."""
 
 
 def k_m(name: str, shape: tuple[int, ...]) -> str:
@@ -78,16 +79,16 @@ class Case:
 
 CASES = {
     "fp8 dense": Case(lambda: tiny_quantised("dense", "qwen-fp8").path, None, (40, ROUNDED_ROWS + 1, 2)),
-    "fp8 moe": Case(lambda: tiny_quantised("moe", "qwen-fp8").path, None, (3, 1, 2)),
+    "fp8 moe": Case(lambda: tiny_quantised("moe", "qwen-fp8").path, None, (3, 1, 1)),
     "fp8-dynamic next": Case(lambda: tiny_quantised("next", "fp8-dynamic").path),
     "w4a16 dense": Case(lambda: tiny_quantised("dense", "w4a16").path, None, (DECODED_ROWS + 4, 1, 1)),
     "w4a16 moe": Case(lambda: tiny_quantised("moe", "w4a16").path),
     "awq next": Case(lambda: tiny_quantised("next", "awq").path),
-    "nvfp4 dense": Case(lambda: tiny_quantised("dense", "nvfp4").path),
-    "nvfp4 moe": Case(lambda: tiny_quantised("moe", "nvfp4").path, None, (3, 1, 1)),
+    "nvfp4 dense": Case(lambda: tiny_quantised("dense", "nvfp4").path, None, (3, 1, 1)),
+    "nvfp4 moe": Case(lambda: tiny_quantised("moe", "nvfp4").path),
     "mixed-nvfp4 moe": Case(lambda: tiny_quantised("moe", "mixed-nvfp4").path),
-    "gguf dense": Case(lambda: tiny_gguf("dense", k_m), None, (3, 1, 1)),
-    "gguf moe": Case(lambda: tiny_gguf("moe", k_m)),
+    "gguf dense": Case(lambda: tiny_gguf("dense", k_m)),
+    "gguf moe": Case(lambda: tiny_gguf("moe", k_m), None, (3, 1, 1)),
     "--quantize fp8 dense": Case(lambda: tiny_checkpoint("dense"), "fp8"),
     "--quantize fp8 moe": Case(lambda: tiny_checkpoint("moe"), "fp8"),
     "--quantize int8 dense": Case(lambda: tiny_checkpoint("dense"), "int8"),
