@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-GPU = "h200"
-"""In the names of directories whose runs are of a GPU."""
+GPUS = ("h200", "h100")
+"""One is in the names of directories whose runs are of a GPU."""
 
 Row = dict[str, Any]
 
@@ -34,6 +34,10 @@ class Run:
         """Version, commit and whether the tree had changes; of a load generator its own."""
         found: Row = self.data.get("code") or self.data.get("client") or {}
         return found
+
+    @property
+    def is_gpu(self) -> bool:
+        return any(name in self.path.parent.name for name in GPUS)
 
     @property
     def key(self) -> tuple[str, str | None]:
@@ -58,7 +62,7 @@ class Runs:
         """The newest whose file is called so (a pattern), and the others of its directory and commit; oldest
         first.
         """
-        found = [run for run in self.clean if run.path.match(name) and (GPU in run.path.parent.name) == gpu]
+        found = [run for run in self.clean if run.path.match(name) and run.is_gpu == gpu]
         return [run for run in found if run.key == found[-1].key]
 
 

@@ -40,15 +40,24 @@ def gpu_cell(row: Row) -> str:
 
 def gpu(runs: Runs) -> str:
     """Decodes and prefills on a GPU, beside the roofs."""
-    again = "python -m bench.figures gpu-text"
-    found = gpu_runs(runs)
+    return decodes_and_prefills(gpu_runs(runs), "python -m bench.figures gpu-text")
+
+
+def gpu_formats(runs: Runs) -> str:
+    """The same of quantised weights."""
+    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-{shape}-[!0-9]*.json", gpu=True)]
+    return decodes_and_prefills(found, "deltic bench gpu --dummy qwen3.5-27b --format fp8")
+
+
+def decodes_and_prefills(found: list[Run], again: str) -> str:
+    """A table of runs of `deltic bench gpu`."""
     if not found:
         return missing(again)
     sizes = [row["n"] for row in found[0].data["rows"]]
     rows = []
     for run in found:
         by_n = {row["n"]: row for row in run.data["rows"]}
-        # A prefill without rounds has no range, and is left out.
+        # a prefill without rounds has no range, and is left out
         prefill = next((p for p in run.data["prefill"].values() if "round_ms" in p), None)
         cells = [gpu_cell(by_n[n]) for n in sizes]
         rows.append([run.data["shape"], *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"])
@@ -558,6 +567,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "prefix-claim": prefix_claim,
     "soak-claim": soak_claim,
     "gpu": gpu,
+    "gpu-formats": gpu_formats,
     "gpu-start": lambda runs: start(runs, on_gpu=True),
     "constrained": constrained,
     "gpu-speech": gpu_speech,
