@@ -73,6 +73,7 @@ PLANS = {
                 "python -m bench.start --dummy qwen3.5-0.8b --weights-cache {scratch}/packed --out {out}",
             ),
         ),
+        Step("loading", 6, ("python -m bench.loading --out {out}",)),
         Step("install", 4, ("python -m bench.install --out {out}",)),
         Step("quality", 1, ("python -m deltic bench quality --out {out}",)),
         Step("speech", 5, SPEECH_ROUND * 2),

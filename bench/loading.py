@@ -1,26 +1,34 @@
 """Loading of quantised checkpoints, by format: `python -m bench.loading --formats bf16,qwen-fp8,gptq,Q4_K`.
 
 A random checkpoint at a published shape, as a GGUF file (formats are ggml's types) or as a publisher's
-safetensors (recipes of tests/tiny_quantised.py), is loaded in a process of its own, its files warm in the
-system's cache. Prints seconds, bytes of the files a second, and how far the process grew beyond the packed
-weights. Takes 8 GB of memory and of the temporary directory for the 0.8B shape.
+safetensors (recipes of tests/tiny_quantised.py), or one that is there (a path), its files warm in the system's
+cache. For each format: the weights alone, in a process of its own, and whole starts of a server until it is
+ready, in turns with the roof, which is to copy the file's bytes to new memory by as many threads. How far the
+process grew beyond the packed weights contains mapped pages of the file, 256 MB at most. Takes 8 GB of memory
+and of the temporary directory for the 0.8B shape.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from safetensors.torch import load_file
 
 from bench.peers_model import write_checkpoint
+from bench.start import start_once
+from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.machine import n_usable_cpus
 from deltic.models.gguf import is_gguf
 from deltic.models.loading import Host, stored_formats
@@ -41,19 +49,38 @@ def peak_bytes(again: bool = False) -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
+def files_of(path: Path) -> list[Path]:
+    return [path] if is_gguf(path) else sorted(path.glob("*.safetensors"))
+
+
 def load(path: Path, n_threads: int) -> dict[str, float]:
     """What one load takes."""
     begin, before = time.perf_counter(), peak_bytes(again=True)
     shape = replace(ModelShape.from_directory(path), formats=stored_formats(path, UNUSED))
     weights, _ = load_weights(path, shape, store=Host(n_threads))
     seconds, peak = time.perf_counter() - begin, peak_bytes()
-    files = [path] if is_gguf(path) else list(path.glob("*.safetensors"))
     return {
-        "seconds": round(seconds, 2),
-        "file_gb": round(sum(file.stat().st_size for file in files) / 1e9, 3),
+        "seconds": round(seconds, 3),
+        "file_gb": round(sum(file.stat().st_size for file in files_of(path)) / 1e9, 3),
         "packed_gb": round(weights.n_bytes / 1e9, 3),
         "beyond_gb": round((peak - before - weights.n_bytes) / 1e9, 3),
     }
+
+
+def copy(path: Path, n_threads: int) -> float:
+    """Seconds to copy the bytes of the files to new memory."""
+    size, blocks = 1 << 22, [(file, at) for file in files_of(path) for at in range(0, file.stat().st_size, 1 << 22)]
+    begin, memory = time.perf_counter(), np.zeros(size * len(blocks), np.uint8)
+
+    def read(i: int) -> None:
+        file, at = blocks[i]
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(at)
+            opened.readinto(memory[i * size : (i + 1) * size])
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(read, range(len(blocks))))
+    return round(time.perf_counter() - begin, 3)
 
 
 def written(source: Path, target: Path, format: str) -> Path:
@@ -71,36 +98,68 @@ def written(source: Path, target: Path, format: str) -> Path:
     return target
 
 
-def main() -> None:
+def measured(path: Path, format: str, n_threads: int, rounds: int) -> dict[str, object]:
+    """Loads, starts and copies of a checkpoint, in turns, after one load that warms its files."""
+    command = [sys.executable, "-m", "bench.loading", "--threads", str(n_threads)]
+    row: dict[str, list[object]] = {"loads": [], "copies": [], "starts": [], "load_average": []}
+    for nth in range(rounds + 1):
+        loaded = json.loads(subprocess.check_output([*command, "--load", str(path)]))
+        if nth:
+            row["loads"].append(loaded)
+            row["copies"].append(json.loads(subprocess.check_output([*command, "--copy", str(path)])))
+            row["starts"].append(asyncio.run(start_once([str(path), "--threads", str(n_threads)])))
+            row["load_average"].append(os.getloadavg()[0])
+    return {"format": format, "file_gb": loaded["file_gb"], "packed_gb": loaded["packed_gb"], **row}
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3.5-0.8b")
     parser.add_argument("--formats", default="bf16,qwen-fp8,awq-compressed,gptq,nvfp4,Q8_0,Q4_K,Q6_K,IQ4_XS")
     parser.add_argument("--threads", type=int, default=n_usable_cpus())
-    parser.add_argument("--loads", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write the checkpoints here, or find them here")
+    parser.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # in the process of its own
-    arguments = parser.parse_args()
-    if arguments.load is not None:
-        print(json.dumps(load(arguments.load, arguments.threads)))
+    parser.add_argument("--copy", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parsed()
+    if arguments.load or arguments.copy:
+        what = load if arguments.load else copy
+        print(json.dumps(what(arguments.load or arguments.copy, arguments.threads)))
         return
-    with tempfile.TemporaryDirectory(prefix="deltic-loading-") as folder:
-        source = Path(folder) / "bf16"
-        write_checkpoint(source, published_shape(arguments.shape))
-        for file in TEXT:
-            shutil.copy(tiny_checkpoint("dense") / file, source)
-        print(f"{arguments.shape}, {arguments.threads} threads; the fastest of {arguments.loads} loads")
-        print(f"{'format':16} {'file GB':>8} {'packed GB':>10} {'s':>7} {'GB/s':>6} {'grew beyond, GB':>16}")
+    made_by, rows = code(), []
+    with tempfile.TemporaryDirectory(prefix="deltic-loading-") as temporary:
+        folder = arguments.keep or Path(temporary)
+        source = folder / "bf16"
+        if not source.exists():
+            write_checkpoint(source, published_shape(arguments.shape))
+            for file in TEXT:
+                shutil.copy(tiny_checkpoint("dense") / file, source)
         for format in arguments.formats.split(","):
-            path = written(source, Path(folder) / format, format)
-            command = [sys.executable, "-m", "bench.loading", "--threads", str(arguments.threads), "--load", str(path)]
-            runs = [json.loads(subprocess.check_output(command)) for _ in range(arguments.loads)]
-            best = min(runs, key=lambda run: run["seconds"])
-            print(
-                f"{format:16} {best['file_gb']:8.3f} {best['packed_gb']:10.3f} {best['seconds']:7.2f} "
-                f"{best['file_gb'] / best['seconds']:6.2f} {max(run['beyond_gb'] for run in runs):16.3f}",
-                flush=True,
-            )
-            if path != source:
-                shutil.rmtree(Path(folder) / format)
+            path, name = Path(format), Path(format).stem
+            if not path.is_absolute():
+                path = folder / format if (folder / format).exists() else written(source, folder / format, format)
+                path = path / "model.gguf" if (path / "model.gguf").exists() else path
+            rows.append(measured(path, name, arguments.threads, arguments.rounds))
+            print(json.dumps(rows[-1]), flush=True)
+            if not arguments.keep and path != source:
+                shutil.rmtree(folder / format)
+    result = {
+        "bench": "loading",
+        "date": now().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "code": made_by,
+        "shape": arguments.shape,
+        "threads": arguments.threads,
+        "rows": rows,
+    }
+    file = runs_directory(arguments.out) / f"loading-{now():%H%M%S}.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(file)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,36 @@ def start(runs: Runs, on_gpu: bool = False) -> str:
     return "\n\n".join((grid(header, rows), source(found, again)))
 
 
+def loading(runs: Runs) -> str:
+    """Seconds to load and to be ready, by format."""
+    again = "python -m bench.loading"
+    found = runs.newest("loading-*.json")
+    if not found:
+        return missing(again)
+    rows = []
+    for row in (row for run in found for row in run.data["rows"]):
+        starts, loads = row["starts"], [one["seconds"] for one in row["loads"]]
+        cells = [shown(row["file_gb"]), ranged(loads), ranged(row["copies"])]
+        cells += [ranged(one[stage] for one in starts) for stage in ("ready", "memory")]
+        beyond = max(one["beyond_gb"] for one in row["loads"])
+        rows.append([row["format"], *cells, f"{beyond:.2f}"])
+    busy = [load for run in found for row in run.data["rows"] for load in row["load_average"]]
+    text = (
+        f"{found[0].data['shape']}, {found[0].data['threads']} threads, files in the system's cache. The roof is to copy the "
+        f"file's bytes to new memory by as many threads, in the same round. Load averages were {ranged(busy)}."
+    )
+    header = [
+        "file",
+        "GB",
+        "weights alone, s",
+        "roof, s",
+        "command to ready, s",
+        "of it memory and warm-up",
+        "grew beyond the weights, GB",
+    ]
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
+
+
 def install(runs: Runs) -> str:
     """From nothing to the first streamed token, and what an installed package takes."""
     again = "python -m bench.install"
@@ -582,6 +612,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "host": host,
     "speech": speech,
     "start": start,
+    "loading": loading,
     "install": install,
     "soak": soak,
     "stalls": stalls,

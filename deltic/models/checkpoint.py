@@ -12,8 +12,8 @@ import msgspec
 
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.models.fields import CheckpointError, UnsupportedModelError
-from deltic.models.gguf import gguf_in, is_gguf, set_name
-from deltic.models.gguf_config import document
+from deltic.models.gguf import gguf_in, is_gguf, open_gguf, set_name
+from deltic.models.gguf_config import document, highest_id
 from deltic.models.hub import Download, download, is_hub_name
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, is_speech
@@ -65,14 +65,16 @@ def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
         return vocab_size
     try:
         if is_gguf(directory):
-            file = msgspec.convert(document(directory, "tokenizer.json"), type=_TokenizerFile)
+            highest = highest_id(open_gguf(directory))
         else:
             file = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile)
+            highest = max([*file.model.vocab.values(), *(token.id for token in file.added_tokens)], default=-1)
     except OSError:
         return vocab_size
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{directory / 'tokenizer.json'}: not a tokenizer file ({error})") from None
-    highest = max([*file.model.vocab.values(), *(token.id for token in file.added_tokens)], default=vocab_size - 1)
+    if highest < 0:
+        return vocab_size
     if config.tokenizer is not None and highest >= vocab_size:
         raise CheckpointError(
             f"--tokenizer {config.tokenizer}: has ids up to {highest}, but the model's vocabulary has {vocab_size}; it is of another "

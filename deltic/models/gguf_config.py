@@ -238,15 +238,27 @@ def _texts(model: Gguf, key: str) -> list[str]:
     return found
 
 
-def _tokens(model: Gguf) -> tuple[list[str], list[int]]:
-    """The text of every id, and its kind. Raises CheckpointError."""
-    tokens, kinds = _texts(model, "tokenizer.ggml.tokens"), model.get("tokenizer.ggml.token_type")
-    if not tokens or not isinstance(kinds, list) or len(tokens) != len(kinds):
+def _kinds(model: Gguf) -> list[int]:
+    """The kind of every id. Raises CheckpointError."""
+    kinds, texts = model.get("tokenizer.ggml.token_type"), model.headers[0].values.get("tokenizer.ggml.tokens")
+    if not kinds or not isinstance(kinds, list) or texts is None or texts.n != len(kinds):
         raise CheckpointError(
             f"{model.file}: the metadata has no vocabulary (tokenizer.ggml.tokens, and as many token_type); give another "
             "file"
         )
-    return tokens, kinds
+    return kinds
+
+
+def _tokens(model: Gguf) -> tuple[list[str], list[int]]:
+    """The text of every id, and its kind. Raises CheckpointError."""
+    kinds = _kinds(model)
+    return _texts(model, "tokenizer.ggml.tokens"), kinds
+
+
+def highest_id(model: Gguf) -> int:
+    """Of the ids that `tokenizer` has, whose texts need not be read for it; -1: none. Raises CheckpointError."""
+    known = (_CONTROL, _USER_DEFINED, _NORMAL, _UNKNOWN, _BYTE)
+    return max((i for i, kind in enumerate(_kinds(model)) if kind in known), default=-1)
 
 
 def tokenizer(model: Gguf) -> dict[str, Any]:

@@ -260,19 +260,24 @@ def _codes(type: str, blocks: Array) -> Array:
     if type in ("Q5_0", "Q5_1"):
         codes |= np.unpackbits(blocks["qh"], axis=-1, bitorder="little") << 4
     elif type in ("Q3_K", "Q5_K", "Q6_K"):
-        codes |= _planes(blocks["qh"], 32, 2 if type == "Q6_K" else 1) << n_low
+        codes |= _planes(blocks["qh"], 32, 2 if type == "Q6_K" else 1, up=n_low)
     return codes
 
 
-def _planes(packed: Array, run: int, n_bits: int) -> Array:
-    """Values of n_bits out of bytes: of each `run` of bytes first all lowest bits, then all next ones, and
-    so on.
+def _planes(packed: Array, run: int, n_bits: int, up: int = 0) -> Array:
+    """Values of n_bits out of bytes, shifted up by some bits: of each `run` of bytes first all lowest bits,
+    then all next ones, and so on.
     """
-    n, n_blocks = packed.shape[:2]
-    shifts = np.arange(0, 8, n_bits, dtype=np.uint8)[:, None]
-    values = packed.reshape(n, n_blocks, packed.shape[2] // run, 1, run) >> shifts
-    values &= np.uint8((1 << n_bits) - 1)
-    return values.reshape(n, n_blocks, packed.shape[2] * len(shifts))
+    n, n_blocks, size = packed.shape
+    width = 8 if run % 8 == 0 else run  # bytes that are shifted at once
+    words = np.ascontiguousarray(packed).view(f"u{width}").reshape(-1, run // width)
+    wide, mask = words.dtype.type, int.from_bytes(bytes([(1 << n_bits) - 1]) * width, "little")
+    values = np.empty((len(words), 8 // n_bits, run // width), wide)
+    for i in range(8 // n_bits):
+        plane = words >> wide(i * n_bits)
+        plane &= wide(mask)
+        np.left_shift(plane, wide(up), out=values[:, i])
+    return values.view(np.uint8).reshape(n, n_blocks, size * (8 // n_bits))
 
 
 def _inner_scales(type: str, blocks: Array) -> list[Array]:
@@ -289,7 +294,7 @@ def _inner_scales(type: str, blocks: Array) -> list[Array]:
     if type == "Q2_K":
         return [packed & np.uint8(15), packed >> np.uint8(4)]
     if type == "Q3_K":
-        scale = _planes(packed[..., :8], 8, 4) | _planes(packed[..., 8:], 4, 2) << 4
+        scale = _planes(packed[..., :8], 8, 4) | _planes(packed[..., 8:], 4, 2, up=4)
         return [scale.view(np.int8) - np.int8(32)]
     # Q4_K and Q5_K: 6 bits each. Bytes 0 to 3 are scales 0 to 3, bytes 4 to 7 least values 0 to 3; the others
     # have their lower bits in bytes 8 to 11, and their upper two above those of the first.

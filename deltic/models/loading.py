@@ -68,8 +68,10 @@ Unused = Mapping[str, tuple[str, ...]]
 
 _ALL_USED: Unused = MappingProxyType({})
 
-_BLOCK = 1 << 22
-"""Weights that a thread reads and packs at a time: they are larger in between, and stay in the caches."""
+_BLOCK: dict[Layout, int] = {"strips": 1 << 20, "rows": 1 << 22}
+"""Weights that a thread reads and packs at a time, larger in between: on a CPU they stay in its caches, for
+a GPU they are worth the calls.
+"""
 
 _MOST_THREADS = 8
 """That read: Python's lock keeps more of them waiting."""
@@ -378,6 +380,17 @@ def read_headers(path: Path) -> dict[str, Header]:
     return headers
 
 
+_opened: dict[tuple[object, ...], dict[str, StoredTensor]] = {}
+"""What `stored_formats` read the headers of, until it is loaded: a start reads them once."""
+
+
+def _identity(path: Path, unused: Unused) -> tuple[object, ...]:
+    """Of the files, so that others are read anew."""
+    folder = path if path.is_dir() else path.parent
+    stats = [(file.name, file.lstat()) for file in sorted(folder.iterdir())]
+    return (path, tuple(unused), *((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats))
+
+
 def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, a directory or a file, by the names of its bfloat16 release.
 
@@ -387,6 +400,8 @@ def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTens
     prefixes = tuple(prefix for each in unused.values() for prefix in each)
     if is_gguf(path):
         return tensors_of_gguf(open_gguf(path), prefixes)
+    if path.exists() and (found := _opened.pop(_identity(path, unused), None)) is not None:
+        return found
     config = (path if path.is_dir() else path.parent) / "config.json"
     headers, files = read_headers(path), MappedFiles()
     skipped = {name: headers.pop(name) for name in list(headers) if name.startswith(prefixes)}
@@ -401,7 +416,11 @@ def stored_formats(directory: Path, unused: Unused = _ALL_USED) -> dict[str, Wei
     """
     packed = directory / PACKED
     if not packed.exists():
-        return formats_of(open_tensors(directory, unused))
+        tensors = open_tensors(directory, unused)
+        _opened.clear()
+        if not is_gguf(directory):
+            _opened[_identity(directory, unused)] = tensors
+        return formats_of(tensors)
     _, metadata = read_header(packed)
     try:
         return {name: WEIGHT_FORMATS[format] for name, format in json.loads(metadata.get("formats", "{}")).items()}
@@ -447,8 +466,8 @@ def _jobs(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> I
         return
     top = 0
     for piece in target.pieces:
-        step = max(_BLOCK // piece.k // STRIP, 1) * STRIP
-        together = max(_BLOCK // piece.k // piece.n, 1)
+        n_rows = _BLOCK[piece.layout] // piece.k
+        step, together = max(n_rows // STRIP, 1) * STRIP, max(n_rows // piece.n, 1)
         for i in range(0, piece.n_matrices, together):
             some = dataclasses.replace(piece, data=piece.data[i : i + together])
             for begin in range(0, piece.n, step):
@@ -490,6 +509,7 @@ def _copy_rows(
 def _copy_values(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> int:
     """Stores a vector or table; gives its bytes."""
     (stored,), target = part.stored, part.target
+    assert not isinstance(target, Matrix)
     size = sum(stored.sizes), math.prod(target.shape[1:])
     in_place = isinstance(target, np.ndarray)
     rows: Array = target.reshape(size) if in_place else np.empty(size, part.dtype)

@@ -27,6 +27,7 @@ from deltic.models.loading import (
     HOST,
     PACKED,
     Declaration,
+    Host,
     Stored,
     copy_parts,
     shares_text,
@@ -274,9 +275,10 @@ def test_a_large_matrix_is_never_there_twice() -> None:
     copy_parts(declared.plan, {"x": tensor}, HOST, lambda *at: seen.append(at))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert max(tensor.sizes) <= loading._BLOCK and sum(tensor.sizes) == n * k
-    assert peak < 8 * loading._BLOCK, "some bytes for each weight of a block, whatever the matrix has"
-    assert len(seen) == n * k // loading._BLOCK and seen == sorted(seen) and seen[-1] == (matrix.n_bytes,) * 2
+    block = loading._BLOCK["strips"]
+    assert max(tensor.sizes) <= block and sum(tensor.sizes) == n * k
+    assert peak < 8 * block, "some bytes for each weight of a block, whatever the matrix has"
+    assert len(seen) == n * k // block and seen == sorted(seen) and seen[-1] == (matrix.n_bytes,) * 2
     last = matrix.whole.rows(n - 64, n).unpack()[0]
     assert np.array_equal(last, tensor.some.values())
 
@@ -285,9 +287,64 @@ def test_a_large_matrix_is_never_there_twice() -> None:
 def test_blocks_of_any_size_load_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = FILES[name]()
     expected = [load_weights(path, shape_of(path), quantize=quantize)[0] for quantize in (None, "int4")]
-    monkeypatch.setattr(loading, "_BLOCK", 1)
+    monkeypatch.setitem(loading._BLOCK, "strips", 1)
     for weights, quantize in zip(expected, (None, "int4"), strict=True):
         assert_same(load_weights(path, shape_of(path), quantize=quantize)[0], weights)
+
+
+@pytest.mark.parametrize(
+    "stored", [Stored("x", (24, 24), 4, shape=(48, 8)), Stored("x", (6, 12, 6), 3, first=1, shape=(30, 8))]
+)
+def test_interleaved_rows_are_found_a_range_at_a_time(stored: Stored) -> None:
+    n_rows, order, first = stored.shape[0], list[int](), stored.first
+    for size in stored.sizes:
+        share = size // stored.n_groups
+        for group in range(0, n_rows, n_rows // stored.n_groups):
+            order += range(group + first, group + first + share)
+        first += share
+    for begin in range(len(order)):
+        for end in range(begin + 1, len(order) + 1):
+            found = [row for run in stored.runs(0, 1, begin, end) for row in range(*run)]
+            assert found == order[begin:end]
+
+
+def test_any_number_of_threads_loads_the_same_in_order() -> None:
+    path = FILES["mixed-nvfp4"]()
+    expected, seen = load_weights(path, shape_of(path))[0], list[tuple[int, int]]()
+    found, _ = load_weights(path, shape_of(path), lambda *at: seen.append(at), store=Host(3))
+    assert_same(found, expected)
+    assert seen == sorted(seen) and seen[-1] == (found.n_bytes,) * 2
+
+
+def test_a_block_that_cannot_be_read_ends_the_load() -> None:
+    tensor = OneTensor(1 << 12, 1024)
+    declared = Declaration(None, HOST, {"x": tensor.format})
+    declared.matrix(1024, Stored("x", (1 << 12,)))
+
+    def fail(begin: int, end: int) -> Quantised:
+        tensor.sizes.append(begin)
+        raise CheckpointError("cannot be read")
+
+    tensor.read = fail  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        copy_parts(declared.plan, {"x": tensor}, HOST, None)
+    assert len(tensor.sizes) < 4, "the blocks after it are left"
+
+
+def test_headers_are_read_once_a_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, read = tmp_path / "model", list[Path]()
+    shutil.copytree(tiny_quantised("dense", "qwen-fp8").path, path)
+    monkeypatch.setattr(
+        loading, "read_headers", lambda path, real=loading.read_headers: read.append(path) or real(path)
+    )
+    shape = shape_of(path)
+    load_weights(path, shape)
+    assert read == [path]
+    shape_of(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"changed": True}))
+    load_weights(path, shape)
+    assert read == [path] * 3, "of other files, or a second time, they are read anew"
 
 
 # Packed, cached, remembered.

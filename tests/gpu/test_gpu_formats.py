@@ -37,6 +37,21 @@ def test_rows_are_read_back(device: str, name: str) -> None:
         assert np.array_equal(found, np.stack([each.values() for each in rows]))  # but for the sign of a zero
 
 
+@pytest.mark.parametrize("name", ["fp8", "int4-g32-bfloat16.zero", "Q3_K", "Q5_K", "Q6_K", "Q8_0", "NVFP4"])
+def test_rows_may_come_in_blocks(device: str, name: str) -> None:
+    """Some rows of every matrix at a time, or of one, are stored as all at once."""
+    n, k, store = 48, 256, DeviceStore(device)
+    whole, parts = (Matrix.empty(n, k, WEIGHT_FORMATS[name], "rows", 3, store.empty).whole for _ in range(2))
+    rows = random_rows(name, 3 * n, k, 0)
+    each = np.arange(3 * n).reshape(3, n)
+    store.put(whole, rows)
+    store.put(parts, rows.take(each[:, :16].ravel()))
+    for i in range(3):
+        store.put(parts.one(i), rows.take(each[i, 16:]), 16)
+    assert np.array_equal(unpack(parts).cpu().numpy(), unpack(whole).cpu().numpy())
+    assert np.array_equal(unpack(whole).cpu().numpy().reshape(3 * n, k), rows.values())
+
+
 def put(device: str, n: int, k: int, *runs: tuple[int, str]) -> tuple[Matrix, Tensor]:
     """A matrix of random rows in these formats, and what it is multiplied as: float64, rounded as the kernels do."""
     store, rows = DeviceStore(device), []

@@ -225,3 +225,16 @@ def test_a_format_that_is_worse_than_the_peers_is_named(tmp_path: Path) -> None:
     keep(tmp_path / "a", "quality-long-1.json", rows=rows, **more | {"tokens": 29_702})
     made = tables.TABLES["formats-again"](Runs(tmp_path))
     assert made.startswith("On another text, of 29,702 tokens: Of the 1 files that both read, ")
+
+
+def test_loads_stand_beside_copies_of_the_same_bytes(tmp_path: Path) -> None:
+    loads = [{"seconds": s, "beyond_gb": 0.2} for s in (0.8, 0.9, 1.0)]
+    starts = [{"ready": s, "memory": 1.0} for s in (3.0, 3.5, 4.0)]
+    row = {"format": "Q4_K", "file_gb": 0.431, "copies": [0.3, 0.4, 0.5], "load_average": [1.0, 2.0, 3.0]}
+    keep(tmp_path / "a", "loading-1.json", shape="s", threads=2, rows=[row | {"loads": loads, "starts": starts}])
+    made = tables.TABLES["loading"](Runs(tmp_path))
+    assert (
+        "| Q4_K | 0.431 | 0.900 (0.800 .. 1.00) | 0.400 (0.300 .. 0.500) | 3.50 (3.00 .. 4.00) | 1.00 (1.00 .. 1.00) | 0.20 |"
+        in made
+    )
+    assert "Load averages were 2.00 (1.00 .. 3.00)." in made

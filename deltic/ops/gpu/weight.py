@@ -18,6 +18,7 @@ from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.quantise import MADE, quantise
 from deltic.ops.matrix import Layout, Matrix, Piece, planes
 
+
 def rows_of(operator: str, w: Matrix | Piece) -> Tensor:
     """The matrix itself, bfloat16 [n, k], of several matrices [n_matrices, n, k], for an operator whose
     kernels read nothing else.

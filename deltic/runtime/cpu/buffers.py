@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from deltic.engine.cache.cache import pages_for
 from deltic.models.qwen.cpu import Activations, allocate_activations
 from deltic.models.tts.cpu import SpeechActivations, allocate_speech
-from deltic.ops.arrays import Array, raw, zeros
+from deltic.ops.arrays import Array, zeros
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.sampler import Sampler
 from deltic.runtime.cpu.speech_batch import SpeechBatch
 from deltic.runtime.plan import SpeechPlan, TextPlan
+
+_PAGE = 4096
+"""The smallest page of any system."""
 
 
 class Arena:
@@ -40,10 +44,11 @@ class Arena:
         return array
 
     def touch(self, progress: Callable[[float], None] | None = None) -> None:
-        """Writes every byte once, so that the system has given all of it before the first request."""
+        """Writes to every page, so that the system has given all of it before the first request."""
         done = 0
         for array in self._arrays:
-            raw(array).fill(0)
+            flat = array.reshape(-1).view(np.uint8)
+            flat[::_PAGE] = flat[-1:] = 0
             done += array.nbytes
             if progress:
                 progress(done / max(1, self.n_bytes))
