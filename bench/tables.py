@@ -71,7 +71,7 @@ def decodes_and_prefills(found: list[Run], again: str) -> str:
     text = (
         f"{told or 'Prompt and generated tokens are not in these runs'}. The roof of a decode is the bytes it must move over the "
         f"bandwidth of reading, {min(read):.2f} to {max(read):.2f} TB/s, that of a prefill its operations over the rate of a large "
-        f"product, {min(multiply):.0f} to {max(multiply):.0f} TFLOP/s, both measured in each run. Kernels in a decode of one "
+        f"bfloat16 product, {min(multiply):.0f} to {max(multiply):.0f} TFLOP/s, both measured in each run. Kernels in a decode of one "
         f"sequence: {launches}."
     )
     header = ["ms", *(f"N = {n}" for n in sizes), "prefill of 8,192"]

@@ -56,13 +56,15 @@ class Model:
 
     @classmethod
     def load(cls, config: EngineConfig, format: str | None = None) -> Model:
-        """format: of a dummy's projections. Raises ConfigError for one that there is not."""
+        """format: of a dummy's projections. Raises ConfigError for one that there is not, or beside --quantize."""
         config = without_foreign(config, "cuda", "text")
         directory, shape = locate(config)
-        stored: dict[str, Any] = {"quantize": config.quantize, "store": DeviceStore("cuda")}
+        stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore("cuda")}
         if format is not None:
-            if not config.dummy or format not in WEIGHT_FORMATS:
-                raise ConfigError(f"--format {format}: with --dummy, and one of {', '.join(WEIGHT_FORMATS)}")
+            if not config.dummy or config.quantize or format not in WEIGHT_FORMATS:
+                raise ConfigError(
+                    f"--format {format}: with --dummy, without --quantize, and one of {', '.join(WEIGHT_FORMATS)}"
+                )
             shape = replace(shape, formats=InFormat(WEIGHT_FORMATS[format]))
         if config.dummy:
             weights = dummy_weights(shape, config.seed, **stored)

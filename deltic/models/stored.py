@@ -70,15 +70,16 @@ def formats_of(tensors: Mapping[str, StoredTensor]) -> dict[str, WeightFormat]:
 
 class InFormat(dict[str, WeightFormat]):
     """`formats_of` a checkpoint whose projections are all in one format, as published ones are; embedding,
-    head and routers are not, nor are the DeltaNet's b and a. For random weights.
+    head and routers are not, nor are the DeltaNet's b and a. For random weights: it answers `in`, `get` and
+    `values` alone.
     """
 
     def __init__(self, format: WeightFormat) -> None:
         super().__init__({"*_proj": format})
 
     def __contains__(self, name: object) -> bool:
-        return re.search(r"_proj(_qkvz?|_z)?\b", str(name)) is not None
+        return re.search(r"_proj(_qkv|_z)?\b", str(name)) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of any mapping."""
+        """The format of a projection."""
         return self["*_proj"] if name in self else default

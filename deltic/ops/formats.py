@@ -56,7 +56,7 @@ TABLES = {
 """What an index stands for. iq4: ggml's kvalues_iq4nl; e2m1: twice the values of the OCP FP4 format."""
 
 FLOATS = ("bf16", "e4m3")
-"""Codes that are floats themselves: they are multiplied with rows of bfloat16."""
+"""Codes that are floats themselves: they are multiplied as they are, with rows of floats."""
 
 OUTER = 256
 """Weights along K that share an outer scale of k."""

@@ -55,8 +55,15 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     assert len(found["rows"][0]["round_ms"]) == len(found["prefill"]["8192"]["round_ms"]) == 3
     found["code"]["modified"] = False  # where this test runs the tree may have changes
     file.write_text(json.dumps(found))
-    with pytest.raises(ConfigError, match="--format Q9: with --dummy, and one of bf16, int8"):
-        load(EngineConfig(dummy="qwen3.5-27b"), "Q9")
+    for config, name in (
+        (EngineConfig(dummy="qwen3.5-27b"), "Q9"),
+        (EngineConfig(model=""), "fp8"),
+        (EngineConfig(dummy="qwen3.5-27b", quantize="fp8", device="cuda"), "fp8"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"--format {name}: with --dummy, without --quantize, and one of bf16, int8"
+        ):
+            load(config, name)
     made = tables.gpu(Runs(tmp_path))
     assert "| qwen3.5-27b | 16.0 (13.0 .. 19.0) |" in made and "608 (605 .. 611) |" in made
     assert "128 prompt and 256 generated tokens each" in made

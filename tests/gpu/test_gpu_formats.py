@@ -12,7 +12,7 @@ from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import linear
 from deltic.ops.gpu.blocks import PlaceState, Rows
 from deltic.ops.gpu.decode import k_block
-from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, round_rows
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import Narrow, WideScratch, narrow_linear, narrow_swiglu, product, wide_linear, wide_scratch
 from deltic.ops.gpu.norm import begin_decode, embed
@@ -147,6 +147,25 @@ def test_rows_are_rounded_to_e4m3(device: str) -> None:
         codes = rows.codes[: 70 * 320].view(70, 320).view(torch.float8_e4m3fn).double()
         scale = rows.scale[: 320 // block_k * 70].view(-1, 70).t().double()
         assert torch.equal(codes * scale.repeat_interleave(block_k, 1), e4m3_rows(wide[:, :320], block_k))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-row"])
+def test_the_vendors_e4m3_has_our_bits(device: str, name: str) -> None:
+    """Of any number of rows, and into columns of a wider matrix."""
+    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the vendor's library multiplies e4m3 by blocks on Hopper alone")
+    for m, k in ((64, 256), (208, 384)):
+        w, _ = put(device, m, k, (m, name))
+        x, found = torch.randn(1024, k).bfloat16().to(device), {}
+        for t in (64, 128, 1024):
+            rows = fp8_scratch(device, t, k)
+            round_rows(x[:t], rows, 128, levers=LEVERS)
+            ours, wide = (torch.full((t, m + more), torch.nan, device=device, dtype=torch.bfloat16) for more in (0, 32))
+            assert vendor_multiplies(w.whole, wide[:, 16 : 16 + m])
+            fp8_linear(rows, w.whole, ours, levers=LEVERS, tile=fp8_tile(t, m, 128))
+            fp8_linear(rows, w.whole, wide[:, 16 : 16 + m], levers=LEVERS)
+            found[t] = wide[:, 16 : 16 + m]
+            assert torch.equal(found[t], ours) and torch.equal(found[t][:64], found[64])
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4-g128-bfloat16", "Q4_K", "NVFP4"])

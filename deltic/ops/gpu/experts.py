@@ -3,7 +3,7 @@
 
 A format is one number of a kernel, `number`; gate and up rows may be two pieces of different formats, whose
 sums are walked one after the other. Weight rows are the tall side of a product, rows of x the narrow one
-(decode.py).
+(operands.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -96,8 +96,9 @@ def product_of_rows(
 
     AHEAD: the first blocks of weights are read first of all. WAIT, RELEASE: then the kernel waits for the one
     in front, and lets the next one start, before x is read. p_x_scale [N]: where x is e4m3 codes (fp8.py) its
-    scales, those of the next block scale_step behind.
+    scales, those of the next block scale_step behind; not with AHEAD.
     """
+    tl.static_assert(not AHEAD or p_x_scale is None)
     CODES: tl.constexpr = FORMAT % 16
     SCALES: tl.constexpr = FORMAT // 16 % 16
     GROUP: tl.constexpr = FORMAT // 256

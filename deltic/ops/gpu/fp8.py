@@ -27,7 +27,7 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import address, codes_at, constants, e4m3, k_block, scale_plane
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, scaled_matmul
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, scaled_matmul, spread_rows
 from deltic.ops.matrix import Piece, planes
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -72,7 +72,9 @@ def _nearest(b_x):
 
 @triton.jit
 def rounded(b_x):
-    """Codes [N, BLOCK_K] and scales [N] of rows of bfloat16."""
+    """Codes [N, BLOCK_K] and scales [N] of rows of bfloat16. Infinities become large numbers, here and there a
+    NaN as well.
+    """
     b_float = b_x.to(tl.float32)
     # the exponent of the largest, one more above 1.75 times a power of two; 2^-111 and less are as one
     b_exponent = (tl.max(tl.abs(b_float), 1).to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
@@ -83,11 +85,15 @@ def rounded(b_x):
 
 @triton.jit
 def _round_rows_kernel(
-    p_x, p_codes, p_scale, t, k, stride, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    p_x, p_codes, p_scale, p_used, t, k, stride, EACH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if p_used is not None:  # noqa: SIM102 (a constant, then a value)
+        if tl.program_id(0) * BLOCK_T >= tl.load(p_used) * EACH:
+            return
     o_t, o_k = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     i_k, b_used = tl.program_id(1), o_t < t
     p_tile = p_x + o_t.to(tl.int64)[:, None] * stride + (i_k * BLOCK_K + o_k)[None, :]
@@ -97,16 +103,20 @@ def _round_rows_kernel(
     tl.store(p_scale + i_k * t + o_t, b_scale, mask=b_used)
 
 
-def round_rows(x: Tensor, rows: Fp8Rows, block_k: int, *, levers: Levers) -> None:
-    """rows = x by block_k columns. x: bfloat16 [T, K], K a multiple of block_k; its rows may lie apart."""
+def round_rows(
+    x: Tensor, rows: Fp8Rows, block_k: int, *, levers: Levers, used: Tensor | None = None, each: int = 1
+) -> None:
+    """rows = x by block_k columns. x: bfloat16 [T, K], K a multiple of block_k; its rows may lie apart.
+    used: int32 [1], on the device; only so many times `each` rows are needed.
+    """
     t, k = x.shape
     check("round_rows", x.dtype == torch.bfloat16 and x.stride(1) == 1 and k % block_k == 0, f"bfloat16 x, blocks of {block_k}")
     fits = t * k <= rows.codes.numel() and t * (k // block_k) <= rows.scale.numel()
     check("round_rows", fits, f"room for {t} rows of {k}")
     block_t = 32 if t >= 1024 else 4
     launch(
-        _round_rows_kernel, (-(-t // block_t), k // block_k), x, rows.codes, rows.scale, t, k, x.stride(0),
-        BLOCK_T=block_t, BLOCK_K=block_k, pdl=levers.pdl, num_warps=4 if t >= 1024 else 1,
+        _round_rows_kernel, (-(-t // block_t), k // block_k), x, rows.codes, rows.scale, used, t, k, x.stride(0),
+        EACH=each, BLOCK_T=block_t, BLOCK_K=block_k, pdl=levers.pdl, num_warps=4 if t >= 1024 else 1,
     )
 
 
@@ -198,29 +208,30 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
 
 
 def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
-    """Whether the vendor's library has this product: on Hopper, by blocks of 128."""
+    """Whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of 128, into
+    rows that begin at multiples of 16 bytes.
+    """
+    version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))  # none: kernels are only collected
     shaped = piece.k % 128 == 0 and piece.n % 16 == 0 and piece.format.group in (0, 128)
-    return shaped and out.stride(1) == 1 and out.dtype == torch.bfloat16 and chip().is_hopper and not INTERPRETED
+    aligned = out.stride(1) == 1 and out.stride(0) % 8 == 0 and out.storage_offset() % 8 == 0
+    has_it = chip().is_hopper and version >= (12, 9) and not INTERPRETED
+    return has_it and shaped and aligned and out.dtype == torch.bfloat16
 
 
-def fp8_linear(
-    x: Tensor, piece: Piece, out: Tensor, rows: Fp8Rows, *, levers: Levers, tile: Fp8Tile | None = None
-) -> None:
+def fp8_linear(rows: Fp8Rows, piece: Piece, out: Tensor, *, levers: Levers, tile: Fp8Tile | None = None) -> None:
     """out[t, m] = the sum over k of x[t, k] w[m, k]. rows: x by `round_rows`, `k_block` of K columns; piece:
     e4m3 [M, K] in rows; out: bfloat16 or float32 [T, M], whose rows may lie apart. Rows are independent of
-    each other, bit for bit.
+    each other, bit for bit. tile: not by the vendor's library.
     """
-    (t, k), m = x.shape, piece.n
-    check("linear", piece.format.codes == "e4m3" and piece.layout == "rows" and piece.k == k, f"e4m3 rows of {k}")
+    (t, m), k = out.shape, piece.k
+    check("linear", piece.format.codes == "e4m3" and piece.layout == "rows" and piece.n == m, f"{m} e4m3 rows")
+    check("linear", t * k <= rows.codes.numel(), f"{t} rounded rows of {k}")
     block_k, group = k_block(k), piece.format.group
-    check("linear", not group or group % block_k == 0, f"groups of whole blocks of {block_k}")
     if tile is None and vendor_multiplies(piece, out):
         at, size = planes(m, k, piece.format)["scale"]
         scale = piece.data.view(-1)[at : at + size].view(torch.float32).view(-1, m)
         if not group:
-            each = rows.weight_scale[: k // 128 * m].view(-1, m)
-            each.copy_(scale.expand_as(each))
-            scale = each
+            scale = spread_rows(scale, rows.weight_scale[: k // 128 * m].view(-1, m))
         codes, x_scale = rows.codes[: t * k].view(t, k), rows.scale[: t * (k // 128)].view(-1, t)
         scaled_matmul(codes, x_scale, piece.data.view(-1)[: m * k].view(m, k), scale, out)
         return

@@ -10,9 +10,10 @@ blocks 64 / 128, so an element has the same bits in any batch.
 Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a
 Triton kernel; both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
 
-A weight is a Matrix, whose pieces are multiplied one after another. In any format but bf16 the narrow kernel
-decodes it on its way to the tensor cores (operands.py). A wide product decodes it once into a workspace, and
-goes on as with bf16. Rows that are multiplied with e4m3 are rounded to e4m3 (fp8.py).
+A weight is a Matrix, whose pieces are multiplied one after another. In other formats than bf16 the narrow
+kernel makes operands of it on their way to the tensor cores (operands.py); a wide product of more than
+DECODED_ROWS decodes it once into a workspace, and goes on as with bf16, to the same bits. e4m3 is not decoded:
+rows of x are rounded to e4m3, too (fp8.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -252,7 +253,7 @@ def _token_tile(n: int) -> int:
 
 
 def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightFormat) -> Narrow:
-    """As `narrow_config`, for a weight that is decoded on its way. Only an e4m3's block of K changes bits
+    """As `narrow_config`, for a weight in another format than bf16. Only an e4m3's block of K changes bits
     (fp8.py), and it follows the weight's shape.
 
     Low tiles, and as many programs as an SM takes: their waits for memory and for each other overlap. Few
@@ -302,8 +303,8 @@ def _multiply(
     check("linear", k // splits % c.block_k == 0, f"slices of K in whole blocks of {c.block_k}")
     check(
         "linear",
-        piece.format.codes != "e4m3" or c.block_k == k_block(k // splits),
-        f"blocks of {k_block(k // splits)} of e4m3, whose sums are rounded",
+        piece.format.codes != "e4m3" or (c.block_k == k_block(k // splits) and piece.format.group % c.block_k == 0),
+        f"blocks of {k_block(k // splits)} of e4m3, with one scale each",
     )
     tokens, operand = _token_tile(n), (x, None) if rows is None else (rows.codes, rows.scale)
     launch(
@@ -315,9 +316,12 @@ def _multiply(
 
 
 def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
-    """x rounded into `rows` where w has e4m3, and more rows than a narrow product rounds by itself."""
-    if len(x) <= ROUNDED_ROWS or all(piece.format.codes != "e4m3" for piece in w.pieces):
+    """x rounded into `rows`, once for all pieces, where w has e4m3, and more rows than a narrow product rounds
+    by itself.
+    """
+    if not any(is_rounded(len(x), piece.format) for piece in w.pieces):
         return None
+    check("linear", rows is not None, "a workspace for rows in e4m3")
     assert rows is not None
     round_rows(x, rows, k_block(w.k // splits), levers=levers)
     return rows
@@ -335,7 +339,8 @@ def narrow_linear(
 
     x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose
     (`k_splits`), or bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent
-    of each other, bit for bit. config: for measurements. Raises KernelError for weights in strips.
+    of each other, bit for bit. rows: a workspace, where w has e4m3 and N is over ROUNDED_ROWS. config: for
+    measurements. Raises KernelError for weights in strips.
     """
     n, whole = x.shape[0], out.dtype == torch.bfloat16
     check("linear", whole or out.dtype == torch.float32, "float32 or bfloat16 out")
@@ -358,7 +363,7 @@ def narrow_swiglu(
 
     x: bfloat16 [N, K]; w: [2F, K] in rows, gate rows first; out: bfloat16 [N, F]. With the lever
     silu_epilogue off: narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too,
-    where the vendor's library multiplies, and where w has several pieces.
+    where the vendor's library multiplies, and where w has several pieces. rows: as in narrow_linear.
     Raises KernelError for weights in strips.
     """
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
@@ -446,7 +451,7 @@ def wide_linear(
     for piece, columns in _columns(w, out):
         if piece.format.codes == "e4m3":
             assert codes is not None
-            fp8_linear(x, piece, columns, codes, levers=levers)
+            fp8_linear(codes, piece, columns, levers=levers)
         elif piece.format.codes != "bf16" and t <= DECODED_ROWS:
             _multiply(x, piece, columns if out.dtype == torch.bfloat16 else columns[None], False, levers, None)
         else:
@@ -461,6 +466,7 @@ def _bf16_rows(piece: Piece, scratch: WideScratch | None) -> Tensor:
     """Those of a piece in bf16, or decoded."""
     if piece.format.codes == "bf16":
         return rows_of("linear", piece)
+    check("linear", scratch is not None and scratch.weights is not None, "a workspace for decoded weights")
     assert scratch is not None and scratch.weights is not None
     rows = scratch.weights[: piece.n * piece.k].view(1, piece.n, piece.k)
     decode(piece, rows)

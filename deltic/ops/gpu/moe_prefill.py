@@ -1,7 +1,7 @@
 """moe, prefill: the router, the routed experts and the shared expert for many rows, as large products of
 gathered rows.
 
-Eight launches, all sizes on the device:
+Eight launches, beside e4m3 up to three more, all sizes on the device:
 
     router    logits = x W^T in float32, in the K parts and the order of the decode's router: the same bits
     route     softmax, the k largest, lists of pairs (row * k + slot) by expert; `route_rows` of moe.py
@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
@@ -477,8 +478,11 @@ def moe_prefill(
             weights = tiles_of(rows, len(rows), m, m, (block_n, block_k))
             operands = acts, halves, weights, None, None, None
         elif is_e4m3(matrix):
+            check("moe", s.act8 is not None, "a workspace for rows in e4m3")
             assert s.act8 is not None
-            round_rows(s.act[first * inner : (first + n_act) * inner].view(n_act, inner)[:, :m], s.act8, k_block(m), levers=levers)
+            act = s.act[first * inner : (first + n_act) * inner].view(n_act, inner)[:, :m]
+            used = None if is_shared else s.counters[n_experts:]
+            round_rows(act, s.act8, k_block(m), levers=levers, used=used, each=TILE)
             operands, first = (None, None, None, s.act8.codes, s.act8.scale, rows), 0
         launch(
             prefill_down_kernel, (n * (hidden // block_n),), *operands, s.counters, s.entries, s.lists, blocks.n, s.y, t,
@@ -487,6 +491,7 @@ def moe_prefill(
         )
 
     if is_e4m3(w.gate_up) or is_e4m3(w.shared_gate_up):
+        check("moe", s.x8 is not None, "a workspace for rows in e4m3")
         assert s.x8 is not None
         round_rows(x, s.x8, k_block(hidden), levers=levers)
     up(w.gate_up, width, n_entries, False)
