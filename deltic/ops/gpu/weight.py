@@ -129,7 +129,9 @@ def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
 
 
 def _store(piece: Piece, first: int, codes: Tensor, parts: Mapping[str, Tensor]) -> None:
-    """Writes rows from row `first` of each matrix on. codes: uint8 [rows, k]; parts: integers [rows, groups]."""
+    """Writes rows from row `first` of each matrix on. codes: uint8 [rows, k]; parts: integers
+    [rows, groups].
+    """
     where = _of_rows(piece)
     for name, rows in (_packed(piece.format, codes) | dict(parts)).items():
         each = rows.view(piece.n_matrices, len(rows) // piece.n_matrices, -1)
