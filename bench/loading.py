@@ -1,11 +1,11 @@
 """Loading of quantised checkpoints, by format: `python -m bench.loading --formats bf16,qwen-fp8,gptq,Q4_K`.
 
 A random checkpoint at a published shape, as a GGUF file (formats are ggml's types) or as a publisher's
-safetensors (recipes of tests/tiny_quantised.py), or one that is there (a path), its files warm in the system's
-cache. For each format: the weights alone, in a process of its own, and whole starts of a server until it is
-ready, in turns with the roof, which is to copy the file's bytes to new memory by as many threads. How far the
-process grew beyond the packed weights contains mapped pages of the file, 256 MB at most. Takes 8 GB of memory
-and of the temporary directory for the 0.8B shape.
+safetensors (recipes of tests/tiny_quantised.py), or one that is there (a path), its files warm in the cache
+of the system. For each format: the weights alone, in a process of its own, and whole starts of a server until
+it is ready, in turns with the roof, which is to copy the file's bytes to new memory by as many threads. How
+far the process grew beyond the packed weights contains mapped pages of the file, 256 MB at most. Takes 8 GB
+of memory and of the temporary directory for the 0.8B shape.
 """
 
 from __future__ import annotations

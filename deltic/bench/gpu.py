@@ -56,7 +56,10 @@ class Model:
 
     @classmethod
     def load(cls, config: EngineConfig, format: str | None = None) -> Model:
-        """format: of a dummy's projections. Raises ConfigError for one that there is not, or beside --quantize."""
+        """format: of a dummy's projections. Raises ConfigError for one that there is not.
+
+        And beside --quantize, which would round the rest.
+        """
         config = without_foreign(config, "cuda", "text")
         directory, shape = locate(config)
         stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore("cuda")}

@@ -251,12 +251,11 @@ def _kinds(model: Gguf) -> list[int]:
 
 def _tokens(model: Gguf) -> tuple[list[str], list[int]]:
     """The text of every id, and its kind. Raises CheckpointError."""
-    kinds = _kinds(model)
-    return _texts(model, "tokenizer.ggml.tokens"), kinds
+    return _texts(model, "tokenizer.ggml.tokens"), _kinds(model)
 
 
 def highest_id(model: Gguf) -> int:
-    """Of the ids that `tokenizer` has, whose texts need not be read for it; -1: none. Raises CheckpointError."""
+    """Of the ids that `tokenizer` has, without reading their texts; -1: none. Raises CheckpointError."""
     known = (_CONTROL, _USER_DEFINED, _NORMAL, _UNKNOWN, _BYTE)
     return max((i for i, kind in enumerate(_kinds(model)) if kind in known), default=-1)
 

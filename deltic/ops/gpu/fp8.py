@@ -55,6 +55,13 @@ def fp8_rows(name: str, n_rows: int, width: int, allocate: Allocate, largest: in
     )
 
 
+def room(rows: Fp8Rows | None) -> Fp8Rows:
+    """The workspace. Raises KernelError where there is none."""
+    check("e4m3", rows is not None, "a workspace for rows that are rounded")
+    assert rows is not None
+    return rows
+
+
 @triton.jit
 def _nearest(b_x):
     """The codes nearest to floats of magnitudes up to 448, ties to even."""
@@ -72,8 +79,8 @@ def _nearest(b_x):
 
 @triton.jit
 def rounded(b_x):
-    """Codes [N, BLOCK_K] and scales [N] of rows of bfloat16. Infinities become large numbers, here and there a
-    NaN as well.
+    """Codes [N, BLOCK_K] and scales [N] of rows of bfloat16. Infinities become large numbers, before Ada NaN
+    as well.
     """
     b_float = b_x.to(tl.float32)
     # the exponent of the largest, one more above 1.75 times a power of two; 2^-111 and less are as one
@@ -211,7 +218,8 @@ def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
     """Whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of 128, into
     rows that begin at multiples of 16 bytes.
     """
-    version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))  # none: kernels are only collected
+    # no version: kernels are only collected
+    version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))
     shaped = piece.k % 128 == 0 and piece.n % 16 == 0 and piece.format.group in (0, 128)
     aligned = out.stride(1) == 1 and out.stride(0) % 8 == 0 and out.storage_offset() % 8 == 0
     has_it = chip().is_hopper and version >= (12, 9) and not INTERPRETED

@@ -12,8 +12,8 @@ Triton kernel; both have the bits of an unsplit narrow linear (a test on the GPU
 
 A weight is a Matrix, whose pieces are multiplied one after another. In other formats than bf16 the narrow
 kernel makes operands of it on their way to the tensor cores (operands.py); a wide product of more than
-DECODED_ROWS decodes it once into a workspace, and goes on as with bf16, to the same bits. e4m3 is not decoded:
-rows of x are rounded to e4m3, too (fp8.py).
+DECODED_ROWS decodes it once into a workspace, and goes on as with bf16, to the same bits. e4m3 is not
+decoded: rows of x are rounded to e4m3, too (fp8.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -33,7 +33,7 @@ from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import address, codes_at, constants, k_block, load_codes, load_more_scales, rows_from
-from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, load_more_scales_once, round_rows
+from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, load_more_scales_once, room, round_rows
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_block, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -316,14 +316,12 @@ def _multiply(
 
 
 def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
-    """x rounded into `rows`, once for all pieces, where w has e4m3, and more rows than a narrow product rounds
-    by itself.
+    """x rounded into `rows`, once for all pieces, where w has e4m3, and more rows than a narrow product
+    rounds by itself.
     """
     if not any(is_rounded(len(x), piece.format) for piece in w.pieces):
         return None
-    check("linear", rows is not None, "a workspace for rows in e4m3")
-    assert rows is not None
-    round_rows(x, rows, k_block(w.k // splits), levers=levers)
+    round_rows(x, room(rows), k_block(w.k // splits), levers=levers)
     return rows
 
 

@@ -33,7 +33,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
@@ -48,7 +47,7 @@ from deltic.ops.gpu.experts import (
     product_of_rows,
     stage_bytes,
 )
-from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, round_rows
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, room, round_rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.moe import MoeWeights, check_moe, dot, largest_block, logit_stride, route_rows, router_splits
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -457,8 +456,7 @@ def moe_prefill(
         rows, ups, FORMAT, UP = pieces_of(matrix)
         d, codes, scale = _tiles(matrix, tiles), x, None
         if is_e4m3(matrix):
-            assert s.x8 is not None
-            codes, scale = s.x8.codes, s.x8.scale
+            codes, scale = room(s.x8).codes, room(s.x8).scale
         block_f = largest_block(d.block_f, m)
         launch(
             prefill_gate_up_kernel, (n * (m // block_f),), codes, scale, rows, ups, s.counters, s.entries, s.lists, blocks.n,
@@ -478,12 +476,10 @@ def moe_prefill(
             weights = tiles_of(rows, len(rows), m, m, (block_n, block_k))
             operands = acts, halves, weights, None, None, None
         elif is_e4m3(matrix):
-            check("moe", s.act8 is not None, "a workspace for rows in e4m3")
-            assert s.act8 is not None
-            act = s.act[first * inner : (first + n_act) * inner].view(n_act, inner)[:, :m]
+            act8, act = room(s.act8), s.act[first * inner : (first + n_act) * inner].view(n_act, inner)[:, :m]
             used = None if is_shared else s.counters[n_experts:]
-            round_rows(act, s.act8, k_block(m), levers=levers, used=used, each=TILE)
-            operands, first = (None, None, None, s.act8.codes, s.act8.scale, rows), 0
+            round_rows(act, act8, k_block(m), levers=levers, used=used, each=TILE)
+            operands, first = (None, None, None, act8.codes, act8.scale, rows), 0
         launch(
             prefill_down_kernel, (n * (hidden // block_n),), *operands, s.counters, s.entries, s.lists, blocks.n, s.y, t,
             first, n_act, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k, FORMAT=FORMAT,
@@ -491,9 +487,7 @@ def moe_prefill(
         )
 
     if is_e4m3(w.gate_up) or is_e4m3(w.shared_gate_up):
-        check("moe", s.x8 is not None, "a workspace for rows in e4m3")
-        assert s.x8 is not None
-        round_rows(x, s.x8, k_block(hidden), levers=levers)
+        round_rows(x, room(s.x8), k_block(hidden), levers=levers)
     up(w.gate_up, width, n_entries, False)
     up(w.shared_gate_up, shared, n_tiles, True)
     down(w.down, width, n_entries, False)
