@@ -9,7 +9,7 @@ its rounds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,11 +58,11 @@ class Runs:
         kept = [r for r in found if r.data.get("date") and not r.made_by.get("modified") and not r.data.get("failed")]
         return sorted(kept, key=lambda run: str(run.data["date"]))
 
-    def newest(self, name: str, gpu: bool = False) -> list[Run]:
+    def newest(self, name: str, gpu: bool = False, where: Callable[[Row], bool] = bool) -> list[Run]:
         """The newest whose file is called so (a pattern), and the others of its directory and commit; oldest
-        first.
+        first. where: of those whose data is so.
         """
-        found = [run for run in self.clean if run.path.match(name) and run.is_gpu == gpu]
+        found = [run for run in self.clean if run.path.match(name) and run.is_gpu == gpu and where(run.data)]
         return [run for run in found if run.key == found[-1].key]
 
 

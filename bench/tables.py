@@ -43,10 +43,14 @@ def gpu(runs: Runs) -> str:
     return decodes_and_prefills(gpu_runs(runs), "python -m bench.figures gpu-text")
 
 
+def gpu_format_runs(runs: Runs) -> list[Run]:
+    """The newest of each shape with quantised weights."""
+    return [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-{shape}-[!0-9]*.json", gpu=True)]
+
+
 def gpu_formats(runs: Runs) -> str:
     """The same of quantised weights."""
-    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-{shape}-[!0-9]*.json", gpu=True)]
-    return decodes_and_prefills(found, "deltic bench gpu --dummy qwen3.5-27b --format fp8")
+    return decodes_and_prefills(gpu_format_runs(runs), "deltic bench gpu --dummy qwen3.5-27b --format fp8")
 
 
 def decodes_and_prefills(found: list[Run], again: str) -> str:
@@ -209,16 +213,25 @@ def star(row: Row) -> str:
     return " \\*" if row["disturbed"] else ""
 
 
-def peers_run(runs: Runs) -> Run | None:
-    """The newest; of several in one night the one with the most rounds."""
-    found = runs.newest("peers-*.json")
+def peers_run(runs: Runs, on_files: bool = False) -> Run | None:
+    """The newest in which both engines read the same files and nothing else, or the newest of the others; of
+    several in one night the one with the most rounds.
+    """
+    found = runs.newest(
+        "peers-*.json", where=lambda data: ("deltic-bf16" not in data.get("costs", ["deltic-bf16"])) == on_files
+    )
     return max(found, key=lambda run: int(run.data["rounds"]), default=None)
 
 
-def peers(runs: Runs) -> str:
+def peers_on_files(runs: Runs) -> str:
+    """Tokens a second beside llama.cpp, both with the same files."""
+    return peers(runs, on_files=True)
+
+
+def peers(runs: Runs, on_files: bool = False) -> str:
     """Tokens a second beside llama.cpp and transformers."""
     again = "python -m bench.peers --n 1,16 --prefill 512"
-    run = peers_run(runs)
+    run = peers_run(runs, on_files)
     if run is None:
         return missing(again)
     data, rows = run.data, []
@@ -302,19 +315,27 @@ def soak_claim(runs: Runs) -> str:
 def headline(runs: Runs) -> str:
     """The short table of the README."""
     rows = []
-    for run in gpu_runs(runs)[1:]:
+    for run in [*gpu_runs(runs)[1:], *gpu_format_runs(runs)[:2]]:
         ends, device = (run.data["rows"][0], run.data["rows"][-1]), run.data["device"].removeprefix("NVIDIA ")
         sizes = " and of ".join(f"{row['n']}" for row in ends)
         roofs = " and ".join(percent(row["roof"]) for row in ends)
         one = f"{run.data['shape']}, {device}, a step of {sizes}"
         rows.append([one, f"{' and '.join(map(gpu_cell, ends))} ms", f"{roofs} of the roof"])
-    run = peers_run(runs)
-    wanted = {("decode 1", "deltic-bf16"), ("decode 16", "deltic-int8"), ("prefill 512", "deltic-bf16")}
-    for ours, _, ratios in peer_rows(run.data) if run else ():
-        if (ours["workload"], ours["lane"]) in wanted:
-            beside = " · ".join(f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios)
-            name = f"{run.data['shape']}, {run.data['threads']} CPU threads, {workload_name(ours['workload'])}, {lane_format(ours['lane'])}"  # type: ignore[union-attr]
-            rows.append([name, f"{spread(ours['tok_s'])} tok/s", beside])
+    wanted = {
+        ("decode 1", "bf16"),
+        ("decode 16", "int8"),
+        ("prefill 512", "bf16"),
+        ("decode 1", "q8_0"),
+        ("decode 1", "q4_k_m"),
+    }
+    for found in filter(None, (peers_run(runs), peers_run(runs, on_files=True))):
+        for ours, _, ratios in peer_rows(found.data):
+            if (ours["workload"], ours["lane"].removeprefix("deltic-")) in wanted:
+                beside = " · ".join(
+                    f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios
+                )
+                name = f"{found.data['shape']}, {found.data['threads']} CPU threads, {workload_name(ours['workload'])}, {lane_format(ours['lane'])}"
+                rows.append([name, f"{spread(ours['tok_s'])} tok/s", beside])
     return grid(["random weights", "Deltic, median (least .. most)", "beside it"], rows)
 
 
@@ -602,6 +623,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "constrained": constrained,
     "gpu-speech": gpu_speech,
     "peers": peers,
+    "peers-on-files": peers_on_files,
     "prefix": prefix,
     "agent": agent,
     "quality": quality,

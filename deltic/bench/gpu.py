@@ -60,15 +60,15 @@ class Model:
 
         And beside --quantize, which would round the rest.
         """
+        if format is not None and (not config.dummy or config.quantize or format not in WEIGHT_FORMATS):
+            raise ConfigError(
+                f"--format {format}: with --dummy, without --quantize, and one of {', '.join(WEIGHT_FORMATS)}"
+            )
         config = without_foreign(config, "cuda", "text")
         directory, shape = locate(config)
-        stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore("cuda")}
         if format is not None:
-            if not config.dummy or config.quantize or format not in WEIGHT_FORMATS:
-                raise ConfigError(
-                    f"--format {format}: with --dummy, without --quantize, and one of {', '.join(WEIGHT_FORMATS)}"
-                )
             shape = replace(shape, formats=InFormat(WEIGHT_FORMATS[format]))
+        stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore("cuda")}
         if config.dummy:
             weights = dummy_weights(shape, config.seed, **stored)
         else:
