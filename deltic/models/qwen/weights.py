@@ -21,6 +21,7 @@ import numpy as np
 
 from deltic.models.loading import (
     COUNTED,
+    COUNTED_ROWS,
     HOST,
     Declaration,
     Mlp,
@@ -143,9 +144,11 @@ def load_weights(
     tensors = open_tensors(path, UNUSED)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
+    checked = Declaration(quantize, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
+    _declare(checked, shape, tied, prefix, tensors)
+    notices = check_plan(checked.plan, tensors, path, UNUSED)  # before memory is taken
     parts = Declaration(quantize, store, shape.formats)
     weights = _declare(parts, shape, tied, prefix, tensors)
-    notices = check_plan(parts.plan, tensors, path, UNUSED)  # before anything is read
     copy_parts(parts.plan, tensors, store, progress)
     if shape.tie_word_embeddings and not tied:
         embed, head = weights.embed.whole, weights.lm_head.whole
