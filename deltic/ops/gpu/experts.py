@@ -18,8 +18,7 @@ from deltic.ops import formats
 from deltic.ops.contract import check
 from deltic.ops.formats import WeightFormat
 from deltic.ops.gpu.decode import address, codes_at, load_codes, load_more_scales, matrix_elements, rows_from
-from deltic.ops.gpu.fp8 import load_more_scales_once
-from deltic.ops.gpu.operands import add_block
+from deltic.ops.gpu.operands import add_block, add_blocks
 from deltic.ops.matrix import Matrix, Piece
 
 NONE, PLAIN = -1, 0
@@ -126,20 +125,9 @@ def product_of_rows(
                 b_acc, codes[i] + scales[i], p_x_tile + i * BLOCK_K, 0, b_used, BLOCK_K, CODES, SCALES, GROUP
             )
         scales = ahead
-    x_scales = load_more_scales_once(p_x_scale, scale_step, N)
-    for i_step in range(STEP if AHEAD else 0, K, STEP):
-        i_next = tl.minimum(i_step + STEP, K - STEP)
-        ahead = load_more_scales(w, i_next, N, BLOCK_K, CODES, SCALES, GROUP)
-        p_x_next = p_x_scale
-        if p_x_scale is not None:
-            p_x_next = p_x_scale + tl.cast(i_next // BLOCK_K, tl.int64) * scale_step
-        x_ahead = load_more_scales_once(p_x_next, scale_step, N)
-        for i in tl.static_range(N):
-            i_k = i_step + i * BLOCK_K
-            block = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + scales[i]
-            b_acc = add_block(b_acc, block, p_x_tile + i_k, x_scales[i], b_used, BLOCK_K, CODES, SCALES, GROUP)
-        scales, x_scales = ahead, x_ahead
-    return b_acc
+    return add_blocks(
+        b_acc, w, scales, p_x_tile, p_x_scale, scale_step, b_used, STEP if AHEAD else 0, K, N, BLOCK_K, CODES, SCALES, GROUP
+    )
 
 
 @triton.jit

@@ -32,10 +32,10 @@ from deltic.ops.contract import check
 from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
-from deltic.ops.gpu.decode import address, codes_at, constants, k_block, load_codes, load_more_scales, rows_from
-from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, load_more_scales_once, room, round_rows
+from deltic.ops.gpu.decode import address, codes_at, constants, k_block, load_more_scales, rows_from
+from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, room, round_rows
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
-from deltic.ops.gpu.operands import add_block, decode
+from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix, Piece
 
@@ -123,21 +123,10 @@ def _narrow_kernel(
     if p_x_scale is not None:  # codes
         p_x_tile = codes_at(p_x) + o_n[:, None] * k + (first_k + o_k)[None, :]
         p_x_scale += first_k // BLOCK_K * n + tl.minimum(o_n, n - 1)
-    STEP: tl.constexpr = UNROLL * BLOCK_K
     scales = load_more_scales(w, 0, UNROLL, BLOCK_K, CODES, SCALES, GROUP)
-    x_scales = load_more_scales_once(p_x_scale, n, UNROLL)
-    for i_step in range(0, k_slice, STEP):
-        i_next = tl.minimum(i_step + STEP, k_slice - STEP)
-        ahead = load_more_scales(w, i_next, UNROLL, BLOCK_K, CODES, SCALES, GROUP)
-        p_x_next = p_x_scale
-        if p_x_scale is not None:
-            p_x_next = p_x_scale + i_next // BLOCK_K * n
-        x_ahead = load_more_scales_once(p_x_next, n, UNROLL)
-        for i in tl.static_range(UNROLL):
-            i_k = i_step + i * BLOCK_K
-            block = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + scales[i]
-            b_acc = add_block(b_acc, block, p_x_tile + i_k, x_scales[i], b_used, BLOCK_K, CODES, SCALES, GROUP)
-        scales, x_scales = ahead, x_ahead
+    b_acc = add_blocks(
+        b_acc, w, scales, p_x_tile, p_x_scale, n, b_used, 0, k_slice, UNROLL, BLOCK_K, CODES, SCALES, GROUP
+    )
 
     if SWIGLU:
         b_acc = tl.permute(tl.reshape(b_acc, (BLOCK_M // 16, 2, 8, BLOCK_N)), (0, 2, 3, 1))

@@ -456,7 +456,8 @@ def moe_prefill(
         rows, ups, FORMAT, UP = pieces_of(matrix)
         d, codes, scale = _tiles(matrix, tiles), x, None
         if is_e4m3(matrix):
-            codes, scale = room(s.x8).codes, room(s.x8).scale
+            x8 = room(s.x8)
+            codes, scale = x8.codes, x8.scale
         block_f = largest_block(d.block_f, m)
         launch(
             prefill_gate_up_kernel, (n * (m // block_f),), codes, scale, rows, ups, s.counters, s.entries, s.lists, blocks.n,

@@ -42,6 +42,8 @@ from deltic.ops.gpu.decode import (
     k_block,
     least_of,
     load_block,
+    load_codes,
+    load_more_scales,
     low_bits,
     rows_from,
     scale_of,
@@ -50,7 +52,7 @@ from deltic.ops.gpu.decode import (
     values,
     zero_of,
 )
-from deltic.ops.gpu.fp8 import add_fp8_block, rounded
+from deltic.ops.gpu.fp8 import add_fp8_block, load_more_scales_once, rounded
 from deltic.ops.gpu.launch import INTERPRETED, launch
 from deltic.ops.matrix import Piece
 
@@ -234,6 +236,33 @@ def add_block(
         if CODES != BF16:
             b_sum = _ended(b_sum)
     return b_sum
+
+
+@triton.jit
+def add_blocks(
+    b_acc, w, scales, p_x_tile, p_x_scale, scale_step, b_used, first, k, N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+):
+    """b_acc + W x^T over columns [first, k) of `rows_from`'s w, N blocks a turn: their scales are fetched
+    while those before are multiplied. scales: `load_more_scales` at `first`. p_x_tile: the rows of x, from
+    column 0 on. p_x_scale [N]: where they are codes their scales, those of the next block scale_step behind,
+    else None.
+    """
+    STEP: tl.constexpr = N * BLOCK_K
+    x_scales = load_more_scales_once(p_x_scale, scale_step, N)
+    for i_step in range(first, k, STEP):
+        i_next = tl.minimum(i_step + STEP, k - STEP)
+        ahead = load_more_scales(w, i_next, N, BLOCK_K, CODES, SCALES, GROUP)
+        p_x_next = p_x_scale
+        if p_x_scale is not None:
+            p_x_next = p_x_scale + tl.cast(i_next // BLOCK_K, tl.int64) * scale_step
+        x_ahead = load_more_scales_once(p_x_next, scale_step, N)
+        for i in tl.static_range(N):
+            i_k = i_step + i * BLOCK_K
+            block = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + scales[i]
+            b_acc = add_block(b_acc, block, p_x_tile + i_k, x_scales[i], b_used, BLOCK_K, CODES, SCALES, GROUP)
+        scales, x_scales = ahead, x_ahead
+    return b_acc
 
 
 @triton.jit
