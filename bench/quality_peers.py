@@ -30,6 +30,7 @@ from rich.progress import Progress
 
 from bench.kept import Run
 from bench.quality_tables import formats_table
+from bench.tables import broken
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.bench.quality import REFERENCE, TEXT, Document, chosen, distributions, load, read_documents, sizes
 from deltic.config import EngineConfig
@@ -246,7 +247,7 @@ def main() -> None:
     path = runs_directory(given.out) / f"quality-{kind}-{now():%H%M%S}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     table = formats_table(Run(path, result))
-    path.with_suffix(".md").write_text(table + "\n")
+    path.with_suffix(".md").write_text("\n\n".join(map(broken, table.split("\n\n"))) + "\n")
     print(table)
 
 

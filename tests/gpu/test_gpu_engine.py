@@ -11,8 +11,8 @@ import ctypes
 import random
 import re
 import time
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +177,10 @@ def test_any_cut_of_the_prompt(kind: str) -> None:
     assert answers(engine)["a/0"] == expected
 
 
-@needs_gpu
-@pytest.mark.parametrize("kind", KINDS)
-def test_hit_and_cold(kind: str) -> None:
-    """P3: behind a prefix that an earlier request left, and with an answer in the history that was decoded before."""
-    inner = runner(kind)
+def hit_and_cold(inner: GpuTextRunner, alone: Callable[..., list[Entry]]) -> None:
+    """P3: behind a prefix that an earlier request left, and with an answer in the history that was decoded before. alone: a prompt's
+    answer in an engine of its own.
+    """
     ids = prompt(7, 300)
     engine = Engine(inner)
     engine.add(request("a", ids))
@@ -190,21 +189,31 @@ def test_hit_and_cold(kind: str) -> None:
     engine.add(request("b", longer, n_tokens=3))
     warm = answers(engine)["b/0"]
     assert engine.cache.stats.n_hits == 1
-    assert warm == alone(kind, longer, n_tokens=3)
+    assert warm == alone(longer, n_tokens=3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_hit_and_cold(kind: str) -> None:
+    hit_and_cold(runner(kind), partial(alone, kind))
+
+
+def preempted(inner: GpuTextRunner, alone: Callable[..., list[Entry]]) -> None:
+    """P4: it loses its place while it decodes, with and without host memory for its state."""
+    ids = prompt(9, 70)
+    expected = alone(ids)
+    for keeps in (True, False):
+        engine = Engine(inner)
+        if not keeps:
+            engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
+        engine.add(request("a", ids))
+        assert answers(engine, preempt={3: "a"})["a/0"] == expected
 
 
 @needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted(kind: str) -> None:
-    """P4: it loses its place while it decodes, with and without host memory for its state."""
-    ids = prompt(9, 70)
-    expected = alone(kind, ids)
-    for keeps in (True, False):
-        engine = Engine(runner(kind))
-        if not keeps:
-            engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
-        engine.add(request("a", ids))
-        assert answers(engine, preempt={3: "a"})["a/0"] == expected
+    preempted(runner(kind), partial(alone, kind))
 
 
 @needs_gpu

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,17 @@ from deltic.ops.gpu.linear import DECODED_ROWS, k_splits
 from deltic.ops.gpu.weight import unpack
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
-from tests.gpu.test_gpu_engine import HAS_GPU, N_TOKENS, Entry, answers, needs_gpu, prompt, request
+from tests.gpu.test_gpu_engine import (
+    HAS_GPU,
+    N_TOKENS,
+    Entry,
+    answers,
+    hit_and_cold,
+    needs_gpu,
+    preempted,
+    prompt,
+    request,
+)
 
 N_SEQS = 24 if HAS_GPU else ROUNDED_ROWS + 1
 STEP_TOKENS = 768 if HAS_GPU else DECODED_ROWS + 64
@@ -227,29 +237,13 @@ def test_any_cut_of_the_prompt(name: str) -> None:
 @needs_gpu
 @every_case
 def test_hit_and_cold(name: str) -> None:
-    """P3: behind a prefix that an earlier request left, and with an answer in the history that was decoded before."""
-    ids = prompt(7, 300)
-    engine = Engine(runner(name))
-    engine.add(request("a", ids))
-    longer = ids + [token for token, _, _ in answers(engine)["a/0"]] + prompt(8, 70)
-    engine.add(request("b", longer, n_tokens=3))
-    warm = answers(engine)["b/0"]
-    assert engine.cache.stats.n_hits == 1
-    assert warm == alone(name, longer, n_tokens=3)
+    hit_and_cold(runner(name), partial(alone, name))
 
 
 @needs_gpu
 @every_case
 def test_preempted(name: str) -> None:
-    """P4: it loses its place while it decodes, with and without host memory for its state."""
-    ids = prompt(9, 70)
-    expected = alone(name, ids)
-    for keeps in (True, False):
-        engine = Engine(runner(name))
-        if not keeps:
-            engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
-        engine.add(request("a", ids))
-        assert answers(engine, preempt={3: "a"})["a/0"] == expected
+    preempted(runner(name), partial(alone, name))
 
 
 @needs_gpu
