@@ -12,12 +12,12 @@ from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import linear
 from deltic.ops.gpu.blocks import PlaceState, Rows
 from deltic.ops.gpu.decode import k_block
-from deltic.ops.gpu.fp8 import Fp8Rows, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
+from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import Narrow, WideScratch, narrow_linear, narrow_swiglu, product, wide_linear, wide_scratch
 from deltic.ops.gpu.norm import begin_decode, embed
 from deltic.ops.gpu.weight import DeviceStore, unpack
-from deltic.ops.matrix import Matrix
+from deltic.ops.matrix import Matrix, planes
 from tests.gpu.matrices import e4m3_rows
 from tests.quantised_rows import operands, random_rows
 
@@ -149,13 +149,21 @@ def test_rows_are_rounded_to_e4m3(device: str) -> None:
         assert torch.equal(codes * scale.repeat_interleave(block_k, 1), e4m3_rows(wide[:, :320], block_k))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-row"])
-def test_the_vendors_e4m3_has_our_bits(device: str, name: str) -> None:
-    """Of any number of rows, and into columns of a wider matrix."""
+def vendors(device: str) -> None:
     if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the vendor's library multiplies e4m3 by blocks on Hopper alone")
-    for m, k in ((64, 256), (208, 384)):
-        w, _ = put(device, m, k, (m, name))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-row", "blocks"])
+def test_the_vendors_e4m3_has_our_bits(device: str, name: str) -> None:
+    """Of any number of rows, into columns of a wider matrix, and by scales of blocks."""
+    vendors(device)
+    for m, k in ((64, 256), (208, 384), (256, 640)):
+        w, _ = put(device, m, k, (m, name if name != "blocks" else "fp8"))
+        if name == "blocks":
+            in_one_block(w)
+        blocks = block_scales(w.whole)
+        assert (blocks is not None) == (name == "blocks" and m % 128 == 0)
         x, found = torch.randn(1024, k).bfloat16().to(device), {}
         for t in (64, 128, 1024):
             rows = fp8_scratch(device, t, k)
@@ -163,9 +171,34 @@ def test_the_vendors_e4m3_has_our_bits(device: str, name: str) -> None:
             ours, wide = (torch.full((t, m + more), torch.nan, device=device, dtype=torch.bfloat16) for more in (0, 32))
             assert vendor_multiplies(w.whole, wide[:, 16 : 16 + m])
             fp8_linear(rows, w.whole, ours, levers=LEVERS, tile=fp8_tile(t, m, 128))
-            fp8_linear(rows, w.whole, wide[:, 16 : 16 + m], levers=LEVERS)
+            fp8_linear(rows, w.whole, wide[:, 16 : 16 + m], levers=LEVERS, blocks=blocks)
             found[t] = wide[:, 16 : 16 + m]
             assert torch.equal(found[t], ours) and torch.equal(found[t][:64], found[64])
+
+
+def in_one_block(w: Matrix) -> None:
+    """Gives the rows of each 128 of an e4m3 matrix the scales of the first of them."""
+    n, k = w.n, w.k
+    at, size = planes(n, k, w.whole.format)["scale"]
+    scale = w.whole.data.view(-1)[at : at + size].view(torch.float32).view(-1, n)
+    scale.copy_(scale[:, torch.arange(n, device=scale.device) // 128 * 128])
+
+
+def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode's products have the same bits with it and without, alone and with SwiGLU behind them."""
+    vendors(device)
+    w, _ = put(device, 512, 384, (512, "fp8"))
+    x, found = torch.randn(48, 384).bfloat16().to(device), []
+    for least in (1 << 62, 0):
+        monkeypatch.setattr(linear, "VENDOR_E4M3_WORK", least)
+        rows = fp8_scratch(device, 48, 384)
+        out, gate_up = (torch.full((1, 48, 512), torch.nan, device=device) for _ in range(2))
+        inner = torch.full((48, 256), torch.nan, device=device, dtype=torch.bfloat16)
+        narrow_linear(x, w, out, levers=LEVERS, rows=rows)
+        narrow_swiglu(x, w, inner, levers=LEVERS, rows=rows, gate_up=gate_up)
+        assert gate_up.isnan().all() == (least > 0)
+        found.append((out, inner))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4-g128-bfloat16", "Q4_K", "NVFP4"])

@@ -29,7 +29,7 @@ from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks, PlaceState, PrefillInputs, Rows
-from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
+from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers
@@ -200,6 +200,7 @@ class Linears:
 
     def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]], levers: Levers) -> None:
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
+        self.blocks = {name: [block_scales(piece) for piece in w.pieces] for name, w in self.matrices.items()}
         self.levers = levers
 
     def project(self, name: str, x: Tensor, out: Tensor, rows: Fp8Rows | None = None) -> None:
@@ -223,7 +224,7 @@ class Linears:
 
     def project_many(self, name: str, x: Tensor, out: Tensor, scratch: WideScratch | None = None) -> None:
         """out = x W^T of whole blocks of rows: x bfloat16 [T, K], out bfloat16 [T, M] (see `wide_linear`)."""
-        wide_linear(x, self.matrices[name], out, levers=self.levers, scratch=scratch)
+        wide_linear(x, self.matrices[name], out, levers=self.levers, scratch=scratch, blocks=self.blocks[name])
 
 
 class QwenGpu:

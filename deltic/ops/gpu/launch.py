@@ -130,17 +130,20 @@ def matmul_slices(x: Tensor, w: Tensor, out: Tensor) -> None:
     torch.bmm(x.view(n, n_slices, k // n_slices).transpose(0, 1), slices, out_dtype=torch.float32, out=out)
 
 
-def scaled_matmul(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor) -> None:
-    """out[t, m] = the sum over blocks of 128 of K of (sum of x[t, k] w[m, k]) x_scale[block, t]
-    w_scale[block, m], by the vendor's library: e4m3 codes as uint8 [T, K] and [M, K], float32 scales,
-    bfloat16 out.
+def scaled_matmul(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor, *, in_blocks: bool) -> None:
+    """out[t, m] = the sum over blocks of 128 of K of (sum of x[t, k] w[m, k]) x_scale[block, t] and the
+    block's scale of w, by the vendor's library: e4m3 codes as uint8 [T, K] and [M, K], float32 scales,
+    bfloat16 or float32 out.
+
+    w_scale: [K / 128, M]; in_blocks, one for 128 rows: [M / 128, K / 128 rounded up to a multiple of 4].
     """
     launches.n += 1
     if launches.compile_only:
         return
-    e4m3, recipe = torch.float8_e4m3fn, [torch.nn.functional.ScalingType.BlockWise1x128.value]
+    kinds, e4m3 = torch.nn.functional.ScalingType, torch.float8_e4m3fn
+    recipes = [kinds.BlockWise1x128.value], [(kinds.BlockWise128x128 if in_blocks else kinds.BlockWise1x128).value]
     torch.ops.aten._scaled_mm_v2.out(
-        x.view(e4m3), w.view(e4m3).t(), [x_scale.t()], recipe, [], [w_scale.t()], recipe, [], None, torch.bfloat16, out=out
+        x.view(e4m3), w.view(e4m3).t(), [x_scale.t()], recipes[0], [], [w_scale.t()], recipes[1], [], None, out.dtype, out=out
     )
 
 

@@ -20,7 +20,7 @@ decoded: rows of x are rounded to e4m3, too (fp8.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import address, codes_at, constants, k_block, load_more_scales, rows_from
-from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, room, round_rows
+from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, room, round_rows, vendor_multiplies
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -213,6 +213,20 @@ def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
     return n >= rows and m % 8 == 0 and splits == k_splits(m, k, Levers()) and not INTERPRETED
 
 
+VENDOR_E4M3_ROWS = 32
+VENDOR_E4M3_WORK = 1_500_000_000
+"""The same of e4m3 in groups that is not cut along K: rows, and rows times the weight's elements."""
+
+
+def vendor_pays_e4m3(piece: Piece, out: Tensor) -> bool:
+    """Whether the vendor's library multiplies rounded rows by a piece, into out [N, M], unsplit. The bits are
+    the same.
+    """
+    n, m = out.shape
+    enough = n >= VENDOR_E4M3_ROWS and n * m * piece.k >= VENDOR_E4M3_WORK
+    return enough and piece.format.name == "fp8" and vendor_multiplies(piece, out)
+
+
 def narrow_config(n: int, m: int, k_slice: int, splits: int) -> Narrow:
     """The configuration for n rows of x and a weight of m rows, walked in slices of k_slice.
 
@@ -337,9 +351,14 @@ def narrow_linear(
     if vendor:
         matmul_slices(x, rows_of("linear", w), out)
         return
-    codes = _rounded(x, w, 1 if whole else out.shape[0], rows, levers)
+    splits = 1 if whole else len(out)
+    codes = _rounded(x, w, splits, rows, levers)
     for piece, columns in _columns(w, out):
-        _multiply(x, piece, columns, False, levers, config, codes if piece.format.codes == "e4m3" else None)
+        unsplit = columns if whole else columns[0]
+        if codes is not None and config is None and splits == 1 and vendor_pays_e4m3(piece, unsplit):
+            fp8_linear(codes, piece, unsplit, levers=levers)
+        else:
+            _multiply(x, piece, columns, False, levers, config, codes if piece.format.codes == "e4m3" else None)
 
 
 def narrow_swiglu(
@@ -353,10 +372,13 @@ def narrow_swiglu(
     where the vendor's library multiplies, and where w has several pieces. rows: as in narrow_linear.
     Raises KernelError for weights in strips.
     """
+    several = len(w.pieces) > 1
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
-    vendor = config is None and is_bf16(w) and vendor_pays_narrow(x.shape[0], w.n, w.k, 1)
-    if not levers.silu_epilogue or vendor or len(w.pieces) > 1:
+    vendor = config is None and is_bf16(w) and vendor_pays_narrow(len(x), w.n, w.k, 1)
+    if config is None and gate_up is not None and not several and not is_bf16(w):
+        vendor = vendor_pays_e4m3(w.whole, gate_up[0])
+    if not levers.silu_epilogue or vendor or several:
         check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")
         assert gate_up is not None
         narrow_linear(x, w, gate_up, levers=levers, rows=rows, config=config)
@@ -420,13 +442,15 @@ def wide_scratch(n_rows: int, largest: int, widest: int, codes: Collection[str],
 
 
 def wide_linear(
-    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, scratch: WideScratch | None = None, config: Wide | None = None
+    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, scratch: WideScratch | None = None,
+    blocks: Sequence[Tensor | None] = (), config: Wide | None = None,
 ) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
 
     x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
     are independent of each other, bit for bit. They have the bits of an unsplit narrow_linear, but for e4m3.
-    scratch: where w is quantised. config: for measurements, of bf16.
+    scratch: where w is quantised. blocks: `block_scales` of each piece, or none at all. config: for
+    measurements, of bf16.
     Raises KernelError for weights in strips.
     """
     (t, k), m = x.shape, w.n
@@ -435,10 +459,10 @@ def wide_linear(
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
     check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
     codes = _rounded(x, w, 1, None if scratch is None else scratch.rows, levers)
-    for piece, columns in _columns(w, out):
+    for (piece, columns), scales in zip(_columns(w, out), blocks or [None] * len(w.pieces), strict=True):
         if piece.format.codes == "e4m3":
             assert codes is not None
-            fp8_linear(codes, piece, columns, levers=levers)
+            fp8_linear(codes, piece, columns, blocks=scales, levers=levers)
         elif piece.format.codes != "bf16" and t <= DECODED_ROWS:
             _multiply(x, piece, columns if out.dtype == torch.bfloat16 else columns[None], False, levers, None)
         else:

@@ -170,7 +170,7 @@ def unpack(piece: Piece) -> Tensor:
 
 def _random(format: WeightFormat, values: Array) -> Quantised:
     """Rows of random codes, the low bits of bfloat16 values [n, k], with one scale that makes them about as
-    large. Its sign changes from row to row, where it has one: codes have not quite the mean 0, and a mean
+    large. Its sign changes from row to row, where it has one: integers have not quite the mean 0, and a mean
     that all rows share would grow from layer to layer until all tokens are alike.
     """
     n, dtypes, sizes = len(values), format.dtypes, format.sizes(values.shape[1])
@@ -189,8 +189,9 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
         for value, dtype, size in zip((scale, least, outer), dtypes, sizes, strict=True)
     ]
     signed = [part for part, dtype in zip(filled, dtypes, strict=True) if dtype is not None and np.dtype(dtype).kind in "fV"]
-    for part in signed:
-        part[::2] *= -1
+    if format.codes != "e4m3":
+        for part in signed:
+            part[::2] *= -1
     return Quantised(format, codes, *filled)
 
 
