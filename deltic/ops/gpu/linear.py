@@ -10,10 +10,11 @@ blocks 64 / 128, so an element has the same bits in any batch.
 Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a
 Triton kernel; both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
 
-A weight is a Matrix, whose pieces are multiplied one after another. In other formats than bf16 the narrow
-kernel makes operands of it on their way to the tensor cores (operands.py); a wide product of more than
-DECODED_ROWS decodes it once into a workspace, and goes on as with bf16, to the same bits. e4m3 is not
-decoded: rows of x are rounded to e4m3, too (fp8.py).
+A weight is a Matrix, whose pieces are multiplied one after another, of narrow products two beside each other:
+a few rows alone, such as DeltaNet's b and a, would walk K with nearly all of the chip idle. In other formats
+than bf16 the narrow kernel makes operands of a piece on their way to the tensor cores (operands.py); a wide
+product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with bf16, to the same
+bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,7 +33,7 @@ from deltic.ops.contract import check
 from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
-from deltic.ops.gpu.decode import address, codes_at, constants, k_block, load_more_scales, rows_from
+from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
 from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, room, round_rows, vendor_multiplies
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
@@ -95,22 +96,15 @@ def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.c
     return o_row
 
 
-@triton.jit(do_not_specialize=["n"])
-def _narrow_kernel(
-    p_x, p_x_scale, p_w, p_out, n, m, k, k_slice, out_split, out_row,
+@triton.jit
+def _narrow_tile(
+    p_x, p_codes, p_x_scale, p_w, p_out, i_m, i_n, n, m, k, k_slice, out_split, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
     UNROLL: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    n_blocks = tl.cdiv(n, BLOCK_N)
-    # the token tiles of one weight tile are neighbours: the second finds the weights in the L2 cache
-    i_m = tl.program_id(0) // n_blocks
-    i_n = tl.program_id(0) % n_blocks
+    """Tile (i_m, i_n) of the product with one piece. p_codes, p_x_scale: x rounded, for e4m3, or None."""
     i_split = tl.program_id(1)
     first_k = i_split * k_slice
-
-    o_k = tl.arange(0, BLOCK_K)
     o_row = _tile_rows(i_m, m, BLOCK_M, SWIGLU, EVEN_M)
     w = rows_from(p_w, o_row, first_k, m, k, BLOCK_K, CODES, SCALES, GROUP)
     if PDL:
@@ -119,13 +113,16 @@ def _narrow_kernel(
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     b_used = o_n < n
     b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    p_x_tile = p_x + o_n[:, None] * k + (first_k + o_k)[None, :]
-    if p_x_scale is not None:  # codes
-        p_x_tile = codes_at(p_x) + o_n[:, None] * k + (first_k + o_k)[None, :]
-        p_x_scale += first_k // BLOCK_K * n + tl.minimum(o_n, n - 1)
+    o_x = o_n[:, None] * k + (first_k + tl.arange(0, BLOCK_K))[None, :]
+    if CODES == E4M3 and p_codes is not None:
+        p_x_tile = codes_at(p_codes) + o_x
+        p_scale = p_x_scale + first_k // BLOCK_K * n + tl.minimum(o_n, n - 1)
+    else:
+        p_x_tile = p_x + o_x
+        p_scale = None
     scales = load_more_scales(w, 0, UNROLL, BLOCK_K, CODES, SCALES, GROUP)
     b_acc = add_blocks(
-        b_acc, w, scales, p_x_tile, p_x_scale, n, b_used, 0, k_slice, UNROLL, BLOCK_K, CODES, SCALES, GROUP
+        b_acc, w, scales, p_x_tile, p_scale, n, b_used, 0, k_slice, UNROLL, BLOCK_K, CODES, SCALES, GROUP
     )
 
     if SWIGLU:
@@ -143,6 +140,39 @@ def _narrow_kernel(
     if not EVEN_M:
         b_mask = b_mask & (o_y < width)[:, None]
     tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=b_mask)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _narrow_kernel(
+    p_x, p_codes, p_x_scale, p_w, p_out, p_w_2, p_out_2, n, m, m_2, k, k_slice, out_split, out_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
+    UNROLL: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K_2: tl.constexpr,
+    EVEN_M_2: tl.constexpr, CODES_2: tl.constexpr, SCALES_2: tl.constexpr, GROUP_2: tl.constexpr, PDL: tl.constexpr,
+):
+    """One piece, or two beside each other: the first programs have the second, which is the smaller one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n_blocks = tl.cdiv(n, BLOCK_N)
+    # the token tiles of one weight tile are neighbours: the second finds the weights in the L2 cache
+    i_m = tl.program_id(0) // n_blocks
+    i_n = tl.program_id(0) % n_blocks
+    if p_w_2 is not None:
+        i_m -= tl.cdiv(m_2, BLOCK_M)
+        if i_m < 0:
+            _narrow_tile(
+                p_x, p_codes, p_x_scale, p_w_2, p_out_2, i_m + tl.cdiv(m_2, BLOCK_M), i_n, n, m_2, k, k_slice, out_split,
+                out_row, BLOCK_M, BLOCK_N, BLOCK_K_2, EVEN_M_2, False, UNROLL, CODES_2, SCALES_2, GROUP_2, PDL,
+            )
+        else:
+            _narrow_tile(
+                p_x, p_codes, p_x_scale, p_w, p_out, i_m, i_n, n, m, k, k_slice, out_split, out_row, BLOCK_M, BLOCK_N,
+                BLOCK_K, EVEN_M, False, UNROLL, CODES, SCALES, GROUP, PDL,
+            )
+    else:
+        _narrow_tile(
+            p_x, p_codes, p_x_scale, p_w, p_out, i_m, i_n, n, m, k, k_slice, out_split, out_row, BLOCK_M, BLOCK_N,
+            BLOCK_K, EVEN_M, SWIGLU, UNROLL, CODES, SCALES, GROUP, PDL,
+        )
 
 
 @triton.jit
@@ -290,32 +320,57 @@ def is_rounded(n: int, format: WeightFormat) -> bool:
 
 
 def _multiply(
-    x: Tensor, piece: Piece, out: Tensor, swiglu: bool, levers: Levers, config: Narrow | None, rows: Fp8Rows | None = None
+    x: Tensor, parts: Sequence[tuple[Piece, Tensor]], swiglu: bool, levers: Levers, config: Narrow | None,
+    rows: Fp8Rows | None = None,
 ) -> None:
-    """The narrow kernel. out: [S, N, M] float32, or [N, M] (of SwiGLU [N, M / 2]), S = 1. rows: x rounded,
-    for e4m3, by blocks of a slice.
+    """The narrow kernel. parts: one piece or two, each with its out: [S, N, M] float32, or [N, M] (of SwiGLU
+    [N, M / 2]), S = 1, columns of one tensor. rows: x rounded, for e4m3, by blocks of a slice.
     """
+    (piece, out), *others = sorted(parts, key=lambda part: part[0].n, reverse=True)
     (n, k), m, splits = x.shape, piece.n, out.shape[0] if out.ndim == 3 else 1
-    is_bf16 = piece.format.codes == "bf16"
-    check("linear", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
-    check("linear", out.stride(-1) == 1, "an out whose last dim is contiguous")
     check("linear", piece.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
     sizes = n, m, k // splits, splits
-    c = config or (narrow_config(*sizes) if is_bf16 else decoded_config(*sizes, piece.format))
-    check("linear", k // splits % c.block_k == 0, f"slices of K in whole blocks of {c.block_k}")
+    c = config or (narrow_config(*sizes) if piece.format.codes == "bf16" else decoded_config(*sizes, piece.format))
+    _check_piece(piece, out, k // splits, c.block_k)
+    second: tuple[Tensor | None, Tensor | None] = None, None
+    m_2, block_2, format_2 = 0, c.block_k, piece.format
+    for piece_2, out_2 in others:
+        second, m_2, format_2 = (address(piece_2), out_2), piece_2.n, piece_2.format
+        block_2 = _block_beside(c, piece.format, format_2, n, k // splits)
+        _check_piece(piece_2, out_2, k // splits, block_2)
+    tokens, operand = _token_tile(n), (x, None, None) if rows is None else (x, rows.codes, rows.scale)
+    launch(
+        _narrow_kernel, ((-(-m // c.block_m) + -(-m_2 // c.block_m)) * -(-n // tokens), splits), *operand, address(piece), out,
+        *second, n, m, m_2, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m,
+        BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu, UNROLL=c.unroll,
+        **constants(piece.format), BLOCK_K_2=block_2, EVEN_M_2=m_2 % c.block_m == 0,
+        **{f"{name}_2": value for name, value in constants(format_2).items()}, pdl=levers.pdl, num_warps=c.num_warps,
+        num_stages=c.num_stages,
+    )
+
+
+def _check_piece(piece: Piece, out: Tensor, k_slice: int, block_k: int) -> None:
+    check("linear", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
+    check("linear", k_slice % block_k == 0, f"slices of K in whole blocks of {block_k}")
+    check("linear", out.stride(-1) == 1, "an out whose last dim is contiguous")
     check(
         "linear",
-        piece.format.codes != "e4m3" or (c.block_k == k_block(k // splits) and piece.format.group % c.block_k == 0),
-        f"blocks of {k_block(k // splits)} of e4m3, with one scale each",
+        piece.format.codes != "e4m3" or (block_k == k_block(k_slice) and piece.format.group % block_k == 0),
+        f"blocks of {k_block(k_slice)} of e4m3, with one scale each",
     )
-    tokens, operand = _token_tile(n), (x, None) if rows is None else (rows.codes, rows.scale)
-    launch(
-        _narrow_kernel, (-(-m // c.block_m) * -(-n // tokens), splits), *operand, address(piece), out, n, m, k, k // splits,
-        out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k,
-        EVEN_M=m % c.block_m == 0, SWIGLU=swiglu, UNROLL=c.unroll, **constants(piece.format), pdl=levers.pdl,
-        num_warps=c.num_warps, num_stages=c.num_stages,
-    )
+
+
+def _block_beside(c: Narrow, first: WeightFormat, second: WeightFormat, n: int, k_slice: int) -> int:
+    """Columns of a block of a piece beside one with this configuration: so many that it needs no more shared
+    memory, of which every program has as much.
+    """
+    if second.codes == "e4m3":
+        return int(k_block(k_slice))
+    block, room = c.block_k, decoded_block_bytes(c.block_m, c.block_k, n, first)
+    while block > 32 and decoded_block_bytes(c.block_m, block, n, second) > room:
+        block //= 2
+    return block
 
 
 def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
@@ -353,12 +408,13 @@ def narrow_linear(
         return
     splits = 1 if whole else len(out)
     codes = _rounded(x, w, splits, rows, levers)
-    for piece, columns in _columns(w, out):
-        unsplit = columns if whole else columns[0]
-        if codes is not None and config is None and splits == 1 and vendor_pays_e4m3(piece, unsplit):
-            fp8_linear(codes, piece, unsplit, levers=levers)
-        else:
-            _multiply(x, piece, columns, False, levers, config, codes if piece.format.codes == "e4m3" else None)
+    parts = list(_columns(w, out))
+    unsplit = out if whole else out[0]
+    if codes is not None and config is None and splits == len(parts) == 1 and vendor_pays_e4m3(w.whole, unsplit):
+        fp8_linear(codes, w.whole, unsplit, levers=levers)
+        return
+    for i in range(0, len(parts), 2):
+        _multiply(x, parts[i : i + 2], False, levers, config, codes)
 
 
 def narrow_swiglu(
@@ -384,7 +440,7 @@ def narrow_swiglu(
         narrow_linear(x, w, gate_up, levers=levers, rows=rows, config=config)
         silu_mul(gate_up[0], out, levers=levers)
         return
-    _multiply(x, w.whole, out, True, levers, config, _rounded(x, w, 1, rows, levers))
+    _multiply(x, [(w.whole, out)], True, levers, config, _rounded(x, w, 1, rows, levers))
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
@@ -464,7 +520,7 @@ def wide_linear(
             assert codes is not None
             fp8_linear(codes, piece, columns, blocks=scales, levers=levers)
         elif piece.format.codes != "bf16" and t <= DECODED_ROWS:
-            _multiply(x, piece, columns if out.dtype == torch.bfloat16 else columns[None], False, levers, None)
+            _multiply(x, [(piece, columns if out.dtype == torch.bfloat16 else columns[None])], False, levers, None)
         else:
             rows = _bf16_rows(piece, scratch)
             if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, piece.n):
