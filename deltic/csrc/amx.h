@@ -114,8 +114,7 @@ static inline void decode(const uint8_t* unit, uint8_t* to) {
 // The same of any other codes, a group after the other, as in tile_int and tile_e4m3 of matrix.h.
 template <Codes C, bool LEAST>
 static inline void multiply_groups(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, const Out& out) {
-    constexpr bool FLOATS = C == Codes::E4M3, BYTES = C == Codes::INT8 || C == Codes::IQ4 || C == Codes::E2M1;
-    constexpr int BIAS = FLOATS ? 0 : BYTES ? 128 : bias_of(C, LEAST);
+    constexpr bool FLOATS = C == Codes::E4M3, BIASED = !FLOATS && too_large(C, LEAST) != 0;
     constexpr int64_t WIDTH = FLOATS ? 2 : 1;  // bytes of an element of x, and of w once it is decoded
     const int64_t k = matrix.k, group = matrix.group, block = matrix.block(), strip = matrix.strip_bytes(), groups = matrix.n_groups();
     const int64_t stride = k * WIDTH, x_bytes = FLOATS || (k % 64 == 0 && group % 64 == 0) ? 64 : 32;
@@ -133,6 +132,9 @@ static inline void multiply_groups(const Rows& x, int64_t n_rows, const Matrix& 
                 v16 scale[2][MOST_GROUPS], least[2][MOST_GROUPS];
                 for (int64_t i = 0; i < n_strips; i++)
                     read_scales(matrix.scales(), w + i * strip + matrix.code_bytes(n_k), end + i * strip, (n_k + group - 1) / group, scale[i], least[i]);
+                if constexpr (LEAST && BIASED)
+                    for (int64_t i = 0; i < n_strips; i++)
+                        for (int64_t j = 0; j < (n_k + group - 1) / group; j++) least[i][j] = least[i][j] * splat(1.0f / start_factor(C, LEAST));
                 for (int64_t a = 0, stop; a < n_k; a = stop) {
                     const int64_t in_block = a / group, g = (k0 + a) / group;
                     stop = (in_block + 1) * group < n_k ? (in_block + 1) * group : n_k;
@@ -160,9 +162,9 @@ static inline void multiply_groups(const Rows& x, int64_t n_rows, const Matrix& 
                                 } else {
                                     v16i whole;
                                     memcpy(&whole, acc[m / 16][i] + m % 16 * 16, 64);
-                                    if constexpr (BIAS != 0) whole.part[0] -= BIAS * x.sum[row];
+                                    if constexpr (BIASED) whole.part[0] += x.start[row];
                                     v16 value = to_float(whole) * scale[i][in_block];
-                                    if constexpr (LEAST) value = fma(splat((float)x.sum[row]), least[i][in_block], value);
+                                    if constexpr (LEAST) value = fma(splat((float)x.start[row]), least[i][in_block], value);
                                     store(to, fma(splat(x.scale[row]), value, load(to)));
                                 }
                             }

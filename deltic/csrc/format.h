@@ -126,6 +126,17 @@ static inline constexpr float e4m3(uint32_t code) {
     return code & 0x80 ? -size : size;
 }
 
+// The scales of a block of K or K_LEAST.
+template <Scales KIND>
+struct BlockScales {
+    const uint8_t* at;
+    v16 outer, outer_least;
+
+    explicit BlockScales(const uint8_t* at) : at(at), outer(load_f16(at)), outer_least(KIND == Scales::K_LEAST ? load_f16(at + 32) : v16{}) {}
+    v16 scale(int64_t g) const { return outer * (KIND == Scales::K ? load_bytes<int8_t>(at + 32 + g * 16) : load_bytes<uint8_t>(at + 64 + g * 32)); }
+    v16 least(int64_t g) const { return -(outer_least * load_bytes<uint8_t>(at + 80 + g * 32)); }
+};
+
 // The scale of each group of a block and, where the format has one, its least value; strip_end: where the strip ends.
 static __attribute__((noinline, unused)) void read_scales(Scales kind, const uint8_t* at, const uint8_t* strip_end, int64_t n_groups, v16* scale, v16* least) {
     switch (kind) {
@@ -157,16 +168,13 @@ static __attribute__((noinline, unused)) void read_scales(Scales kind, const uin
             }
             return;
         case Scales::K: {
-            const v16 outer = load_f16(at);
-            for (int64_t g = 0; g < n_groups; g++) scale[g] = outer * load_bytes<int8_t>(at + 32 + g * 16);
+            const BlockScales<Scales::K> block(at);
+            for (int64_t g = 0; g < n_groups; g++) scale[g] = block.scale(g);
             return;
         }
         case Scales::K_LEAST: {
-            const v16 outer = load_f16(at), outer_least = load_f16(at + 32);
-            for (int64_t g = 0; g < n_groups; g++) {
-                scale[g] = outer * load_bytes<uint8_t>(at + 64 + g * 32);
-                least[g] = -(outer_least * load_bytes<uint8_t>(at + 80 + g * 32));
-            }
+            const BlockScales<Scales::K_LEAST> block(at);
+            for (int64_t g = 0; g < n_groups; g++) scale[g] = block.scale(g), least[g] = block.least(g);
             return;
         }
         case Scales::E8M0:  // half of 2^(byte - 127)

@@ -11,7 +11,7 @@ KERNEL(deltic_linear, const bf16* x, Matrix w, float* out, int64_t stride, uint8
     if (is_float(w.codes()) && (n_rows == 1 || rows.stand)) {
         rows.words = (const uint32_t*)x;
     } else if (!packed) {
-        int64_t step = tile_rows(n_rows), n_tiles = (n_rows + step - 1) / step;
+        int64_t step = tile_rows(w, n_rows), n_tiles = (n_rows + step - 1) / step;
         parallel_for(n_tiles, [&](int64_t i, int) {
             int64_t m0 = i * step;
             pack_tile(rows, m0, n_rows - m0 < step ? n_rows - m0 : step, w, [&](int64_t m) { return x + m * w.k; });

@@ -35,6 +35,17 @@ constexpr bool SIGNED_WEIGHTS = true;
 constexpr bool SIGNED_WEIGHTS = false;
 #endif
 
+// What each code is too large by, as dot4 takes it.
+static inline constexpr int too_large(Codes codes, bool least) {
+    const bool bytes = codes == Codes::INT8 || codes == Codes::IQ4 || codes == Codes::E2M1;
+    return bytes ? (SIGNED_WEIGHTS ? 0 : 128) : bias_of(codes, least);
+}
+// What the sum of x over a group is multiplied with when it is packed. Where codes are too large, the sum of a group begins with it.
+static inline constexpr int start_factor(Codes codes, bool least) {
+    const int bias = too_large(codes, least);
+    return bias ? -bias : 1;
+}
+
 // acc + x.w over four elements, exactly: unsigned bytes of w (signed ones where SIGNED_WEIGHTS), signed bytes of x.
 static inline v16i dot4(v16i acc, w16 w, uint32_t x) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -87,13 +98,13 @@ static inline v16i splat_int(int32_t x) {
 }
 
 // Rows x as the tiles read them. A tile of `rows` rows holds word j of all its rows side by side: [k / 2 or k / 4][rows];
-// its scales and sums are [n_groups][rows]. Tiles follow one another, so the tile that begins at row m begins at m times the
+// its scales and starts are [n_groups][rows]. Tiles follow one another, so the tile that begins at row m begins at m times the
 // size of a row.
 struct Rows {
-    bool stand;  // rows_stand: [n_rows][k / 2 or k / 4] words, [n_rows][n_groups] scales and sums
+    bool stand;  // rows_stand: [n_rows][k / 2 or k / 4] words, [n_rows][n_groups] scales and starts
     const uint32_t* words;
     const float* scale;   // null for floats
-    const int32_t* sum;   // of the signed bytes of a group
+    const int32_t* start; // of a group: the sum of its signed bytes, times start_factor
 };
 
 // Whether a product of n_rows rows reads them one after another, as amx.h does.
@@ -121,7 +132,7 @@ static inline void pack_row_bf16(const bf16* x, int64_t k, int64_t m, int64_t ro
 
 // The same as int8, rounded to the nearest (even) multiple of scale = max |x| / 127 of each group. A group with a value that is
 // not finite gets a scale that is not, so that its row's outputs are not either.
-static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_t m, int64_t rows, uint32_t* words, float* scale, int32_t* sum) {
+static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_t m, int64_t rows, uint32_t* words, float* scale, int factor, int32_t* start) {
     const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
     for (int64_t k0 = 0, g = 0; k0 < k; k0 += group, g++) {
         int64_t end = k - k0 < group ? k : k0 + group;
@@ -149,7 +160,7 @@ static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_
         int32_t lanes[16], all = 0;
         memcpy(lanes, &total, sizeof lanes);
         for (int32_t lane : lanes) all += lane;
-        sum[g * rows + m] = all;
+        start[g * rows + m] = all * factor;
     }
 }
 
@@ -157,7 +168,7 @@ static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_
 static inline Rows rows_from(const Rows& x, int64_t m0, const Matrix& matrix) {
     if (is_float(matrix.codes())) return {x.stand, x.words + m0 * matrix.k / 2, nullptr, nullptr};
     const int64_t groups = m0 * matrix.n_groups();
-    return {x.stand, x.words + m0 * matrix.k / 4, x.scale + groups, x.sum + groups};
+    return {x.stand, x.words + m0 * matrix.k / 4, x.scale + groups, x.start + groups};
 }
 
 // Packs the tile of `rows` rows that begins at row m0; row(m) gives the bfloat16 row m.
@@ -169,24 +180,34 @@ static inline void pack_tile(const Rows& x, int64_t m0, int64_t rows, const Matr
     }
     const Rows at = rows_from(x, m0, matrix);
     auto words = (uint32_t*)at.words;
+    const int factor = start_factor(matrix.codes(), has_least(matrix.scales()));
     for (int64_t m = 0; m < rows; m++) {
         if (is_float(matrix.codes())) pack_row_bf16(row(m0 + m), matrix.k, m, rows, words);
-        else pack_row_int8(row(m0 + m), matrix.k, matrix.group, m, rows, words, (float*)at.scale, (int32_t*)at.sum);
+        else pack_row_int8(row(m0 + m), matrix.k, matrix.group, m, rows, words, (float*)at.scale, factor, (int32_t*)at.start);
     }
 }
 
-// Rows of a tile when there are many, and most rows that are done in one pass over a strip when there are few.
+// Rows of a tile of floats when there are many, and most rows that are done in one pass over a strip.
 constexpr int64_t TILE_ROWS = LANES == 16 ? 12 : 4;
 constexpr int64_t MOST_ROWS = LANES == 16 ? 16 : 4;
 constexpr int TILE_STRIPS = LANES == 16 ? 2 : 1;
-constexpr int64_t FAR = 32768, NEAR = 4096;  // bytes between what is multiplied and what is fetched: of bfloat16, of less
-// Of how many vectors of a strip one is fetched ahead, for few rows. Of quantised weights the processor guesses the rest, and more
-// would only take the few places that a core has for what is under way: one to eight rows are up to twice as fast for it (Zen 4). With
-// AVX2 it is the other way round: one row of int8 or int4 is 1.6 times as fast with all of them (Zen 3).
+// Integers for more than a few rows wait for the second-level cache, not for memory, so all of a strip is fetched to the first: 8 rows
+// are 1.5 to 2 times as fast, 16 of eight bits 1.5 times (Zen 4).
 template <Codes C, int MR>
-constexpr int EVERY = C == Codes::BF16 || MR > 8 || LANES == 8 ? 1 : 4;
+constexpr bool TO_FIRST = LANES == 16 && !is_float(C) && MR > (bits_of(C) == 8 ? 4 : 1);
+// Of how many vectors of a strip one is fetched ahead. Of quantised weights for a few rows the processor guesses the rest, and more
+// would only take the few places that a core has for what is under way: one row is up to twice as fast for it (Zen 4). With AVX2 it is
+// the other way round: one row of int8 or int4 is 1.6 times as fast with all of them (Zen 3).
+template <Codes C, int MR>
+constexpr int EVERY = C == Codes::BF16 || TO_FIRST<C, MR> || MR > 8 || LANES == 8 ? 1 : 4;
+constexpr int64_t FAR = 32768, NEAR = 4096;  // bytes between what is multiplied and what is fetched: of bfloat16, of less
+template <Codes C, int MR>
+constexpr int64_t AHEAD = C == Codes::BF16 ? FAR : TO_FIRST<C, MR> ? 2 * NEAR : NEAR;
 
-static inline int64_t tile_rows(int64_t n_rows) { return n_rows <= 2 * MOST_ROWS ? MOST_ROWS : TILE_ROWS; }
+// A tile of integers has the rows of one pass, however many there are.
+static inline int64_t tile_rows(const Matrix& matrix, int64_t n_rows) {
+    return n_rows <= 2 * MOST_ROWS || !is_float(matrix.codes()) ? MOST_ROWS : TILE_ROWS;
+}
 
 // One tile of MR rows and NS strips: out[m][s] = the 16 outputs of strip s. FETCH: of so many vectors one is fetched; 0: none.
 template <int MR, int NS, int FETCH>
@@ -333,114 +354,137 @@ static inline __attribute__((always_inline)) void load_codes(const uint8_t* unit
     if constexpr (C == Codes::UINT6) {
         const w16 two = load_words(unit + 256 + i / 2 * 64);
         for (int p = 0; p < PARTS; p++) {
-            first.part[p] |= (two.part[p] >> i % 2 * 4 & 0x03030303u) << 4;
-            second.part[p] |= (two.part[p] >> (i % 2 * 4 + 2) & 0x03030303u) << 4;
+            first.part[p] |= (i % 2 ? two.part[p] : two.part[p] << 4) & 0x30303030u;
+            second.part[p] |= (i % 2 ? two.part[p] >> 2 : two.part[p] << 2) & 0x30303030u;
         }
     }
     if constexpr (C == Codes::UINT5 || C == Codes::UINT3) {
         constexpr int AT = C == Codes::UINT5 ? 4 : 2;
         const w16 one = load_words(unit + AT * 64);
         for (int p = 0; p < PARTS; p++) {
-            first.part[p] |= (one.part[p] >> 2 * i & 0x01010101u) << AT;
-            second.part[p] |= (one.part[p] >> (2 * i + 1) & 0x01010101u) << AT;
+            first.part[p] |= (2 * i < AT ? one.part[p] << (AT - 2 * i) : one.part[p] >> (2 * i - AT)) & 0x01010101u << AT;
+            second.part[p] |= (2 * i + 1 < AT ? one.part[p] << (AT - 2 * i - 1) : one.part[p] >> (2 * i + 1 - AT)) & 0x01010101u << AT;
         }
     }
 }
 
-// The sums of a group are exact integers in registers; `out` lives in the first-level cache and is touched once a group.
-// HALVES: groups of 16, two in a unit.
-template <Codes C, bool LEAST, bool HALVES, int MR, int NS, int FETCH>
-static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
-    constexpr bool BYTES = C == Codes::INT8 || C == Codes::IQ4 || C == Codes::E2M1;
-    // What each code is too large by, as dot4 takes it.
-    constexpr int BIAS = BYTES ? (SIGNED_WEIGHTS ? 0 : 128) : bias_of(C, LEAST);
+// The sums of a group are exact integers. GROUP: its elements, 16 or 32; 0 where they are more.
+//
+// With AVX-512 a group's codes are decoded once, and then the rows take turns: a row's sum is scaled and added while the next row's
+// is taken, and its sum over the groups never leaves its register (a store takes as long there as two multiplications). Where registers
+// are fewer, or groups are larger, the rows take turns at 8 codes.
+template <Codes C, Scales KIND, bool LEAST, int GROUP, int MR, int FETCH>
+static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][1]) {
+    constexpr bool BYTES = C == Codes::INT8 || C == Codes::IQ4 || C == Codes::E2M1, BIASED = too_large(C, LEAST) != 0;
+    constexpr bool BY_BLOCK = KIND == Scales::K || KIND == Scales::K_LEAST;
+    constexpr int TURN = LANES == 16 && GROUP ? GROUP / 8 : 1;  // pairs of words
     constexpr int64_t VECTORS = bits_of(C);
-    const int64_t strip = matrix.strip_bytes(), block = matrix.block(), group = matrix.group;
-    const uint8_t* end = w + strip;
+    const int64_t block = matrix.block(), group = GROUP ? GROUP : matrix.group;
+    const uint8_t* end = w + matrix.strip_bytes();
     const Scales kind = matrix.scales();
-    for (int m = 0; m < MR; m++)
-        for (int s = 0; s < NS; s++) out[m][s] = v16{};
+    v16 total[MR] = {};
     const uint32_t* words = x.words;
-    int64_t g = 0;
-    v16i acc[MR][NS];
-    auto begin = [&] {
-#pragma GCC unroll 16
-        for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-            for (int s = 0; s < NS; s++) acc[m][s] = splat_int(BIAS ? -BIAS * x.sum[g * MR + m] : 0);
-    };
-    auto pair = [&](int i) __attribute__((always_inline)) {
-        w16 first[NS], second[NS];
-        for (int s = 0; s < NS; s++) load_codes<C>(w + s * strip, i, first[s], second[s]);
-#pragma GCC unroll 16
-        for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-            for (int s = 0; s < NS; s++) {
-                if constexpr (BYTES) acc[m][s] = dot4(dot4(acc[m][s], first[s], words[m]), second[s], words[MR + m]);
-                else acc[m][s] = dot8(acc[m][s], first[s], second[s], words[m], words[MR + m]);
-            }
-        words += 2 * MR;
+    const float* x_scale = x.scale;
+    const int32_t* start = x.start;
+    v16i acc[MR];
+    auto begin = [&](int m) __attribute__((always_inline)) {
+        v16i v = splat_int(start[m]);
+#if defined(__AVX512F__)
+        asm("" : "+v"(v.part[0]));  // else Clang makes a float of it first, and broadcasts that by an instruction of its own
+#endif
+        return v;
     };
     for (int64_t k0 = 0; k0 < matrix.k; k0 += block) {
         const int64_t n_k = matrix.k - k0 < block ? matrix.k - k0 : block, n_groups = (n_k + group - 1) / group;
-        v16 scale[NS][MOST_GROUPS], least[NS][MOST_GROUPS];
-        for (int s = 0; s < NS; s++) read_scales(kind, w + s * strip + matrix.code_bytes(n_k), end + s * strip, n_groups, scale[s], least[s]);
-        auto finish = [&](int64_t in_block) {
+        const uint8_t* scales_at = w + matrix.code_bytes(n_k);
+        // Of K where they are needed: a call for all of a block would send the sums to memory and back.
+        const BlockScales<KIND> of_block(scales_at);
+        v16 scales[MOST_GROUPS], leasts[MOST_GROUPS];
+        if constexpr (!BY_BLOCK) read_scales(kind, scales_at, end, n_groups, scales, leasts);
+        if constexpr (LEAST && BIASED)
+            for (int64_t i = 0; i < n_groups; i++) leasts[i] = leasts[i] * splat(1.0f / start_factor(C, LEAST));
+        auto scale_of = [&](int64_t i) __attribute__((always_inline)) {
+            if constexpr (BY_BLOCK) return of_block.scale(i);
+            else return scales[i];
+        };
+        auto least_of = [&](int64_t i) __attribute__((always_inline)) {
+            if constexpr (!LEAST) return v16{};
+            else if constexpr (BY_BLOCK) return of_block.least(i);
+            else return leasts[i];
+        };
+        auto finish = [&](int m, v16 scale, v16 least, v16i whole) __attribute__((always_inline)) {
+            v16 value = to_float(whole) * scale;
+            if constexpr (LEAST) value = fma(to_float(begin(m)), least, value);
+            total[m] = fma(each_part([&](int) { return everywhere(x_scale[m]); }), value, total[m]);
+        };
+        // A turn of all rows, from pair i of the unit on; the first and the last of a group begin and finish it.
+        auto turn = [&](int i, bool first, bool last, int64_t in_block) __attribute__((always_inline)) {
+            w16 codes[2 * TURN];
+            const v16 scale = last ? scale_of(in_block) : v16{}, least = last ? least_of(in_block) : v16{};
+#pragma GCC unroll 4
+            for (int j = 0; j < TURN; j++) load_codes<C>(w, i + j, codes[2 * j], codes[2 * j + 1]);
             // Clang, left to itself, carries it over the groups in registers that it does not have.
-            if constexpr (MR > 1) asm("" : "+m"(out));
+            if constexpr (MR > 1 && TURN == 1)
+                if (last) asm("" : "+m"(total));
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; m++) {  // unrolled, as above: Clang keeps sums that are indexed by a variable in memory
-                const v16 x_scale = splat(x.scale[g * MR + m]);
-                for (int s = 0; s < NS; s++) {
-                    v16 value = to_float(acc[m][s]) * scale[s][in_block];
-                    if constexpr (LEAST) value = fma(splat((float)x.sum[g * MR + m]), least[s][in_block], value);
-                    out[m][s] = fma(x_scale, value, out[m][s]);
+            for (int m = 0; m < MR; m++) {  // unrolled: Clang keeps sums that are indexed by a variable in memory
+                v16i whole = !first ? acc[m] : BIASED ? begin(m) : splat_int(0);
+#pragma GCC unroll 4
+                for (int j = 0; j < TURN; j++) {
+                    const uint32_t *low = words + 2 * j * MR + m, *high = low + MR;
+                    if constexpr (BYTES) whole = dot4(dot4(whole, codes[2 * j], *low), codes[2 * j + 1], *high);
+                    else whole = dot8(whole, codes[2 * j], codes[2 * j + 1], *low, *high);
                 }
+                if (last) finish(m, scale, least, whole);
+                else acc[m] = whole;
+                if constexpr (TURN > 1) asm volatile("" ::: "memory");  // Clang would take the sums of all rows first
             }
-            g++;
+            words += 2 * TURN * MR;
+            if (last) x_scale += MR, start += MR;
         };
         auto next_unit = [&] {
             if constexpr (FETCH > 0)
-                for (int s = 0; s < NS; s++)
 #pragma GCC unroll 8
-                    for (int64_t v = 0; v < VECTORS; v += FETCH) __builtin_prefetch(w + s * strip + v * 64 + ahead, 0, 2);
+                for (int64_t v = 0; v < VECTORS; v += FETCH) __builtin_prefetch(w + v * 64 + ahead, 0, TO_FIRST<C, MR> ? 3 : 2);
             w += VECTORS * 64;
         };
-        if constexpr (HALVES) {
-            for (int64_t i = 0; i < n_groups; i += 2) {
-                begin();
-                pair(0), pair(1);
-                finish(i);
-                begin();
-                pair(2), pair(3);
-                finish(i + 1);
+        if constexpr (GROUP != 0) {
+            constexpr int PAIRS = GROUP / 8;  // of a group
+            for (int64_t i = 0; i < n_groups; i += UNIT / GROUP) {
+#pragma GCC unroll 4
+                for (int j = 0; j < UNIT / 8; j += TURN) turn(j, j % PAIRS == 0, j % PAIRS == PAIRS - TURN, i + j / PAIRS);
                 next_unit();
             }
         } else {
             for (int64_t i = 0; i < n_groups; i++) {
-                begin();
                 const int64_t stop = (i + 1) * group < n_k ? (i + 1) * group : n_k;
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; m++) acc[m] = BIASED ? begin(m) : splat_int(0);
                 for (int64_t at = i * group; at < stop; at += UNIT) {
-                    pair(0), pair(1), pair(2), pair(3);
+                    turn(0, false, false, i), turn(1, false, false, i), turn(2, false, false, i), turn(3, false, false, i);
                     next_unit();
                 }
-                finish(i);
+                if constexpr (MR > 1) asm("" : "+m"(total));
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; m++) finish(m, scale_of(i), least_of(i), acc[m]);
+                x_scale += MR, start += MR;
             }
         }
         w += matrix.scale_bytes(n_k);
     }
+    for (int m = 0; m < MR; m++) out[m][0] = total[m];
 }
 
 // A format as the tiles are compiled for it.
-template <Codes C, bool LEAST = false, bool HALVES = false>
+template <Codes C, Scales KIND = Scales::NONE, bool LEAST = false, int GROUP = 0>
 struct Tiles {
     static constexpr Codes CODES = C;
-    static constexpr bool HAS_LEAST = LEAST, HALF_UNITS = HALVES;
+    static constexpr bool HAS_LEAST = LEAST, HALF_UNITS = GROUP == 16;
     template <int MR, int NS, int FETCH>
     static inline void run(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
         if constexpr (C == Codes::BF16) tile_bf16<MR, NS, FETCH>(x, w, matrix, ahead, out);
         else if constexpr (C == Codes::E4M3) tile_e4m3<MR, NS, FETCH>(x, w, matrix, ahead, out);
-        else tile_int<C, LEAST, HALVES, MR, NS, FETCH>(x, w, matrix, ahead, out);
+        else tile_int<C, KIND, LEAST, GROUP, MR, FETCH>(x, w, matrix, ahead, out);
     }
 };
 
@@ -478,19 +522,22 @@ static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0
 template <class T>
 static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, const Out& out) {
     constexpr bool FLOATS = is_float(T::CODES);
-    const int64_t step = tile_rows(n_rows), ahead = T::CODES == Codes::BF16 ? FAR : NEAR;
+    constexpr int64_t FULL = FLOATS ? TILE_ROWS : MOST_ROWS;
+    constexpr int STRIPS = FLOATS ? TILE_STRIPS : 1;
+    const int64_t step = tile_rows(matrix, n_rows);
+    const bool by_strips = LANES < 16 || n_rows > step;  // what is fetched is the next strip
     while (s0 < s1) {
         // One row of floats would wait for its own sums: four strips take turns.
-        const int panel = FLOATS && n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= TILE_STRIPS ? TILE_STRIPS : 1;
+        const int panel = FLOATS && n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= STRIPS ? STRIPS : 1;
         for (int64_t m0 = 0; m0 < n_rows; m0 += step) {
             const int64_t rows = n_rows - m0 < step ? n_rows - m0 : step;
             const Rows at = rows_from(x, m0, matrix);
             if (FLOATS && panel == 4) multiply_tile<T, 1, FLOATS ? 4 : 1, 0>(at, matrix, s0, m0, 0, out);
-            else if (panel == TILE_STRIPS && rows == TILE_ROWS && m0 == 0) multiply_tile<T, TILE_ROWS, TILE_STRIPS, 1>(at, matrix, s0, m0, panel * matrix.strip_bytes(), out);
-            else if (panel == TILE_STRIPS && rows == TILE_ROWS) multiply_tile<T, TILE_ROWS, TILE_STRIPS, 0>(at, matrix, s0, m0, 0, out);
+            else if (by_strips && panel == STRIPS && rows == FULL && m0 == 0) multiply_tile<T, FULL, STRIPS, 1>(at, matrix, s0, m0, panel * matrix.strip_bytes(), out);
+            else if (by_strips && panel == STRIPS && rows == FULL) multiply_tile<T, FULL, STRIPS, 0>(at, matrix, s0, m0, 0, out);
             else
                 for (int s = 0; s < panel; s++)
-                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<T, mr(), 1, EVERY<T::CODES, mr()>>(at, matrix, s0 + s, m0, ahead, out); });
+                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<T, mr(), 1, EVERY<T::CODES, mr()>>(at, matrix, s0 + s, m0, AHEAD<T::CODES, mr()>, out); });
         }
         s0 += panel;
     }

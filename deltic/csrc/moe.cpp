@@ -82,7 +82,7 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
             return rows;
         };
         parallel_for(n_experts, [&](int64_t e, int) {
-            const int64_t first = r.begin[e], n_rows = r.begin[e + 1] - first, step = tile_rows(n_rows);
+            const int64_t first = r.begin[e], n_rows = r.begin[e + 1] - first, step = tile_rows(w, n_rows);
             const Rows rows = rows_of(first, n_rows);
             for (int64_t m0 = 0; m0 < n_rows; m0 += step)
                 pack_tile(rows, m0, n_rows - m0 < step ? n_rows - m0 : step, w, [&](int64_t m) { return input(r.order[first + m]); });

@@ -180,7 +180,7 @@ def test_linear_of_stored_rows(program: Program, rows: int, format: str) -> None
 def test_linear_of_several_formats(program: Program) -> None:
     """A matrix of pieces has the bits of its pieces alone, added to what is there too."""
     k, rows = 512, 5
-    names = ["Q4_K", "Q6_K", "bf16", "fp8", "Q5_K", "Q4_K", "int8"]
+    names = ["Q4_K", "Q6_K", "bf16", "fp8", "Q5_K", "Q4_K", "Q4_0", "Q8_0", "Q8_0", "int8"]
     pieces = [stored(name, 7 + 9 * i, k) for i, name in enumerate(names)]
     n = sum(piece.n for piece in pieces)
     w = Matrix(n, k, tuple(piece.whole for piece in pieces))

@@ -38,13 +38,14 @@ def linear(
     check("linear", x.shape[1] == w.k and out.shape[1] == w.n, f"x [T, {w.k}] and out [T, {w.n}]")
     check("linear", x.flags.c_contiguous and out.flags.c_contiguous, "contiguous tensors")
     check("linear", workspace.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
-    begin, packed = 0, -1
+    begin, packed = 0, None
     for piece in w.pieces:
-        # What the workspace holds of x: rows of bfloat16 (0), or of int8 by groups of so many.
-        group = 0 if piece.format.codes in FLOATS else piece.format.group
-        arguments = (*piece.arguments, out[:, begin:], out.shape[1], workspace, n_rows, int(add), int(group == packed))
+        # What the workspace holds of x: bfloat16, or int8 by groups and their sums as the codes need them.
+        f = piece.format
+        needed = ("bf16",) if f.codes in FLOATS else (f.codes, f.has_least, f.group)
+        arguments = (*piece.arguments, out[:, begin:], out.shape[1], workspace, n_rows, int(add), int(needed == packed))
         program.call("deltic_linear", x, *arguments)
-        begin, packed = begin + piece.n, group
+        begin, packed = begin + piece.n, needed
 
 
 def rms_norm(
