@@ -116,6 +116,9 @@ class Workload:
         self.pages = _matrix(n_pages, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
         self.states = _floats(self.n_seqs, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim)
         self.columns = zeros((self.n_seqs, 3, shape.conv_channels), bfloat16)
+        windows = self.n_seqs, 1  # nothing is drafted
+        self.window_columns = zeros((*windows, shape.conv_channels), bfloat16)
+        self.window_gates = zeros((*windows, 2 * shape.gdn_n_v_heads), np.float32)
 
     def fill(self, n_rows: int) -> None:
         """Writes the step of `n_rows` decodes, or one chunk, into the buffers that the operators read."""
@@ -250,6 +253,11 @@ class Workload:
                 snapshot_slot=inputs.snapshot_slot,
                 conv_state=self.columns,
                 state=self.states,
+                n_redo=inputs.n_redo,
+                is_lazy=inputs.is_lazy,
+                place=inputs.place,
+                window_columns=self.window_columns,
+                window_gates=self.window_gates,
                 out=out,
             )
 

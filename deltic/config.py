@@ -132,6 +132,14 @@ class EngineConfig:
         "at the least; 0 sets none",
         metavar="MS",
     )
+    max_drafts: int = knob(
+        0,
+        "tokens of an answer that are guessed ahead where its text repeats itself or the prompt, and checked in one step; "
+        "answers stay the same, to the bit (default: none)",
+        metavar="TOKENS",
+        device={"text": "cpu"},
+        kind="text",
+    )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(
@@ -510,6 +518,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_num_seqs": (1, math.inf),
     "max_step_tokens": (1, math.inf),
     "max_itl_ms": (0.0, math.inf),
+    "max_drafts": (0, 31),
     "n_pages": (1, math.inf),
     "memory_gb": (0.01, math.inf),
     "n_checkpoints": (0, math.inf),

@@ -109,6 +109,7 @@ class FakeRunner:
         gpu: bool = False,
         max_prefill_seqs: int = 0,
         n_lookahead: int = 0,
+        max_drafts: int = 0,
         rng: Random | None = None,
     ) -> None:
         """gpu: prefill and decode differ, and prefills take whole blocks. rng: says which of the decodes run ahead; without it
@@ -138,6 +139,7 @@ class FakeRunner:
             state_bytes=UNITS_PER_STATE,
             canonical_decode=not gpu,
             n_lookahead=n_lookahead,
+            max_drafts=max_drafts,
             block_size=PAGE_SIZE if gpu else 1,
             max_prefill_seqs=max_prefill_seqs,
         )
@@ -185,13 +187,20 @@ class FakeRunner:
             self.pages[destination] = self.pages[source]
         tokens, logprobs = [], []
         for drawn in step.draws:
-            sequence, params = drawn.sequence, drawn.sequence.request.params
-            state = self._check_memory(sequence)
-            token = -1
-            if state != NAN:
-                token = guided(draw(state, sequence.seed, params, sequence.n_generated), sequence.guide)
-            tokens.append(token)
-            logprobs.append(None if params.logprobs is None else self._logprob(token, params.logprobs))
+            sequence, params, drafts = drawn.sequence, drawn.sequence.request.params, step.chunks[drawn.chunk].drafts
+            state = self._check_memory(sequence, is_lazy=bool(drafts))
+            row: list[int] = []
+            for n_more, draft in enumerate([*drafts, -1]):
+                token = -1
+                if state != NAN:
+                    token = guided(draw(state, sequence.seed, params, sequence.n_generated + n_more), sequence.guide)
+                row.append(token)
+                if token != draft:
+                    break
+                state = fold(state, token)
+            tokens.append(row)
+            n_top = params.logprobs
+            logprobs.append(None if n_top is None else [self._logprob(token, n_top) for token in row])
         prompt_logprobs = {}
         for i, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
@@ -199,12 +208,11 @@ class FakeRunner:
                 scored = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.length + 1, sequence.n_prompt)]
                 n_top = sequence.request.params.prompt_logprobs or 0
                 prompt_logprobs[i] = [self._logprob(token, n_top) for token in scored]
-        for drawn, token in zip(step.draws, tokens, strict=True) if self.info.n_lookahead else []:
+        for drawn, (token,) in zip(step.draws, tokens, strict=True) if self.info.n_lookahead else []:
             guide = drawn.sequence.guide
             if guide is None or (guide.next_is_free and token != guide.constraint.think_end_id):
                 self._run_ahead(drawn.sequence, token)
-        lists = [None if entry is None else [entry] for entry in logprobs]
-        return StepResult([[token] for token in tokens], lists, prompt_logprobs)
+        return StepResult(tokens, logprobs, prompt_logprobs)
 
     def _check_limits(self, step: Step) -> None:
         n_decodes = sum(c.is_decode for c in step.chunks)
@@ -219,7 +227,7 @@ class FakeRunner:
             assert step.n_tokens <= max(self.max_step_tokens, n_decodes + PAGE_SIZE)
         assert len(step.draws) <= self.max_num_seqs
         rows = {d.chunk for d in step.draws}
-        n_rows = sum(c.length if c.prompt_logprobs else i in rows for i, c in enumerate(step.chunks))
+        n_rows = sum(c.length if c.prompt_logprobs or c.drafts else i in rows for i, c in enumerate(step.chunks))
         assert n_rows <= self.max_logit_rows, f"{n_rows} rows of logits"
         sequences = [id(c.sequence) for c in step.chunks]
         assert len(set(sequences)) == len(sequences), "a sequence has two chunks"
@@ -239,8 +247,13 @@ class FakeRunner:
         """What a chunk builds on must be what its sequence's tokens say: context in the pages, state in the slot."""
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
         name = f"{sequence.request.id}/{sequence.index}"
-        assert start == sequence.n_computed and chunk.length > 0
-        if not self.gpu:
+        assert (
+            start == sequence.n_computed + sequence.n_window and chunk.n_redo == sequence.n_window and chunk.length > 0
+        )
+        if chunk.drafts:
+            assert chunk.is_decode and start + 1 == len(sequence.tokens) and len(chunk.drafts) <= self.info.max_drafts
+            assert start % PAGE_SIZE + chunk.length < PAGE_SIZE, "a window reaches the end of a page"
+        elif not self.gpu:
             assert end == len(sequence.tokens) or end % PAGE_SIZE == 0, "cut off the grid"
         elif start < sequence.n_prompt:
             assert start % PAGE_SIZE == 0 and end <= sequence.n_prompt, "not whole blocks of the prompt"
@@ -258,7 +271,8 @@ class FakeRunner:
         slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
         assert slot is not None
         if start:
-            assert self.states[slot] in (self._state_after(sequence, n_done), NAN), f"slot of {name} is off"
+            n_seen = n_done - chunk.n_redo
+            assert self.states[slot] in (self._state_after(sequence, n_seen), NAN), f"slot of {name} is off"
 
     def _row(self, sequence: Sequence) -> np.ndarray:
         """The sequence's row of the page table, brought up to date as the real one is."""
@@ -283,9 +297,13 @@ class FakeRunner:
             if (self.pages[sequence.pages].ravel()[: chunk.start] == NAN).any():
                 state = NAN
         is_spoilt = state == NAN
-        content = self._content(sequence, chunk.start, end)
+        content = [*self._content(sequence, chunk.start, end), *chunk.drafts]
         self._write(chunk, [NAN] * chunk.length if is_spoilt else content)
         snapshots = dict(chunk.snapshots)
+        for token in sequence.tokens[chunk.start - chunk.n_redo : chunk.start]:
+            state = state if is_spoilt else fold(state, token)
+        if chunk.drafts:
+            end = chunk.start
         for n, token in enumerate(sequence.tokens[chunk.start : end], start=1):
             if not is_spoilt:
                 state = (fold_decoded if self.gpu and chunk.is_decode else fold)(state, token)
@@ -331,8 +349,9 @@ class FakeRunner:
         row = self._page_table[chunk.sequence.place]
         self.pages[row[positions // PAGE_SIZE], positions % PAGE_SIZE] = tokens
 
-    def _check_memory(self, sequence: Sequence) -> int:
-        """The state of a sequence that draws, after comparing its memory with its tokens; NAN if anything of it is."""
+    def _check_memory(self, sequence: Sequence, is_lazy: bool = False) -> int:
+        """The state of a sequence that draws, after comparing its memory with its tokens; NAN if anything of it is.
+        is_lazy: that in its slot lacks the last token."""
         assert sequence.slot is not None
         n_tokens = len(sequence.tokens)
         written = self.pages[sequence.pages].ravel()[:n_tokens]
@@ -340,7 +359,8 @@ class FakeRunner:
         right, spoilt = written == self._content(sequence, 0, n_tokens), written == NAN
         assert (right | spoilt).all(), f"pages of {name} are not its own"
         state = self._state_after(sequence, n_tokens)
-        assert self.states[sequence.slot] in (state, NAN), f"slot of {name} is off"
+        kept = self._state_after(sequence, n_tokens - is_lazy)
+        assert self.states[sequence.slot] in (kept, NAN), f"slot of {name} is off"
         return NAN if spoilt.any() or self.states[sequence.slot] == NAN else state
 
     def _state_after(self, sequence: Sequence, n_tokens: int) -> int:

@@ -8,6 +8,10 @@
 // Source: Yang et al., "Gated Delta Networks" (2024), eq. 10, with the prediction read from the decayed state. A prefill
 // chunk is stepped token by token with the state in the first-level cache: the same arithmetic as a decode, hence the
 // same bits. The chunked parallel form is left to devices where stepping is slow.
+//
+// A chunk with drafts is lazy: its rows may not be kept, so the state stays as it was before them, and their raw inputs are
+// left in a window. Those that were accepted are redone from there by the sequence's next chunk, while its state is in the
+// cache: a chunk reads and writes the state once, whatever was accepted.
 #include "kernel.h"
 #include "pool.h"
 #include "simd.h"
@@ -34,20 +38,36 @@ struct Gdn {
     float eps;
     int64_t n_k, n_v, dk, dv;
     bool tiled;  // value head h reads key head h % n_k, not h / (n_v / n_k)
+    const int32_t *n_redo, *is_lazy, *place;
+    bf16* window_columns;  // [places, W, C]: what column() gave
+    int64_t window_columns_stride;
+    float* window_gates;  // [places, W, 2 Hv]: b | a
+    int64_t window_gates_stride;
     bf16* out;  // [T, Hv dv]
 
     void read(Arguments& a) {
         a.read(proj, row, n_seqs, seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot, conv_w, conv_state,
-               conv_stride, state, state_stride, a_log, dt_bias, norm_w, eps, n_k, n_v, dk, dv, tiled, out);
+               conv_stride, state, state_stride, a_log, dt_bias, norm_w, eps, n_k, n_v, dk, dv, tiled, n_redo, is_lazy, place,
+               window_columns, window_columns_stride, window_gates, window_gates_stride, out);
     }
     int64_t channels() const { return 2 * n_k * dk + n_v * dv; }
 
-    // The 16 channels from c on of token t of sequence s, as bfloat16 values widened; t may lie up to 3 tokens before its chunk.
+    // The token that sequence s goes on with: of its window, whose tokens lie before the chunk, if it has any to redo.
+    int64_t first(int64_t s) const { return seq_start[s] - n_redo[s]; }
+
+    // The 16 channels from c on of token t of sequence s, as bfloat16 values widened; t may lie up to 3 tokens before the first.
     v16 column(int64_t s, int64_t t, int64_t c) const {
         if (t >= seq_start[s]) return round_bf16(load(proj + t * row + c));
-        int64_t before = seq_start[s] - t;
-        if (before > seq_context[s]) return v16{};
-        return load_bf16(conv_state + start_slot[s] * conv_stride + (3 - before) * channels() + c);
+        if (seq_start[s] - t > seq_context[s]) return v16{};
+        const int64_t i = t - first(s);
+        if (i >= 0) return load_bf16(window_columns + place[s] * window_columns_stride + i * channels() + c);
+        return load_bf16(conv_state + start_slot[s] * conv_stride + (3 + i) * channels() + c);
+    }
+
+    // b and a of token t of sequence s, of all heads.
+    const float* gates(int64_t s, int64_t t) const {
+        if (t >= seq_start[s]) return proj + t * row + channels() + n_v * dv;
+        return window_gates + place[s] * window_gates_stride + (t - first(s)) * 2 * n_v;
     }
 
     // out [n, width] = SiLU(conv) of the channels from c0 on, for n tokens from t0 on.
@@ -57,12 +77,16 @@ struct Gdn {
             const int64_t c = c0 + i;
             const v16 w[4] = {load(conv_w + c), load(conv_w + n_channels + c), load(conv_w + 2 * n_channels + c), load(conv_w + 3 * n_channels + c)};
             v16 x[3] = {column(s, t0 - 3, c), column(s, t0 - 2, c), column(s, t0 - 1, c)};
-            for (int64_t t = 0; t < n; t++) {
-                const float* at = proj + (t0 + t) * row + c;
-                __builtin_prefetch(at + 8 * row);  // rows are too far apart for the hardware to guess
-                v16 now = round_bf16(load(at));
+            const auto next = [&](int64_t t, v16 now) {
                 store(out + t * width + i, silu(fma(now, w[3], fma(x[2], w[2], fma(x[1], w[1], x[0] * w[0])))));
                 x[0] = x[1], x[1] = x[2], x[2] = now;
+            };
+            int64_t t = 0;
+            for (; t0 + t < seq_start[s]; t++) next(t, column(s, t0 + t, c));
+            for (; t < n; t++) {
+                const float* at = proj + (t0 + t) * row + c;
+                __builtin_prefetch(at + 8 * row);  // rows are too far apart for the hardware to guess
+                next(t, round_bf16(load(at)));
             }
         }
     }
@@ -74,21 +98,27 @@ struct Gdn {
         }
     }
 
-    // Keeps the three columns before token `end` of sequence s in a slot.
-    void keep_columns(int64_t s, int64_t end, int64_t slot) const {
+    // Keeps the three columns before token `end` of sequence s in a slot, and the next n_drafted in its window: there is read
+    // what is overwritten here, 16 channels at a time.
+    void keep_columns(int64_t s, int64_t end, int64_t slot, int64_t n_drafted) const {
         const int64_t n_channels = channels();
-        bf16* kept = conv_state + slot * conv_stride;
+        bf16 *kept = conv_state + slot * conv_stride, *window = window_columns + place[s] * window_columns_stride;
         for (int64_t c = 0; c < n_channels; c += 16) {
             v16 columns[3] = {column(s, end - 3, c), column(s, end - 2, c), column(s, end - 1, c)};
             for (int64_t i = 0; i < 3; i++) store_bf16(kept + i * n_channels + c, columns[i]);
+            for (int64_t i = 0; i < n_drafted; i++) store_bf16(window + i * n_channels + c, column(s, end + i, c));
         }
     }
 
     // What the next chunk of sequence s reads, and the snapshots. Runs after every token was convolved. The snapshots come
     // first: a short one reads columns of the slot that it starts from, which may be the sequence's own.
     void keep_all_columns(int64_t s) const {
-        for (int64_t i = snapshot_begin[s]; i < snapshot_begin[s + 1]; i++) keep_columns(s, seq_start[s] + snapshot_n[i], snapshot_slot[i]);
-        keep_columns(s, seq_start[s + 1], slot[s]);
+        const int64_t begin = seq_start[s], end = seq_start[s + 1];
+        for (int64_t i = snapshot_begin[s]; i < snapshot_begin[s + 1]; i++) keep_columns(s, begin + snapshot_n[i], snapshot_slot[i], 0);
+        if (!is_lazy[s]) return keep_columns(s, end, slot[s], 0);
+        keep_columns(s, begin, slot[s], end - begin);
+        float* window = window_gates + place[s] * window_gates_stride;
+        for (int64_t t = begin; t < end; t++) memcpy(window + (t - begin) * 2 * n_v, gates(s, t), 2 * n_v * 4);
     }
 
     // What the tokens of a chunk bring to one head: q, k [n, dk], v, o [n, dv], and its two gates.
@@ -96,20 +126,21 @@ struct Gdn {
         float q[CHUNK * MAX_DIM], k[CHUNK * MAX_DIM], v[CHUNK * MAX_DIM], o[CHUNK * MAX_DIM], alpha[CHUNK], beta[CHUNK];
     };
 
-    // Steps n tokens through NV * 16 columns of one head's state S, rows `stride` apart. Every token reads S^T k before it
-    // changes S; for all but the first that sum is taken while the token before writes S. Even and odd rows have their own
-    // sums, to hide latency.
+    // Steps the tokens begin .. n - 1 through NV * 16 columns of one head's state S, rows `stride` apart. Every token reads
+    // S^T k before it changes S; for all but the first that sum is taken while the token before writes S. Even and odd rows
+    // have their own sums, to hide latency.
     template <int NV>
-    void recur(int64_t n, float* S, int64_t stride, int64_t column, Head& head) const {
+    void recur(int64_t begin, int64_t n, float* S, int64_t stride, int64_t column, Head& head) const {
+        const float* k = head.k + begin * dk;
         v16 even[NV] = {}, odd[NV] = {};
         for (int64_t i = 0; i < dk; i += 2)
             for (int j = 0; j < NV; j++) {
                 __builtin_prefetch(S + (i + AHEAD) * stride + 16 * j);
                 __builtin_prefetch(S + (i + AHEAD + 1) * stride + 16 * j);
-                even[j] = fma(splat(head.k[i]), load(S + i * stride + 16 * j), even[j]);
-                odd[j] = fma(splat(head.k[i + 1]), load(S + (i + 1) * stride + 16 * j), odd[j]);
+                even[j] = fma(splat(k[i]), load(S + i * stride + 16 * j), even[j]);
+                odd[j] = fma(splat(k[i + 1]), load(S + (i + 1) * stride + 16 * j), odd[j]);
             }
-        for (int64_t t = 0; t < n; t++) {
+        for (int64_t t = begin; t < n; t++) {
             v16 e[NV];
             for (int j = 0; j < NV; j++)
                 e[j] = splat(head.beta[t]) * (load(head.v + t * dv + column + 16 * j) - splat(head.alpha[t]) * (even[j] + odd[j]));
@@ -147,43 +178,51 @@ struct Gdn {
         }
     }
 
+    // The tokens begin .. n - 1 through the first `width` columns of S, from column c0 of the head on, NV * 16 at a time.
+    // Inlined, so that a decode has its one token's own code where NV is that of a prefill (AVX2).
+    template <int NV>
+    __attribute__((always_inline)) void recur_columns(int64_t begin, int64_t n, float* S, int64_t stride, int64_t c0, int64_t width, Head& head) const {
+        int64_t c = 0;
+        for (; c + 16 * NV <= width; c += 16 * NV) recur<NV>(begin, n, S + c, stride, c0 + c, head);
+        for (; c < width; c += 16) recur<1>(begin, n, S + c, stride, c0 + c, head);
+    }
+
     // All columns of a head's state for n tokens, as many registers at a time as there are: from `start` to S, which may be
-    // the same, and to `kept`, if any. Not cloned for its one caller: knowing that `head` is thread-local, the compiler would
-    // look up its address in the innermost loops.
-    __attribute__((noinline, noclone)) void recur_all(int64_t n, const float* start, float* S, float* kept, Head& head) const {
+    // the same, and to `kept`, if any. S gets what the first n_stored tokens leave, `kept` what all do. Not cloned for its one
+    // caller: knowing that `head` is thread-local, the compiler would look up its address in the innermost loops.
+    __attribute__((noinline, noclone)) void recur_all(int64_t n, int64_t n_stored, const float* start, float* S, float* kept, Head& head) const {
         constexpr int DECODE = LANES == 16 ? 8 : 2, PREFILL = LANES == 16 ? 4 : SSE ? 1 : 2;
-        if (n == 1) {  // the state is read once from memory: whole rows, one after another
+        if (n == 1 && n_stored == 1) {  // the state is read once from memory: whole rows, one after another
             if (start != S) memcpy(S, start, dk * dv * 4);
-            int64_t c = 0;
-            for (; c + 16 * DECODE <= dv; c += 16 * DECODE) recur<DECODE>(n, S + c, dv, c, head);
-            for (; c < dv; c += 16) recur<1>(n, S + c, dv, c, head);
+            recur_columns<DECODE>(0, 1, S, dv, 0, dv, head);
             if (kept) memcpy(kept, S, dk * dv * 4);
             return;
         }
-        float local[MAX_DIM * COLUMNS];
+        alignas(64) float local[MAX_DIM * COLUMNS];  // else vectors lie in two cache lines
         for (int64_t c0 = 0; c0 < dv; c0 += COLUMNS) {
             const int64_t width = dv - c0 < COLUMNS ? dv - c0 : COLUMNS;
+            const auto store_to = [&](float* to) {
+                for (int64_t i = 0; i < dk; i++) memcpy(to + i * dv + c0, local + i * width, width * 4);
+            };
             for (int64_t i = 0; i < dk; i++) memcpy(local + i * width, start + i * dv + c0, width * 4);
-            int64_t c = 0;
-            for (; c + 16 * PREFILL <= width; c += 16 * PREFILL) recur<PREFILL>(n, local + c, width, c0 + c, head);
-            for (; c < width; c += 16) recur<1>(n, local + c, width, c0 + c, head);
-            for (int64_t i = 0; i < dk; i++) memcpy(S + i * dv + c0, local + i * width, width * 4);
-            if (kept)
-                for (int64_t i = 0; i < dk; i++) memcpy(kept + i * dv + c0, local + i * width, width * 4);
+            if (n_stored > 0) recur_columns<PREFILL>(0, n_stored, local, width, c0, width, head);
+            if (n_stored > 0 || start != S) store_to(S);
+            if (n_stored < n) recur_columns<PREFILL>(n_stored, n, local, width, c0, width, head);
+            if (kept) store_to(kept);
         }
     }
 
     float* state_of(int64_t slot, int64_t h) const { return state + slot * state_stride + h * dk * dv; }
 
-    // All tokens of sequence s in value head h.
+    // All tokens of sequence s in value head h. Those of a lazy chunk and of its window are one block: CHUNK holds two windows.
     void run(int64_t s, int64_t h) const {
         static thread_local Head head;
-        const int64_t head_k = tiled ? h % n_k : h / (n_v / n_k), b = channels() + n_v * dv + h, a = b + n_v;
+        const int64_t head_k = tiled ? h % n_k : h / (n_v / n_k);
         float* S = state_of(slot[s], h);
         const float* start = seq_context[s] == 0 ? S : state_of(start_slot[s], h);
         if (seq_context[s] == 0) memset(S, 0, dk * dv * 4);
         int64_t snapshot = snapshot_begin[s], n;
-        for (int64_t t0 = seq_start[s]; t0 < seq_start[s + 1]; t0 += n) {
+        for (int64_t t0 = first(s); t0 < seq_start[s + 1]; t0 += n) {
             // A snapshot is the end of a block.
             const bool comes = snapshot < snapshot_begin[s + 1];
             const int64_t end = comes ? seq_start[s] + snapshot_n[snapshot] : seq_start[s + 1];
@@ -195,14 +234,15 @@ struct Gdn {
             l2_normalise(n, 1.0f / sqrtf((float)dk), head.q);
             l2_normalise(n, 1.0f, head.k);
             for (int64_t t = 0; t < n; t++) {
-                const float* token = proj + (t0 + t) * row;
-                float x = token[a] + dt_bias[h], softplus = x > 20.0f ? x : log1pf(expf(x));
+                const float* token = gates(s, t0 + t);
+                float x = token[n_v + h] + dt_bias[h], softplus = x > 20.0f ? x : log1pf(expf(x));
                 head.alpha[t] = expf(-expf(a_log[h]) * softplus);
-                head.beta[t] = sigmoid1(token[b]);
+                head.beta[t] = sigmoid1(token[h]);
             }
-            recur_all(n, start, S, kept, head);
+            recur_all(n, is_lazy[s] ? n_redo[s] : n, start, S, kept, head);
             start = S;
-            for (int64_t t = 0; t < n; t++) gated_norm(head.o + t * dv, proj + (t0 + t) * row + channels() + h * dv, out + ((t0 + t) * n_v + h) * dv);
+            for (int64_t t = t0 < seq_start[s] ? seq_start[s] - t0 : 0; t < n; t++)
+                gated_norm(head.o + t * dv, proj + (t0 + t) * row + channels() + h * dv, out + ((t0 + t) * n_v + h) * dv);
         }
     }
 

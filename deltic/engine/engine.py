@@ -384,6 +384,8 @@ class Engine:
             n_generated_tokens=scheduler.n_generated_tokens,
             n_preemptions=scheduler.n_preemptions,
             n_recomputed=scheduler.n_recomputed,
+            n_drafted=scheduler.n_drafted,
+            n_accepted=scheduler.n_accepted,
             last_step_ms=self.last_step_s * 1000,
             cache=cache.store.count(),
             speech=None if self.stage is None else self.stage.stats(),

@@ -328,6 +328,10 @@ class Stats(msgspec.Struct, array_like=True):
     n_preemptions: int = 0
     n_recomputed: int = 0
     """Sequences that were computed once more, since their logits were not finite."""
+    n_drafted: int = 0
+    """Tokens of drafts."""
+    n_accepted: int = 0
+    """Of these, those that were drawn, too."""
     last_step_ms: float = 0.0
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     speech: SpeechStats | None = None
@@ -358,6 +362,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """
     n_lookahead: int = 0
     """Tokens beyond a step's own for which a decode has pages: the device may start their decodes early."""
+    max_drafts: int = 0
+    """Most tokens of a draft; 0: the runner has no drafts."""
     block_size: int = 1
     """Rows that a sequence takes at a time in a prefill batch.
 

@@ -47,6 +47,7 @@ import msgspec
 from deltic.engine.cache.cache import Cache, pages_for
 from deltic.engine.cache.tree import DEVICE
 from deltic.engine.cost import Load, StepCost
+from deltic.engine.drafts import Drafter
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, Voice, mixed_seed
@@ -129,6 +130,8 @@ class Scheduler:
         self.n_recomputed = 0
         self.n_prompt_tokens = 0
         self.n_generated_tokens = 0
+        self.n_drafted = 0
+        self.n_accepted = 0
         self._open: dict[str, dict[int, Sequence]] = {}
         self._n_open = 0
         self._n_arrived = 0
@@ -361,11 +364,14 @@ class Scheduler:
                 if not sequence.can_draw:
                     continue  # it sits this step out
                 step.draws.append(Draw(len(step.chunks), sequence))
-            step.chunks.append(Chunk(sequence, sequence.n_computed, 1))
+            start = sequence.n_computed + sequence.n_window
+            step.chunks.append(Chunk(sequence, start, 1, n_redo=sequence.n_window))
         if self._prefills or self._waiting:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
                 step.put_decodes_first()
+        elif self.info.max_drafts:
+            self._draft(step)
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
                 return None
@@ -374,6 +380,25 @@ class Scheduler:
                 return None
             raise RuntimeError(f"{self._n_open} sequences are open and none can run: the scheduler is stuck")
         return step
+
+    def _draft(self, step: Step) -> None:
+        """Gives decodes a draft, where one can be had.
+
+        Beside a prefill there is none: that has the rows. A window never reaches the end of a page, so that
+        the state is whole there, where it may become a checkpoint.
+        """
+        room = PAGE_SIZE
+        for draw in step.draws:
+            chunk, sequence = step.chunks[draw.chunk], draw.sequence
+            most = min(self.info.max_drafts, room, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE)
+            most = min(most, sequence.request.params.max_tokens - sequence.n_generated - 1)
+            if most <= 0 or sequence.guide is not None:
+                continue
+            if sequence.drafter is None:
+                sequence.drafter = Drafter()
+            chunk.drafts = sequence.drafter.propose(sequence.tokens, most)
+            chunk.length += len(chunk.drafts)
+            room -= len(chunk.drafts)
 
     def _grow_decodes(self) -> None:
         """Makes room for one more token in each decode.
@@ -574,6 +599,7 @@ class Scheduler:
         (self._prefills if sequence in self._prefills else self._decodes).remove(sequence)
         for member in (sequence, *sequence.siblings):
             self.cache.preempt(member)
+            member.n_window = 0
         sequence.n_preempted += 1
         sequence.begin_prompt_logprobs()
         insort(self._waiting, sequence, key=_rank)
@@ -586,8 +612,9 @@ class Scheduler:
         """
         for i, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
-            sequence.n_computed = chunk.start + chunk.length
-            if chunk.length > 1 or sequence.start_slot is not None or sequence.n_computed % PAGE_SIZE == 0:
+            n_new = 0 if chunk.drafts else chunk.length
+            sequence.n_computed, sequence.n_window = chunk.start + n_new, 0
+            if n_new > 1 or sequence.start_slot is not None or sequence.n_computed % PAGE_SIZE == 0:
                 self.cache.computed(chunk)
             if chunk.prompt_logprobs and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[i])
@@ -642,7 +669,13 @@ class Scheduler:
             if n_taken < len(drawn) and output.token_ids:
                 output.token_ids = drawn[:n_taken]
                 output.logprobs = logprobs and logprobs[:n_taken]
-            if n_taken > 1:
+            drafts = step.chunks[draw.chunk].drafts
+            if drafts and sequence.drafter is not None:
+                sequence.n_window = n_taken
+                self.n_drafted += len(drafts)
+                self.n_accepted += n_taken - 1
+                sequence.drafter.observe(len(drafts), n_taken - 1, self.info.max_drafts)
+            elif n_taken > 1:
                 sequence.n_computed = len(tokens) - 1
                 self.cache.publish(sequence)  # it may have passed the end of a page
             if output.finish_reason is not None:
@@ -668,7 +701,7 @@ class Scheduler:
         for sequence in spoilt:
             self._decodes.remove(sequence)
             self.cache.release(sequence, keep_state=False)
-            sequence.n_computed, sequence.is_second_try = 0, True
+            sequence.n_computed, sequence.n_window, sequence.is_second_try = 0, 0, True
             sequence.n_preempted += 1  # to the runner it is the same
             if not sequence.n_generated:
                 sequence.n_cached = 0

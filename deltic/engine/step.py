@@ -84,8 +84,8 @@ class Sequence:
     """One sequence in the engine: its tokens and what it owns.
 
     `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one,
-    in `slot`; the rest is still to be run. While running, exactly one token (the last drawn) is not computed
-    yet.
+    in `slot`; the rest is still to be run, but for the `n_window` tokens behind them. While running, exactly
+    one token (the last drawn) is not computed yet.
     """
 
     request: Request
@@ -95,6 +95,10 @@ class Sequence:
     tokens: array[int]
     n_prompt: int
     n_computed: int = 0
+    n_window: int = 0
+    """Tokens behind n_computed that a draft's step has run: their KV is in `pages`, but the state has not
+    seen them. The runner has what they bring to it.
+    """
     pages: list[int] = field(default_factory=list)
     pages_version: int = 0
     """Counted up whenever an entry of `pages` that a step may have seen changes."""
@@ -133,6 +137,8 @@ class Sequence:
     """The voice of the prompt's rows, kept as long as the sequence; None: it has none."""
     guide: Guide | None = None
     """None: the next token may be any id."""
+    drafter: Any = None
+    """Who drafts for it (drafts.Drafter); None: nobody did yet."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -142,7 +148,7 @@ class Sequence:
     @property
     def n_pending(self) -> int:
         """Tokens known but not computed: the whole prompt at first, one while decoding."""
-        return len(self.tokens) - self.n_computed
+        return len(self.tokens) - self.n_computed - self.n_window
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -175,7 +181,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Chunk:
-    """A run of one sequence's tokens in a step: `tokens[start : start + length]`."""
+    """A run of one sequence's tokens in a step: `tokens[start : start + length]`, or one and a draft."""
 
     sequence: Sequence
     start: int
@@ -186,19 +192,25 @@ class Chunk:
     """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple
     of PAGE_SIZE, 0 < n < length, ascending.
     """
+    n_redo: int = 0
+    """Accepted tokens before `start` whose inputs are in the sequence's window, not yet in its state."""
+    drafts: list[int] = field(default_factory=list)
+    """Tokens that may follow tokens[start]; `length` is 1 + their number. The state is left at `start`."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one generated token.
+        """Whether it is one generated token, with a draft or without.
 
         One token of a prompt, the last behind a full page, is a prefill.
         """
-        return self.length == 1 and self.start >= self.sequence.n_prompt
+        return self.length == 1 + len(self.drafts) and self.start >= self.sequence.n_prompt
 
 
 @dataclass(slots=True)
 class Draw:
-    """A token to draw: from the logits after `chunk`'s last token, with `sequence`'s parameters."""
+    """A token to draw: from the logits after `chunk`'s last token, with `sequence`'s parameters. Of a chunk
+    with a draft one from each row, as long as the rows before gave what was drafted.
+    """
 
     chunk: int
     """Index into Step.chunks."""
@@ -240,7 +252,7 @@ class StepResult:
     """The results of a step: `tokens[i]` and `logprobs[i]` belong to `Step.draws[i]`.
 
     A draw gives one token, or several in a row. Of several, the step has computed KV and state of all but the
-    last. -1 alone says that nothing could be drawn.
+    last; where a draft was run, only their KV. -1 alone says that nothing could be drawn.
 
     `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose
     predecessor is in the chunk and which exist in the prompt).

@@ -23,6 +23,7 @@ MAX_GROUP = 32  # query heads that share a key head: the rows of one task
 SPLIT_KEYS = 512
 MAX_RECORDS = 16384
 MAX_GDN_DIM = 256
+MAX_WINDOW = 32  # tokens of a window of gdn: two of them are one of its blocks
 
 
 @dataclass(frozen=True)

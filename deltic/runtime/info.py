@@ -34,6 +34,7 @@ def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_step_tokens=plan.max_step_tokens,
+        max_drafts=plan.max_drafts,
         n_pages=plan.n_pages,
         n_slots=plan.n_slots,
         page_bytes=plan.page_bytes,

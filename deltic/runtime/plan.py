@@ -68,6 +68,8 @@ class Plan(Generic[S]):
     """The most bytes that everything together may take; on a GPU without the host tier."""
     workspace: dict[str, int]
     """Bytes of each buffer of a step, and of a vocoder's streams."""
+    max_drafts: int = 0
+    """Most tokens of a draft."""
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
 
@@ -204,6 +206,8 @@ class Kind(Generic[S]):
     max_num_seqs: float = math.inf
     step_multiple: int = 1
     """What --max-step-tokens must be a multiple of."""
+    drafts: bool = False
+    """Whether it runs drafts."""
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0
@@ -283,6 +287,7 @@ def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_byte
         n_threads=n_threads,
         budget_bytes=_budget(config, kind, free_bytes),
         workspace={},
+        max_drafts=config.max_drafts if kind.drafts else 0,
         cpus=pinned_cpus(n_threads) if config.pin_threads else (),
     )
     if not kind.on_gpu:

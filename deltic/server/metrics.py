@@ -226,6 +226,8 @@ class Metrics:
                 "Sequences computed once more, since their logits were not finite.",
                 stats.n_recomputed,
             ),
+            (COUNTER, "draft_tokens", "Tokens that were guessed ahead.", stats.n_drafted),
+            (COUNTER, "accepted_draft_tokens", "Of those, the ones that were drawn, too.", stats.n_accepted),
             (COUNTER, "engine_restarts", "Times the engine process was started again.", self._n_restarts()),
         )
         yield from _prefix_cache(stats.cache)
@@ -248,6 +250,8 @@ class Metrics:
             (COUNTER, "prompt_tokens", "Prompt tokens, cached ones too.", stats.n_prompt_tokens + cache.n_hit_tokens),
             (COUNTER, "generation_tokens", "Tokens drawn.", stats.n_generated_tokens),
             (COUNTER, "num_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
+            (COUNTER, "spec_decode_num_draft_tokens", "Tokens that were guessed ahead.", stats.n_drafted),
+            (COUNTER, "spec_decode_num_accepted_tokens", "Of those, the ones that were drawn.", stats.n_accepted),
             (COUNTER, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
             (COUNTER, "prefix_cache_hits", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
         )

@@ -6,6 +6,7 @@ Shapes are ugly, outputs and scratch are poisoned with NaN, and rows beyond the 
 from __future__ import annotations
 
 from functools import partial
+from itertools import product as pairs
 
 import numpy as np
 import pytest
@@ -180,7 +181,7 @@ def test_linear_of_stored_rows(program: Program, rows: int, format: str) -> None
 def test_linear_of_several_formats(program: Program) -> None:
     """A matrix of pieces has the bits of its pieces alone, added to what is there too."""
     k, rows = 512, 5
-    names = ["Q4_K", "Q6_K", "bf16", "fp8", "Q5_K", "Q4_K", "Q4_0", "Q8_0", "Q8_0", "int8"]
+    names = ["Q4_K", "Q6_K", "bf16", "fp8", "Q5_K", "Q4_K", "int8"]
     pieces = [stored(name, 7 + 9 * i, k) for i, name in enumerate(names)]
     n = sum(piece.n for piece in pieces)
     w = Matrix(n, k, tuple(piece.whole for piece in pieces))
@@ -283,6 +284,7 @@ def test_silu_mul(program: Program) -> None:
 
 
 HEADS = GdnHeads(n_k=2, n_v=6, k_dim=128, v_dim=128)
+WINDOW = 5
 
 
 class GdnCase:
@@ -298,6 +300,9 @@ class GdnCase:
         )
         self.state = poison(n_slots, heads.n_v, heads.k_dim, heads.v_dim)
         self.columns = poison(n_slots, 3, heads.channels, dtype=BF16)
+        # Of two layers, of which this is the second. A sequence's place is its slot.
+        self.window_columns = poison(n_slots, 2, WINDOW, heads.channels, dtype=BF16)
+        self.window_gates = poison(n_slots, 2, WINDOW, 2 * heads.n_v)
 
     def projection(self, n_tokens: int) -> Tensor:
         return torch.randn(n_tokens, self.heads.channels + self.heads.n_v * self.heads.v_dim + 2 * self.heads.n_v)
@@ -307,10 +312,13 @@ class GdnCase:
         chunks: list[tuple[int, int, Tensor]],
         starts: list[int] | None = None,
         snapshots: list[list[tuple[int, int]]] | None = None,
+        redo: list[int] | None = None,
+        lazy: list[bool] | None = None,
     ) -> list[Tensor]:
         """(slot, tokens before, projection rows) of each sequence -> its output rows.
 
-        starts: the slots that they start from, when not their own. snapshots: of each sequence, (tokens, slot).
+        starts: the slots that they start from, when not their own. snapshots: of each sequence, (tokens, slot). redo: tokens of its
+        window. lazy: whether its rows are drafts.
         """
         h, proj = self.heads, torch.cat([rows for _, _, rows in chunks])
         snapshots = snapshots or [[]] * len(chunks)
@@ -326,7 +334,9 @@ class GdnCase:
             snapshot_begin=torch.tensor([0, *(len(kept) for kept in snapshots)]).cumsum(0).to(I32),
             snapshot_n=i32(*(n for kept in snapshots for n, _ in kept)),
             snapshot_slot=i32(*(slot for kept in snapshots for _, slot in kept)),
-            conv_state=self.columns, state=self.state, out=out,
+            conv_state=self.columns, state=self.state, n_redo=i32(*(redo or [0] * s)), is_lazy=i32(*(lazy or [0] * s)),
+            place=i32(*(slot for slot, _, _ in chunks)), window_columns=self.window_columns[:, 1],
+            window_gates=self.window_gates[:, 1], out=out,
         )  # fmt: skip
         program.run()
         return list(out.split(lengths.tolist()))
@@ -364,6 +374,7 @@ def test_gdn(program: Program, heads: GdnHeads) -> None:
         n_kept = min(3, len(rows))
         assert torch.equal(case.columns[slot, 3 - n_kept :], rows[-n_kept:, : heads.channels].to(BF16))
     assert case.state[3].isnan().all() and case.columns[3].isnan().all()
+    assert case.window_columns.isnan().all() and case.window_gates.isnan().all()
 
 
 def test_gdn_chunks_keep_bits(program: Program) -> None:
@@ -434,6 +445,85 @@ def test_gdn_starts_from_other_slots(program: Program, length: int) -> None:
     # What was read is as before: a chunk in it goes on like the others.
     case.run([(0, 64, rows[0])])
     assert same_slots(case, [(0, 4)])
+
+
+@pytest.mark.parametrize("heads", [HEADS, GdnHeads(2, 6, 64, 48, tiled=True), GdnHeads(1, 3, 32, 144)])
+def test_gdn_drafts_keep_bits(program: Program, heads: GdnHeads) -> None:
+    """Steps with drafts, whatever is accepted, give the outputs and leave the states of decodes of one token at a time.
+
+    Slots 0 .. 5 are the sequences', 6 a start that two of them share, 7 and on those of the decodes: what is left after each token.
+    """
+    pick = np.random.default_rng(7)
+    n_seqs, n_tokens, shared, decoded = 6, 100, 6, 7
+    case = GdnCase(program, heads, n_slots=8)
+    common = case.projection(10)
+    rows = [case.projection(n_tokens) for _ in range(n_seqs)]
+    rows[0][:10] = rows[1][:10] = common
+    outputs: list[list[Tensor]] = [[] for _ in rows]
+    states, columns = ([[torch.zeros_like(slots[0])] for _ in rows] for slots in (case.state, case.columns))
+    for s, t in pairs(range(n_seqs), range(n_tokens)):
+        outputs[s] += case.run([(decoded, t, rows[s][t : t + 1])])
+        states[s].append(case.state[decoded].clone())
+        columns[s].append(case.columns[decoded].clone())
+    case.run([(shared, 0, common)])
+
+    n_done, n_redo = [10, 10, 0, 0, 0, 0], [0] * n_seqs
+    windows, gates = case.window_columns.clone(), case.window_gates.clone()
+    first = ["lazy", "decode", "lazy", "prefill", "lazy", "decode"]  # two share a start, the others have none
+    seen = set()
+    for step in range(16):
+        kinds = (
+            first if step == 0 else [str(kind) for kind in pick.choice(["lazy", "lazy", "decode", "prefill"], n_seqs)]
+        )
+        lengths = {"decode": 1, "lazy": pick.integers(1, WINDOW + 1), "prefill": pick.integers(2, 9)}
+        n_rows = [int(lengths[kind]) for kind in kinds]
+        if step == 1:
+            kinds[2], n_rows[2] = "prefill", 70  # more than one block, and the first one has tokens to redo
+        running = [s for s in range(n_seqs) if n_done[s] + n_rows[s] <= n_tokens]
+        n_right = [int(pick.integers(1, n + 1)) if kind == "lazy" else n for kind, n in zip(kinds, n_rows, strict=True)]
+        # What goes on behind a wrong draft is of no sequence.
+        tried = [
+            torch.cat([rows[s][n_done[s] : n_done[s] + n_right[s]], case.projection(n_rows[s] - n_right[s])])
+            for s in range(n_seqs)
+        ]
+        found = case.run(
+            [(s, n_done[s], tried[s]) for s in running],
+            starts=[shared if step == 0 and s < 2 else s for s in running],
+            redo=[n_redo[s] for s in running],
+            lazy=[kinds[s] == "lazy" for s in running],
+        )
+        for s, out in zip(running, found, strict=True):
+            seen.add((kinds[s], min(n_redo[s], 2)))
+            expected = torch.cat(outputs[s][n_done[s] : n_done[s] + n_right[s]])
+            assert torch.equal(out[: n_right[s]].view(torch.int16), expected.view(torch.int16))
+            is_lazy, n_kept = kinds[s] == "lazy", n_done[s]
+            n_done[s] += n_right[s]
+            n_redo[s] = n_right[s] if is_lazy else 0
+            if is_lazy:
+                windows[s, 1, : n_rows[s]] = tried[s][:, : heads.channels].to(BF16)
+                gates[s, 1, : n_rows[s]] = tried[s][:, -2 * heads.n_v :]
+            else:
+                n_kept = n_done[s]
+            assert torch.equal(case.state[s].view(I32), states[s][n_kept].view(I32))
+            assert torch.equal(case.columns[s].view(torch.int16), columns[s][n_kept].view(torch.int16))
+        assert torch.equal(case.window_columns.view(torch.int16), windows.view(torch.int16))
+        assert torch.equal(case.window_gates.view(I32), gates.view(I32))
+    assert seen == set(pairs(("lazy", "decode", "prefill"), range(3)))
+    assert torch.equal(case.state[shared].view(I32), states[0][10].view(I32))
+
+
+def test_gdn_refuses_a_window_that_does_not_fit() -> None:
+    case = GdnCase(Program(1), GdnHeads(1, 2, 64, 48), n_slots=1)
+    for columns, gates, word in (
+        (poison(1, 2, 33, case.heads.channels, dtype=BF16), poison(1, 2, 33, 4), "1 to 32 tokens"),
+        (case.window_columns.float(), case.window_gates, "bfloat16 columns"),
+        (case.window_columns[..., 16:], case.window_gates, "window_columns"),
+        (case.window_columns, case.window_gates[:, :, 1:], "window_gates"),
+    ):
+        case.window_columns, case.window_gates, kept = columns, gates, (case.window_columns, case.window_gates)
+        with pytest.raises(KernelError, match=word):
+            case.run([(0, 0, case.projection(1))])
+        case.window_columns, case.window_gates = kept
 
 
 @pytest.mark.parametrize("heads", [HEADS, GdnHeads(4, 12, 32, 48)])

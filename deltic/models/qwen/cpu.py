@@ -51,6 +51,8 @@ class ForwardInputs:
     snapshot_begin: Array  # [S + 1] into the next two
     snapshot_n: Array  # [one for each 64 tokens] after so many tokens of its chunk the state goes
     snapshot_slot: Array  # to this slot, too
+    n_redo: Array  # [S] tokens of the place's window that come before the chunk's
+    is_lazy: Array  # [S] 1: the chunk's tokens go to the window, not into the state
     page_table: Array  # [places, max_pages]
     logit_token: Array  # [R] the tokens whose logits are wanted
 
@@ -59,11 +61,16 @@ class ForwardInputs:
 class Memory:
     """The two memories. pages: bfloat16 [n_pages, n_attn, 2, nk, 64, d]; states float32
     [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot.
+
+    And the windows of drafted tokens, by place: window_columns bfloat16 [n_places, n_gdn, W, C], window_gates
+    float32 [n_places, n_gdn, W, 2 Hv].
     """
 
     pages: Array
     states: Array
     columns: Array
+    window_columns: Array
+    window_gates: Array
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,7 @@ class Qwen:
         for i, layer in enumerate(w.layers):
             rms_norm(program, act.residual, layer.input_norm, eps, act.normed, inputs.n_tokens)
             if isinstance(layer, GdnLayer):
-                self._gdn(program, i, inputs, memory.states[:, i_gdn], memory.columns[:, i_gdn], act)
+                self._gdn(program, i, i_gdn, inputs, memory, act)
                 i_gdn += 1
             else:
                 self._attention(program, i, layer, inputs, memory.pages[:, i_attn], act)
@@ -227,7 +234,7 @@ class Qwen:
         self.linears.project(program, "lm_head", act.final, act.logits, act.packed, inputs.n_logit_rows)
 
     def _gdn(
-        self, program: Program, i: int, inputs: ForwardInputs, state: Array, columns: Array, act: Activations
+        self, program: Program, i: int, i_gdn: int, inputs: ForwardInputs, memory: Memory, act: Activations
     ) -> None:
         proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
         mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
@@ -246,8 +253,13 @@ class Qwen:
             snapshot_begin=inputs.snapshot_begin,
             snapshot_n=inputs.snapshot_n,
             snapshot_slot=inputs.snapshot_slot,
-            conv_state=columns,
-            state=state,
+            conv_state=memory.columns[:, i_gdn],
+            state=memory.states[:, i_gdn],
+            n_redo=inputs.n_redo,
+            is_lazy=inputs.is_lazy,
+            place=inputs.place,
+            window_columns=memory.window_columns[:, i_gdn],
+            window_gates=memory.window_gates[:, i_gdn],
             out=mixed,
         )
         self.linears.project(

@@ -12,7 +12,7 @@ import numpy as np
 from deltic.ops.arrays import Array, bfloat16, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
+from deltic.ops.geometry import MAX_GDN_DIM, MAX_WINDOW, GdnHeads, GdnWeights
 
 
 def gdn(
@@ -32,6 +32,11 @@ def gdn(
     snapshot_slot: Array,
     conv_state: Array,
     state: Array,
+    n_redo: Array,
+    is_lazy: Array,
+    place: Array,
+    window_columns: Array,
+    window_gates: Array,
     out: Array,
 ) -> None:
     """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]; states advance from slot to
@@ -48,13 +53,20 @@ def gdn(
     of one sequence ascending, 1 .. the number of its tokens). One that is asked for costs a write of the
     state, and where it is not a multiple of 64 from the chunk's start, a shorter block.
 
-    In one call, a slot that is written (slot or snapshot_slot) is written by one sequence, and is the start
-    of no other; a slot that is only read may be the start of several. These values change from step to step,
-    and are not checked.
+    Drafts: the window place[s] keeps the raw inputs of up to W tokens: a row of window_columns (bfloat16
+    [places, W, C], q|k|v rounded) and of window_gates (float32 [places, W, 2 Hv], b|a), both with any place
+    stride. The first n_redo[s] tokens of the window come before the chunk's, as if they stood in front of
+    them: they are counted in seq_context[s], and the slot start_slot[s] is that before them. They have no
+    output. Where is_lazy[s] is 1, slot[s] gets what they leave, and the chunk's own tokens go on from there
+    to their outputs only: their inputs replace the window (so there are at most W of them). Snapshots are for
+    sequences with neither. With n_redo[s] and is_lazy[s] 0 (int32 [S], as place), the window is not touched.
+
+    In one call, a place belongs to one sequence; a slot that is written (slot or snapshot_slot) is written by
+    one sequence, and is the start of no other; a slot that is only read may be the start of several. These
+    values change from step to step, and are not checked.
     """
     n_channels = heads.channels
     check("gdn", proj.dtype == np.float32 and out.dtype == bfloat16, "float32 proj, bfloat16 out")
-    check("gdn", state.dtype == np.float32 and conv_state.dtype == bfloat16, "float32 state, bfloat16 columns")
     indices = (seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot)
     check("gdn", all(index.dtype == np.int32 for index in indices), "int32 indices")
     check(
@@ -64,15 +76,16 @@ def gdn(
     )
     check("gdn", len(snapshot_n) == len(snapshot_slot), "one slot for each snapshot")
     check("gdn", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
-    check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [slots, Hv, dk, dv]")
-    check("gdn", conv_state.shape[1:] == (3, n_channels), f"conv_state [slots, 3, {n_channels}]")
-    check("gdn", state[0].flags.c_contiguous and conv_state[0].flags.c_contiguous, "contiguous slots")
     check(
         "gdn",
         heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM,
         f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}",
     )
     check("gdn", proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
+    check("gdn", len(n_redo) == len(is_lazy) == len(place) == len(slot), "a window for each sequence")
+    check("gdn", all(index.dtype == np.int32 for index in (n_redo, is_lazy, place)), "int32 indices of windows")
+    _check_slots(heads, state, conv_state)
+    _check_windows(heads, window_columns, window_gates)
     program.call(
         "deltic_gdn",
         proj,
@@ -99,5 +112,32 @@ def gdn(
         heads.k_dim,
         heads.v_dim,
         heads.tiled,
+        n_redo,
+        is_lazy,
+        place,
+        window_columns,
+        stride(window_columns),
+        window_gates,
+        stride(window_gates),
         out,
     )
+
+
+def _check_slots(heads: GdnHeads, state: Array, columns: Array) -> None:
+    check("gdn", state.dtype == np.float32 and columns.dtype == bfloat16, "float32 state, bfloat16 columns")
+    check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [slots, Hv, dk, dv]")
+    check("gdn", columns.shape[1:] == (3, heads.channels), f"conv_state [slots, 3, {heads.channels}]")
+    check("gdn", state[0].flags.c_contiguous and columns[0].flags.c_contiguous, "contiguous slots")
+
+
+def _check_windows(heads: GdnHeads, columns: Array, gates: Array) -> None:
+    check("gdn", columns.dtype == bfloat16 and gates.dtype == np.float32, "bfloat16 columns, float32 gates of windows")
+    n_places, n_tokens = columns.shape[:2]
+    check("gdn", 1 <= n_tokens <= MAX_WINDOW, f"windows of 1 to {MAX_WINDOW} tokens")
+    check("gdn", columns.shape[2:] == (heads.channels,), f"window_columns [places, W, {heads.channels}]")
+    check(
+        "gdn",
+        gates.shape == (n_places, n_tokens, 2 * heads.n_v),
+        f"window_gates [places, W, {2 * heads.n_v}], of the same places and W",
+    )
+    check("gdn", columns[0].flags.c_contiguous and gates[0].flags.c_contiguous, "contiguous windows")

@@ -42,6 +42,8 @@ class Batch:
             snapshot_begin=buffer("snapshot begin", n_places + 1),
             snapshot_n=buffer("snapshot n", n_snapshots),
             snapshot_slot=buffer("snapshot slot", n_snapshots),
+            n_redo=buffer("redone tokens", n_places),
+            is_lazy=buffer("lazy", n_places),
             page_table=buffer("page table", n_places, n_pages_per_seq),
             logit_token=buffer("logit token", n_logit_rows),
         )
@@ -67,12 +69,16 @@ class Batch:
                 inputs.token_ids[at] = sequence.tokens[chunk.start]
                 inputs.positions[at] = chunk.start
                 inputs.token_place[at] = place
+            elif chunk.drafts:
+                inputs.token_ids[at:end] = [sequence.tokens[chunk.start], *chunk.drafts]
+                inputs.positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
+                inputs.token_place[at:end] = place
             else:
                 inputs.token_ids[at:end] = sequence.tokens[chunk.start : chunk.start + chunk.length]
                 inputs.positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
                 inputs.token_place[at:end] = place
             first_row.append(len(logit_tokens) if chunk.prompt_logprobs or i in draws else -1)
-            if chunk.prompt_logprobs:
+            if chunk.prompt_logprobs or chunk.drafts:
                 logit_tokens.extend(range(at, end))
             elif i in draws:
                 logit_tokens.append(end - 1)
@@ -90,6 +96,8 @@ class Batch:
         inputs.place[:n_seqs] = places
         inputs.start_slot[:n_seqs] = start_slots
         inputs.slot[:n_seqs] = slots
+        inputs.n_redo[:n_seqs] = [chunk.n_redo for chunk in step.chunks]
+        inputs.is_lazy[:n_seqs] = [bool(chunk.drafts) for chunk in step.chunks]
         if has_snapshots or self._has_snapshots:
             self._fill_snapshots(step.chunks, has_snapshots)
         inputs.logit_token[:n_rows] = logit_tokens

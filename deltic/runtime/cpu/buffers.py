@@ -11,7 +11,8 @@ from numpy.typing import DTypeLike
 from deltic.engine.cache.cache import pages_for
 from deltic.models.qwen.cpu import Activations, allocate_activations
 from deltic.models.tts.cpu import SpeechActivations, allocate_speech
-from deltic.ops.arrays import Array, zeros
+from deltic.ops.arrays import Array, bfloat16, zeros
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.sampler import Sampler
 from deltic.runtime.cpu.speech_batch import SpeechBatch
@@ -61,10 +62,15 @@ class Workspace:
     batch: Batch
     sampler: Sampler
     activations: Activations
+    window_columns: Array
+    window_gates: Array
+    """Of Memory: only drafts need them, and only of sequences that run, so they are counted here."""
 
 
 def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
     """Allocates the step's buffers in `arena`; used to count them as well as to have them."""
+    shape = plan.shape
+    windows = plan.max_num_seqs if plan.max_drafts else 1, shape.n_gdn_layers, 1 + plan.max_drafts
     return Workspace(
         Batch(
             plan.n_batch_tokens, plan.max_num_seqs, pages_for(plan.max_model_len), plan.max_logit_rows, arena.allocate
@@ -78,8 +84,11 @@ def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
             plan.shape.eos_token_ids,
             plan.n_threads,
             arena.allocate,
+            n_drafts=PAGE_SIZE if plan.max_drafts else 0,
         ),
         allocate_activations(plan.shape, plan.n_batch_tokens, plan.max_logit_rows, arena.allocate),
+        arena.allocate("window columns", (*windows, shape.conv_channels), bfloat16),
+        arena.allocate("window gates", (*windows, 2 * shape.gdn_n_v_heads), np.float32),
     )
 
 

@@ -1,5 +1,8 @@
 """Logits to tokens: the sampling parameters in batch tensors, and the draws read back.
 
+A chunk with a draft has a draw from each of its rows, as if the tokens before had been drawn as they were
+drafted. Those up to the first that was not are what plain decodes draw.
+
 Parameters are kept by place and written once, when a sequence takes the place. Each draw is a function of its
 row of logits, the parameters, the seed and the position (P6): a sequence that is preempted or shares a batch
 draws the same.
@@ -20,7 +23,7 @@ from deltic.ops.geometry import Allocate
 
 
 class Sampler:
-    """The buffers of up to n_places draws and n_logit_rows prompt positions a step."""
+    """The buffers of up to n_places draws a step, n_drafts more of drafts, and n_logit_rows of prompts."""
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class Sampler:
         n_threads: int,
         allocate: Allocate,
         penalises_prompt: bool = True,
+        n_drafts: int = 0,
     ) -> None:
         """penalises_prompt: repetition_penalty sees prompt tokens too; they must be ids that can be drawn."""
         i32, f32 = np.int32, np.float32
@@ -46,27 +50,27 @@ class Sampler:
             seed=allocate("seed", (n_places,), np.int64),
             history=allocate("history", (n_places, max_model_len), i32),
         )
-        self._n_draws = allocate("n draws", (), i32)
+        self._n_draws, n_draws = allocate("n draws", (), i32), n_places + n_drafts
         per_draw = ("row", "position", "n_history", "n_prompt")
         self.draws = DrawInputs(
             n_draws=self._n_draws,
-            place=allocate("draw place", (n_places,), i32),
-            **{name: allocate(f"draw {name}", (n_places,), i32) for name in per_draw},
-            bias_begin=allocate("bias begin", (n_places + 1,), i32),
-            bias_ids=allocate("bias ids", (n_places * MAX_BIASES,), i32),
-            bias=allocate("bias", (n_places * MAX_BIASES,), f32),
-            banned_begin=allocate("banned begin", (n_places + 1,), i32),
-            banned=allocate("banned", (n_places * MAX_BIASES,), i32),
-            masked=allocate("masked", (n_places,), i32),
-            masks=allocate("masks", (n_places, -(-n_real // 32)), i32),
+            place=allocate("draw place", (n_draws,), i32),
+            **{name: allocate(f"draw {name}", (n_draws,), i32) for name in per_draw},
+            bias_begin=allocate("bias begin", (n_draws + 1,), i32),
+            bias_ids=allocate("bias ids", (n_draws * MAX_BIASES,), i32),
+            bias=allocate("bias", (n_draws * MAX_BIASES,), f32),
+            banned_begin=allocate("banned begin", (n_draws + 1,), i32),
+            banned=allocate("banned", (n_draws * MAX_BIASES,), i32),
+            masked=allocate("masked", (n_draws,), i32),
+            masks=allocate("masks", (n_draws, -(-n_real // 32)), i32),
         )
-        n_scratch = min(n_threads, n_places)
+        n_scratch = min(n_threads, n_draws)
         self.scratch = DrawScratch(
             values=allocate("draw values", (n_scratch, n_vocab), f32),
             counts=allocate("draw counts", (n_scratch, n_vocab), i32),
             candidates=allocate("draw candidates", (n_scratch, n_vocab), np.int64),
         )
-        n_entries = n_places + n_logit_rows
+        n_entries = n_draws + n_logit_rows
         self._n_entries = allocate("n logprob entries", (), i32)
         self._row = allocate("logprob row", (n_entries,), i32)
         self._target = allocate("logprob target", (n_entries,), i32)  # the draws come first: tokens land here
@@ -96,31 +100,37 @@ class Sampler:
 
     def fill(self, step: Step, first_row: list[int]) -> None:
         """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""
-        rows, places, positions, n_history, n_top = [], [], [], [], []
-        lists: list[tuple[int, SamplingParams, Sequence]] = []
+        rows: list[int] = []
+        places, positions, n_history, n_prompt, n_top = [], [], [], [], []
+        lists: list[tuple[int, SamplingParams, bool]] = []
         masks: list[tuple[int, np.ndarray]] = []
-        for i, draw in enumerate(step.draws):
+        for draw in step.draws:
             chunk, sequence, params = step.chunks[draw.chunk], draw.sequence, draw.sequence.request.params
             place = sequence.place
             assert place is not None
             if self._owner[place] is not sequence:
                 self._take_place(place, sequence)
-            rows.append(first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else 0))
-            places.append(place)
-            positions.append(len(sequence.tokens))
-            n_history.append(self._extend_history(place, sequence) if _has_penalties(params) else 0)
-            n_top.append(-1 if params.logprobs is None else params.logprobs)
-            if params.logit_bias or _bans_end(sequence):
-                lists.append((i, params, sequence))
-            if sequence.guide is not None and (mask := sequence.guide.mask) is not None:
-                masks.append((i, mask))
+            n_known = self._extend_history(place, sequence, chunk.drafts) if _has_penalties(params) else None
+            for j in range(1 + len(chunk.drafts)):
+                i = len(rows)
+                rows.append(first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else j))
+                places.append(place)
+                positions.append(len(sequence.tokens) + j)
+                n_history.append(0 if n_known is None else n_known + j)
+                n_prompt.append(sequence.n_prompt if self.penalises_prompt else 0)
+                n_top.append(-1 if params.logprobs is None else params.logprobs)
+                bans_end = _bans_end(sequence, j)
+                if params.logit_bias or bans_end:
+                    lists.append((i, params, bans_end))
+                if sequence.guide is not None and (mask := sequence.guide.mask) is not None:
+                    masks.append((i, mask))
         n = len(rows)
         d = self.draws
         d.row[:n] = rows
         d.place[:n] = places
         d.position[:n] = positions
         d.n_history[:n] = n_history
-        d.n_prompt[:n] = [draw.sequence.n_prompt if self.penalises_prompt else 0 for draw in step.draws]
+        d.n_prompt[:n] = n_prompt
         self._n_draws.fill(n)
         if lists or self._has_lists:
             self._fill_lists(n, lists)
@@ -146,12 +156,17 @@ class Sampler:
 
     def read(self, step: Step) -> StepResult:
         """The tokens drawn, and the log-probabilities that were asked for."""
-        n = len(step.draws)
-        result = StepResult([[token] for token in self._target[:n].tolist()], [None] * n, {})
-        for i, draw in enumerate(step.draws):
-            if draw.sequence.request.params.logprobs is not None:
-                result.logprobs[i] = [self._entry(i)]
-        at = n
+        result = StepResult([], [], {})
+        at = 0
+        for draw in step.draws:
+            drafts = step.chunks[draw.chunk].drafts
+            drawn, n = self._target[at : at + 1 + len(drafts)].tolist(), 1
+            while n < len(drawn) and drawn[n - 1] == drafts[n - 1] and drawn[n] >= 0:
+                n += 1
+            result.tokens.append(drawn[:n])
+            wanted = draw.sequence.request.params.logprobs is not None
+            result.logprobs.append([self._entry(at + j) for j in range(n)] if wanted else None)
+            at += len(drawn)
         for c, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
                 n_entries = min(chunk.length, chunk.sequence.n_prompt - chunk.start - 1)
@@ -177,14 +192,16 @@ class Sampler:
         places.presence[place] = params.presence_penalty
         places.seed[place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
 
-    def _extend_history(self, place: int, sequence: Sequence) -> int:
+    def _extend_history(self, place: int, sequence: Sequence, drafts: Rows[int]) -> int:
+        """Gives the number of tokens; the drafts stand behind them."""
         first = 0 if self.penalises_prompt else sequence.n_prompt
         known, n_tokens = self._n_history[place], len(sequence.tokens) - first
         self.places.history[place, known:n_tokens] = sequence.tokens[first + known :]
+        self.places.history[place, n_tokens : n_tokens + len(drafts)] = drafts
         self._n_history[place] = n_tokens
         return n_tokens
 
-    def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, Sequence]]) -> None:
+    def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, bool]]) -> None:
         """Biases and, below min_tokens and in some thoughts, the ids that would end the sequence: ragged
         lists over the n draws.
         """
@@ -194,11 +211,11 @@ class Sampler:
         bias_ids: list[int] = []
         biases: list[float] = []
         banned: list[int] = []
-        for i, params, sequence in lists:
+        for i, params, bans_end in lists:
             bias_ids += params.logit_bias.keys()
             biases += params.logit_bias.values()
             bias_counts[i] = len(params.logit_bias)
-            if _bans_end(sequence):
+            if bans_end:
                 ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
                 ends = {id for id in ends if id < self.n_real}
                 banned += ends
@@ -214,8 +231,9 @@ class Sampler:
             d.banned_begin[:] = 0
 
 
-def _bans_end(sequence: Sequence) -> bool:
-    if sequence.n_generated < sequence.request.params.min_tokens:
+def _bans_end(sequence: Sequence, n_more: int) -> bool:
+    """Whether the token behind n_more that are not known yet must not end it."""
+    if sequence.n_generated + n_more < sequence.request.params.min_tokens:
         return True
     return sequence.guide is not None and bool(sequence.guide.bans_end)
 

@@ -33,6 +33,7 @@ class Runner:
         self.plan = plan
         self.max_logit_rows = plan.max_logit_rows
         arena = Arena()
+        self.workspace = build_workspace(plan, arena)
         self.memory = Memory(
             pages=arena.allocate(
                 "pages", (plan.n_pages, shape.n_attn_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim), bfloat16
@@ -43,11 +44,12 @@ class Runner:
                 np.float32,
             ),
             columns=arena.allocate("columns", (plan.n_slots, shape.n_gdn_layers, 3, shape.conv_channels), bfloat16),
+            window_columns=self.workspace.window_columns,
+            window_gates=self.workspace.window_gates,
         )
         host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), np.uint8)
         self.host: Bytes | None = host if plan.n_host_units else None
         self.tiers: Tiers | None = None  # until open_tiers
-        self.workspace = build_workspace(plan, arena)
         arena.touch(lambda done: progress("memory", done))
         self.model = Qwen(shape, weights, plan.max_model_len)
         self.program = Program(plan.n_threads, cpus=plan.cpus)

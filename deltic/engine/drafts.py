@@ -1,0 +1,96 @@
+"""Drafts: tokens that may follow, guessed where a text repeats itself.
+
+A step runs a sequence's last token, and behind it a draft: tokens that a proposer guesses. Each row's logits
+are those of a plain decode, bit for bit, and so is what is drawn from them. As long as what was drawn is what
+was guessed, the next row is right, too. So a draft changes how many tokens a step gives, and nothing else.
+
+`Repeats` guesses by the longest earlier run of tokens that ends as the text does now: edits, quotes and
+results of tools repeat what is in the prompt (prompt lookup decoding, Saxena 2023). It needs no model.
+
+How long a draft is follows what became of the last ones: twice as long where all was right, as long as what
+was right where some was, and none for a while where nothing was, which gets longer each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+
+LEAST = 3
+"""Tokens that a run must have in common with the end of the text."""
+
+LONGEST = 16
+"""Tokens up to which runs are compared."""
+
+N_PLACES = 4
+"""Earlier places of three tokens that are looked at, the latest ones."""
+
+N_INDEXED = 16_384
+"""Tokens before the first draft that are searched: indexing them takes some milliseconds."""
+
+MAX_PAUSE = 64
+"""Steps for which nothing is drafted, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class Repeats:
+    """Where the runs of a sequence's tokens were before."""
+
+    n_known: int = 0
+    """Tokens that are indexed."""
+    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """By three tokens: what comes behind them, latest last."""
+
+    def follow(self, tokens: Ids[int], most: int) -> list[int]:
+        """Up to `most` tokens that followed the longest run with which `tokens` end, when it came before; no
+        more than the run has. None where it is shorter than LEAST.
+        """
+        n = len(tokens)
+        if n < LEAST + 1:
+            return []
+        # What ends at the last token is not an earlier place: it is indexed with the next one.
+        for end in range(max(self.n_known, n - N_INDEXED, LEAST), n):
+            places = self.places.setdefault(tuple(tokens[end - LEAST : end]), [])
+            places.append(end)
+            del places[:-N_PLACES]
+        self.n_known = n
+        best = length = 0
+        for place in reversed(self.places.get(tuple(tokens[n - LEAST :]), [])):
+            same = LEAST
+            while same < min(place, LONGEST) and tokens[place - same - 1] == tokens[n - same - 1]:
+                same += 1
+            if same > length:
+                best, length = place, same
+        draft: list[int] = []
+        for at in range(best, best + min(most, length)):  # behind the end the draft goes on with itself
+            draft.append(tokens[at] if at < n else draft[at - n])
+        return draft
+
+
+@dataclass(slots=True, eq=False)
+class Drafter:
+    """The proposers of one sequence, and how far they are to be trusted."""
+
+    repeats: Repeats = field(default_factory=Repeats)
+    depth: int = 2
+    """Tokens of the next draft, at most."""
+    pause: int = 0
+    """Steps until then."""
+    n_misses: int = 0
+    """Drafts in a row of which nothing was right."""
+
+    def propose(self, tokens: Ids[int], most: int) -> list[int]:
+        """A draft of up to `most` tokens."""
+        if self.pause:
+            self.pause -= 1
+            return []
+        return self.repeats.follow(tokens, min(most, self.depth)) if most > 0 else []
+
+    def observe(self, n_drafted: int, n_accepted: int, most: int) -> None:
+        """What became of a draft. most: the longest that the engine runs."""
+        if n_accepted == n_drafted:
+            self.depth = min(most, 2 * self.depth)
+        else:
+            self.depth = max(1, n_accepted)
+        self.n_misses = 0 if n_accepted else self.n_misses + 1
+        self.pause = min(MAX_PAUSE, 2**self.n_misses) if self.n_misses > 1 else 0

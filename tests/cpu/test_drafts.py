@@ -1,0 +1,216 @@
+"""Drafts change nothing but the time: tokens and log-probabilities with and without them, bit for bit.
+
+Random schedules on tiny checkpoints: prompts that share prefixes, forks, penalties, seeds, stop tokens, aborts,
+preemption, few pages. A plain run says what comes; the run with drafts is given drafts that are right up to a random
+place. Three planted faults show that the comparison would see a wrong state.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from deltic.config import ConfigError, EngineConfig, without_foreign
+from deltic.engine.drafts import Drafter
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Constraint, Request, SamplingParams, TokenLogprob
+from deltic.engine.step import Sequence, Step, StepResult
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.sampler import Sampler
+from deltic.runtime.cpu.text import Runner
+from tests.tiny import tiny_checkpoint
+
+N_REQUESTS, N_TOKENS = 10, 40
+Answers = dict[tuple[str, int], tuple[list[int], list[TokenLogprob], str | None]]
+
+
+def build(kind: str = "dense", quantize: str | None = None, **settings: Any) -> Runner:
+    sizes = {"max_num_seqs": 6, "max_model_len": 512, "max_step_tokens": 128, "n_pages": 24, "n_checkpoints": 6}
+    config = EngineConfig(
+        model=str(tiny_checkpoint(kind)), quantize=quantize, threads=2, **{**sizes, "max_drafts": 8, **settings}
+    )
+    return build_runner(config, lambda stage, done: None, Cpu())
+
+
+def requests(seed: int) -> list[Request]:
+    """With prompts that begin alike, and every setting that a draw can have."""
+    draw, found = random.Random(seed), []
+    shared = [draw.randrange(256) for _ in range(150)]
+    for i in range(N_REQUESTS):
+        prompt = shared[: draw.choice((0, 64, 130, 150))] + [draw.randrange(256) for _ in range(draw.randrange(1, 70))]
+        params = SamplingParams(
+            max_tokens=draw.randrange(1, N_TOKENS),
+            temperature=draw.choice((0.0, 0.7, 1.5)),
+            top_k=draw.choice((0, 5)),
+            seed=draw.randrange(1000),
+            n=draw.choice((1, 1, 1, 2)),
+            logprobs=draw.choice((None, 0, 3)),
+            min_tokens=draw.choice((0, 0, 6)),
+            stop_token_ids=tuple(draw.sample(range(256), 3)),
+            ignore_eos=draw.random() < 0.5,
+            frequency_penalty=draw.choice((0.0, 0.0, 0.8)),
+            repetition_penalty=draw.choice((1.0, 1.0, 1.3)),
+            logit_bias=draw.choice(({}, {}, {7: 4.0, 9: -50.0})),
+            constraint=Constraint(bad_ids=((11, 12),)) if draw.random() < 0.15 else None,
+        )
+        found.append(Request(id=str(i), prompt_ids=prompt, params=params))
+    return found
+
+
+@dataclass
+class Schedule:
+    """When requests come, and what happens to them meanwhile."""
+
+    seed: int
+    aborted: tuple[str, ...] = ("3",)
+    truth: Answers | None = None
+    """What a plain run gave: of it the drafts are made."""
+    draw: random.Random = field(init=False)
+
+    def run(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, Engine]:
+        self.draw = random.Random(self.seed)
+        monkeypatch.setattr(Drafter, "propose", self.propose)
+        engine, waiting, answers = Engine(runner), requests(self.seed), dict[Any, Any]()
+        n_steps = 0
+        while waiting or engine.has_work():
+            while waiting and self.draw.random() < 0.3:
+                engine.add(waiting.pop(0))
+            if self.draw.random() < 0.05 and (running := engine.scheduler._decodes):
+                engine.scheduler._preempt(self.draw.choice(running))
+            if n_steps == 25:
+                for name in self.aborted:
+                    engine.abort(name)
+            self.sequences = {id(s.tokens): s for s in engine.scheduler.sequences()}
+            for output in engine.step():
+                tokens, logprobs, _ = answers.setdefault((output.id, output.index), ([], [], None))
+                tokens += output.token_ids
+                logprobs += output.logprobs or []
+                answers[output.id, output.index] = tokens, logprobs, output.finish_reason
+                assert output.error is None, output.error
+            engine.check()
+            n_steps += 1
+        return {key: answer for key, answer in answers.items() if key[0] not in self.aborted}, engine
+
+    def propose(self, tokens: Any, most: int) -> list[int]:
+        """What a plain run drew next, up to a random place, then something else."""
+        sequence: Sequence = self.sequences[id(tokens)]
+        if self.truth is None or sequence.request.id in self.aborted:
+            return [self.draw.randrange(256) for _ in range(min(most, self.draw.randrange(3)))]
+        known = self.truth[sequence.request.id, sequence.index][0]
+        draft = known[sequence.n_generated : sequence.n_generated + min(most, self.draw.randrange(9))]
+        wrong = self.draw.randrange(12)
+        if wrong < len(draft):
+            draft[wrong] = (draft[wrong] + 1) % 256
+        return draft
+
+
+KINDS = [("dense", None), ("moe", "int8"), ("next", None), ("dense", "int4")]
+
+
+@pytest.mark.parametrize(("kind", "quantize"), KINDS)
+def test_drafts_change_no_bit(kind: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, drafting = build(kind, quantize, max_drafts=0), build(kind, quantize)
+    n_accepted = n_preempted = 0
+    for seed in range(4):
+        truth, engine = Schedule(seed).run(plain, monkeypatch)
+        assert engine.stats().n_drafted == 0
+        found, engine = Schedule(seed, truth=truth).run(drafting, monkeypatch)
+        assert found == truth
+        stats = engine.stats()
+        n_accepted += stats.n_accepted
+        n_preempted += stats.n_preemptions
+        assert stats.n_drafted > stats.n_accepted > 0
+    assert n_accepted > 200 and n_preempted > 0
+
+
+def one_too_many(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
+    """A token is taken whose row does not belong to it."""
+    read = Sampler.read
+
+    def more(self: Sampler, step: Step) -> StepResult:
+        result, at = read(self, step), 0
+        for i, draw in enumerate(step.draws):
+            drafts = step.chunks[draw.chunk].drafts
+            n = len(result.tokens[i])
+            if n <= len(drafts):
+                result.tokens[i].append(int(self._target[at + n]))
+                if result.logprobs[i] is not None:
+                    result.logprobs[i].append(self._entry(at + n))
+            at += 1 + len(drafts)
+        return result
+
+    monkeypatch.setattr(Sampler, "read", more)
+
+
+def committed_early(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
+    """The state has seen rows that were not accepted."""
+    step = runner.step
+
+    def early(planned: Step) -> StepResult:
+        inputs = runner.workspace.batch.inputs
+        fill = runner.workspace.batch.fill
+
+        def filled(again: Step) -> list[int]:
+            rows = fill(again)
+            inputs.is_lazy[:] = 0
+            return rows
+
+        monkeypatch.setattr(runner.workspace.batch, "fill", filled)
+        result = step(planned)
+        monkeypatch.setattr(runner.workspace.batch, "fill", fill)
+        return result
+
+    monkeypatch.setattr(runner, "step", early)
+
+
+def columns_not_rolled_back(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
+    """The convolution goes on behind rows that were not accepted."""
+    step = runner.step
+
+    def rolled(planned: Step) -> StepResult:
+        result = step(planned)
+        memory = runner.memory
+        for chunk in planned.chunks:
+            if len(chunk.drafts) >= 2:
+                last = memory.window_columns[chunk.sequence.place, :, chunk.length - 3 : chunk.length]
+                memory.columns[chunk.sequence.slot] = last
+        return result
+
+    monkeypatch.setattr(runner, "step", rolled)
+
+
+@pytest.mark.parametrize("fault", [one_too_many, committed_early, columns_not_rolled_back], ids=lambda f: f.__name__)
+def test_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, _ = Schedule(1).run(build(max_drafts=0), monkeypatch)
+    runner = build()
+    fault(monkeypatch, runner)
+    found, _ = Schedule(1, truth=truth).run(runner, monkeypatch)
+    assert found != truth
+
+
+def test_text_that_repeats_takes_fewer_steps() -> None:
+    """By the proposer itself; a bias makes the tiny model repeat itself."""
+    found = []
+    for most in (0, 8):
+        engine = Engine(build(max_drafts=most, max_num_seqs=1))
+        params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, logprobs=2, logit_bias={5: 9.0})
+        engine.add(Request(id="a", prompt_ids=list(range(40)), params=params))
+        outputs = []
+        while engine.has_work():
+            outputs += engine.step()
+        tokens = [token for output in outputs for token in output.token_ids]
+        entries = [entry for output in outputs for entry in output.logprobs]
+        found.append((tokens, entries, engine.n_steps, engine.stats()))
+    (tokens, entries, n_plain, _), (drafted, drafted_entries, n_steps, stats) = found
+    assert drafted == tokens and drafted_entries == entries
+    assert stats.n_accepted > 0 and n_steps + stats.n_accepted == n_plain
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--max-drafts 4 is for the CPU, and this model runs on a GPU"):
+        without_foreign(EngineConfig(max_drafts=4), "cuda", "text")
+    assert build(max_drafts=0).info.max_drafts == 0 and build(max_drafts=3).info.max_drafts == 3
