@@ -135,7 +135,7 @@ class EngineConfig:
     max_drafts: int = knob(
         0,
         "tokens of an answer that are guessed ahead where its text repeats itself or the prompt, and checked in one step; "
-        "answers stay the same, to the bit (default: none)",
+        "answers stay the same, to the bit",
         metavar="TOKENS",
         device={"text": "cpu"},
         kind="text",

@@ -62,8 +62,8 @@ class Load:
 
     def add(self, chunk: Chunk, block_size: int) -> None:
         if chunk.is_decode:
-            self.n_decodes += chunk.length
-            self.n_keys += chunk.start * chunk.length
+            self.n_decodes += 1
+            self.n_keys += chunk.start
         else:
             self.add_prefill(-(-chunk.length // block_size) * block_size, chunk.start)
 

@@ -13,6 +13,7 @@ was right where some was, and none for a while where nothing was, which gets lon
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
@@ -25,8 +26,11 @@ LONGEST = 16
 N_PLACES = 4
 """Earlier places of three tokens that are looked at, the latest ones."""
 
-N_INDEXED = 16_384
-"""Tokens before the first draft that are searched: indexing them takes some milliseconds."""
+N_INDEXED = 8192
+"""Tokens before the first draft that are searched."""
+
+N_AT_ONCE = 512
+"""Tokens that are indexed in a step: a fraction of a millisecond."""
 
 MAX_PAUSE = 64
 """Steps for which nothing is drafted, at most."""
@@ -34,33 +38,43 @@ MAX_PAUSE = 64
 
 @dataclass(slots=True, eq=False)
 class Repeats:
-    """Where the runs of a sequence's tokens were before."""
+    """Where the runs of a sequence's tokens were before: by three tokens the place behind them, and from each
+    place the one before it with the same three. A token takes some 150 bytes.
+    """
 
-    n_known: int = 0
-    """Tokens that are indexed."""
-    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    """By three tokens: what comes behind them, latest last."""
+    first: int = 0
+    """The first place that is indexed; 0: none is yet."""
+    newest: dict[tuple[int, ...], int] = field(default_factory=dict)
+    before: array[int] = field(default_factory=lambda: array("i"))
 
     def follow(self, tokens: Ids[int], most: int) -> list[int]:
         """Up to `most` tokens that followed the longest run with which `tokens` end, when it came before; no
-        more than the run has. None where it is shorter than LEAST.
+        more than the run has. None where it is shorter than LEAST, nor while a long text is being indexed.
         """
-        n = len(tokens)
-        if n < LEAST + 1:
+        n, newest, before = len(tokens), self.newest, self.before
+        if n <= LEAST:
             return []
+        self.first = self.first or max(LEAST, n - N_INDEXED)
+        known = self.first + len(before)
+        end = min(n, known + N_AT_ONCE)
         # What ends at the last token is not an earlier place: it is indexed with the next one.
-        for end in range(max(self.n_known, n - N_INDEXED, LEAST), n):
-            places = self.places.setdefault(tuple(tokens[end - LEAST : end]), [])
-            places.append(end)
-            del places[:-N_PLACES]
-        self.n_known = n
+        for place in range(known, end):
+            key = tuple(tokens[place - LEAST : place])
+            before.append(newest.get(key, 0))
+            newest[key] = place
+        if end < n:
+            return []
         best = length = 0
-        for place in reversed(self.places.get(tuple(tokens[n - LEAST :]), [])):
+        place = newest.get(tuple(tokens[n - LEAST :]), 0)
+        for _ in range(N_PLACES):
+            if not place:
+                break
             same = LEAST
             while same < min(place, LONGEST) and tokens[place - same - 1] == tokens[n - same - 1]:
                 same += 1
             if same > length:
                 best, length = place, same
+            place = before[place - self.first]
         draft: list[int] = []
         for at in range(best, best + min(most, length)):  # behind the end the draft goes on with itself
             draft.append(tokens[at] if at < n else draft[at - n])
@@ -84,7 +98,7 @@ class Drafter:
         if self.pause:
             self.pause -= 1
             return []
-        return self.repeats.follow(tokens, min(most, self.depth)) if most > 0 else []
+        return self.repeats.follow(tokens, min(most, self.depth))
 
     def observe(self, n_drafted: int, n_accepted: int, most: int) -> None:
         """What became of a draft. most: the longest that the engine runs."""

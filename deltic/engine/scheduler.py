@@ -84,6 +84,22 @@ def _n_most_computed(n_prompt: int, max_tokens: int) -> int:
     return n_prompt + max(0, max_tokens - 1)
 
 
+def _one_by_one(output: Output) -> list[Output]:
+    """An output of several tokens as so many outputs: who reads them may stop behind any."""
+    ids, logprobs = output.token_ids, output.logprobs
+    if len(ids) < 2:
+        return [output]
+    each = [Output(output.id, output.index, [id], logprobs and logprobs[i : i + 1]) for i, id in enumerate(ids)]
+    first, last = each[0], each[-1]
+    first.queued_s, first.cached_tokens, first.prompt_logprobs = (
+        output.queued_s,
+        output.cached_tokens,
+        output.prompt_logprobs,
+    )
+    last.finish_reason, last.stop_token_id = output.finish_reason, output.stop_token_id
+    return each
+
+
 class Scheduler:
     """The open sequences, in three lists, and the rules by which they move between them.
 
@@ -366,11 +382,12 @@ class Scheduler:
                 step.draws.append(Draw(len(step.chunks), sequence))
             start = sequence.n_computed + sequence.n_window
             step.chunks.append(Chunk(sequence, start, 1, n_redo=sequence.n_window))
+        n_decodes = len(step.chunks)
         if self._prefills or self._waiting:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
                 step.put_decodes_first()
-        elif self.info.max_drafts:
+        if self.info.max_drafts and len(step.chunks) == n_decodes:
             self._draft(step)
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
@@ -599,7 +616,7 @@ class Scheduler:
         (self._prefills if sequence in self._prefills else self._decodes).remove(sequence)
         for member in (sequence, *sequence.siblings):
             self.cache.preempt(member)
-            member.n_window = 0
+            member.n_window, member.drafter = 0, None
         sequence.n_preempted += 1
         sequence.begin_prompt_logprobs()
         insort(self._waiting, sequence, key=_rank)
@@ -608,7 +625,8 @@ class Scheduler:
     def commit(self, step: Step, result: StepResult) -> list[Output]:
         """Takes the results of a step, and frees sequences that end.
 
-        Returns one Output for each draw, but none for sequences that start over.
+        Returns one Output for each draw, and for each token where there was a draft, but none for sequences
+        that start over.
         """
         for i, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
@@ -671,10 +689,12 @@ class Scheduler:
                 output.logprobs = logprobs and logprobs[:n_taken]
             drafts = step.chunks[draw.chunk].drafts
             if drafts and sequence.drafter is not None:
+                n_right = n_taken - (n_taken == len(drawn))  # the last was drawn freely, if it was taken
                 sequence.n_window = n_taken
                 self.n_drafted += len(drafts)
-                self.n_accepted += n_taken - 1
-                sequence.drafter.observe(len(drafts), n_taken - 1, self.info.max_drafts)
+                self.n_accepted += n_right
+                sequence.drafter.observe(len(drafts), n_right, self.info.max_drafts)
+                outputs[-1:] = _one_by_one(output)
             elif n_taken > 1:
                 sequence.n_computed = len(tokens) - 1
                 self.cache.publish(sequence)  # it may have passed the end of a page

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.drafts import LEAST, MAX_PAUSE, N_INDEXED, Drafter, Repeats
+from deltic.engine.drafts import LEAST, MAX_PAUSE, N_AT_ONCE, N_INDEXED, Drafter, Repeats
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.step import mixed_seed
 from tests.fakes import FakeRunner, expected_tokens
 
 
@@ -42,12 +43,19 @@ def test_growing_texts_are_indexed_once() -> None:
     for _ in range(200):
         tokens.append(draw.randrange(4))
         assert repeats.follow(tokens, 5) == follow(tokens, 5)
-    assert repeats.n_known == len(tokens)
+    assert len(repeats.before) == len(tokens) - repeats.first
 
 
-def test_only_the_end_of_a_long_prompt_is_searched() -> None:
-    tokens = [1, 2, 3, 4, *range(10, 10 + N_INDEXED), 1, 2, 3]
-    assert follow(tokens) == [] and len(tokens) > N_INDEXED + LEAST
+def test_long_prompts_are_indexed_some_tokens_a_step() -> None:
+    """And only their end is searched."""
+    near, far = [1, 2, 3, 4], [5, 6, 7, 8]
+    tokens = [*far, *range(10, 9 + N_INDEXED - len(near)), *near, 5, 6, 7]
+    assert len(tokens) > N_INDEXED + LEAST
+    repeats = Repeats()
+    for _ in range(N_INDEXED // N_AT_ONCE - 1):
+        assert repeats.follow([*tokens, 1, 2, 3], 4) == []
+    assert repeats.follow([*tokens, 1, 2, 3], 4) == [4, 5, 6]
+    assert repeats.follow([*tokens, 1, 2, 3, 9, 5, 6, 7], 4) == [1, 2, 3]  # not what is too far
 
 
 def test_the_depth_follows_what_became_of_drafts() -> None:
@@ -79,7 +87,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     runner = FakeRunner(
         n_pages=rng.choice((12, 40)), max_num_seqs=4, max_step_tokens=128, max_drafts=rng.choice((1, 5, 31))
     )
-    engine, truth = Engine(runner), dict[tuple[str, int], list[int]]()
+    engine, truth, params_of = Engine(runner), dict[tuple[str, int], list[int]](), dict[str, SamplingParams]()
     waiting = []
     for i in range(8):
         prompt = [
@@ -91,7 +99,9 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
             n=rng.choice((1, 1, 2)), logprobs=rng.choice((None, 1)),
         )  # fmt: skip
         waiting.append(Request(id=str(i), prompt_ids=prompt, params=params))
-        truth[str(i), 0] = expected_tokens(prompt, params)
+        params_of[str(i)] = params
+        for index in range(params.n):
+            truth[str(i), index] = expected_tokens(prompt, params, mixed_seed(i, index))
 
     def propose(_: Drafter, tokens: Any, most: int) -> list[int]:
         sequence = next(s for s in engine.scheduler.sequences() if s.tokens is tokens)
@@ -117,7 +127,26 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         engine.check()
     stats = engine.stats()
     assert 0 < stats.n_accepted < stats.n_drafted
-    for (name, index), tokens in found.items():
-        if index == 0 and name != gone:
-            assert tokens == truth[name, 0]
-            assert n_entries[name, 0] in (0, len(tokens))
+    for (name, index), tokens in truth.items():
+        if name != gone:
+            assert found[name, index] == tokens
+            assert n_entries[name, index] == (0 if params_of[name].logprobs is None else len(tokens))
+
+
+def test_a_request_that_waits_stops_no_drafts() -> None:
+    """Only the rows of a prefill do."""
+    engine = Engine(FakeRunner(max_num_seqs=1, max_drafts=8))
+    for name in "ab":
+        bias = {"max_tokens": 100, "seed": 1, "ignore_eos": True}
+        engine.add(Request(id=name, prompt_ids=[20, 21], params=SamplingParams(**bias)))
+    n_tokens = dict.fromkeys("ab", 0)
+    while engine.has_work():
+        truth = expected_tokens([20, 21], SamplingParams(max_tokens=100, seed=1, ignore_eos=True))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                Drafter, "propose", lambda _, tokens, most, truth=truth: truth[len(tokens) - 2 :][: min(most, 4)]
+            )
+            for output in engine.step():
+                n_tokens[output.id] += len(output.token_ids)
+                assert len(output.token_ids) == 1, "an output of several tokens"
+    assert n_tokens == {"a": 100, "b": 100} and engine.n_steps < 50

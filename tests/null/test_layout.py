@@ -25,7 +25,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_LINES = 38_400
 """34,250 for what there was; 2,650 for quantised checkpoints: GGUF files, the layouts of safetensors, twenty formats on a CPU, and what
-they lose; 1,100 for them on a GPU, and for chips that are not here."""
+they lose; 1,100 for them on a GPU, and for chips that are not here; 400 for drafts."""
 MAX_PROSE_COLUMNS = 110
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 

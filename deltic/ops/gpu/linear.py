@@ -363,7 +363,7 @@ def _check_piece(piece: Piece, out: Tensor, k_slice: int, block_k: int) -> None:
 
 def _block_beside(c: Narrow, first: WeightFormat, second: WeightFormat, n: int, k_slice: int) -> int:
     """Columns of a block of a piece beside one with this configuration: so many that it needs no more shared
-    memory, of which every program has as much.
+    memory, of which every program has as much. Those of e4m3 are part of its bits.
     """
     if second.codes == "e4m3":
         return int(k_block(k_slice))
