@@ -334,7 +334,8 @@ def headline(runs: Runs) -> str:
                 beside = " · ".join(
                     f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios
                 )
-                name = f"{found.data['shape']}, {found.data['threads']} CPU threads, {workload_name(ours['workload'])}, {lane_format(ours['lane'])}"
+                where = f"{found.data['shape']}, {found.data['threads']} CPU threads"
+                name = f"{where}, {workload_name(ours['workload'])}, {lane_format(ours['lane'])}"
                 rows.append([name, f"{spread(ours['tok_s'])} tok/s", beside])
     return grid(["random weights", "Deltic, median (least .. most)", "beside it"], rows)
 

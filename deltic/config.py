@@ -518,7 +518,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_num_seqs": (1, math.inf),
     "max_step_tokens": (1, math.inf),
     "max_itl_ms": (0.0, math.inf),
-    "max_drafts": (0, 31),
+    "max_drafts": (0, 31),  # one less than ops/geometry.MAX_WINDOW
     "n_pages": (1, math.inf),
     "memory_gb": (0.01, math.inf),
     "n_checkpoints": (0, math.inf),

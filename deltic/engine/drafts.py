@@ -17,6 +17,9 @@ from array import array
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
+from deltic.engine.step import Step
+from deltic.ops.geometry import PAGE_SIZE
+
 LEAST = 3
 """Tokens that a run must have in common with the end of the text."""
 
@@ -108,3 +111,24 @@ class Drafter:
             self.depth = max(1, n_accepted)
         self.n_misses = 0 if n_accepted else self.n_misses + 1
         self.pause = min(MAX_PAUSE, 2**self.n_misses) if self.n_misses > 1 else 0
+
+
+def draft(step: Step, max_drafts: int) -> None:
+    """Gives decodes of a step without a prefill, which would need the rows, drafts of up to max_drafts
+    tokens, where such can be had.
+
+    A window never reaches the end of a page, so that the state is whole there, where it may become a
+    checkpoint.
+    """
+    room = PAGE_SIZE
+    for draw in step.draws:
+        chunk, sequence = step.chunks[draw.chunk], draw.sequence
+        n_wanted = sequence.request.params.max_tokens - sequence.n_generated
+        most = min(max_drafts, room, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_wanted - 1)
+        if most <= 0 or sequence.guide is not None:
+            continue
+        if sequence.drafter is None:
+            sequence.drafter = Drafter()
+        chunk.drafts = sequence.drafter.propose(sequence.tokens, most)
+        chunk.length += len(chunk.drafts)
+        room -= len(chunk.drafts)

@@ -272,6 +272,18 @@ class Output(msgspec.Struct, array_like=True):
     audio: bytes = b""
     """New samples of a speech model: 16-bit signed little-endian mono, at its rate."""
 
+    def one_by_one(self) -> list[Output]:
+        """The same as an output for each of its tokens: who reads them may stop behind any."""
+        ids, logprobs = self.token_ids, self.logprobs
+        if len(ids) < 2:
+            return [self]
+        each = [Output(self.id, self.index, [id], logprobs and logprobs[i : i + 1]) for i, id in enumerate(ids)]
+        first, last = each[0], each[-1]
+        first.queued_s, first.cached_tokens = self.queued_s, self.cached_tokens
+        first.prompt_logprobs = self.prompt_logprobs
+        last.finish_reason, last.stop_token_id = self.finish_reason, self.stop_token_id
+        return each
+
 
 class CacheStats(msgspec.Struct, array_like=True):
     """The prefix cache since the start: monotonic counters, but for the gauges at the end."""

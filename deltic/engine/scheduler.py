@@ -47,7 +47,7 @@ import msgspec
 from deltic.engine.cache.cache import Cache, pages_for
 from deltic.engine.cache.tree import DEVICE
 from deltic.engine.cost import Load, StepCost
-from deltic.engine.drafts import Drafter
+from deltic.engine.drafts import draft
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, Voice, mixed_seed
@@ -82,22 +82,6 @@ def _rank(sequence: Sequence) -> tuple[int, int, int, int]:
 def _n_most_computed(n_prompt: int, max_tokens: int) -> int:
     """The most tokens of a sequence that are ever computed: all but the last one drawn."""
     return n_prompt + max(0, max_tokens - 1)
-
-
-def _one_by_one(output: Output) -> list[Output]:
-    """An output of several tokens as so many outputs: who reads them may stop behind any."""
-    ids, logprobs = output.token_ids, output.logprobs
-    if len(ids) < 2:
-        return [output]
-    each = [Output(output.id, output.index, [id], logprobs and logprobs[i : i + 1]) for i, id in enumerate(ids)]
-    first, last = each[0], each[-1]
-    first.queued_s, first.cached_tokens, first.prompt_logprobs = (
-        output.queued_s,
-        output.cached_tokens,
-        output.prompt_logprobs,
-    )
-    last.finish_reason, last.stop_token_id = output.finish_reason, output.stop_token_id
-    return each
 
 
 class Scheduler:
@@ -388,7 +372,7 @@ class Scheduler:
             if not self.info.canonical_decode:
                 step.put_decodes_first()
         if self.info.max_drafts and len(step.chunks) == n_decodes:
-            self._draft(step)
+            draft(step, self.info.max_drafts)
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
                 return None
@@ -397,25 +381,6 @@ class Scheduler:
                 return None
             raise RuntimeError(f"{self._n_open} sequences are open and none can run: the scheduler is stuck")
         return step
-
-    def _draft(self, step: Step) -> None:
-        """Gives decodes a draft, where one can be had.
-
-        Beside a prefill there is none: that has the rows. A window never reaches the end of a page, so that
-        the state is whole there, where it may become a checkpoint.
-        """
-        room = PAGE_SIZE
-        for draw in step.draws:
-            chunk, sequence = step.chunks[draw.chunk], draw.sequence
-            most = min(self.info.max_drafts, room, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE)
-            most = min(most, sequence.request.params.max_tokens - sequence.n_generated - 1)
-            if most <= 0 or sequence.guide is not None:
-                continue
-            if sequence.drafter is None:
-                sequence.drafter = Drafter()
-            chunk.drafts = sequence.drafter.propose(sequence.tokens, most)
-            chunk.length += len(chunk.drafts)
-            room -= len(chunk.drafts)
 
     def _grow_decodes(self) -> None:
         """Makes room for one more token in each decode.
@@ -688,13 +653,13 @@ class Scheduler:
                 output.token_ids = drawn[:n_taken]
                 output.logprobs = logprobs and logprobs[:n_taken]
             drafts = step.chunks[draw.chunk].drafts
-            if drafts and sequence.drafter is not None:
+            if drafts:
                 n_right = n_taken - (n_taken == len(drawn))  # the last was drawn freely, if it was taken
                 sequence.n_window = n_taken
                 self.n_drafted += len(drafts)
                 self.n_accepted += n_right
                 sequence.drafter.observe(len(drafts), n_right, self.info.max_drafts)
-                outputs[-1:] = _one_by_one(output)
+                outputs[-1:] = output.one_by_one()
             elif n_taken > 1:
                 sequence.n_computed = len(tokens) - 1
                 self.cache.publish(sequence)  # it may have passed the end of a page

@@ -69,12 +69,10 @@ class Batch:
                 inputs.token_ids[at] = sequence.tokens[chunk.start]
                 inputs.positions[at] = chunk.start
                 inputs.token_place[at] = place
-            elif chunk.drafts:
-                inputs.token_ids[at:end] = [sequence.tokens[chunk.start], *chunk.drafts]
-                inputs.positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
-                inputs.token_place[at:end] = place
             else:
-                inputs.token_ids[at:end] = sequence.tokens[chunk.start : chunk.start + chunk.length]
+                ids = sequence.tokens[chunk.start : chunk.start + chunk.length]
+                ids.extend(chunk.drafts)
+                inputs.token_ids[at:end] = ids
                 inputs.positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
                 inputs.token_place[at:end] = place
             first_row.append(len(logit_tokens) if chunk.prompt_logprobs or i in draws else -1)
