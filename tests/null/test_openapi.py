@@ -111,10 +111,13 @@ def test_any_json_is_parsed_or_refused(body: type[msgspec.Struct], data: st.Data
     ids=range(6),
 )
 def test_hostile_json_is_refused_soon(body: type[msgspec.Struct], text: bytes) -> None:
-    before_s = time.process_time()
-    with pytest.raises(ApiError):
-        protocol.parse(text, body)
-    assert time.process_time() - before_s < 1
+    seconds = []
+    for _ in range(3):  # A full collection of a large heap may fall into one of them.
+        before_s = time.thread_time()  # Servers of other tests run on other threads.
+        with pytest.raises(ApiError):
+            protocol.parse(text, body)
+        seconds.append(time.thread_time() - before_s)
+    assert min(seconds) < 1
 
 
 @SCHEMA.parametrize()
