@@ -27,7 +27,7 @@ import numpy as np
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.tiers import Entry, Move
 from deltic.engine.messages import EngineInfo, SamplingParams, TokenLogprob
-from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.host import process
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -110,9 +110,11 @@ class FakeRunner:
         max_prefill_seqs: int = 0,
         n_lookahead: int = 0,
         max_drafts: int = 0,
+        head: Random | None = None,
         rng: Random | None = None,
     ) -> None:
-        """gpu: prefill and decode differ, and prefills take whole blocks. rng: says which of the decodes run ahead; without it
+        """gpu: prefill and decode differ, and prefills take whole blocks. head: there is a draft head, whose guesses are
+        wrong now and then. rng: says which of the decodes run ahead; without it
         all do for which there are pages."""
         self.n_pages = n_pages
         self.n_slots = max_num_seqs + 8 if n_slots is None else n_slots
@@ -140,11 +142,12 @@ class FakeRunner:
             canonical_decode=not gpu,
             n_lookahead=n_lookahead,
             max_drafts=max_drafts,
+            has_draft_head=head is not None,
             block_size=PAGE_SIZE if gpu else 1,
             max_prefill_seqs=max_prefill_seqs,
         )
         self.gpu = gpu
-        self._rng = rng
+        self._rng, self._head = rng, head
         self._ahead: dict[Sequence, int] = {}
         """The position that a decode has computed which is to be asked for yet."""
         self.n_ran_ahead = self.n_replayed = self.n_dropped = 0
@@ -185,7 +188,7 @@ class FakeRunner:
             self.states[destination] = self.states[source]
         for source, destination in step.page_copies:
             self.pages[destination] = self.pages[source]
-        tokens, logprobs = [], []
+        tokens, logprobs, guesses = [], [], []
         for drawn in step.draws:
             sequence, params, drafts = drawn.sequence, drawn.sequence.request.params, step.chunks[drawn.chunk].drafts
             state = self._check_memory(sequence, is_lazy=bool(drafts))
@@ -199,6 +202,7 @@ class FakeRunner:
                     break
                 state = fold(state, token)
             tokens.append(row)
+            guesses.append([] if self._head is None else self._guess(drawn, fold(state, row[-1]), len(row)))
             n_top = params.logprobs
             logprobs.append(None if n_top is None else [self._logprob(token, n_top) for token in row])
         prompt_logprobs = {}
@@ -212,7 +216,16 @@ class FakeRunner:
             guide = drawn.sequence.guide
             if guide is None or (guide.next_is_free and token != guide.constraint.think_end_id):
                 self._run_ahead(drawn.sequence, token)
-        return StepResult(tokens, logprobs, prompt_logprobs)
+        return StepResult(tokens, logprobs, prompt_logprobs, guesses)
+
+    def _guess(self, drawn: Draw, state: int, n_more: int) -> list[int]:
+        """Behind what was drawn."""
+        sequence, guesses = drawn.sequence, list[int]()
+        while state != NAN and len(guesses) < drawn.n_guesses:
+            token = draw(state, sequence.seed, sequence.request.params, sequence.n_generated + n_more + len(guesses))
+            guesses.append(token if self._head and self._head.random() < 0.8 else 20)
+            state = fold(state, guesses[-1])
+        return guesses
 
     def _check_limits(self, step: Step) -> None:
         n_decodes = sum(c.is_decode for c in step.chunks)

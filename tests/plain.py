@@ -57,4 +57,5 @@ def plain(weights: Weights, of_matrix: Callable[[Matrix], Any] = rows) -> Any:
         norm=vector(weights.norm),
         lm_head=of_matrix(weights.lm_head),
         layers=[fields(layer) for layer in weights.layers],
+        draft_head=None if weights.draft_head is None else fields(weights.draft_head),
     )

@@ -72,6 +72,7 @@ def tiny_checkpoint(
     experts: str | None = None,
     shards: int = 1,
     extras: bool = False,
+    has_mtp: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     n_layers: int = 4,
     seed: int = 0,
@@ -80,7 +81,7 @@ def tiny_checkpoint(
 
     kind: "dense" | "moe" | "next". layout: "wrapped" (multimodal names; default) | "flat" (always for
     next). experts: "fused" | "split" (default for next). extras: a few `model.visual.*` and `mtp.*` tensors
-    as well. Every fourth layer is attention.
+    as well. has_mtp: a draft head. Every fourth layer is attention.
     """
     layout = "flat" if kind == "next" else layout or "wrapped"
     experts = experts or ("split" if kind == "next" else "fused")
@@ -92,6 +93,9 @@ def tiny_checkpoint(
         tensors = _split_experts(tensors)
     prefix = "model.language_model." if layout == "wrapped" else "model."
     tensors = {(n if n == "lm_head.weight" else prefix + n): t for n, t in tensors.items()}
+    if has_mtp:
+        head = _random_values(_draft_head_shapes(kind), seed + 2)
+        tensors |= _split_experts(head) if experts == "split" else head
     if extras:
         tensors |= _random_values(_extra_shapes(), seed + 1)
     _write_tensors(path, {n: t.to(dtype) for n, t in tensors.items()}, shards)
@@ -274,6 +278,18 @@ def _extra_shapes() -> dict[str, tuple[int, ...]]:
         "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
         "mtp.layers.0.self_attn.k_proj.weight": (N_KV_HEADS * HEAD_DIM, HIDDEN),
     }
+
+
+def _draft_head_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    """An attention layer, and what joins it to the trunk."""
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    norms += ("layers.0.input_layernorm", "layers.0.post_attention_layernorm")
+    layer = {**_attention_shapes(), **_feed_forward_shapes(kind)}
+    return (
+        {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN)}
+        | {f"mtp.{norm}.weight": (HIDDEN,) for norm in norms}
+        | {f"mtp.layers.0.{name}": shape for name, shape in layer.items()}
+    )
 
 
 def _random_values(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:

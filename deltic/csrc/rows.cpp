@@ -1,4 +1,4 @@
-// Operators on single rows: embed, rms_norm, silu_mul.
+// Operators on single rows: embed, rms_norm, draft_rows, silu_mul.
 #include "kernel.h"
 #include "format.h"
 #include "pool.h"
@@ -16,6 +16,25 @@ KERNEL(deltic_rms_norm, const float* x, const float* w, bf16* out, const int32_t
         v16 scale = splat(1.0f / sqrtf(sum_of_squares(row, width) / (float)width + eps));
         for (int64_t i = 0; i < width; i += 16)
             store_bf16(out + m * width + i, load(row + i) * scale * (splat(1.0f) + load(w + i)));
+    });
+}
+
+// What a draft head reads: the zero-centred RMSNorm of a token's embedding, and behind it that of a hidden state.
+// table (packed [V, H]), token_ids i32 [T], hidden bf16 [T, H], embedding norm and hidden norm f32 [H], out bf16 [T, 2H], T (counted),
+// scratch f32 [T, H], eps
+KERNEL(deltic_draft_rows, Matrix table, const int32_t* ids, const bf16* hidden, const float* embed_norm, const float* hidden_norm,
+       bf16* out, Counted n_tokens, float* scratch, float eps) {
+    const int64_t width = table.k;
+    parallel_for(n_tokens, [&](int64_t t, int) {
+        float* row = scratch + t * width;
+        auto normed = [&](const float* w, bf16* to) {
+            v16 scale = splat(1.0f / sqrtf(sum_of_squares(row, width) / (float)width + eps));
+            for (int64_t i = 0; i < width; i += 16) store_bf16(to + i, load(row + i) * scale * (splat(1.0f) + load(w + i)));
+        };
+        unpack_row(table, ids[t], row);
+        normed(embed_norm, out + t * 2 * width);
+        for (int64_t i = 0; i < width; i += 16) store(row + i, load_bf16(hidden + t * width + i));
+        normed(hidden_norm, out + t * 2 * width + width);
     });
 }
 

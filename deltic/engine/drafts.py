@@ -7,15 +7,22 @@ was guessed, the next row is right, too. So a draft changes how many tokens a st
 `Repeats` guesses by the longest earlier run of tokens that ends as the text does now: edits, quotes and
 results of tools repeat what is in the prompt (prompt lookup decoding, Saxena 2023). It needs no model.
 
-How long a draft is follows what became of the last ones: twice as long where all was right, as long as what
-was right where some was, and none for a while where nothing was, which gets longer each time.
+A draft head (MTP), where the checkpoint has one, guesses from the model's own hidden state. The runner has
+it: behind each draw it gives as many tokens as the step before asked for.
+
+How long drafts are follows from what became of the last ones, and from what steps took: of all tokens that
+are proposed in a step, the likeliest ones run, as many as make a token cheapest. A proposer of which nothing
+was right pauses, longer each time.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from statistics import median
 
 from deltic.engine.step import Step
 from deltic.ops.geometry import PAGE_SIZE
@@ -36,7 +43,16 @@ N_AT_ONCE = 512
 """Tokens that are indexed in a step: a fraction of a millisecond."""
 
 MAX_PAUSE = 64
-"""Steps for which nothing is drafted, at most."""
+"""Steps for which a proposer pauses, at most."""
+
+KEPT = 0.8
+"""What a record keeps of what it knew, with each draft."""
+
+N_TIMES = 8
+"""Steps of a size that are remembered."""
+
+HOPE = 0.25
+"""What a row of a draft costs beside a sequence's own, until that is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,50 +101,150 @@ class Repeats:
 
 
 @dataclass(slots=True, eq=False)
-class Drafter:
-    """The proposers of one sequence, and how far they are to be trusted."""
+class Record:
+    """What became of a proposer's tokens, the latest ones most: how likely the next is right."""
 
-    repeats: Repeats = field(default_factory=Repeats)
-    depth: int = 2
-    """Tokens of the next draft, at most."""
-    pause: int = 0
-    """Steps until then."""
+    n_right: float = 1.5
+    n_seen: float = 2.0
+    """Tokens that were right, and those and the first wrong ones. They begin as a guess."""
     n_misses: int = 0
     """Drafts in a row of which nothing was right."""
+    pause: int = 0
+    """Steps for which it proposes nothing."""
 
-    def propose(self, tokens: Ids[int], most: int) -> list[int]:
-        """A draft of up to `most` tokens."""
-        if self.pause:
-            self.pause -= 1
-            return []
-        return self.repeats.follow(tokens, min(most, self.depth))
+    @property
+    def chance(self) -> float:
+        """Of a token to be right, if those before are. The first one behind a pause is worth a try."""
+        return max(self.n_right / self.n_seen, 0.5 if self.n_misses > 1 else 0.0)
 
-    def observe(self, n_drafted: int, n_accepted: int, most: int) -> None:
-        """What became of a draft. most: the longest that the engine runs."""
-        if n_accepted == n_drafted:
-            self.depth = min(most, 2 * self.depth)
-        else:
-            self.depth = max(1, n_accepted)
+    def observe(self, n_drafted: int, n_accepted: int) -> None:
+        """What became of a draft."""
+        self.n_right = KEPT * self.n_right + n_accepted
+        self.n_seen = KEPT * self.n_seen + n_accepted + (n_accepted < n_drafted)
         self.n_misses = 0 if n_accepted else self.n_misses + 1
         self.pause = min(MAX_PAUSE, 2**self.n_misses) if self.n_misses > 1 else 0
 
 
-def draft(step: Step, max_drafts: int) -> None:
-    """Gives decodes of a step without a prefill, which would need the rows, drafts of up to max_drafts
-    tokens, where such can be had.
+@dataclass(slots=True, eq=False)
+class Drafter:
+    """The proposers of one sequence, what they propose, and how far they are to be trusted."""
 
-    A window never reaches the end of a page, so that the state is whole there, where it may become a
-    checkpoint.
-    """
-    room = PAGE_SIZE
-    for draw in step.draws:
-        chunk, sequence = step.chunks[draw.chunk], draw.sequence
-        n_wanted = sequence.request.params.max_tokens - sequence.n_generated
-        most = min(max_drafts, room, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_wanted - 1)
-        if most <= 0 or sequence.guide is not None:
-            continue
-        if sequence.drafter is None:
-            sequence.drafter = Drafter()
-        chunk.drafts = sequence.drafter.propose(sequence.tokens, most)
-        chunk.length += len(chunk.drafts)
-        room -= len(chunk.drafts)
+    repeats: Repeats = field(default_factory=Repeats)
+    guesses: list[int] = field(default_factory=list)
+    """Of the draft head, behind the last token."""
+    of_repeats: Record = field(default_factory=Record)
+    of_head: Record = field(default_factory=Record)
+    used: Record = field(default_factory=Record)
+    """Of these two, whose the next draft is."""
+
+    def propose(self, tokens: Ids[int], most: int) -> list[int]:
+        """A draft of up to `most` tokens: that of which more are expected to be right."""
+        found, best = [], 0.0
+        for record in (self.of_head, self.of_repeats):
+            if record.pause:
+                record.pause -= 1
+                continue
+            draft = self.guesses[:most] if record is self.of_head else self.repeats.follow(tokens, most)
+            expected = sum(record.chance ** (i + 1) for i in range(len(draft)))
+            if expected > best:
+                found, best, self.used = draft, expected, record
+        return found
+
+    def n_guesses(self, most: int, least: float) -> int:
+        """Tokens that the draft head should guess for the next step: those that are likely enough."""
+        if self.of_head.pause > 1 or (self.used is self.of_repeats and self.used.chance > self.of_head.chance):
+            return 0
+        chance, n = self.of_head.chance, 0
+        while n < most and chance ** (n + 1) >= least:
+            n += 1
+        return min(most, max(1, n))
+
+
+class StepTimes:
+    """What steps of decodes took, by the number of sequences and of the rows of their drafts."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[int, deque[float]]] = {}
+        self._medians: dict[int, list[tuple[int, float]]] = {}
+
+    def observe(self, n: int, n_drafted: int, seconds: float) -> None:
+        """A step of n sequences took so long."""
+        known = self._known.setdefault(n, {})
+        known.setdefault(n_drafted, deque(maxlen=N_TIMES)).append(seconds)
+        self._medians[n] = [(rows, median(times)) for rows, times in sorted(known.items())]
+
+    def seconds(self, n: int, n_drafted: int) -> float:
+        """The estimate for a step: between two that are known on their line, beyond them on a hopeful one.
+        It will be tried then, and known.
+        """
+        known = self._medians.get(n)
+        if not known:
+            return n + HOPE * n_drafted
+        i = bisect_left(known, (n_drafted, 0.0))
+        if i < len(known) and (known[i][0] == n_drafted or i > 0):
+            (x1, y1), (x0, y0) = known[i], known[max(0, i - 1)]
+            return y1 if x1 == n_drafted else y0 + (y1 - y0) * (n_drafted - x0) / (x1 - x0)
+        x, y = known[i - 1] if i else known[0]
+        return y * (n + HOPE * n_drafted) / (n + HOPE * x)
+
+
+class Drafting:
+    """How long the drafts of a step are: as many rows as make its tokens cheapest."""
+
+    def __init__(self, max_drafts: int, has_head: bool) -> None:
+        """max_drafts: tokens of a draft. has_head: whether the runner has a draft head."""
+        self.max_drafts, self.has_head = max_drafts, has_head
+        self.times = StepTimes()
+        self.least = 0.5
+        """A token that is less likely to be right than this is not worth its row."""
+
+    def plan(self, step: Step, has_prefills: bool) -> None:
+        """Gives decodes of a step drafts, and says what the draft head guesses for the next one. Not beside
+        a prefill, which would need the rows.
+
+        A window never reaches the end of a page, so that the state is whole there, where it may become a
+        checkpoint.
+        """
+        drafts: list[list[int]] = []
+        chances: list[tuple[float, int]] = []
+        for i, draw in enumerate(step.draws):
+            chunk, sequence = step.chunks[draw.chunk], draw.sequence
+            drafts.append([])
+            n_wanted = sequence.request.params.max_tokens - sequence.n_generated
+            if sequence.guide is not None or n_wanted < 2:
+                continue
+            if sequence.drafter is None:
+                sequence.drafter = Drafter()
+            most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_wanted - 1)
+            if most > 0 and not has_prefills:
+                drafts[i] = sequence.drafter.propose(sequence.tokens, most)
+                chance = sequence.drafter.used.chance
+                chances += ((chance ** (j + 1), i) for j in range(len(drafts[i])))
+        n_taken = self._n_worth(len(step.chunks), sorted(chances, reverse=True)) if chances else {}
+        for i, draw in enumerate(step.draws):
+            chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
+            chunk.drafts = drafts[i][: n_taken.get(i, 0)] if drafts[i] else chunk.drafts
+            chunk.length += len(chunk.drafts) if drafts[i] else 0
+            n_left = draw.sequence.request.params.max_tokens - draw.sequence.n_generated - 2
+            if self.has_head and drafter is not None and n_left > 0:
+                draw.n_guesses = drafter.n_guesses(min(self.max_drafts, n_left), self.least)
+
+    def _n_worth(self, n: int, chances: list[tuple[float, int]]) -> dict[int, int]:
+        """The lengths of drafts: of the likeliest tokens as many as give the most tokens a second."""
+        tokens, best, n_best = float(n), 0.0, 0
+        seconds = self.times.seconds(n, 0)
+        for n_rows in range(min(len(chances), PAGE_SIZE) + 1):
+            if n_rows:
+                tokens += chances[n_rows - 1][0]
+                seconds = self.times.seconds(n, n_rows)
+            if tokens / seconds > best:
+                best, n_best = tokens / seconds, n_rows
+        more = self.times.seconds(n, n_best + 1) - self.times.seconds(n, n_best)
+        self.least = min(0.9, max(0.05, more * best))
+        return Counter(i for _, i in chances[:n_best])
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learns what a step took, if it was one of decodes."""
+        if step.chunks[-1].is_decode:
+            n = len(step.chunks)
+            self.times.observe(n, step.n_tokens - n, seconds)

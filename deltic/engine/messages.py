@@ -376,6 +376,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Tokens beyond a step's own for which a decode has pages: the device may start their decodes early."""
     max_drafts: int = 0
     """Most tokens of a draft; 0: the runner has no drafts."""
+    has_draft_head: bool = False
+    """Whether the runner guesses tokens (`Draw.n_guesses`)."""
     block_size: int = 1
     """Rows that a sequence takes at a time in a prefill batch.
 

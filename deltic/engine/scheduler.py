@@ -47,7 +47,7 @@ import msgspec
 from deltic.engine.cache.cache import Cache, pages_for
 from deltic.engine.cache.tree import DEVICE
 from deltic.engine.cost import Load, StepCost
-from deltic.engine.drafts import draft
+from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, Voice, mixed_seed
@@ -121,6 +121,7 @@ class Scheduler:
         self.max_logit_rows = max_logit_rows
         self.eos_token_ids = frozenset(info.eos_token_ids)
         self.cost = StepCost(max_itl_ms / 1000) if max_itl_ms is not None else None
+        self.drafting = Drafting(info.max_drafts, info.has_draft_head) if info.max_drafts else None
         self.is_blocked = False
         """No open sequence can run until a text or a request comes, or one ends.
 
@@ -371,8 +372,8 @@ class Scheduler:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
                 step.put_decodes_first()
-        if self.info.max_drafts and len(step.chunks) == n_decodes:
-            draft(step, self.info.max_drafts)
+        if self.drafting is not None and step.draws:
+            self.drafting.plan(step, has_prefills=len(step.chunks) > n_decodes)
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
                 return None
@@ -603,13 +604,12 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[i])
             if chunk.start < sequence.n_prompt:
                 self.n_prompt_tokens += chunk.length
-        eos_token_ids = self.eos_token_ids
         outputs: list[Output] = []
         spoilt: list[Sequence] = []
         n_ended = n_drawn = 0
-        for draw, drawn, logprobs in zip(step.draws, result.tokens, result.logprobs, strict=True):
+        for i_draw, draw in enumerate(step.draws):
+            drawn, logprobs = result.tokens[i_draw], result.logprobs[i_draw]
             sequence = draw.sequence
-            params = sequence.request.params
             might_draw = drawn[0] >= 0 or self._might_draw(sequence)
             if drawn[0] < 0 and might_draw and not sequence.is_second_try:
                 spoilt.append(sequence)
@@ -634,19 +634,7 @@ class Scheduler:
             if step.chunks[draw.chunk].sequence is not sequence:  # a sibling, which had no chunk of its own
                 sequence.n_computed = n_known
                 self.cache.publish(sequence)
-            for token in drawn:
-                tokens.append(token)
-                if not params.max_tokens:  # only the prompt was asked for
-                    output.finish_reason, output.token_ids, output.logprobs = "length", [], None
-                elif token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos):
-                    output.finish_reason, output.stop_token_id = "stop", token
-                elif len(tokens) - sequence.n_prompt >= params.max_tokens:
-                    output.finish_reason = "length"
-                elif sequence.guide is not None and self.guides is not None:
-                    self.guides.advance(sequence, token)
-                    output.finish_reason = "stop" if sequence.guide.is_over else None
-                if output.finish_reason is not None:
-                    break
+            self._take(sequence, drawn, output)
             n_taken = len(tokens) - n_known
             n_drawn += n_taken
             if n_taken < len(drawn) and output.token_ids:
@@ -658,11 +646,13 @@ class Scheduler:
                 sequence.n_window = n_taken
                 self.n_drafted += len(drafts)
                 self.n_accepted += n_right
-                sequence.drafter.observe(len(drafts), n_right, self.info.max_drafts)
+                sequence.drafter.used.observe(len(drafts), n_right)
                 outputs[-1:] = output.one_by_one()
             elif n_taken > 1:
                 sequence.n_computed = len(tokens) - 1
                 self.cache.publish(sequence)  # it may have passed the end of a page
+            if result.guesses and sequence.drafter is not None:
+                sequence.drafter.guesses = result.guesses[i_draw]
             if output.finish_reason is not None:
                 self._close(sequence, output.finish_reason, keep_state=n_taken == len(drawn))
                 n_ended += 1
@@ -672,6 +662,23 @@ class Scheduler:
             self._start_over(spoilt)
         self.n_generated_tokens += n_drawn
         return outputs
+
+    def _take(self, sequence: Sequence, drawn: list[int], output: Output) -> None:
+        """Gives a sequence the tokens of a draw, up to one that ends it."""
+        tokens, params = sequence.tokens, sequence.request.params
+        for token in drawn:
+            tokens.append(token)
+            if not params.max_tokens:  # only the prompt was asked for
+                output.finish_reason, output.token_ids, output.logprobs = "length", [], None
+            elif token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+                output.finish_reason, output.stop_token_id = "stop", token
+            elif len(tokens) - sequence.n_prompt >= params.max_tokens:
+                output.finish_reason = "length"
+            elif sequence.guide is not None and self.guides is not None:
+                self.guides.advance(sequence, token)
+                output.finish_reason = "stop" if sequence.guide.is_over else None
+            if output.finish_reason is not None:
+                return
 
     def _might_draw(self, sequence: Sequence) -> bool:
         """Whether logits that are finite would have let a token be drawn."""
@@ -701,7 +708,9 @@ class Scheduler:
         )
 
     def observe(self, step: Step, seconds: float) -> None:
-        """Tells the cost model, if there is a target, what a step took."""
+        """Tells the cost models what a step took."""
+        if self.drafting is not None:
+            self.drafting.observe(step, seconds)
         if self.cost and not step.chunks[-1].is_decode:
             self.cost.observe(Load.of(step.chunks, self.info.block_size), seconds)
 

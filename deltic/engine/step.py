@@ -215,6 +215,8 @@ class Draw:
     chunk: int
     """Index into Step.chunks."""
     sequence: Sequence
+    n_guesses: int = 0
+    """Tokens that the draft head should guess behind it."""
 
 
 @dataclass(slots=True)
@@ -263,5 +265,7 @@ class StepResult:
     logprobs: list[list[TokenLogprob] | None]
     """One of each token, or None where nobody asked."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
+    guesses: list[list[int]] = field(default_factory=list)
+    """Of the draft head, behind what each draw gave: up to n_guesses tokens. Empty: there is no head."""
     codes: NDArray[np.int32] | None = None
     """Of a speech model: [n_decodes, 16], the frame of chunk i, a decode, in row i (decodes come first)."""

@@ -381,7 +381,7 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 
 _opened: dict[tuple[object, ...], dict[str, StoredTensor]] = {}
-"""What `stored_formats` read the headers of, until it is loaded: a start reads them once."""
+"""What `peek_tensors` read the headers of, until it is loaded: a start reads them once."""
 
 
 def _identity(path: Path, unused: Unused) -> tuple[object, ...]:
@@ -409,6 +409,15 @@ def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTens
     return found | {name: Plain(files, name, header) for name, header in skipped.items()}
 
 
+def peek_tensors(directory: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTensor]:
+    """As `open_tensors`, which gives the same once more without reading it again."""
+    tensors = open_tensors(directory, unused)
+    _opened.clear()
+    if not is_gguf(directory):
+        _opened[_identity(directory, unused)] = tensors
+    return tensors
+
+
 def stored_formats(directory: Path, unused: Unused = _ALL_USED) -> dict[str, WeightFormat]:
     """The formats of a model's quantised tensors (`stored.formats_of`), in a packed model too.
 
@@ -416,11 +425,7 @@ def stored_formats(directory: Path, unused: Unused = _ALL_USED) -> dict[str, Wei
     """
     packed = directory / PACKED
     if not packed.exists():
-        tensors = open_tensors(directory, unused)
-        _opened.clear()
-        if not is_gguf(directory):
-            _opened[_identity(directory, unused)] = tensors
-        return formats_of(tensors)
+        return formats_of(peek_tensors(directory, unused))
     _, metadata = read_header(packed)
     try:
         return {name: WEIGHT_FORMATS[format] for name, format in json.loads(metadata.get("formats", "{}")).items()}

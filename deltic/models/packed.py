@@ -36,7 +36,7 @@ from deltic.models.gguf_config import document
 from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, shares_text
 from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import Weights, empty_weights, load_weights, stored_shape, weight_bytes
+from deltic.models.qwen.weights import DRAFT_HEAD, Weights, empty_weights, load_weights, stored_shape, weight_bytes
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
@@ -168,7 +168,7 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     source, shape = locate(config)
     if (source / PACKED).exists():
         raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
-    shape = stored_shape(source, shape)
+    shape = stored_shape(source, shape, drafts=True)
     config = resolve_quantize(config, source, shape.formats)
     check_rounded(config)
     largest = max(p.n * p.k * 2 for p in _matrices(shape, config.rounded))  # whole while it is packed
@@ -247,6 +247,8 @@ def map_parts(
     headers, _ = read_header(file, _ADVICE)
     weights = empty(quantize, set(headers))
     sizes = {name: memory.nbytes for name, memory in weights.named_memory()}
+    if not any(name.startswith(DRAFT_HEAD) for name in sizes):  # drafts are off
+        headers = {name: header for name, header in headers.items() if not name.startswith(DRAFT_HEAD)}
     if headers.keys() != sizes.keys():
         odd = sorted(headers.keys() ^ sizes.keys())[0]
         raise CheckpointError(f"{file}: packed from another model ({odd!r} is in one only); {_ADVICE}")
@@ -289,7 +291,7 @@ def cache_file(config: EngineConfig, directory: Path) -> Path:
             files = sorted(checkpoint_files(directory))
             files += [*sorted(directory.glob("*.index.json")), directory / "config.json"]
         what = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(json.dumps([VERSION, config.rounded, what]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([VERSION, config.rounded, config.max_drafts > 0, what]).encode()).hexdigest()[:16]
     kind = config.quantize or ("bf16" if config.quantize_rest is None else f"rest-{config.quantize_rest}")
     return config.weights_cache / f"{Path(model_name(config)).name}-{kind}-{key}.safetensors"
 

@@ -193,6 +193,15 @@ class Matrix:
         )
         return self.pieces[0]
 
+    def first_rows(self, n: int) -> Matrix:
+        """The first n rows, in the same memory; of one matrix in strips, n a multiple of 16 or all."""
+        left, pieces = n, list[Piece]()
+        for piece in self.pieces:
+            if left > 0:
+                pieces.append(piece.rows(0, min(left, piece.n)))
+                left -= piece.n
+        return Matrix(n, self.k, tuple(pieces))
+
     def pack(self, values: Array, n_threads: int = 1) -> Matrix:
         """Stores bfloat16 values [n_matrices * n, k], in strips, each piece as its format says.
 

@@ -79,8 +79,8 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
         config = device.prepare(resolve_quantize(config, directory), directory)
         return config, directory, make_plan(config, speech, device.speech, speech.n_drawn, free_bytes)
     directory, shape = locate(config)
-    if config.dummy is None:
-        shape = stored_shape(directory, shape)
+    drafts = device.text.drafts and config.max_drafts > 0
+    shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     return config, directory, make_plan(config, shape, device.text, n_real, free_bytes)

@@ -27,7 +27,11 @@ def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
             "has_state": False,
         }
         if plan.speaks
-        else {"eos_token_ids": list(shape.eos_token_ids), "even_context": even_context(shape)}
+        else {
+            "eos_token_ids": list(shape.eos_token_ids),
+            "even_context": even_context(shape),
+            "has_draft_head": shape.has_draft_head,
+        }
     )
     return EngineInfo(
         vocab_size=plan.n_real,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
-from deltic.engine.drafts import Drafter
+from deltic.engine.drafts import Drafter, StepTimes
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Constraint, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Sequence, Step, StepResult
@@ -28,10 +30,10 @@ N_REQUESTS, N_TOKENS = 10, 40
 Answers = dict[tuple[str, int], tuple[list[int], list[TokenLogprob], str | None]]
 
 
-def build(kind: str = "dense", quantize: str | None = None, **settings: Any) -> Runner:
+def build(kind: str = "dense", quantize: str | None = None, path: Path | None = None, **settings: Any) -> Runner:
     sizes = {"max_num_seqs": 6, "max_model_len": 512, "max_step_tokens": 128, "n_pages": 24, "n_checkpoints": 6}
     config = EngineConfig(
-        model=str(tiny_checkpoint(kind)), quantize=quantize, threads=2, **{**sizes, "max_drafts": 8, **settings}
+        model=str(path or tiny_checkpoint(kind)), quantize=quantize, threads=2, **{**sizes, "max_drafts": 8, **settings}
     )
     return build_runner(config, lambda stage, done: None, Cpu())
 
@@ -74,6 +76,7 @@ class Schedule:
     def run(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, Engine]:
         self.draw = random.Random(self.seed)
         monkeypatch.setattr(Drafter, "propose", self.propose)
+        monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)  # every row is worth it
         engine, waiting, answers = Engine(runner), requests(self.seed), dict[Any, Any]()
         n_steps = 0
         while waiting or engine.has_work():
@@ -193,22 +196,54 @@ def test_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found != truth
 
 
-def test_text_that_repeats_takes_fewer_steps() -> None:
-    """By the proposer itself; a bias makes the tiny model repeat itself."""
-    found = []
-    for most in (0, 8):
-        engine = Engine(build(max_drafts=most, max_num_seqs=1))
-        params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, logprobs=2, logit_bias={5: 9.0})
-        engine.add(Request(id="a", prompt_ids=list(range(40)), params=params))
-        outputs = []
+class Drawn:
+    """What an engine says of some requests, with no help."""
+
+    def __init__(self, runner: Runner, given: list[Request]) -> None:
+        engine, self.answers = Engine(runner), dict[str, tuple[list[int], list[TokenLogprob]]]()
+        for request in given:
+            engine.add(request)
+            self.answers[request.id] = [], []
         while engine.has_work():
-            outputs += engine.step()
-        tokens = [token for output in outputs for token in output.token_ids]
-        entries = [entry for output in outputs for entry in output.logprobs]
-        found.append((tokens, entries, engine.n_steps, engine.stats()))
-    (tokens, entries, n_plain, _), (drafted, drafted_entries, n_steps, stats) = found
-    assert drafted == tokens and drafted_entries == entries
-    assert stats.n_accepted > 0 and n_steps + stats.n_accepted == n_plain
+            for output in engine.step():
+                assert output.error is None
+                tokens, entries = self.answers[output.id]
+                tokens += output.token_ids
+                entries += output.logprobs or []
+            engine.check()
+        self.n_steps, self.stats = engine.n_steps, engine.stats()
+
+
+def test_text_that_repeats_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the proposer itself; a bias makes the tiny model repeat itself."""
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)
+    params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, logprobs=2, logit_bias={5: 9.0})
+    request = Request(id="a", prompt_ids=list(range(40)), params=params)
+    plain, found = (Drawn(build(max_drafts=most, max_num_seqs=1), [request]) for most in (0, 8))
+    assert found.answers == plain.answers
+    assert found.stats.n_accepted > 0 and found.n_steps + found.stats.n_accepted == plain.n_steps
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
+def test_a_draft_head_changes_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own guesses, of random weights; a bias makes some of them right."""
+    path = tiny_checkpoint(kind, has_mtp=True)
+    given = [
+        Request(
+            id=request.id,
+            prompt_ids=request.prompt_ids,
+            params=msgspec.structs.replace(
+                request.params, n=1, logprobs=1, logit_bias={i: 6.0 for i in range(5)}, ignore_eos=True, min_tokens=0
+            ),
+        )
+        for request in requests(5)
+    ]
+    plain = Drawn(build(path=path, max_drafts=0), given)
+    for seconds in (lambda self, n, n_drafted: 1.0, StepTimes.seconds):
+        monkeypatch.setattr(StepTimes, "seconds", seconds)
+        found = Drawn(build(path=path), given)
+        assert found.answers == plain.answers
+    assert found.stats.n_drafted > 0
 
 
 def test_what_is_refused() -> None:

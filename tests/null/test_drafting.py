@@ -1,4 +1,4 @@
-"""Drafts by what repeats itself: what is guessed, and how long."""
+"""Drafts: what is guessed where text repeats itself, which proposer is trusted, and how long drafts are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.drafts import LEAST, MAX_PAUSE, N_AT_ONCE, N_INDEXED, Drafter, Repeats
+from deltic.engine.drafts import LEAST, MAX_PAUSE, N_AT_ONCE, N_INDEXED, Drafter, Drafting, Record, Repeats, StepTimes
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import mixed_seed
@@ -58,25 +58,97 @@ def test_long_prompts_are_indexed_some_tokens_a_step() -> None:
     assert repeats.follow([*tokens, 1, 2, 3, 9, 5, 6, 7], 4) == [1, 2, 3]  # not what is too far
 
 
-def test_the_depth_follows_what_became_of_drafts() -> None:
-    drafter = Drafter()
-    tokens = [*range(20), *range(10)]
-    assert len(drafter.propose(tokens, 8)) == 2
-    for depth in (4, 8, 8):
-        drafter.observe(drafter.depth, drafter.depth, 8)
-        assert drafter.depth == depth
-    drafter.observe(8, 3, 8)
-    assert drafter.depth == 3
+def test_a_record_follows_what_became_of_drafts() -> None:
+    record = Record()
+    assert record.chance == 0.75
+    for _ in range(20):
+        record.observe(4, 4)
+    assert record.chance > 0.99
+    record.observe(4, 0)
+    assert 0.9 < record.chance < 0.97 and (record.n_misses, record.pause) == (1, 0)
     pauses = []
     for _ in range(9):
-        drafter.observe(1, 0, 8)
-        pauses.append(drafter.pause)
-    assert pauses[:4] == [0, 4, 8, 16] and pauses[-1] == MAX_PAUSE and drafter.depth == 1
-    for _ in range(MAX_PAUSE):
-        assert drafter.propose(tokens, 8) == []
-    assert drafter.propose(tokens, 8) != []
-    drafter.observe(1, 1, 8)
-    assert (drafter.n_misses, drafter.pause) == (0, 0)
+        record.observe(1, 0)
+        pauses.append(record.pause)
+    assert pauses[:4] == [4, 8, 16, 32] and pauses[-1] == MAX_PAUSE
+    assert record.n_right / record.n_seen < 0.5 and record.chance == 0.5  # a try
+    record.observe(1, 1)
+    assert (record.n_misses, record.pause) == (0, 0)
+
+
+def test_the_better_proposer_is_taken() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3]
+    drafter = Drafter(guesses=[7, 8, 9, 10])
+    assert drafter.propose(tokens, 8) == [7, 8, 9, 10] and drafter.used is drafter.of_head  # the longer one
+    drafter.guesses = [7, 8]
+    assert drafter.propose(tokens, 8) == [4, 5, 6] and drafter.used is drafter.of_repeats
+    for _ in range(3):
+        drafter.of_repeats.observe(3, 1)
+    assert drafter.propose(tokens, 8) == [7, 8]
+    assert drafter.propose(tokens, 1) == [7]
+    for _ in range(3):
+        drafter.of_head.observe(2, 0)
+    assert drafter.of_head.pause == 8
+    for _ in range(8):
+        assert drafter.propose(tokens, 8) == [4, 5, 6]
+    for _ in range(2):
+        drafter.of_repeats.observe(3, 0)
+    for _ in range(4):
+        assert drafter.propose(tokens, 8)[:2] == [7, 8]
+
+
+def test_guesses_that_are_not_worth_their_row_are_not_made() -> None:
+    drafter = Drafter()
+    assert [drafter.n_guesses(8, least) for least in (0.9, 0.75, 0.5, 0.05)] == [1, 1, 2, 8]
+    for _ in range(3):
+        drafter.of_head.observe(2, 0)
+    assert drafter.n_guesses(8, 0.05) == 0
+    drafter.of_head.pause = 1  # in the next step one is tried
+    assert drafter.n_guesses(8, 0.5) == 1
+    drafter = Drafter(guesses=[1])
+    drafter.used = drafter.of_repeats
+    for _ in range(5):
+        drafter.of_repeats.observe(8, 8)
+    assert drafter.n_guesses(8, 0.05) == 0
+
+
+def test_times_are_known_hoped_for_or_in_between() -> None:
+    times = StepTimes()
+    assert times.seconds(1, 0) < times.seconds(1, 4) < 4 * times.seconds(1, 0)
+    times.observe(1, 0, 2.0)
+    assert times.seconds(1, 0) == 2.0 and times.seconds(1, 4) == 4.0 and times.seconds(1, 1) == 2.5
+    times.observe(1, 4, 8.0)
+    assert [times.seconds(1, n) for n in (1, 2, 4)] == [3.5, 5.0, 8.0]
+    for _ in range(5):
+        times.observe(1, 4, 3.0)  # one that was slow is forgotten
+    assert times.seconds(1, 4) == 3.0 and times.seconds(1, 8) == 4.5
+    times.observe(3, 2, 6.0)
+    assert times.seconds(3, 0) < times.seconds(3, 2) == 6.0
+
+
+@pytest.mark.parametrize(("row_s", "n_taken"), [(0.0, [5, 4]), (0.1, [5, 1]), (0.3, [3, 0]), (0.7, [0, 0])])
+def test_the_rows_that_make_tokens_cheapest_run(row_s: float, n_taken: list[int]) -> None:
+    """Of a sequence whose drafts were right, more than of one whose were wrong."""
+    engine = Engine(FakeRunner(max_num_seqs=2, max_drafts=8))
+    scheduler = engine.scheduler
+    for name in "ab":
+        engine.add(Request(id=name, prompt_ids=[20, 21], params=SamplingParams(max_tokens=50, ignore_eos=True)))
+    engine.step()
+    good, bad = scheduler.sequences()
+    good.drafter, bad.drafter = Drafter(guesses=[30, 31, 32, 33, 34]), Drafter(guesses=[40, 41, 42, 43])
+    good.drafter.of_head, bad.drafter.of_head = Record(9.0, 10.0), Record(5.0, 10.0)
+    drafting = Drafting(8, has_head=True)
+    for n in range(10):
+        drafting.times.observe(2, n, 1.0 + row_s * n)
+    step = scheduler.plan()
+    assert step is not None
+    for chunk in step.chunks:
+        chunk.drafts, chunk.length = [], 1
+    good.drafter.of_repeats.pause = bad.drafter.of_repeats.pause = 9
+    drafting.plan(step, has_prefills=False)
+    assert [len(chunk.drafts) for chunk in step.chunks] == n_taken
+    assert [chunk.length for chunk in step.chunks] == [1 + n for n in n_taken]
+    assert step.draws[0].n_guesses >= step.draws[1].n_guesses >= 1
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -85,8 +157,13 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     pages and states with the tokens at every step."""
     rng = random.Random(seed)
     runner = FakeRunner(
-        n_pages=rng.choice((12, 40)), max_num_seqs=4, max_step_tokens=128, max_drafts=rng.choice((1, 5, 31))
+        n_pages=rng.choice((12, 40)),
+        max_num_seqs=4,
+        max_step_tokens=128,
+        max_drafts=rng.choice((1, 5, 31)),
+        head=random.Random(seed) if seed % 2 else None,
     )
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)
     engine, truth, params_of = Engine(runner), dict[tuple[str, int], list[int]](), dict[str, SamplingParams]()
     waiting = []
     for i in range(8):
@@ -109,7 +186,8 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         draft = known[sequence.n_generated :][: min(most, rng.randrange(40))]
         return [token if rng.random() < 0.9 else token + 1 for token in draft]
 
-    monkeypatch.setattr(Drafter, "propose", propose)
+    if not runner.info.has_draft_head:
+        monkeypatch.setattr(Drafter, "propose", propose)
     found, n_entries = dict[tuple[str, int], list[int]](), dict[tuple[str, int], int]()
     gone = str(rng.randrange(8))
     while waiting or engine.has_work():
@@ -133,8 +211,9 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
             assert n_entries[name, index] == (0 if params_of[name].logprobs is None else len(tokens))
 
 
-def test_a_request_that_waits_stops_no_drafts() -> None:
+def test_a_request_that_waits_stops_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the rows of a prefill do."""
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)
     engine = Engine(FakeRunner(max_num_seqs=1, max_drafts=8))
     for name in "ab":
         bias = {"max_tokens": 100, "seed": 1, "ignore_eos": True}

@@ -20,10 +20,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 190
+MAX_SOURCE_FILES = 195
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 38_400
+MAX_PACKAGE_LINES = 40_000
 """34,250 for what there was; 2,650 for quantised checkpoints: GGUF files, the layouts of safetensors, twenty formats on a CPU, and what
 they lose; 1,100 for them on a GPU, and for chips that are not here; 400 for drafts."""
 MAX_PROSE_COLUMNS = 110

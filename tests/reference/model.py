@@ -3,7 +3,7 @@
 `weights` and `shape` are read by attribute only: `weights` has embed, norm, lm_head and layers in the
 engine's internal layout (see `deltic.models.qwen.weights`), `shape` the fields of a model shape. A layer with
 `in_proj` is a DeltaNet layer, one with `qkv` an attention layer; a feed-forward with `router` is MoE.
-Left out: vision, MTP, and everything that makes it fast.
+Left out: vision, and everything that makes it fast.
 """
 
 from __future__ import annotations
@@ -121,6 +121,23 @@ def forward(
 ) -> Tensor:
     """Logits [T, V] float32; row t is what follows token_ids[: t + 1]. See `hidden_states`."""
     return linear(hidden_states(weights, shape, token_ids, precision, chunked, trace), weights.lm_head, precision)
+
+
+@torch.no_grad()
+def draft_states(
+    weights: Any, shape: Any, hidden: Tensor, next_ids: Sequence[int], precision: Precision = "float32"
+) -> Tensor:
+    """The draft head's own hidden states [T, H], of which lm_head makes logits of the token after the next.
+
+    hidden [T, H]: of the tokens, behind the final norm; next_ids: the tokens behind them.
+    """
+    head, eps = weights.draft_head, shape.rms_norm_eps
+    embedded = weights.embed[torch.tensor(next_ids, dtype=torch.long)].float()
+    pair = [rms_norm(embedded, head.embedding_norm, eps), rms_norm(rounded(hidden, precision), head.hidden_norm, eps)]
+    x = linear(torch.cat(pair, -1), head.fc, precision)
+    x = x + attention_mixer(rms_norm(x, head.layer.input_norm, eps), head.layer, shape, precision)
+    x = x + feed_forward(rms_norm(x, head.layer.post_norm, eps), head.layer.mlp, shape, precision)
+    return rms_norm(x, head.norm, eps)
 
 
 def generate_greedy(

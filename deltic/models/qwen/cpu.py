@@ -4,7 +4,7 @@
 
 The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every linear
 are bfloat16; matrices are bfloat16 or quantised. There is one layout of the weights (models/qwen/weights.py)
-and one path for decode and prefill. Left out: the vision tower and the MTP head.
+and one path for decode and prefill. Left out: the vision tower.
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.attention import attention, attn_prepare
-from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
+from deltic.ops.cpu.dense import draft_rows, embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import MoeScratch, moe
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate
 from deltic.ops.matrix import Matrix, row_bytes
 
+N_DRAFTED = 32768
+"""Ids that the draft head may guess, the first ones. Ids of a byte-pair tokenizer are in the order in which
+pairs were merged, so these are the most frequent tokens; its product with all of them would be most of what
+a guess costs.
+"""
+
 
 @dataclass(frozen=True)
-class ForwardInputs:
-    """A step's inputs of the forward, in buffers that keep their addresses. int32; S sequences, T tokens, R
-    rows.
+class RowInputs:
+    """What every forward reads, in buffers that keep their addresses. int32; S sequences, T tokens, R rows.
 
-    A place is a row of the page table, of which each running sequence has one; a slot is a state slot.
+    A place is a row of the page table, of which each running sequence has one.
     """
 
     n_tokens: Array
@@ -46,6 +51,14 @@ class ForwardInputs:
     seq_start: Array  # [S + 1]
     seq_context: Array  # [S]
     place: Array  # [S]
+    page_table: Array  # [places, max_pages]
+    logit_token: Array  # [R] the tokens whose logits are wanted
+
+
+@dataclass(frozen=True)
+class ForwardInputs(RowInputs):
+    """A step's inputs of the model; a slot is a state slot."""
+
     start_slot: Array  # [S] where the chunk's state is read
     slot: Array  # [S] and where it is left
     snapshot_begin: Array  # [S + 1] into the next two
@@ -53,13 +66,23 @@ class ForwardInputs:
     snapshot_slot: Array  # to this slot, too
     n_redo: Array  # [S] tokens of the place's window that come before the chunk's
     is_lazy: Array  # [S] 1: the chunk's tokens go to the window, not into the state
-    page_table: Array  # [places, max_pages]
-    logit_token: Array  # [R] the tokens whose logits are wanted
+
+
+@dataclass(frozen=True)
+class DraftBuffers:
+    """What the draft head reads and writes beside the activations, T rows long, of which R draw.
+
+    A row stands for a token: its hidden state, and the id of the token behind it.
+    """
+
+    hidden: Array  # bfloat16 [T, H]: what comes in; then, of rows that draw, the head's own, in the first R
+    pair: Array  # bfloat16 [T, 2H]
+    logits: Array  # float32 [R, N_DRAFTED or V]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The two memories. pages: bfloat16 [n_pages, n_attn, 2, nk, 64, d]; states float32
+    """The two memories. pages: bfloat16 [n_pages, n_kv_layers, 2, nk, 64, d]; states: float32
     [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot.
 
     And the windows of drafted tokens, by place: window_columns bfloat16 [n_places, n_gdn, W, C], window_gates
@@ -89,6 +112,7 @@ class Activations:
     shared: Array | None  # float32 [T, H]
     final: Array  # bfloat16 [R, H]
     logits: Array  # float32 [R, V]
+    hidden: Array | None  # bfloat16 [T, H]: behind the final norm, for the draft head
 
 
 def check_kernels(shape: ModelShape) -> None:
@@ -150,6 +174,7 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
     t, h = n_tokens, shape.hidden_size
     value, inner = shape.gdn_value_size, max(shape.intermediate_size, shape.shared_intermediate_size)
     q_size = shape.n_q_heads * shape.head_dim
+    widest = max(h * (1 + shape.has_draft_head), value, q_size, inner)
     heads = shape.heads
     scratch = router = shared = None
     if shape.is_moe:
@@ -175,11 +200,22 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
         query=allocate("queries", (t * q_size,), bf16),
         attn_records=allocate("attention records", heads.records_size(shape.max_position_embeddings), f32),
         moe=scratch,
-        packed=allocate("packed rows", (max(t * max(h, value, q_size, inner), n_logit_rows * h) * 2,), np.uint8),
+        packed=allocate("packed rows", (max(t * widest, n_logit_rows * h) * 2,), np.uint8),
         router=router,
         shared=shared,
         final=allocate("final", (n_logit_rows, h), bf16),
         logits=allocate("logits", (n_logit_rows, shape.vocab_size), f32),
+        hidden=allocate("hidden states", (t, h), bf16) if shape.has_draft_head else None,
+    )
+
+
+def allocate_drafts(shape: ModelShape, n_tokens: int, n_draws: int, allocate: Allocate) -> DraftBuffers:
+    """Of a draft head for up to n_tokens rows, n_draws of which draw."""
+    h = shape.hidden_size
+    return DraftBuffers(
+        hidden=allocate("draft hidden states", (n_tokens, h), bfloat16),
+        pair=allocate("draft rows", (n_tokens, 2 * h), bfloat16),
+        logits=allocate("draft logits", (n_draws, min(N_DRAFTED, shape.vocab_size)), np.float32),
     )
 
 
@@ -209,7 +245,8 @@ class Qwen:
     def __init__(self, shape: ModelShape, weights: Weights, max_len: int) -> None:
         self.shape = shape
         self.weights = weights
-        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)])
+        drafted = weights.lm_head.first_rows(min(N_DRAFTED, shape.vocab_size))
+        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head), ("drafted", drafted)])
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         self.gdn_weights = weights.gdn()
         # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation.
@@ -226,12 +263,46 @@ class Qwen:
                 self._gdn(program, i, i_gdn, inputs, memory, act)
                 i_gdn += 1
             else:
-                self._attention(program, i, layer, inputs, memory.pages[:, i_attn], act)
+                self._attention(program, f"layers.{i}.", layer, inputs, memory.pages[:, i_attn], act)
                 i_attn += 1
             rms_norm(program, act.residual, layer.post_norm, eps, act.normed, inputs.n_tokens)
-            self._feed_forward(program, i, layer.mlp, inputs.n_tokens, act)
+            self._feed_forward(program, f"layers.{i}.mlp.", layer.mlp, inputs.n_tokens, act)
+        if act.hidden is not None:
+            rms_norm(program, act.residual, w.norm, eps, act.hidden, inputs.n_tokens)
         rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
         self.linears.project(program, "lm_head", act.final, act.logits, act.packed, inputs.n_logit_rows)
+
+    def record_draft(
+        self, program: Program, inputs: RowInputs, memory: Memory, act: Activations, buffers: DraftBuffers
+    ) -> None:
+        """Appends the draft head: buffers.hidden[:n_tokens], and the ids of the tokens behind them, to
+        buffers.logits[:n_logit_rows] of the token after that, and to the head's own hidden states.
+
+        The keys and values of a row are those of its token's place in the pages. What has no token there yet,
+        a guess behind guesses, is overwritten when it has.
+        """
+        head, eps = self.weights.draft_head, self.shape.rms_norm_eps
+        assert head is not None
+        draft_rows(
+            program,
+            self.weights.embed,
+            inputs.token_ids,
+            buffers.hidden,
+            head.embedding_norm,
+            head.hidden_norm,
+            eps,
+            buffers.pair,
+            inputs.n_tokens,
+            act.residual,
+        )
+        self.linears.project(program, "draft_head.fc", buffers.pair, act.residual, act.packed, inputs.n_tokens)
+        rms_norm(program, act.residual, head.layer.input_norm, eps, act.normed, inputs.n_tokens)
+        self._attention(program, "draft_head.layer.", head.layer, inputs, memory.pages[:, -1], act)
+        rms_norm(program, act.residual, head.layer.post_norm, eps, act.normed, inputs.n_tokens)
+        self._feed_forward(program, "draft_head.layer.mlp.", head.layer.mlp, inputs.n_tokens, act)
+        own = buffers.hidden[: len(buffers.logits)]
+        rms_norm(program, act.residual, head.norm, eps, own, inputs.n_logit_rows, rows=inputs.logit_token)
+        self.linears.project(program, "drafted", own, buffers.logits, act.packed, inputs.n_logit_rows)
 
     def _gdn(
         self, program: Program, i: int, i_gdn: int, inputs: ForwardInputs, memory: Memory, act: Activations
@@ -267,12 +338,12 @@ class Qwen:
         )
 
     def _attention(
-        self, program: Program, i: int, layer: AttnLayer, inputs: ForwardInputs, pages: Array, act: Activations
+        self, program: Program, name: str, layer: AttnLayer, inputs: RowInputs, pages: Array, act: Activations
     ) -> None:
         proj = _rows(act.proj, act.residual, self.heads.row)
         query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
         mixed = _rows(act.mixed, act.residual, self.heads.n_q * self.heads.dim)
-        self.linears.project(program, f"layers.{i}.qkv", act.normed, proj, act.packed, inputs.n_tokens)
+        self.linears.project(program, f"{name}qkv", act.normed, proj, act.packed, inputs.n_tokens)
         attn_prepare(
             program,
             proj,
@@ -303,10 +374,9 @@ class Qwen:
             records=act.attn_records,
             out=mixed,
         )
-        self.linears.project(program, f"layers.{i}.o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
+        self.linears.project(program, f"{name}o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
 
-    def _feed_forward(self, program: Program, i: int, mlp: Mlp | Moe, n_tokens: Array, act: Activations) -> None:
-        name = f"layers.{i}.mlp."
+    def _feed_forward(self, program: Program, name: str, mlp: Mlp | Moe, n_tokens: Array, act: Activations) -> None:
         if isinstance(mlp, Moe):
             assert act.router is not None and act.shared is not None and act.moe is not None
             self.linears.project(program, f"{name}router", act.normed, act.router, act.packed, n_tokens)

@@ -87,6 +87,8 @@ class ModelShape:
     moe_intermediate_size: int = 0
     shared_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    has_draft_head: bool = False
+    """Whether the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
@@ -169,6 +171,11 @@ class ModelShape:
         return self.layer_types.count(FULL_ATTENTION)
 
     @property
+    def n_kv_layers(self) -> int:
+        """Attention layers whose keys and values a page holds: the draft head's is the last."""
+        return self.n_attn_layers + self.has_draft_head
+
+    @property
     def is_moe(self) -> bool:
         return self.n_experts > 0
 
@@ -225,8 +232,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's bfloat16 keys and values over all attention layers."""
-        return self.n_attn_layers * 2 * self.n_kv_heads * self.head_dim * BF16_BYTES
+        """Bytes of one token's bfloat16 keys and values over all attention layers, the draft head's too."""
+        return self.n_kv_layers * 2 * self.n_kv_heads * self.head_dim * BF16_BYTES
 
     def page_bytes(self, page_size: int = PAGE_SIZE) -> int:
         """Bytes of one page of `page_size` tokens over all attention layers."""

@@ -4,11 +4,12 @@ Stored checkpoints differ by family, by exporter and by age: wrapped or flat nam
 experts, interleaved (Next) or plain projections, one file or many. All of that ends here. Matrices are
 put together one at a time from the memory-mapped files and packed at once, quantised when asked, so the
 peak stays near the size of the packed weights. What was packed can be kept: models/packed.py.
-Left out: the vision tower and the MTP head.
+Left out: the vision tower.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
@@ -19,10 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from deltic.models.fields import CheckpointError
 from deltic.models.loading import (
     COUNTED,
     COUNTED_ROWS,
     HOST,
+    PACKED,
     Declaration,
     Mlp,
     Parts,
@@ -34,9 +37,11 @@ from deltic.models.loading import (
     copy_parts,
     fill_dummy,
     open_tensors,
+    peek_tensors,
     stored_formats,
     transposed,
 )
+from deltic.models.mapped import read_header
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from deltic.models.stored import one_name
 from deltic.ops.arrays import Array
@@ -47,7 +52,11 @@ _WRAPPED_PREFIX = "model.language_model."
 _FLAT_PREFIX = "model."
 
 UNUSED = {"vision": ("model.visual.", "visual."), "MTP": ("mtp.",)}
-"""Parts that are not run, and how their names begin."""
+"""Parts that are not run, and how their names begin. MTP: unless the shape has a draft head."""
+
+_HEAD = "mtp."
+DRAFT_HEAD = "draft_head."
+"""How the names of the draft head's tensors begin, and those of its parts."""
 
 
 @dataclass
@@ -90,6 +99,19 @@ class AttnLayer:
 
 
 @dataclass
+class DraftHead:
+    """Guesses the token after the next (MTP): n = norm(layer(fc [norm(embedding) | norm(hidden)])), and then
+    the model's own head. The hidden state is that behind the final norm.
+    """
+
+    embedding_norm: Any  # [H] f32, zero-centred, as all of them
+    hidden_norm: Any  # [H] f32
+    fc: Matrix  # [H, 2H]
+    layer: AttnLayer
+    norm: Any  # [H] f32
+
+
+@dataclass
 class Weights(Parts):
     """The text stack in the internal layout: packed matrices and float32 vectors.
 
@@ -100,6 +122,7 @@ class Weights(Parts):
     norm: Any  # [H] f32, zero-centred
     lm_head: Matrix  # [V, H]
     layers: list[GdnLayer | AttnLayer]
+    draft_head: DraftHead | None = None
 
     def gdn(self) -> dict[int, GdnWeights]:
         """Of each DeltaNet layer, by its number, what the operators read."""
@@ -114,9 +137,31 @@ class Weights(Parts):
             self.lm_head = self.embed
 
 
-def stored_shape(directory: Path, shape: ModelShape) -> ModelShape:
-    """The shape with the formats of what the checkpoint holds quantised. Raises CheckpointError."""
-    return dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
+def stored_shape(directory: Path, shape: ModelShape, drafts: bool = False) -> ModelShape:
+    """The shape with the formats of what the checkpoint holds quantised. drafts: with its draft head, if it
+    has one that can be run. Raises CheckpointError.
+    """
+    plain = dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
+    if (directory / PACKED).exists():
+        names, _ = read_header(directory / PACKED)
+        return dataclasses.replace(plain, has_draft_head=drafts and any(name.startswith(DRAFT_HEAD) for name in names))
+    if not drafts or f"{_HEAD}fc.weight" not in peek_tensors(directory, UNUSED):
+        return plain
+    drafting = dataclasses.replace(shape, has_draft_head=True)
+    with contextlib.suppress(CheckpointError):  # a format that is not read
+        drafting = dataclasses.replace(drafting, formats=stored_formats(directory, unused_parts(drafting)))
+        tensors = peek_tensors(directory, unused_parts(drafting))
+        declared = Declaration(None, COUNTED, drafting.formats)
+        _declare_draft_head(declared, drafting, tensors)
+        wanted = {one.name: one.shape for part in declared.plan for one in part.stored}
+        if wanted == {name: tensor.shape for name, tensor in tensors.items() if name.startswith(_HEAD)}:
+            return drafting
+    return plain
+
+
+def unused_parts(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """UNUSED, as of this shape."""
+    return {part: names for part, names in UNUSED.items() if part != "MTP" or not shape.has_draft_head}
 
 
 def weight_bytes(shape: ModelShape, quantize: str | None, store: Store = COUNTED) -> int:
@@ -140,13 +185,13 @@ def load_weights(
     or converted. Raises CheckpointError, naming the tensor, what was expected, what was found and the file,
     for a missing, unexpected or misshapen tensor and for a damaged or missing file.
     """
-    path = Path(path)
-    tensors = open_tensors(path, UNUSED)
+    path, unused = Path(path), unused_parts(shape)
+    tensors = open_tensors(path, unused)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
     checked = Declaration(quantize, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
     _declare(checked, shape, tied, prefix, tensors)
-    notices = check_plan(checked.plan, tensors, path, UNUSED)  # before memory is taken
+    notices = check_plan(checked.plan, tensors, path, unused)  # before memory is taken
     parts = Declaration(quantize, store, shape.formats)
     weights = _declare(parts, shape, tied, prefix, tensors)
     copy_parts(parts.plan, tensors, store, progress)
@@ -162,7 +207,9 @@ def load_weights(
 def active_weights(weights: Weights, shape: ModelShape) -> dict[str, int]:
     """Weights that one token is multiplied with, by the name of their format."""
     found: Counter[str] = Counter()
-    for _, part in weights.named_parts():
+    for name, part in weights.named_parts():
+        if name.startswith(DRAFT_HEAD):
+            continue  # it guesses, and is not part of what a token costs
         if isinstance(part, Matrix) and (part is not weights.embed or part is weights.lm_head):
             n_matrices = shape.n_experts_per_tok if part.n_matrices > 1 else 1
             for piece in part.pieces:
@@ -221,7 +268,19 @@ def _declare(
             layers.append(_declare_gdn(d, shape, p, down, names))
         else:
             layers.append(_declare_attention(d, shape, p, down, names))
-    return Weights(embed=embed, norm=norm, lm_head=lm_head, layers=layers)
+    draft_head = _declare_draft_head(d, shape, names) if shape.has_draft_head else None
+    return Weights(embed=embed, norm=norm, lm_head=lm_head, layers=layers, draft_head=draft_head)
+
+
+def _declare_draft_head(d: Declaration, shape: ModelShape, names: Collection[str]) -> DraftHead:
+    h = shape.hidden_size
+    return DraftHead(
+        embedding_norm=d.vector(f"{_HEAD}pre_fc_norm_embedding.weight", h),
+        hidden_norm=d.vector(f"{_HEAD}pre_fc_norm_hidden.weight", h),
+        fc=d.matrix(2 * h, Stored(f"{_HEAD}fc.weight", (h,))),
+        layer=_declare_attention(d, shape, f"{_HEAD}layers.0.", "plain", names),
+        norm=d.vector(f"{_HEAD}norm.weight", h),
+    )
 
 
 def _declare_gdn(d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]) -> GdnLayer:

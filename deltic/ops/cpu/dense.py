@@ -1,4 +1,4 @@
-"""The dense operators of a forward: embed, linear, rms_norm and silu_mul.
+"""The dense operators of a forward: embed, linear, rms_norm, silu_mul, and draft_rows of the draft head.
 
 linear is y = x W^T, float32 sum and result, for any number of rows by the same arithmetic. Every output
 element is one sum along K in one order (csrc/matrix.h), so prefill, decode and any batch give the same bits.
@@ -60,6 +60,45 @@ def rms_norm(
     check("rms_norm", x.dtype == w.dtype == np.float32 and out.dtype == bfloat16, "float32 x, w; bfloat16 out")
     check("rms_norm", x.shape[1] == w.shape[0] == out.shape[1] and w.shape[0] % 16 == 0, "one width, a multiple of 16")
     program.call("deltic_rms_norm", x, w, out, rows, n_rows, x.shape[1], eps)
+
+
+def draft_rows(
+    program: Program,
+    table: Matrix,
+    token_ids: Array,
+    hidden: Array,
+    embedding_norm: Array,
+    hidden_norm: Array,
+    eps: float,
+    out: Array,
+    n_tokens: Array,
+    scratch: Array,
+) -> None:
+    """out[t] = bfloat16 of rms_norm(float32(table[token_ids[t]])), then of rms_norm(hidden[t]).
+
+    table: [V, H]; token_ids: int32 [T]; hidden: bfloat16 [T, H]; norms: float32 [H]; out: bfloat16 [T, 2H];
+    n_tokens: int32 scalar, rows in use; scratch: float32 [T, H].
+    """
+    h = table.k
+    check("draft_rows", hidden.dtype == out.dtype == bfloat16, "bfloat16 hidden, out")
+    check(
+        "draft_rows", embedding_norm.dtype == hidden_norm.dtype == scratch.dtype == np.float32, "float32 norms, scratch"
+    )
+    check("draft_rows", embedding_norm.shape == hidden_norm.shape == (h,) and h % 16 == 0, f"norms of width {h}")
+    n = token_ids.shape[0]
+    check("draft_rows", hidden.shape == scratch.shape == (n, h) and out.shape == (n, 2 * h), f"{n} rows")
+    program.call(
+        "deltic_draft_rows",
+        *table.whole.arguments,
+        token_ids,
+        hidden,
+        embedding_norm,
+        hidden_norm,
+        out,
+        n_tokens,
+        scratch,
+        eps,
+    )
 
 
 def silu_mul(program: Program, gate_up: Array, out: Array, n_rows: Array) -> None:

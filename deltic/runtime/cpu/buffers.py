@@ -14,6 +14,7 @@ from deltic.models.tts.cpu import SpeechActivations, allocate_speech
 from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.batch import Batch
+from deltic.runtime.cpu.draft_head import DraftHead
 from deltic.runtime.cpu.sampler import Sampler
 from deltic.runtime.cpu.speech_batch import SpeechBatch
 from deltic.runtime.plan import SpeechPlan, TextPlan
@@ -62,6 +63,7 @@ class Workspace:
     batch: Batch
     sampler: Sampler
     activations: Activations
+    draft_head: DraftHead | None
     window_columns: Array
     window_gates: Array
     """Of Memory: only drafts need them, and only of sequences that run, so they are counted here."""
@@ -87,6 +89,9 @@ def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
             n_drafts=PAGE_SIZE if plan.max_drafts else 0,
         ),
         allocate_activations(plan.shape, plan.n_batch_tokens, plan.max_logit_rows, arena.allocate),
+        DraftHead(shape, plan.n_batch_tokens, plan.max_num_seqs, plan.n_real, arena.allocate)
+        if shape.has_draft_head
+        else None,
         arena.allocate("window columns", (*windows, shape.conv_channels), bfloat16),
         arena.allocate("window gates", (*windows, 2 * shape.gdn_n_v_heads), np.float32),
     )

@@ -11,6 +11,7 @@ draws the same.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,99 @@ from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
 from deltic.ops.geometry import Allocate
+
+
+class _Draw(NamedTuple):
+    """A draw: from which row of logits, and of which token of a sequence."""
+
+    row: int
+    sequence: Sequence
+    position: int
+    n_history: int
+    """Tokens that penalties see; 0: there are none."""
+    n_prompt: int
+    """Of those, tokens of the prompt."""
+
+
+class Draws:
+    """Draws of a step, up to n of them, as the operator reads them."""
+
+    def __init__(
+        self, n: int, n_real: int, eos_token_ids: tuple[int, ...], allocate: Allocate, name: str = "draw"
+    ) -> None:
+        """n_real: ids that may be drawn."""
+        i32, self.n_real, self.eos_token_ids = np.int32, n_real, eos_token_ids
+        self.inputs = DrawInputs(
+            n_draws=allocate(f"n {name}s", (), i32),
+            **{
+                each: allocate(f"{name} {each}", (n,), i32)
+                for each in ("row", "place", "position", "n_history", "n_prompt", "masked")
+            },
+            bias_begin=allocate(f"{name} bias begin", (n + 1,), i32),
+            bias_ids=allocate(f"{name} bias ids", (n * MAX_BIASES,), i32),
+            bias=allocate(f"{name} bias", (n * MAX_BIASES,), np.float32),
+            banned_begin=allocate(f"{name} banned begin", (n + 1,), i32),
+            banned=allocate(f"{name} banned", (n * MAX_BIASES,), i32),
+            masks=allocate(f"{name} masks", (n, -(-n_real // 32)), i32),
+        )
+        self._has_lists = self._has_masks = False
+
+    def fill(self, draws: Rows[_Draw]) -> None:
+        """Writes what is drawn."""
+        n, d = len(draws), self.inputs
+        d.row[:n] = [draw.row for draw in draws]
+        d.place[:n] = [draw.sequence.place for draw in draws]
+        d.position[:n] = [draw.position for draw in draws]
+        d.n_history[:n] = [draw.n_history for draw in draws]
+        d.n_prompt[:n] = [draw.n_prompt for draw in draws]
+        d.n_draws.fill(n)
+        lists: list[tuple[int, SamplingParams, bool]] = []
+        masks: list[tuple[int, np.ndarray]] = []
+        for i, draw in enumerate(draws):
+            params = draw.sequence.request.params
+            bans_end = _bans_end(draw)
+            if params.logit_bias or bans_end:
+                lists.append((i, params, bans_end))
+            if draw.sequence.guide is not None and (mask := draw.sequence.guide.mask) is not None:
+                masks.append((i, mask))
+        if lists or self._has_lists:
+            self._fill_lists(n, lists)
+        if masks or self._has_masks:
+            self._has_masks = True  # before anything can fail half-way
+            d.masked[:] = 0
+            for i, mask in masks:
+                d.masked[i], d.masks[i] = 1, mask
+            self._has_masks = bool(masks)
+
+    def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, bool]]) -> None:
+        """Biases and, below min_tokens and in some thoughts, the ids that would end the sequence: ragged
+        lists over the n draws.
+        """
+        d = self.inputs
+        self._has_lists = True  # before anything can fail half-way
+        bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        bias_ids: list[int] = []
+        biases: list[float] = []
+        banned: list[int] = []
+        for i, params, bans_end in lists:
+            known = {id: bias for id, bias in params.logit_bias.items() if id < self.n_real}
+            bias_ids += known.keys()
+            biases += known.values()
+            bias_counts[i] = len(known)
+            if bans_end:
+                ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+                ends = {id for id in ends if id < self.n_real}
+                banned += ends
+                banned_counts[i] = len(ends)
+        d.bias_begin[1 : n + 1] = np.cumsum(bias_counts)
+        d.banned_begin[1 : n + 1] = np.cumsum(banned_counts)
+        d.bias_ids[: len(bias_ids)] = bias_ids
+        d.bias[: len(biases)] = biases
+        d.banned[: len(banned)] = banned
+        self._has_lists = bool(lists)
+        if not lists:  # leave neutral lists behind for every later number of draws
+            d.bias_begin[:] = 0
+            d.banned_begin[:] = 0
 
 
 class Sampler:
@@ -41,7 +135,6 @@ class Sampler:
         """penalises_prompt: repetition_penalty sees prompt tokens too; they must be ids that can be drawn."""
         i32, f32 = np.int32, np.float32
         self.n_real = n_real
-        self.eos_token_ids = eos_token_ids
         self.penalises_prompt = penalises_prompt
         self.places = PlaceParameters(
             **{name: allocate(name, (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
@@ -50,20 +143,8 @@ class Sampler:
             seed=allocate("seed", (n_places,), np.int64),
             history=allocate("history", (n_places, max_model_len), i32),
         )
-        self._n_draws, n_draws = allocate("n draws", (), i32), n_places + n_drafts
-        per_draw = ("row", "position", "n_history", "n_prompt")
-        self.draws = DrawInputs(
-            n_draws=self._n_draws,
-            place=allocate("draw place", (n_draws,), i32),
-            **{name: allocate(f"draw {name}", (n_draws,), i32) for name in per_draw},
-            bias_begin=allocate("bias begin", (n_draws + 1,), i32),
-            bias_ids=allocate("bias ids", (n_draws * MAX_BIASES,), i32),
-            bias=allocate("bias", (n_draws * MAX_BIASES,), f32),
-            banned_begin=allocate("banned begin", (n_draws + 1,), i32),
-            banned=allocate("banned", (n_draws * MAX_BIASES,), i32),
-            masked=allocate("masked", (n_draws,), i32),
-            masks=allocate("masks", (n_draws, -(-n_real // 32)), i32),
-        )
+        n_draws = n_places + n_drafts
+        self.draws = Draws(n_draws, n_real, eos_token_ids, allocate)
         n_scratch = min(n_threads, n_draws)
         self.scratch = DrawScratch(
             values=allocate("draw values", (n_scratch, n_vocab), f32),
@@ -80,11 +161,10 @@ class Sampler:
         self._top_logprobs = allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32)
         self._owner: list[Sequence | None] = [None] * n_places
         self._n_history = [0] * n_places
-        self._has_lists = self._has_masks = False
 
     def record(self, program: Program, logits: Array) -> None:
         """Appends the draws and the log-probabilities to the step's program."""
-        sample(program, logits, self.n_real, self.places, self.draws, self.scratch, self._target)
+        sample(program, logits, self.n_real, self.places, self.draws.inputs, self.scratch, self._target)
         logprobs(
             program,
             logits,
@@ -100,46 +180,21 @@ class Sampler:
 
     def fill(self, step: Step, first_row: list[int]) -> None:
         """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""
-        rows: list[int] = []
-        places, positions, n_history, n_prompt, n_top = [], [], [], [], []
-        lists: list[tuple[int, SamplingParams, bool]] = []
-        masks: list[tuple[int, np.ndarray]] = []
+        draws: list[_Draw] = []
+        n_top = []
         for draw in step.draws:
             chunk, sequence, params = step.chunks[draw.chunk], draw.sequence, draw.sequence.request.params
             place = sequence.place
             assert place is not None
             if self._owner[place] is not sequence:
                 self._take_place(place, sequence)
-            n_known = self._extend_history(place, sequence, chunk.drafts) if _has_penalties(params) else None
+            n_known = self._extend_history(place, sequence, chunk.drafts)
             for j in range(1 + len(chunk.drafts)):
-                i = len(rows)
-                rows.append(first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else j))
-                places.append(place)
-                positions.append(len(sequence.tokens) + j)
-                n_history.append(0 if n_known is None else n_known + j)
-                n_prompt.append(sequence.n_prompt if self.penalises_prompt else 0)
+                row = first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else j)
+                draws.append(self._draw(row, sequence, len(sequence.tokens) + j, n_known + j))
                 n_top.append(-1 if params.logprobs is None else params.logprobs)
-                bans_end = _bans_end(sequence, j)
-                if params.logit_bias or bans_end:
-                    lists.append((i, params, bans_end))
-                if sequence.guide is not None and (mask := sequence.guide.mask) is not None:
-                    masks.append((i, mask))
-        n = len(rows)
-        d = self.draws
-        d.row[:n] = rows
-        d.place[:n] = places
-        d.position[:n] = positions
-        d.n_history[:n] = n_history
-        d.n_prompt[:n] = n_prompt
-        self._n_draws.fill(n)
-        if lists or self._has_lists:
-            self._fill_lists(n, lists)
-        if masks or self._has_masks:
-            self._has_masks = True  # before anything can fail half-way
-            d.masked[:] = 0
-            for i, mask in masks:
-                d.masked[i], d.masks[i] = 1, mask
-            self._has_masks = bool(masks)
+        self.draws.fill(draws)
+        rows, n = [draw.row for draw in draws], len(draws)
         targets: list[int] = []
         for c, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
@@ -193,7 +248,9 @@ class Sampler:
         places.seed[place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
 
     def _extend_history(self, place: int, sequence: Sequence, drafts: Rows[int]) -> int:
-        """Gives the number of tokens; the drafts stand behind them."""
+        """Gives the number of tokens that penalties know, 0 without any; the drafts stand behind them."""
+        if not _has_penalties(sequence.request.params):
+            return 0
         first = 0 if self.penalises_prompt else sequence.n_prompt
         known, n_tokens = self._n_history[place], len(sequence.tokens) - first
         self.places.history[place, known:n_tokens] = sequence.tokens[first + known :]
@@ -201,39 +258,33 @@ class Sampler:
         self._n_history[place] = n_tokens
         return n_tokens
 
-    def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, bool]]) -> None:
-        """Biases and, below min_tokens and in some thoughts, the ids that would end the sequence: ragged
-        lists over the n draws.
+    def _draw(self, row: int, sequence: Sequence, position: int, n_history: int) -> _Draw:
+        """n_history: tokens before it, where there are penalties."""
+        if not _has_penalties(sequence.request.params):
+            n_history = 0
+        return _Draw(row, sequence, position, n_history, sequence.n_prompt if self.penalises_prompt else 0)
+
+    def record_guesses(self, program: Program, logits: Array, draws: Draws, out: Array) -> None:
+        """Appends draws from a draft head's logits, which are as those of the model will be."""
+        sample(program, logits, draws.n_real, self.places, draws.inputs, self.scratch, out)
+
+    def fill_guesses(self, draws: Draws, guessed: Rows[tuple[Sequence, list[int]]]) -> None:
+        """Writes the draws of a draft head: from row i what may follow a sequence's tokens and these, which a
+        step has drawn or the head has. Penalties, biases and noise are those of the place that it is for.
         """
-        d = self.draws
-        self._has_lists = True  # before anything can fail half-way
-        bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)
-        bias_ids: list[int] = []
-        biases: list[float] = []
-        banned: list[int] = []
-        for i, params, bans_end in lists:
-            bias_ids += params.logit_bias.keys()
-            biases += params.logit_bias.values()
-            bias_counts[i] = len(params.logit_bias)
-            if bans_end:
-                ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-                ends = {id for id in ends if id < self.n_real}
-                banned += ends
-                banned_counts[i] = len(ends)
-        d.bias_begin[1 : n + 1] = np.cumsum(bias_counts)
-        d.banned_begin[1 : n + 1] = np.cumsum(banned_counts)
-        d.bias_ids[: len(bias_ids)] = bias_ids
-        d.bias[: len(biases)] = biases
-        d.banned[: len(banned)] = banned
-        self._has_lists = bool(lists)
-        if not lists:  # leave neutral lists behind for every later number of draws
-            d.bias_begin[:] = 0
-            d.banned_begin[:] = 0
+        rows = []
+        for i, (sequence, more) in enumerate(guessed):
+            place = sequence.place
+            assert place is not None
+            n_known = self._extend_history(place, sequence, more)
+            rows.append(self._draw(i, sequence, len(sequence.tokens) + len(more), n_known + len(more)))
+        draws.fill(rows)
 
 
-def _bans_end(sequence: Sequence, n_more: int) -> bool:
-    """Whether the token behind n_more that are not known yet must not end it."""
-    if sequence.n_generated + n_more < sequence.request.params.min_tokens:
+def _bans_end(draw: _Draw) -> bool:
+    """Whether it must not end the sequence."""
+    sequence = draw.sequence
+    if draw.position - sequence.n_prompt < sequence.request.params.min_tokens:
         return True
     return sequence.guide is not None and bool(sequence.guide.bans_end)
 

@@ -36,7 +36,7 @@ class Runner:
         self.workspace = build_workspace(plan, arena)
         self.memory = Memory(
             pages=arena.allocate(
-                "pages", (plan.n_pages, shape.n_attn_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim), bfloat16
+                "pages", (plan.n_pages, shape.n_kv_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim), bfloat16
             ),
             states=arena.allocate(
                 "states",
@@ -56,6 +56,10 @@ class Runner:
         activations = self.workspace.activations
         self.model.record(self.program, self.workspace.batch.inputs, self.memory, activations)
         self.workspace.sampler.record(self.program, activations.logits)
+        self.draft_head = self.workspace.draft_head
+        if self.draft_head is not None:
+            program, table = Program(plan.n_threads, cpus=plan.cpus), self.workspace.batch.inputs.page_table
+            self.draft_head.record(self.model, table, self.memory, activations, self.workspace.sampler, program)
         self._warm_up()
         self.info = engine_info(plan, "cpu", kernels=self.program.instruction_set)
 
@@ -67,7 +71,7 @@ class Runner:
         """
         request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
         sequence = Sequence(request, 0, 0, array("i", [0]), n_prompt=1, pages=[0], place=0, slot=0)
-        self.step(Step(chunks=[Chunk(sequence, 0, 1)], draws=[Draw(0, sequence)]))
+        self.step(Step(chunks=[Chunk(sequence, 0, 1)], draws=[Draw(0, sequence, n_guesses=2)]))
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, fingerprint: str) -> None:
         """Starts the tiers below the pools, on disk too where there is a directory.
@@ -98,13 +102,16 @@ class Runner:
         first_row = batch.fill(step)
         sampler.fill(step, first_row)
         self.program.run()
+        result = sampler.read(step)
+        if self.draft_head is not None:
+            result.guesses = self.draft_head.follow(step, result.tokens)
         memory = self.memory
         for source, target in step.slot_copies:
             memory.states[target] = memory.states[source]
             memory.columns[target] = memory.columns[source]
         for source, target in step.page_copies:
             memory.pages[target] = memory.pages[source]
-        return sampler.read(step)
+        return result
 
     def is_busy(self) -> bool:
         """No: a step is over when `step` returns."""
