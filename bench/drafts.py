@@ -46,7 +46,7 @@ def decode(engine: Engine, n: int, n_tokens: int) -> tuple[float, dict[str, list
 def drafts_of(truth: dict[str, list[int]], engine: Engine, n_right: int) -> Any:
     """A `Drafter.propose` that is right n_right times, and then wrong."""
 
-    def propose(_: Drafter, tokens: Any, most: int) -> list[int]:
+    def propose(_: Drafter, tokens: Any, most: int, forced: Any = ()) -> list[int]:
         sequence = next(s for s in engine.scheduler.sequences() if s.tokens is tokens)
         known = truth[sequence.request.id][sequence.n_generated :][: n_right + 1]
         return [*known[:n_right], *((token + 1) % 1000 for token in known[n_right:])][: max(0, most)]

@@ -196,7 +196,9 @@ class FakeRunner:
             for n_more, draft in enumerate([*drafts, -1]):
                 token = -1
                 if state != NAN:
-                    token = guided(draw(state, sequence.seed, params, sequence.n_generated + n_more), sequence.guide)
+                    rules = step.chunks[drawn.chunk].rules
+                    rule = rules[n_more] if rules else sequence.guide
+                    token = guided(draw(state, sequence.seed, params, sequence.n_generated + n_more), rule)
                 row.append(token)
                 if token != draft:
                     break

@@ -7,6 +7,8 @@ was guessed, the next row is right, too. So a draft changes how many tokens a st
 `Repeats` guesses by the longest earlier run of tokens that ends as the text does now: edits, quotes and
 results of tools repeat what is in the prompt (prompt lookup decoding, Saxena 2023). It needs no model.
 
+Where a grammar leaves one text only, that is the draft.
+
 A draft head (MTP), where the checkpoint has one, guesses from the model's own hidden state. The runner has
 it: behind each draw it gives as many tokens as the step before asked for.
 
@@ -24,7 +26,8 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from statistics import median
 
-from deltic.engine.step import Step
+from deltic.engine.guides import Guide, Guides
+from deltic.engine.step import Chunk, Sequence, Step
 from deltic.ops.geometry import PAGE_SIZE
 
 LEAST = 3
@@ -134,17 +137,24 @@ class Drafter:
     """Of the draft head, behind the last token."""
     of_repeats: Record = field(default_factory=Record)
     of_head: Record = field(default_factory=Record)
+    of_grammar: Record = field(default_factory=lambda: Record(19.0, 20.0))
     used: Record = field(default_factory=Record)
-    """Of these two, whose the next draft is."""
+    """Of these, whose the next draft is."""
 
-    def propose(self, tokens: Ids[int], most: int) -> list[int]:
-        """A draft of up to `most` tokens: that of which more are expected to be right."""
-        found, best = [], 0.0
-        for record in (self.of_head, self.of_repeats):
+    def propose(self, tokens: Ids[int], most: int, forced: Ids[int] = ()) -> list[int]:
+        """A draft of up to `most` tokens: that of which more are expected to be right.
+
+        forced: what a grammar leaves as the only text.
+        """
+        found, best = list[int](), 0.0
+        for record in (self.of_grammar, self.of_head, self.of_repeats):
             if record.pause:
                 record.pause -= 1
                 continue
-            draft = self.guesses[:most] if record is self.of_head else self.repeats.follow(tokens, most)
+            if record is self.of_repeats:
+                draft = self.repeats.follow(tokens, most)
+            else:
+                draft = list((forced if record is self.of_grammar else self.guesses)[:most])
             expected = sum(record.chance ** (i + 1) for i in range(len(draft)))
             if expected > best:
                 found, best, self.used = draft, expected, record
@@ -191,10 +201,12 @@ class StepTimes:
 class Drafting:
     """How long the drafts of a step are: as many rows as make its tokens cheapest."""
 
-    def __init__(self, max_drafts: int, has_head: bool) -> None:
+    def __init__(self, max_drafts: int, has_head: bool, guides: Guides | None) -> None:
         """max_drafts: tokens of a draft. has_head: whether the runner has a draft head."""
-        self.max_drafts, self.has_head = max_drafts, has_head
+        self.max_drafts, self.has_head, self.guides = max_drafts, has_head, guides
         self.times = StepTimes()
+        self.drafted, self.accepted = Counter[str](), Counter[str]()
+        """As of Stats."""
         self.least = 0.5
         """A token that is less likely to be right than this is not worth its row."""
 
@@ -211,13 +223,13 @@ class Drafting:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
             drafts.append([])
             n_wanted = sequence.request.params.max_tokens - sequence.n_generated
-            if sequence.guide is not None or n_wanted < 2:
+            if n_wanted < 2:
                 continue
             if sequence.drafter is None:
                 sequence.drafter = Drafter()
             most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_wanted - 1)
             if most > 0 and not has_prefills:
-                drafts[i] = sequence.drafter.propose(sequence.tokens, most)
+                drafts[i] = self._propose(sequence, chunk, most)
                 chance = sequence.drafter.used.chance
                 chances += ((chance ** (j + 1), i) for j in range(len(drafts[i])))
         n_taken = self._n_worth(len(step.chunks), sorted(chances, reverse=True)) if chances else {}
@@ -225,9 +237,24 @@ class Drafting:
             chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
             chunk.drafts = drafts[i][: n_taken.get(i, 0)] if drafts[i] else chunk.drafts
             chunk.length += len(chunk.drafts) if drafts[i] else 0
+            chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
             n_left = draw.sequence.request.params.max_tokens - draw.sequence.n_generated - 2
             if self.has_head and drafter is not None and n_left > 0:
                 draw.n_guesses = drafter.n_guesses(min(self.max_drafts, n_left), self.least)
+
+    def _propose(self, sequence: Sequence, chunk: Chunk, most: int) -> list[int]:
+        """A draft, as far as the sequence's guide allows it."""
+        drafter, guide = sequence.drafter, sequence.guide
+        if not isinstance(guide, Guide) or self.guides is None:
+            found: list[int] = drafter.propose(sequence.tokens, most)
+            return found
+        draft = drafter.propose(sequence.tokens, most, guide.forced(most))
+        if not draft:
+            return []
+        allowed, chunk.rules = self.guides.ahead(guide, draft)
+        if len(allowed) < len(draft):
+            drafter.used.n_seen += 1
+        return allowed
 
     def _n_worth(self, n: int, chances: list[tuple[float, int]]) -> dict[int, int]:
         """The lengths of drafts: of the likeliest tokens as many as give the most tokens a second."""
@@ -242,6 +269,12 @@ class Drafting:
         more = self.times.seconds(n, n_best + 1) - self.times.seconds(n, n_best)
         self.least = min(0.9, max(0.05, more * best))
         return Counter(i for _, i in chances[:n_best])
+
+    def count(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """Takes what became of a sequence's draft."""
+        self.drafted.update(str(1 + i) for i in range(n_drafted))
+        self.accepted.update(str(1 + i) for i in range(n_accepted))
+        sequence.drafter.used.observe(n_drafted, n_accepted)
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learns what a step took, if it was one of decodes."""

@@ -14,6 +14,7 @@ A guide depends on the drawn tokens only: a sequence that is preempted or comput
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import sys
@@ -29,7 +30,7 @@ import msgspec
 import numpy as np
 
 from deltic.engine.messages import Constraint
-from deltic.engine.step import Sequence
+from deltic.engine.step import Rule, Sequence
 
 N_WORKERS = 4
 """Number of jobs done side by side. Slow jobs hold up the others only when there are this many of them."""
@@ -59,6 +60,8 @@ LONGEST_CLOSE_S = 3.0
 """How long, in seconds, `close` waits for the threads. Python crashes if it ends while one is in the
 library.
 """
+AHEAD_S = 0.002
+"""How long the engine's thread makes masks for the draft of one sequence."""
 STACK_BYTES = 16_000_000
 """Stack of a worker: that of the server's thread which compiled the grammar before."""
 N_KEPT = 32
@@ -183,6 +186,20 @@ class Guide:
             return c.think_budget is None or self._n_thought + 1 < c.think_budget
         return not self._forced and not c.grammar
 
+    def forked(self) -> Guide:
+        """A copy that `advance` moves, with the same matcher."""
+        fork = copy.copy(self)
+        fork._forced = self._forced[:]
+        return fork
+
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` ids that must come next, or that its grammar leaves as the only text."""
+        if self._thinks or self.is_busy:
+            return []
+        if self._forced:
+            return self._forced[: -most - 1 : -1]
+        return [] if self.matcher is None or self.n_alone else list(self.matcher.compute_ff_tokens()[:most])
+
     def advance(self, token: int) -> bool:
         """Takes a drawn token. Returns whether the grammar must take it, too."""
         if self._lexicon is not None:
@@ -225,12 +242,11 @@ class Guides:
         self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)
-        self._todo: SimpleQueue[tuple[list[Guide], list[int]] | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[list[Guide], list[list[int]]] | None] = SimpleQueue()
         self._done: SimpleQueue[list[Guide]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._drew: tuple[list[Guide], list[int]] = ([], [])
-        """Guides whose sequences drew in this step, and the tokens. A slow guide has a job of its own."""
-        self._drew_slow: list[tuple[list[Guide], list[int]]] = []
+        self._drew: list[tuple[Guide, list[int]]] = []
+        """Guides whose sequences drew in this step, and the tokens of each."""
         self._is_prepared = False
         self._lock = threading.Lock()  # of what is below
         self._tokenizer: Any = None
@@ -269,18 +285,41 @@ class Guides:
         guide = sequence.guide
         if isinstance(guide, Guide) and guide.advance(token):
             guide.is_busy = True
-            if guide.n_alone:
-                self._drew_slow.append(([guide], [token]))
-            else:
-                self._drew[0].append(guide)
-                self._drew[1].append(token)
+            if not self._drew or self._drew[-1][0] is not guide:
+                self._drew.append((guide, []))
+            self._drew[-1][1].append(token)
+
+    def ahead(self, guide: Guide, draft: list[int]) -> tuple[list[int], list[Rule]]:
+        """Of a draft what may be drawn, and the rules of the token behind each part of it: of none, of the
+        first token, and so on. It ends in front of a token that is not allowed or that ends the answer, and
+        where making masks takes too long. The guide must not be busy.
+        """
+        kept, rules, fork = list[int](), [Rule(guide.mask, guide.bans_end)], guide.forked()
+        deadline, n_taken = time.perf_counter() + AHEAD_S, 0
+        matcher = guide.matcher
+        for token in draft:
+            if token in self._eos or not rules[-1].allows(token) or guide.n_alone or time.perf_counter() > deadline:
+                break
+            if fork.advance(token):
+                n_taken += 1
+                words = self._empty(1)
+                if not matcher.consume_token(token) or self._fill([matcher], words)[0]:
+                    break
+                fork.words = words[0]
+            kept.append(token)
+            rules.append(Rule(fork.mask, fork.bans_end))
+        if n_taken:
+            matcher.rollback(n_taken)
+        return kept, rules
 
     def give(self) -> None:
         """Starts to make the masks that follow a step's tokens.
 
         The workers make them; or this thread, at once, while the device is busy anyway.
         """
-        guides, tokens = self._drew
+        slow = [([guide], [tokens]) for guide, tokens in self._drew if guide.n_alone]
+        guides = [guide for guide, _ in self._drew if not guide.n_alone]
+        tokens = [tokens for guide, tokens in self._drew if not guide.n_alone]
         if guides and self._is_busy():
             deadline, words = time.perf_counter() + HERE_S, self._empty(len(guides))
             n = 0
@@ -290,16 +329,16 @@ class Guides:
                 self._do_timed(guides[n : n + 1], tokens[n : n + 1], words[n : n + 1])
                 n += 1
             guides, tokens = guides[n:], tokens[n:]
-        for job in ((guides, tokens), *self._drew_slow):
+        for job in ((guides, tokens), *slow):
             if job[0]:
                 self._give(*job)
-        self._drew, self._drew_slow = ([], []), []
+        self._drew = []
 
     def _empty(self, n: int) -> Words:
         return np.empty((n, -(-self.n_ids // 32)), np.int32)
 
-    def _give(self, guides: list[Guide], tokens: list[int]) -> None:
-        """tokens: one each; none where their grammar begins."""
+    def _give(self, guides: list[Guide], tokens: list[list[int]]) -> None:
+        """tokens: of each; none where their grammar begins. A slow guide has a job of its own."""
         if not self._threads:  # the compiler recurses along chains of rules
             threading.stack_size(max(threading.stack_size(), STACK_BYTES))
             sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
@@ -372,7 +411,7 @@ class Guides:
             self._do_timed(*job)
             del job  # it may be long until the next
 
-    def _do_timed(self, guides: list[Guide], tokens: list[int], words: Words | None = None) -> None:
+    def _do_timed(self, guides: list[Guide], tokens: list[list[int]], words: Words | None = None) -> None:
         """Does a job, and notes slow guides.
 
         words: where the masks go.
@@ -389,26 +428,26 @@ class Guides:
             guide.n_alone = (N_ALONE if len(guides) == 1 else 1) if is_slow else max(0, guide.n_alone - 1)
         self._done.put(guides)
 
-    def _do(self, guides: list[Guide], tokens: list[int], words: Words | None = None) -> None:
+    def _do(self, guides: list[Guide], tokens: list[list[int]], words: Words | None = None) -> None:
         """tokens: those that the guides' sequences drew. Without any, the grammar of all of them begins."""
         if not tokens:
             self._begin(guides)
             return
         end = self._foreign_end
         if end is not None:
-            tokens = [end if token in self._eos else token for token in tokens]
+            tokens = [[end if token in self._eos else token for token in drawn] for drawn in tokens]
         matchers = [guide.matcher for guide in guides]
-        if len(guides) == 1:
-            taken = [matchers[0].consume_token(tokens[0])]
+        if len(guides) > 1 and all(len(drawn) == 1 for drawn in tokens):
+            taken = self._executor.consume_token_par([(m, token) for m, (token,) in zip(matchers, tokens, strict=True)])
         else:
-            taken = self._executor.consume_token_par(list(zip(matchers, tokens, strict=True)))
+            taken = [matcher.consume_tokens(drawn) for matcher, drawn in zip(matchers, tokens, strict=True)]
         words = self._empty(len(guides)) if words is None else words
         satisfied = self._fill(matchers, words)
-        for i, (guide, token) in enumerate(zip(guides, tokens, strict=True)):
+        for i, (guide, drawn) in enumerate(zip(guides, tokens, strict=True)):
             guide.words, guide.is_satisfied = words[i], satisfied[i]
             guide.error = _error_of(guide.matcher)
             if not taken[i]:
-                guide.error = f"the grammar could not take token {token}; {guide.error}"
+                guide.error = f"the grammar could not take {drawn}; {guide.error}"
 
     def _begin(self, guides: list[Guide]) -> None:
         grammar = guides[0].constraint.grammar

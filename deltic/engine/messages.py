@@ -271,6 +271,10 @@ class Output(msgspec.Struct, array_like=True):
     """Seconds the sequence waited for its place; with its first Output."""
     audio: bytes = b""
     """New samples of a speech model: 16-bit signed little-endian mono, at its rate."""
+    n_drafted: int = 0
+    """Tokens of the step's draft."""
+    n_accepted: int = 0
+    """Of these, those that were drawn, too."""
 
     def one_by_one(self) -> list[Output]:
         """The same as an output for each of its tokens: who reads them may stop behind any."""
@@ -281,6 +285,7 @@ class Output(msgspec.Struct, array_like=True):
         first, last = each[0], each[-1]
         first.queued_s, first.cached_tokens = self.queued_s, self.cached_tokens
         first.prompt_logprobs = self.prompt_logprobs
+        first.n_drafted, first.n_accepted = self.n_drafted, self.n_accepted
         last.finish_reason, last.stop_token_id = self.finish_reason, self.stop_token_id
         return each
 
@@ -340,13 +345,21 @@ class Stats(msgspec.Struct, array_like=True):
     n_preemptions: int = 0
     n_recomputed: int = 0
     """Sequences that were computed once more, since their logits were not finite."""
-    n_drafted: int = 0
-    """Tokens of drafts."""
-    n_accepted: int = 0
+    drafted: dict[str, int] = {}
+    """Tokens of drafts, by their place in the draft, from 1 on."""
+    accepted: dict[str, int] = {}
     """Of these, those that were drawn, too."""
     last_step_ms: float = 0.0
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     speech: SpeechStats | None = None
+
+    @property
+    def n_drafted(self) -> int:
+        return sum(self.drafted.values())
+
+    @property
+    def n_accepted(self) -> int:
+        return sum(self.accepted.values())
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):

@@ -121,7 +121,7 @@ class Scheduler:
         self.max_logit_rows = max_logit_rows
         self.eos_token_ids = frozenset(info.eos_token_ids)
         self.cost = StepCost(max_itl_ms / 1000) if max_itl_ms is not None else None
-        self.drafting = Drafting(info.max_drafts, info.has_draft_head) if info.max_drafts else None
+        self.drafting = Drafting(info.max_drafts, info.has_draft_head, guides) if info.max_drafts else None
         self.is_blocked = False
         """No open sequence can run until a text or a request comes, or one ends.
 
@@ -131,8 +131,6 @@ class Scheduler:
         self.n_recomputed = 0
         self.n_prompt_tokens = 0
         self.n_generated_tokens = 0
-        self.n_drafted = 0
-        self.n_accepted = 0
         self._open: dict[str, dict[int, Sequence]] = {}
         self._n_open = 0
         self._n_arrived = 0
@@ -644,9 +642,9 @@ class Scheduler:
             if drafts:
                 n_right = n_taken - (n_taken == len(drawn))  # the last was drawn freely, if it was taken
                 sequence.n_window = n_taken
-                self.n_drafted += len(drafts)
-                self.n_accepted += n_right
-                sequence.drafter.used.observe(len(drafts), n_right)
+                output.n_drafted, output.n_accepted = len(drafts), n_right
+                if self.drafting is not None:
+                    self.drafting.count(sequence, len(drafts), n_right)
                 outputs[-1:] = output.one_by_one()
             elif n_taken > 1:
                 sequence.n_computed = len(tokens) - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from deltic.engine.messages import FinishReason, PromptLogprobs, Request, TokenLogprob
 
@@ -40,6 +40,18 @@ class Voice(Protocol):
     @property
     def state(self) -> NDArray[np.float32] | None:
         """The vocoder's, behind the reference frames."""
+
+
+class Rule(NamedTuple):
+    """What a guide says of one token."""
+
+    mask: NDArray[np.int32] | None = None
+    """As of Guide."""
+    bans_end: bool = False
+
+    def allows(self, token: int) -> bool:
+        """By the mask."""
+        return self.mask is None or bool(int(self.mask[token // 32]) >> token % 32 & 1)
 
 
 class Guide(Protocol):
@@ -196,6 +208,8 @@ class Chunk:
     """Accepted tokens before `start` whose inputs are in the sequence's window, not yet in its state."""
     drafts: list[int] = field(default_factory=list)
     """Tokens that may follow tokens[start]; `length` is 1 + their number. The state is left at `start`."""
+    rules: list[Rule] = field(default_factory=list)
+    """Of the draw from each row, where there is a draft and a guide."""
 
     @property
     def is_decode(self) -> bool:

@@ -226,10 +226,11 @@ class Metrics:
                 "Sequences computed once more, since their logits were not finite.",
                 stats.n_recomputed,
             ),
-            (COUNTER, "draft_tokens", "Tokens that were guessed ahead.", stats.n_drafted),
-            (COUNTER, "accepted_draft_tokens", "Of those, the ones that were drawn, too.", stats.n_accepted),
             (COUNTER, "engine_restarts", "Times the engine process was started again.", self._n_restarts()),
         )
+        yield labelled(COUNTER, "deltic_draft_tokens", "Tokens that were guessed ahead.", "position", stats.drafted)
+        text = "Of those, the ones that were drawn, too."
+        yield labelled(COUNTER, "deltic_accepted_draft_tokens", text, "position", stats.accepted)
         yield from _prefix_cache(stats.cache)
         about = self._about()
         yield labelled(GAUGE, "deltic_build_info", "What runs here.", " ".join(about), {tuple(about.values()): 1})
@@ -250,11 +251,14 @@ class Metrics:
             (COUNTER, "prompt_tokens", "Prompt tokens, cached ones too.", stats.n_prompt_tokens + cache.n_hit_tokens),
             (COUNTER, "generation_tokens", "Tokens drawn.", stats.n_generated_tokens),
             (COUNTER, "num_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
+            (COUNTER, "spec_decode_num_drafts", "Drafts.", stats.drafted.get("1", 0)),
             (COUNTER, "spec_decode_num_draft_tokens", "Tokens that were guessed ahead.", stats.n_drafted),
             (COUNTER, "spec_decode_num_accepted_tokens", "Of those, the ones that were drawn.", stats.n_accepted),
             (COUNTER, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
             (COUNTER, "prefix_cache_hits", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
         )
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "The same by their place, from 0 on."
+        yield labelled(COUNTER, name, text, "position", {int(at) - 1: n for at, n in stats.accepted.items()})
         reasons: Counter[str] = Counter()
         for reason, count in self.finished.items():
             reasons[VLLM_REASONS.get(reason, "abort")] += count

@@ -11,6 +11,7 @@ import llguidance
 import pytest
 
 from deltic import LLM
+from deltic.engine.drafts import StepTimes
 from deltic.engine.guides import Guides
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 
@@ -138,3 +139,58 @@ def test_a_slow_mask_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatc
                 n_before.append(n_others)
             n_others += output.id != "slow"
     assert len(n_before) == 3 and n_before[0] >= 10 and n_before[2] >= 30, n_before
+
+
+def test_drafts_follow_the_grammar_and_change_no_bit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a grammar leaves as the only text is a draft; thoughts, closings and bad words as without drafts."""
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)
+    drafting = LLM(threads=2, max_num_seqs=16, max_drafts=8)
+    bad = Constraint(bad_ids=(tuple(llm.tokenizer.encode("Once")), tuple(llm.tokenizer.encode(" upon a"))))
+    given = [
+        request(llm, "free", None, logprobs=1, temperature=0.0, max_tokens=40),
+        request(llm, "bad", bad, logprobs=1, max_tokens=60),
+        *(
+            request(llm, f"{name} {temperature}", constraint, temperature=temperature, n=2, logprobs=2, **more)
+            for temperature in (0.0, 1.0)
+            for name, constraint, more in (
+                ("plain", Constraint(grammar=GRAMMAR), {"stop_token_ids": (300,)}),
+                ("thought", thinking(llm), {}),
+                ("hurried", thinking(llm, 0), {"repetition_penalty": 1.3}),
+                ("long", thinking(llm, None), {"max_tokens": 60}),
+            )
+        ),
+    ]
+
+    def said(answers: dict[tuple[str, int], list[Output]]) -> dict[Any, Any]:
+        return {
+            key: (ids(outputs), [entry for o in outputs for entry in o.logprobs or ()], outputs[-1].finish_reason)
+            for key, outputs in answers.items()
+        }
+
+    plain, found = said(run(llm, *given)), said(run(drafting, *given))
+    assert found == plain
+    assert drafting._engine.stats().n_accepted > 0.2 * sum(len(tokens) for tokens, _, _ in plain.values())
+
+
+def test_a_guide_says_how_far_a_draft_may_go(llm: LLM) -> None:
+    """And is left where it was."""
+    engine = llm._engine
+    texts = ['{"name":"', 'Mia","age":', '7,"tags":[]', ',"at":{"x":true}}', "<|im_end|>"]
+    engine.add(request(llm, "a", Constraint(grammar=GRAMMAR), max_tokens=2))
+    while not (sequence := next(iter(engine.scheduler.sequences()))).guide.is_ready:
+        engine.guides.wait(0.1)
+        engine.scheduler.take_masks(0.0)
+    guide, guides = sequence.guide, engine.guides
+    forced = guide.forced(8)
+    assert llm.tokenizer.decode(forced) == '{"name":"'[: len(llm.tokenizer.decode(forced))] and len(forced) > 1
+    draft = [id for text in texts for id in llm.tokenizer.encode(text, "parse")]
+    before = guide.mask.copy()
+    kept, rules = guides.ahead(guide, draft)
+    # The last brace ends the answer: behind it nothing is drawn.
+    assert kept == draft[:-2] and len(rules) == len(draft) - 1
+    assert all(rule.allows(token) for rule, token in zip(rules, draft, strict=False))
+    wrong = llm.tokenizer.encode('{"name":"Mia","size":')
+    kept, _ = guides.ahead(guide, wrong)
+    assert llm.tokenizer.decode(kept).startswith('{"name":"Mia",') and len(kept) < len(wrong)
+    assert (guide.mask == before).all() and guide.forced(8) == forced
+    engine.abort("a")

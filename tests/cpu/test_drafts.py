@@ -98,7 +98,7 @@ class Schedule:
             n_steps += 1
         return {key: answer for key, answer in answers.items() if key[0] not in self.aborted}, engine
 
-    def propose(self, tokens: Any, most: int) -> list[int]:
+    def propose(self, tokens: Any, most: int, forced: Any = ()) -> list[int]:
         """What a plain run drew next, up to a random place, then something else."""
         sequence: Sequence = self.sequences[id(tokens)]
         if self.truth is None or sequence.request.id in self.aborted:

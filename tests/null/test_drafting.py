@@ -137,7 +137,7 @@ def test_the_rows_that_make_tokens_cheapest_run(row_s: float, n_taken: list[int]
     good, bad = scheduler.sequences()
     good.drafter, bad.drafter = Drafter(guesses=[30, 31, 32, 33, 34]), Drafter(guesses=[40, 41, 42, 43])
     good.drafter.of_head, bad.drafter.of_head = Record(9.0, 10.0), Record(5.0, 10.0)
-    drafting = Drafting(8, has_head=True)
+    drafting = Drafting(8, has_head=True, guides=None)
     for n in range(10):
         drafting.times.observe(2, n, 1.0 + row_s * n)
     step = scheduler.plan()
@@ -180,7 +180,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         for index in range(params.n):
             truth[str(i), index] = expected_tokens(prompt, params, mixed_seed(i, index))
 
-    def propose(_: Drafter, tokens: Any, most: int) -> list[int]:
+    def propose(_: Drafter, tokens: Any, most: int, forced: Any = ()) -> list[int]:
         sequence = next(s for s in engine.scheduler.sequences() if s.tokens is tokens)
         known = truth.get((sequence.request.id, sequence.index), [])
         draft = known[sequence.n_generated :][: min(most, rng.randrange(40))]

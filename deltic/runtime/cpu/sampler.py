@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, SamplingParams, TokenLogprob
-from deltic.engine.step import Sequence, Step, StepResult
+from deltic.engine.step import Rule, Sequence, Step, StepResult
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
@@ -33,6 +33,7 @@ class _Draw(NamedTuple):
     """Tokens that penalties see; 0: there are none."""
     n_prompt: int
     """Of those, tokens of the prompt."""
+    rule: Rule
 
 
 class Draws:
@@ -74,8 +75,8 @@ class Draws:
             bans_end = _bans_end(draw)
             if params.logit_bias or bans_end:
                 lists.append((i, params, bans_end))
-            if draw.sequence.guide is not None and (mask := draw.sequence.guide.mask) is not None:
-                masks.append((i, mask))
+            if draw.rule.mask is not None:
+                masks.append((i, draw.rule.mask))
         if lists or self._has_lists:
             self._fill_lists(n, lists)
         if masks or self._has_masks:
@@ -189,9 +190,13 @@ class Sampler:
             if self._owner[place] is not sequence:
                 self._take_place(place, sequence)
             n_known = self._extend_history(place, sequence, chunk.drafts)
+            guide = sequence.guide
+            rules = chunk.rules or [Rule() if guide is None else Rule(guide.mask, guide.bans_end)] * (
+                1 + len(chunk.drafts)
+            )
             for j in range(1 + len(chunk.drafts)):
                 row = first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else j)
-                draws.append(self._draw(row, sequence, len(sequence.tokens) + j, n_known + j))
+                draws.append(self._draw(row, sequence, len(sequence.tokens) + j, n_known + j, rules[j]))
                 n_top.append(-1 if params.logprobs is None else params.logprobs)
         self.draws.fill(draws)
         rows, n = [draw.row for draw in draws], len(draws)
@@ -258,11 +263,11 @@ class Sampler:
         self._n_history[place] = n_tokens
         return n_tokens
 
-    def _draw(self, row: int, sequence: Sequence, position: int, n_history: int) -> _Draw:
+    def _draw(self, row: int, sequence: Sequence, position: int, n_history: int, rule: Rule) -> _Draw:
         """n_history: tokens before it, where there are penalties."""
         if not _has_penalties(sequence.request.params):
             n_history = 0
-        return _Draw(row, sequence, position, n_history, sequence.n_prompt if self.penalises_prompt else 0)
+        return _Draw(row, sequence, position, n_history, sequence.n_prompt if self.penalises_prompt else 0, rule)
 
     def record_guesses(self, program: Program, logits: Array, draws: Draws, out: Array) -> None:
         """Appends draws from a draft head's logits, which are as those of the model will be."""
@@ -270,23 +275,22 @@ class Sampler:
 
     def fill_guesses(self, draws: Draws, guessed: Rows[tuple[Sequence, list[int]]]) -> None:
         """Writes the draws of a draft head: from row i what may follow a sequence's tokens and these, which a
-        step has drawn or the head has. Penalties, biases and noise are those of the place that it is for.
+        step has drawn or the head has. Penalties, biases and noise are those of the place that it is for. A
+        guide has no say yet: it has not seen what was drawn.
         """
         rows = []
         for i, (sequence, more) in enumerate(guessed):
             place = sequence.place
             assert place is not None
             n_known = self._extend_history(place, sequence, more)
-            rows.append(self._draw(i, sequence, len(sequence.tokens) + len(more), n_known + len(more)))
+            rows.append(self._draw(i, sequence, len(sequence.tokens) + len(more), n_known + len(more), Rule()))
         draws.fill(rows)
 
 
 def _bans_end(draw: _Draw) -> bool:
     """Whether it must not end the sequence."""
     sequence = draw.sequence
-    if draw.position - sequence.n_prompt < sequence.request.params.min_tokens:
-        return True
-    return sequence.guide is not None and bool(sequence.guide.bans_end)
+    return draw.rule.bans_end or draw.position - sequence.n_prompt < sequence.request.params.min_tokens
 
 
 def _has_penalties(params: SamplingParams) -> bool:

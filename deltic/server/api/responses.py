@@ -558,7 +558,7 @@ def _plain_usage(usage: answer.Usage) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "timing": usage.timing,
+        "timing": usage.told_timing(),
     }
 
 

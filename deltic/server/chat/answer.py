@@ -216,6 +216,15 @@ class Usage(msgspec.Struct):
     reasoning_tokens: int
     timing: dict[str, float] = {}
     """Milliseconds of each part of its time."""
+    n_drafted: int = 0
+    """Tokens that were guessed ahead for it."""
+    n_accepted: int = 0
+    """Of these, those that were drawn, too."""
+
+    def told_timing(self) -> dict[str, float]:
+        """Its time, and what drafts saved of it, if there were any."""
+        drafts = {"drafted_tokens": self.n_drafted, "accepted_tokens": self.n_accepted}
+        return self.timing | (drafts if self.n_drafted else {})
 
     def timings(self) -> dict[str, float]:
         """llama.cpp's form of the same."""
@@ -227,7 +236,7 @@ class Usage(msgspec.Struct):
         ):
             told |= {f"{name}_n": n, f"{name}_ms": ms, f"{name}_per_token_ms": ms / max(1, n)}
             told[f"{name}_per_second"] = n / ms * 1e3 if ms else 0.0
-        return told
+        return told | ({"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted} if self.n_drafted else {})
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -236,7 +245,7 @@ class Usage(msgspec.Struct):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-            "timing": self.timing,
+            "timing": self.told_timing(),
         }
 
 

@@ -45,6 +45,7 @@ class Generation:
         self._first_s: float | None = None
         self._is_late = False  # it has waited as long as it may, and is ended unless it has its place
         self._n_cached = [0] * len(requests)
+        self._n_drafted = self._n_accepted = 0
         self.prompt_logprobs: list[PromptLogprobs | None] = [None] * len(requests)
 
     @property
@@ -150,6 +151,8 @@ class Generation:
                 self._metrics.itl_s.observe((now_s - last_s) / n_tokens, n_tokens)
             choice.last_s = now_s
             self._ticket.take(n_tokens)
+        self._n_drafted += output.n_drafted
+        self._n_accepted += output.n_accepted
         if output.cached_tokens:
             self._n_cached[p] = max(self._n_cached[p], output.cached_tokens)
         if output.prompt_logprobs is not None:
@@ -191,6 +194,8 @@ class Generation:
             cached_tokens=sum(self._n_cached),
             reasoning_tokens=sum(choice.n_reasoning_tokens for choice in self._choices),
             timing=self._timing(),
+            n_drafted=self._n_drafted,
+            n_accepted=self._n_accepted,
         )
 
     def _timing(self) -> dict[str, float]:
