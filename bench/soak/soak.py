@@ -5,12 +5,14 @@
     python -m bench.soak --hostile 4 [--hang-engine 5] [--spoil-cache 2]
             (beside it: clients that mean harm, an engine that stands still, a prefix cache on disk that
             gives no numbers)
+    python -m bench.soak --serve-args "--max-drafts 8" --against "--max-drafts 0"
+            (a quarter of the requests is asked of a second server, too)
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
-other with a status), no 5xx except then, the answers' form, the same text for the same seed; at quiet
-points, that nothing runs or waits and all pages and slots are free; at the end, that memory is flat and that
-the engine was started again once for each time it was killed. Stops by itself, prints a table, writes a JSON
-report and ends with a line of JSON; exit status 1 when a promise broke.
+other with a status), no 5xx except then, the answers' form, the same text for the same seed, and from the
+second server; at quiet points, that nothing runs or waits and all pages and slots are free; at the end, that
+memory is flat and that the engine was started again once for each time it was killed. Stops by itself, prints
+a table, writes a JSON report and ends with a line of JSON; exit status 1 when a promise broke.
 """
 
 from __future__ import annotations
@@ -335,11 +337,15 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
     if cache is not None:
         breaks[None] = arguments.spoil_cache * 60
         extra += ["--cache-dir", cache.name]
-    server = LocalServer([*([arguments.model] if arguments.model else []), *given, *extra])
+    model = [arguments.model] if arguments.model else []
+    server = LocalServer([*model, *given, *extra])
+    other = LocalServer([*model, *given, *shlex.split(arguments.against)]) if arguments.against else None
     try:
         with console.status("starting the server"):
             endpoint = await server.wait_ready()
-        sent = Traffic(endpoint, await model_name(endpoint), MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE)
+            against = await other.wait_ready() if other is not None else None
+        name = await model_name(endpoint)
+        sent = Traffic(endpoint, name, MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE, against=against)
         deadline = time.monotonic() + arguments.minutes * 60
         soak = Soak(server, sent, kinds, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
         soak.cache_dir = Path(cache.name) if cache is not None else None
@@ -347,6 +353,8 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
             await soak.run(arguments.clients, arguments.hostile, breaks)
         report = soak.report()
         endpoint.close()
+        if against is not None:
+            against.close()
         begin = time.monotonic()
         status = server.stop()
         if status != 0:
@@ -354,6 +362,8 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
         return report | {"stop_s": round(time.monotonic() - begin, 2)}
     finally:
         server.stop()
+        if other is not None:
+            other.stop()
         if cache is not None:
             cache.cleanup()
 
@@ -397,6 +407,12 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="keep the prefix cache on disk, and fill it with NaN this often",
     )
     parser.add_argument("--hostile", type=int, default=0, help="hostile clients beside the others (default: 0)")
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="FLAGS",
+        help="compare answers with those of a second server of the model, with these flags for deltic serve",
+    )
     parser.add_argument("--max-requests", type=int, default=1_000_000)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a request must have ended")
     parser.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
@@ -422,6 +438,7 @@ def main() -> int:
         "model": arguments.model,
         "speech": arguments.speech,
         "serve_args": arguments.serve_args,
+        "against": arguments.against,
     }
     report = head | report
     path = runs_directory(arguments.out) / f"soak-{now():%H%M%S}.json"

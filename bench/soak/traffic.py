@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -56,6 +57,8 @@ class Traffic:
     n_tokens: int = 0
     golden: dict[str, str] = field(default_factory=dict)
     """Answers of seeded requests, by request: the same must come again whatever else runs."""
+    against: Endpoint | None = None
+    """Another server of the model, which must give the same answers."""
 
     def count(self, what: str) -> None:
         """Adds one to a line of the summary."""
@@ -208,8 +211,29 @@ async def ask(traffic: Traffic, path: str, request: dict[str, Any], pause_s: flo
         for choice in answer["choices"]:
             answered.add(choice)
     answered.check(request)
-    traffic.n_tokens += (answered.usage or {}).get("completion_tokens", 0)
+    usage: dict[str, Any] = answered.usage or {}
+    traffic.n_tokens += usage.get("completion_tokens", 0)
+    if usage.get("timing", {}).get("accepted_tokens"):
+        traffic.count("answered with the help of drafts")
     return answered
+
+
+async def compare(
+    traffic: Traffic, rng: random.Random, path: str, request: dict[str, Any], pause_s: float = 0.0
+) -> None:
+    """Sends a valid request; and a quarter of them, seeded, to the other server, if there is one."""
+    if traffic.against is None or rng.random() < 0.75:
+        await ask(traffic, path, request, pause_s)
+        return
+    request.setdefault("seed", rng.randrange(2**31))
+    found = await ask(traffic, path, request, pause_s)
+    if found is None:
+        return
+    other = await ask(dataclasses.replace(traffic, endpoint=traffic.against), path, request)
+    if other is not None:
+        traffic.count("compared with the other server")
+        if (found.texts, found.finish_reasons) != (other.texts, other.finish_reasons):
+            raise Violation(f"{request} gave {found.texts}, and {other.texts} on the other server")
 
 
 # The kinds of requests. Each is counted under its name.
@@ -217,12 +241,12 @@ async def ask(traffic: Traffic, path: str, request: dict[str, Any], pause_s: flo
 
 async def streamed(traffic: Traffic, rng: random.Random) -> None:
     path, request = body(traffic, rng, stream=True)
-    await ask(traffic, path, request, pause_s=0.02 if rng.random() < 0.05 else 0.0)
+    await compare(traffic, rng, path, request, pause_s=0.02 if rng.random() < 0.05 else 0.0)
 
 
 async def whole(traffic: Traffic, rng: random.Random) -> None:
     path, request = body(traffic, rng, stream=False)
-    await ask(traffic, path, request)
+    await compare(traffic, rng, path, request)
 
 
 async def gone_stream(traffic: Traffic, rng: random.Random) -> None:

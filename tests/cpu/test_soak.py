@@ -12,12 +12,15 @@ from tests.tiny_speech import tiny_speech
 
 def test_seconds_of_random_traffic_break_no_promise(tmp_path: Path):
     command = [sys.executable, "-m", "bench.soak", "--minutes", "0.4", "--kill-engine", "0.2"]
+    command += ["--serve-args", "--max-drafts 8", "--against", "--max-drafts 0"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=400)
     assert done.stdout, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, done.stdout
     assert line["violations"] == 0
     assert line["requests"] > 100
+    kinds = json.loads(Path(line["file"]).read_text())["kinds"]
+    assert kinds["compared with the other server"] > 5 and kinds["answered with the help of drafts"] > 5
     assert line["kills"] >= 1
 
 
