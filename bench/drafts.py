@@ -1,82 +1,146 @@
-"""What drafts bring on a CPU, at a stated acceptance: `python -m bench.drafts [--dummy SHAPE]`.
+"""What drafts bring on a CPU: `python -m bench.drafts [--dummy SHAPE] [--accept 0,0.6,0.8] [--trace edit]`.
 
-One sequence, and several, of a random model at a published shape. A plain run gives the tokens; then drafts
-are made of them, so many right ones a step as --accept says and the next one wrong. Plain runs and runs with
-drafts take turns. The time of a step holds everything: scheduler, forward, draws. Every run must give the
-same tokens. The first steps of a run, in which prompts are prefilled, do not count.
+One sequence, and several, of a random model at a published shape. Its steps are real, with the draft head and
+the depth that the engine chooses. But what is drawn is planted: with --accept, any tokens, and the head's
+guesses are right with this probability each; with --trace, the answer of bench/traces, without a draft head,
+so that drafts come of text that repeats. An engine without drafts and one with them take turns. The first
+steps of a run, in which prompts are prefilled, do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
-from itertools import product
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deltic.bench.provenance import code, machine, now
 from deltic.config import EngineConfig
-from deltic.engine.drafts import Drafter, StepTimes
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.step import Step, StepResult
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
+from deltic.text import Tokenizer
 
+TRACES = Path(__file__).parent / "traces"
+DEMO = Path(__file__).parents[1] / "deltic" / "demo"
 N_PROMPT = 32
 
 
-def decode(engine: Engine, n: int, n_tokens: int) -> tuple[float, dict[str, list[int]]]:
-    """Seconds a token of each of n sequences, once all of them decode, and what was drawn."""
-    tokens: dict[str, list[int]] = {}
-    for i in range(n):
-        params = SamplingParams(max_tokens=n_tokens, temperature=1.0, seed=i, ignore_eos=True)
-        engine.add(Request(id=str(i), prompt_ids=[(7 * i + j) % 1000 for j in range(N_PROMPT)], params=params))
-        tokens[str(i)] = []
-    begin, first = 0.0, 0
+@dataclass
+class Planted:
+    """A runner that draws what it is told to."""
+
+    runner: Any
+    answers: dict[str, list[int]]
+    """By the request's id."""
+    accept: float
+    """The probability of a guess to be right, if those before are."""
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def step(self, step: Step) -> StepResult:
+        result: StepResult = self.runner.step(step)
+        for i, draw in enumerate(step.draws):
+            answer, drafts = self.answers[draw.sequence.request.id], step.chunks[draw.chunk].drafts
+            at, n = draw.sequence.n_generated, 1
+            while n <= len(drafts) and drafts[n - 1] == answer[at + n - 1]:
+                n += 1
+            result.tokens[i] = answer[at : at + n]
+            if result.guesses:
+                truth = answer[at + n : at + n + len(result.guesses[i])]
+                result.guesses[i] = [id if self.rng.random() < self.accept else id + 1 for id in truth]
+        return result
+
+
+@dataclass
+class Case:
+    """What is asked, and what is answered."""
+
+    prompts: dict[str, list[int]]
+    answers: dict[str, list[int]]
+    accept: float
+    name: str
+
+
+def cases(given: argparse.Namespace) -> list[tuple[int, Case]]:
+    """With the number of sequences of each."""
+    found, rng = [], random.Random(1)
+    for n in map(int, given.n.split(",")):
+        for accept in map(float, given.accept.split(",") if given.accept else ()):
+            prompts = {str(i): rng.choices(range(1000), k=N_PROMPT) for i in range(n)}
+            answers = {str(i): rng.choices(range(1000), k=given.tokens) for i in range(n)}
+            found.append((n, Case(prompts, answers, accept, f"accept {accept:g}")))
+        for trace in given.trace.split(",") if given.trace else ():
+            tokenizer = Tokenizer.load(DEMO)
+            texts = ((TRACES / f"{trace}-{part}.txt").read_text() for part in ("prompt", "answer"))
+            prompt, answer = (tokenizer.encode(text) for text in texts)
+            names = [str(i) for i in range(n)]
+            found.append((n, Case(dict.fromkeys(names, prompt), dict.fromkeys(names, answer), 0.0, f"trace {trace}")))
+    return found
+
+
+def decode(engine: Engine, case: Case) -> tuple[float, float]:
+    """Milliseconds a token of each sequence, once all of them decode; and tokens a step."""
+    for name, prompt in case.prompts.items():
+        params = SamplingParams(max_tokens=len(case.answers[name]), temperature=1.0, seed=1, ignore_eos=True)
+        engine.add(Request(id=name, prompt_ids=prompt, params=params))
+    n_drawn, begin, n_steps = dict.fromkeys(case.prompts, 0), 0.0, 0
+    first = 0
     while engine.has_work():
         for output in engine.step():
-            tokens[output.id] += output.token_ids
-        if not begin and all(tokens.values()):
-            begin, first = time.perf_counter(), sum(map(len, tokens.values()))
-    return (time.perf_counter() - begin) / (sum(map(len, tokens.values())) - first) * n, tokens
+            assert output.error is None, output.error
+            n_drawn[output.id] += len(output.token_ids)
+        n_steps += begin > 0
+        if not begin and all(n_drawn.values()):
+            begin, first = time.perf_counter(), sum(n_drawn.values())
+    n = (sum(n_drawn.values()) - first) / len(n_drawn)
+    return 1000 * (time.perf_counter() - begin) / n, n / n_steps
 
 
-def drafts_of(truth: dict[str, list[int]], engine: Engine, n_right: int) -> Any:
-    """A `Drafter.propose` that is right n_right times, and then wrong."""
-
-    def propose(_: Drafter, tokens: Any, most: int, forced: Any = ()) -> list[int]:
-        sequence = next(s for s in engine.scheduler.sequences() if s.tokens is tokens)
-        known = truth[sequence.request.id][sequence.n_generated :][: n_right + 1]
-        return [*known[:n_right], *((token + 1) % 1000 for token in known[n_right:])][: max(0, most)]
-
-    return propose
-
-
-def measure(runner: Any, n: int, n_tokens: int, n_right: int, rounds: int) -> dict[str, Any]:
-    truth = decode(Engine(runner), n, n_tokens)[1]
-    given, seconds = Drafter.propose, StepTimes.seconds
-    StepTimes.seconds = lambda self, n, n_drafted: 1.0  # type: ignore[method-assign]
-    plain: list[float] = []
-    drafted: list[float] = []
-    steps: list[float] = []
+def measure(runners: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
+    ms: dict[str, list[float]] = {name: [] for name in runners}
+    tokens: list[float] = []
     for _ in range(rounds):
-        for times in (plain, drafted):
-            engine = Engine(runner)
-            Drafter.propose = drafts_of(truth, engine, n_right if times is drafted else -1)  # type: ignore[method-assign]
-            seconds, tokens = decode(engine, n, n_tokens)
-            times.append(1000 * seconds)
-            assert tokens == truth, "a draft changed a token"
-        stats = engine.stats()
-        steps.append((stats.n_generated_tokens - n) / (engine.n_steps - 1) / n)
-    Drafter.propose, StepTimes.seconds = given, seconds  # type: ignore[method-assign]
-    ratios = [a / b for a, b in zip(plain, drafted, strict=True)]
+        for name, runner in runners.items():
+            engine = Engine(Planted(runner, case.answers, case.accept))
+            one, a_step = decode(engine, case)
+            ms[name].append(one)
+            if name == "drafts":
+                tokens.append(a_step)
+    stats = engine.stats()
+    ratios = [plain / drafted for plain, drafted in zip(ms["plain"], ms["drafts"], strict=True)]
     return {
-        "quantize": runner.plan.quantize or "bf16", "n": n, "right": n_right, "tokens_a_step": round(statistics.median(steps), 3),
-        "plain_ms": [round(ms, 3) for ms in plain], "drafts_ms": [round(ms, 3) for ms in drafted],
-        "times": round(statistics.median(ratios), 3),
+        "n": len(case.prompts), "what": case.name, "tokens_a_step": round(statistics.median(tokens), 3),
+        "drafted": stats.n_drafted, "accepted": stats.n_accepted,
+        "plain_ms": [round(one, 3) for one in ms["plain"]], "drafts_ms": [round(one, 3) for one in ms["drafts"]],
+        "times": round(statistics.median(ratios), 3), "least": round(min(ratios), 3), "most": round(max(ratios), 3),
     }  # fmt: skip
+
+
+def build(given: argparse.Namespace, quantize: str, n: int, max_drafts: int, has_head: bool = True) -> Any:
+    config = EngineConfig(
+        dummy=given.dummy,
+        quantize=None if quantize == "bf16" else quantize,
+        max_num_seqs=n,
+        max_model_len=8192,
+        n_pages=128 * n,
+        max_drafts=max_drafts,
+        prefix_cache=False,
+    )
+    runner: Any = build_runner(config, lambda stage, done: None, Cpu())
+    if not has_head:
+        runner.draft_head, runner.info.has_draft_head = None, False
+    return runner
 
 
 def main() -> None:
@@ -84,35 +148,34 @@ def main() -> None:
     flags.add_argument("--dummy", default="qwen3.5-0.8b", metavar="SHAPE")
     flags.add_argument("--quantize", default="bf16,int8,int4", metavar="Q,Q,...")
     flags.add_argument("--n", default="1,4", metavar="N,N,...")
-    flags.add_argument("--accept", default="0,1,2,4", metavar="A,A,...", help="tokens of a draft that are right")
-    flags.add_argument("--tokens", type=int, default=64)
+    flags.add_argument("--accept", default="0,0.6,0.8,0.9", metavar="P,P,...", help="that a guess of the head is right")
+    flags.add_argument("--trace", default="edit", metavar="NAME,...", help="of bench/traces")
+    flags.add_argument("--tokens", type=int, default=200)
     flags.add_argument("--rounds", type=int, default=3)
+    flags.add_argument("--max-drafts", type=int, default=8)
     flags.add_argument("--out", type=Path, metavar="DIR", help="keep the result in this directory, as JSON")
     given = flags.parse_args()
-    rows, sizes = [], [int(n) for n in given.n.split(",")]
+    rows = []
     for quantize in given.quantize.split(","):
-        config = EngineConfig(
-            dummy=given.dummy,
-            quantize=None if quantize == "bf16" else quantize,
-            max_num_seqs=max(sizes),
-            max_model_len=512,
-            max_drafts=8,
-        )
-        runner = build_runner(config, lambda stage, done: None, Cpu())
-        for n, n_right in product(sizes, map(int, given.accept.split(","))):
-            rows.append(measure(runner, n, given.tokens, n_right, given.rounds))
+        for n, case in cases(given):
+            has_head = not case.name.startswith("trace")
+            runners = {
+                "plain": build(given, quantize, n, 0),
+                "drafts": build(given, quantize, n, given.max_drafts, has_head),
+            }
+            rows.append({"quantize": quantize} | measure(runners, case, given.rounds))
             print(json.dumps(rows[-1]), flush=True)
-        del runner
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        found = {
+        head = {
             "bench": "drafts",
             "date": now().isoformat(),
             "shape": given.dummy,
             "machine": machine(),
             "code": code(),
         }
-        (given.out / f"drafts-{given.dummy}.json").write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+        rest = {"max_drafts": given.max_drafts, "rows": rows}
+        (given.out / f"drafts-{given.dummy}.json").write_text(json.dumps(head | rest, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -132,10 +132,10 @@ class EngineConfig:
         "at the least; 0 sets none",
         metavar="MS",
     )
-    max_drafts: int = knob(
-        0,
-        "tokens of an answer that are guessed ahead where its text repeats itself or the prompt, and checked in one step; "
-        "answers stay the same, to the bit",
+    max_drafts: int | None = knob(
+        None,
+        "most tokens of an answer that are guessed ahead and checked in one step, as many as pay: by the draft head (MTP), a "
+        "grammar, or where text repeats itself; answers stay the same, to the bit; 0 guesses nothing (default: 8)",
         metavar="TOKENS",
         device={"text": "cpu"},
         kind="text",

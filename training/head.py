@@ -6,10 +6,12 @@ learns is the model's own distribution, not the corpus: a draft is right when th
 on its own guesses, too: DEPTH of them in a row, each from the hidden state that the head gave for the one before.
 
 `--minutes` bounds the wall clock of the whole program; the learning rate follows it as in `training.train`. DIR gets
-mtp.safetensors (bfloat16) and head.txt, the log. Needs torch, numpy, tokenizers, safetensors, jinja2.
+mtp.safetensors (bfloat16), the index that names it beside model.safetensors, and head.txt, the log. Needs torch, numpy,
+tokenizers, safetensors, jinja2.
 """
 
 import argparse
+import json
 import math
 import time
 from pathlib import Path
@@ -104,6 +106,17 @@ def trunk(weights: Path, device: torch.device) -> Hybrid:
     return model.to(device)
 
 
+def save(directory: Path, head: DraftHead, weights: Path) -> None:
+    """Writes mtp.safetensors, and the index of both files. weights: of the model."""
+    tensors = checkpoint_tensors({f"mtp.{name}": t for name, t in head.state_dict().items()})
+    save_file(tensors, directory / "mtp.safetensors", metadata={"format": "pt"})
+    model = load_file(weights)
+    files = dict.fromkeys(model, "model.safetensors") | dict.fromkeys(tensors, "mtp.safetensors")
+    size = sum(t.nbytes for t in (*model.values(), *tensors.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
 def of_rows(rows: Row, device: torch.device) -> tuple[Packed, Tensor]:
     """A batch, and which of its tokens are learned."""
     batch, targets = to_device(rows, device)
@@ -154,8 +167,7 @@ def main() -> None:
             said = " ".join(f"{share:.3f}" for share in shares)
             report(f"{elapsed:6.0f} s  step {optimiser.n_steps}  loss {loss.item():.4f}  {said}  {speed:,.0f} tokens/s")
             logged, n_logged = time.monotonic(), optimiser.n_steps
-    tensors = checkpoint_tensors({f"mtp.{name}": t for name, t in head.state_dict().items()})
-    save_file(tensors, given.out / "mtp.safetensors", metadata={"format": "pt"})
+    save(given.out, head, given.weights)
     report(f"{time.monotonic() - START:6.0f} s  saved after step {optimiser.n_steps}; {validate()}")
 
 

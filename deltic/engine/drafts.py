@@ -162,7 +162,7 @@ class Drafter:
 
     def n_guesses(self, most: int, least: float) -> int:
         """Tokens that the draft head should guess for the next step: those that are likely enough."""
-        if self.of_head.pause > 1 or (self.used is self.of_repeats and self.used.chance > self.of_head.chance):
+        if self.of_head.pause or (self.used is self.of_repeats and self.used.chance > self.of_head.chance):
             return 0
         chance, n = self.of_head.chance, 0
         while n < most and chance ** (n + 1) >= least:
@@ -212,7 +212,7 @@ class Drafting:
 
     def plan(self, step: Step, has_prefills: bool) -> None:
         """Gives decodes of a step drafts, and says what the draft head guesses for the next one. Not beside
-        a prefill, which would need the rows.
+        a prefill, which needs the rows, and often is not the last one.
 
         A window never reaches the end of a page, so that the state is whole there, where it may become a
         checkpoint.
@@ -239,7 +239,7 @@ class Drafting:
             chunk.length += len(chunk.drafts) if drafts[i] else 0
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
             n_left = draw.sequence.request.params.max_tokens - draw.sequence.n_generated - 2
-            if self.has_head and drafter is not None and n_left > 0:
+            if self.has_head and not has_prefills and drafter is not None and n_left > 0:
                 draw.n_guesses = drafter.n_guesses(min(self.max_drafts, n_left), self.least)
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int) -> list[int]:

@@ -291,7 +291,7 @@ def cache_file(config: EngineConfig, directory: Path) -> Path:
             files = sorted(checkpoint_files(directory))
             files += [*sorted(directory.glob("*.index.json")), directory / "config.json"]
         what = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(json.dumps([VERSION, config.rounded, config.max_drafts > 0, what]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([VERSION, config.rounded, bool(config.max_drafts), what]).encode()).hexdigest()[:16]
     kind = config.quantize or ("bf16" if config.quantize_rest is None else f"rest-{config.quantize_rest}")
     return config.weights_cache / f"{Path(model_name(config)).name}-{kind}-{key}.safetensors"
 

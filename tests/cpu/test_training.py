@@ -1,5 +1,6 @@
 """How the built-in model is made: corpus, template, packing, the training forward, a short training run."""
 
+import json
 from itertools import islice, pairwise
 from random import Random
 
@@ -7,12 +8,19 @@ import numpy as np
 import pytest
 import torch
 from jinja2.exceptions import TemplateError
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import load_weights, stored_shape
+from tests.plain import plain
+from tests.reference.model import draft_states
 from training.chats import ask, say
 from training.corpus import DEMO, MIX, Corpus, Template
 from training.grammar import expand, parse
-from training.model import Geometry, Hybrid, Packed, checkpoint_tensors
+from training.head import DraftHead, guessed, trunk
+from training.head import save as save_head
+from training.model import Geometry, Hybrid, Packed, checkpoint_tensors, find_borders
 from training.optimiser import Optimiser
 from training.rows import FIRST, ID_MASK, LEARN, encode, pack
 from training.stories import write_story
@@ -209,3 +217,45 @@ def test_resume_without_a_checkpoint_says_what_to_do(tmp_path, capsys) -> None: 
     with pytest.raises(SystemExit):
         parse_arguments(["--out", str(tmp_path), "--resume"])
     assert "train without --resume first" in capsys.readouterr().err
+
+
+def test_the_draft_head_is_that_of_the_reference(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Its guesses in a row, and no row sees another document."""
+    model, head = shaken_model(), DraftHead(Geometry())
+    with torch.no_grad():
+        for p in head.parameters():
+            p.add_(0.1 * torch.randn_like(p)) if p.ndim == 1 else None
+    save_file(checkpoint_tensors(model.state_dict()), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(Geometry().published_config(1560)))
+    save_head(tmp_path, head, tmp_path / "model.safetensors")
+    shape = stored_shape(tmp_path, ModelShape.from_directory(tmp_path), drafts=True)
+    weights = plain(load_weights(tmp_path, shape)[0])
+    head.load_state_dict({n[4:]: t.float() for n, t in load_file(tmp_path / "mtp.safetensors").items()})
+    model.load_state_dict({n: t.float() for n, t in load_file(tmp_path / "model.safetensors").items()})
+    batch = one_document(128, 40)
+    with torch.no_grad():
+        hidden = model.model.norm(model.hidden(batch))
+        embedded = model.model.embed_tokens(batch.tokens)
+        borders = find_borders(batch, Geometry().conv_width)
+        found = head(hidden, embedded, borders, model.cos[:128], model.sin[:128])
+    ids = batch.tokens[40:].tolist()
+    states = draft_states(weights, shape, hidden[40:-1], ids[1:])
+    torch.testing.assert_close(found[0][40:-1], states, atol=2e-4, rtol=0)
+    for row in (5, 50):  # the guess behind the guess, of some rows
+        behind = torch.cat([hidden[40 : 41 + row], states[row : row + 1]])
+        second = draft_states(weights, shape, behind, ids[1 : row + 3])
+        torch.testing.assert_close(found[1][40 + row], second[-1], atol=2e-4, rtol=0)
+
+
+def test_a_draft_head_learns(tokenizer: Tokenizer) -> None:
+    model, head = trunk(DEMO / "model.safetensors", torch.device("cpu")), DraftHead(Geometry())
+    ids = torch.tensor(tokenizer.encode("Once upon a time there was a little fox. " * 14).ids[:128])
+    batch = Packed(ids, torch.zeros(128, dtype=torch.bool), 1)
+    optimiser, learned = Optimiser(head), torch.ones(128, dtype=torch.bool)
+    losses = []
+    for _ in range(8):
+        loss, shares = guessed(head, model, batch, learned)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step(0.5)
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0] and len(shares) == 3

@@ -103,7 +103,7 @@ def test_guesses_that_are_not_worth_their_row_are_not_made() -> None:
     for _ in range(3):
         drafter.of_head.observe(2, 0)
     assert drafter.n_guesses(8, 0.05) == 0
-    drafter.of_head.pause = 1  # in the next step one is tried
+    drafter.of_head.pause = 0  # in the next step one is tried
     assert drafter.n_guesses(8, 0.5) == 1
     drafter = Drafter(guesses=[1])
     drafter.used = drafter.of_repeats
