@@ -111,7 +111,7 @@ class Record:
     n_seen: float = 2.0
     """Tokens that were right, and those and the first wrong ones. They begin as a guess."""
     n_misses: int = 0
-    """Drafts in a row of which nothing was right."""
+    """Drafts in a row of which nothing was right, or that were not worth their rows."""
     pause: int = 0
     """Steps for which it proposes nothing."""
 
@@ -124,7 +124,14 @@ class Record:
         """What became of a draft."""
         self.n_right = KEPT * self.n_right + n_accepted
         self.n_seen = KEPT * self.n_seen + n_accepted + (n_accepted < n_drafted)
-        self.n_misses = 0 if n_accepted else self.n_misses + 1
+        if n_accepted:
+            self.n_misses = self.pause = 0
+        else:
+            self.miss()
+
+    def miss(self) -> None:
+        """A draft was in vain: from the second on they pause, longer each time."""
+        self.n_misses += 1
         self.pause = min(MAX_PAUSE, 2**self.n_misses) if self.n_misses > 1 else 0
 
 
@@ -139,14 +146,14 @@ class Drafter:
     of_head: Record = field(default_factory=Record)
     of_grammar: Record = field(default_factory=lambda: Record(19.0, 20.0))
     used: Record = field(default_factory=Record)
-    """Of these, whose the next draft is."""
+    """Of these, whose the next draft is; the head's where there is none."""
 
     def propose(self, tokens: Ids[int], most: int, forced: Ids[int] = ()) -> list[int]:
         """A draft of up to `most` tokens: that of which more are expected to be right.
 
         forced: what a grammar leaves as the only text.
         """
-        found, best = list[int](), 0.0
+        found, best, self.used = list[int](), 0.0, self.of_head
         for record in (self.of_grammar, self.of_head, self.of_repeats):
             if record.pause:
                 record.pause -= 1
@@ -174,20 +181,23 @@ class StepTimes:
     """What steps of decodes took, by the number of sequences and of the rows of their drafts."""
 
     def __init__(self) -> None:
-        self._known: dict[int, dict[int, deque[float]]] = {}
-        self._medians: dict[int, list[tuple[int, float]]] = {}
+        self._latest: dict[tuple[int, int], deque[float]] = {}
+        self._known: dict[int, list[tuple[int, float]]] = {}
+        """By the number of sequences: (rows of drafts, median of the latest), ascending."""
 
     def observe(self, n: int, n_drafted: int, seconds: float) -> None:
         """A step of n sequences took so long."""
-        known = self._known.setdefault(n, {})
-        known.setdefault(n_drafted, deque(maxlen=N_TIMES)).append(seconds)
-        self._medians[n] = [(rows, median(times)) for rows, times in sorted(known.items())]
+        latest = self._latest.setdefault((n, n_drafted), deque(maxlen=N_TIMES))
+        latest.append(seconds)
+        known = self._known.setdefault(n, [])
+        i = bisect_left(known, (n_drafted, 0.0))
+        known[i : i + (len(latest) > 1)] = [(n_drafted, median(latest))]
 
     def seconds(self, n: int, n_drafted: int) -> float:
         """The estimate for a step: between two that are known on their line, beyond them on a hopeful one.
         It will be tried then, and known.
         """
-        known = self._medians.get(n)
+        known = self._known.get(n)
         if not known:
             return n + HOPE * n_drafted
         i = bisect_left(known, (n_drafted, 0.0))
@@ -210,9 +220,8 @@ class Drafting:
         self.least = 0.5
         """A token that is less likely to be right than this is not worth its row."""
 
-    def plan(self, step: Step, has_prefills: bool) -> None:
-        """Gives decodes of a step drafts, and says what the draft head guesses for the next one. Not beside
-        a prefill, which needs the rows, and often is not the last one.
+    def plan(self, step: Step) -> None:
+        """Gives a step of decodes drafts, and says what the draft head guesses for the next one.
 
         A window never reaches the end of a page, so that the state is whole there, where it may become a
         checkpoint.
@@ -221,25 +230,23 @@ class Drafting:
         chances: list[tuple[float, int]] = []
         for i, draw in enumerate(step.draws):
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
-            drafts.append([])
-            n_wanted = sequence.request.params.max_tokens - sequence.n_generated
-            if n_wanted < 2:
-                continue
             if sequence.drafter is None:
                 sequence.drafter = Drafter()
-            most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_wanted - 1)
-            if most > 0 and not has_prefills:
-                drafts[i] = self._propose(sequence, chunk, most)
-                chance = sequence.drafter.used.chance
-                chances += ((chance ** (j + 1), i) for j in range(len(drafts[i])))
+            n_left = sequence.request.params.max_tokens - sequence.n_generated - 1
+            most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_left)
+            drafts.append(self._propose(sequence, chunk, most) if most > 0 else [])
+            chance = sequence.drafter.used.chance
+            chances += ((chance ** (j + 1), i) for j in range(len(drafts[i])))
         n_taken = self._n_worth(len(step.chunks), sorted(chances, reverse=True)) if chances else {}
         for i, draw in enumerate(step.draws):
-            chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
-            chunk.drafts = drafts[i][: n_taken.get(i, 0)] if drafts[i] else chunk.drafts
-            chunk.length += len(chunk.drafts) if drafts[i] else 0
+            chunk, drafter, params = step.chunks[draw.chunk], draw.sequence.drafter, draw.sequence.request.params
+            chunk.drafts = drafts[i][: n_taken.get(i, 0)]
+            chunk.length += len(chunk.drafts)
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
-            n_left = draw.sequence.request.params.max_tokens - draw.sequence.n_generated - 2
-            if self.has_head and not has_prefills and drafter is not None and n_left > 0:
+            if drafts[i] and not chunk.drafts:
+                drafter.used.miss()
+            n_left = params.max_tokens - draw.sequence.n_generated - 2
+            if self.has_head and n_left > 0:
                 draw.n_guesses = drafter.n_guesses(min(self.max_drafts, n_left), self.least)
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int) -> list[int]:

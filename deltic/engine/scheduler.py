@@ -370,8 +370,8 @@ class Scheduler:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
                 step.put_decodes_first()
-        if self.drafting is not None and step.draws:
-            self.drafting.plan(step, has_prefills=len(step.chunks) > n_decodes)
+        if self.drafting is not None and len(step.chunks) == n_decodes:  # prefills need the rows
+            self.drafting.plan(step)
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
                 return None

@@ -80,6 +80,7 @@ def test_the_better_proposer_is_taken() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3]
     drafter = Drafter(guesses=[7, 8, 9, 10])
     assert drafter.propose(tokens, 8) == [7, 8, 9, 10] and drafter.used is drafter.of_head  # the longer one
+    assert drafter.propose([1, 2], 0) == [] and drafter.used is drafter.of_head
     drafter.guesses = [7, 8]
     assert drafter.propose(tokens, 8) == [4, 5, 6] and drafter.used is drafter.of_repeats
     for _ in range(3):
@@ -145,10 +146,11 @@ def test_the_rows_that_make_tokens_cheapest_run(row_s: float, n_taken: list[int]
     for chunk in step.chunks:
         chunk.drafts, chunk.length = [], 1
     good.drafter.of_repeats.pause = bad.drafter.of_repeats.pause = 9
-    drafting.plan(step, has_prefills=False)
+    drafting.plan(step)
     assert [len(chunk.drafts) for chunk in step.chunks] == n_taken
     assert [chunk.length for chunk in step.chunks] == [1 + n for n in n_taken]
     assert step.draws[0].n_guesses >= step.draws[1].n_guesses >= 1
+    assert bad.drafter.of_head.n_misses == (n_taken[1] == 0)  # not worth a row: soon it pauses
 
 
 @pytest.mark.parametrize("seed", range(30))
