@@ -16,7 +16,7 @@ from torch import Tensor
 from deltic.engine.messages import SamplingParams
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.attention import attention, attn_prepare
-from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
+from deltic.ops.cpu.dense import draft_rows, embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import MoeScratch, moe
 from deltic.ops.cpu.program import Program, usable_instruction_sets
@@ -29,8 +29,8 @@ from tests.reference import layers as oracle
 from tests.reference import sample as sample_oracle
 from tests.tensors import TiledOrder, array_of, on_tensors, tensor_of
 
-attention, attn_prepare, embed, linear, rms_norm, silu_mul, gdn, moe, logprobs, sample = map(
-    on_tensors, (attention, attn_prepare, embed, linear, rms_norm, silu_mul, gdn, moe, logprobs, sample)
+attention, attn_prepare, draft_rows, embed, linear, rms_norm, silu_mul, gdn, moe, logprobs, sample = map(
+    on_tensors, (attention, attn_prepare, draft_rows, embed, linear, rms_norm, silu_mul, gdn, moe, logprobs, sample)
 )
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
@@ -271,6 +271,30 @@ def test_rms_norm(program: Program, rows: int, width: int) -> None:
     close(out[:rows], expected[:rows], ONE_BF16_ULP)
     close(picked[0], expected[rows], ONE_BF16_ULP)
     assert out[rows:].isnan().all() and picked[1].isnan().all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_draft_rows(program: Program, format: str) -> None:
+    table, hidden, norms = packed(torch.randn(50, 96).to(BF16), format), torch.randn(5, 96).to(BF16), torch.randn(2, 96)
+    out, scratch = poison(5, 192, dtype=BF16), poison(5, 96)
+    draft_rows(program, table, i32(3, 49, 0, 7, 1), hidden, norms[0], norms[1], 1e-6, out, count(4), scratch)
+    program.run()
+    embedded = tensor_of(table.unpack()[0])[[3, 49, 0, 7]]
+    close(out[:4, :96], oracle.rms_norm(embedded, norms[0], 1e-6), ONE_BF16_ULP)
+    close(out[:4, 96:], oracle.rms_norm(hidden[:4].float(), norms[1], 1e-6), ONE_BF16_ULP)
+    assert out[4:].isnan().all()
+
+
+@pytest.mark.parametrize("n", [16, 35, 64])
+def test_the_first_rows_of_a_matrix(n: int) -> None:
+    """In the same memory, of one piece and of several."""
+    values = torch.randn(70, 64).to(BF16)
+    for runs in (70, [(32, WEIGHT_FORMATS["int8"]), (38, WEIGHT_FORMATS["bf16"])]):
+        format = WEIGHT_FORMATS["int4"] if isinstance(runs, int) else runs
+        matrix = Matrix.empty(70, 64, format).pack(array_of(values))
+        first = matrix.first_rows(n)
+        assert first.n == n and np.array_equal(first.unpack(), matrix.unpack()[:, :n])
+        assert all(np.shares_memory(a.data, b.data) for a, b in zip(first.pieces, matrix.pieces, strict=False))
 
 
 def test_silu_mul(program: Program) -> None:
